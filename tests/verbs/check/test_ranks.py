@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -116,7 +117,8 @@ def test_a_gradient_in_one_shard_stops_all_ranks(rank, folder):
         train(model, torch.ones(2, 4))
     assert model.first.weight.grad.to_local().isfinite().all() == (rank == 1)
     finding = caught.value.finding
-    assert (finding.rank, finding.kind, finding.path) == (0, "gradient", "first.bias")
+    assert (finding.rank, finding.kind, finding.path) == (None, "gradient", "first.bias")
+    assert "rank 0 holds it; the rank that made it is not known" in finding.notes
     assert line.findings == [finding]
 
 
@@ -162,4 +164,63 @@ def test_a_shard_that_is_spoilt_after_the_backward(rank, folder):
                 one.grad.to_local().div_(0)
         optimizer.step()
     finding = caught.value.finding
-    assert (finding.kind, finding.path, finding.rank) == ("gradient", "1.bias", 0)
+    assert (finding.kind, finding.path, finding.rank) == ("gradient", "1.bias", None)
+    assert "rank 0 holds it; the rank that made it is not known" in finding.notes
+
+
+@on_ranks
+def test_a_backward_of_one_rank_in_sharded_weights(rank, folder):
+    model = sharded(lambda x: x.detach() if rank == 1 else 0 * x.detach())
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        train(model, torch.ones(2, 4))
+    assert (caught.value.finding.rank, caught.value.finding.kind) == (None, "gradient")
+    assert "on rank" not in str(caught.value)
+
+
+@on_ranks
+def test_a_loss_on_values_inside_the_model_of_one_rank(rank, folder):
+    model, inner = DistributedDataParallel(Root()), []
+    model.module.first.register_forward_hook(lambda module, args, output: inner.append(output))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        loss = model(torch.ones(2, 4)).sum()
+        (loss + (inner[0] * 0).sqrt().sum() if rank == 1 else loss).backward()
+        optimizer.step()
+    assert (caught.value.finding.rank, caught.value.finding.kind) == (None, "gradient")
+    assert "on rank" not in str(caught.value)
+
+
+@on_ranks
+def test_a_loss_of_one_rank_is_named_on_both(rank, folder):
+    model = DistributedDataParallel(Root())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        output = model(torch.ones(2, 4))
+        (output * 0 if rank == 1 else output).abs().log().sum().backward()
+        optimizer.step()
+    finding = caught.value.finding
+    assert (finding.rank, finding.kind, finding.function) == (1, "loss", "log")
+
+
+@on_ranks
+def test_a_nan_loss_with_finite_gradients_warns_on_its_rank(rank, folder):
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = torch.full((2,), -100 if rank == 1 else 0)
+    with warnings.catch_warnings(record=True) as said, hl.check(model) as line:
+        warnings.simplefilter("always")
+        nn.functional.cross_entropy(model(torch.ones(2, 4)), target).backward()
+        optimizer.step()
+    assert [one.rank for one in line.findings] == [1] * rank
+    assert ["the loss must be finite" in str(one.message) for one in said] == [True] * rank
+
+
+@on_ranks
+def test_a_nan_loss_with_finite_gradients_of_sharded_weights(rank, folder):
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = torch.full((2,), -100 if rank == 1 else 0)
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        nn.functional.cross_entropy(model(torch.ones(2, 4)), target).backward()
+        optimizer.step()
+    assert (caught.value.finding.rank, caught.value.finding.path) == (1, "loss")

@@ -19,6 +19,7 @@ from hookline.engine.compile.guards import follow
 from hookline.engine.line.attachment import Attachment, surely
 from hookline.engine.taps.base import Order, RootTap, Tap, walked_over
 from hookline.engine.torch_private.global_hooks import global_hook_dicts
+from hookline.engine.torch_private.graph.backward_begins import BACKWARD_HOOKS
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS,
     HookDict,
@@ -195,10 +196,12 @@ class Registrations(Attachment):
 
         Args:
             kind: "forward_pre", "forward" (which gets kwargs), "after" (a forward hook that is
-                always called), or the kind of a registration hook or a step hook.
+                always called), "backward" (before each run of autograd), or the kind of a
+                registration hook or a step hook.
             hook: the hook.
         """
-        hooks, *marks = global_hook_dicts(kind)
+        dicts: list[Any] = [BACKWARD_HOOKS] if kind == "backward" else global_hook_dicts(kind)
+        hooks, *marks = dicts
         with _lock:
             # A new id: torch looks up flags by the id alone, so a shared id would flag a module's
             # hook, too.

@@ -220,9 +220,13 @@ def hook_node_before(
         _add(hooks, key, hook, number)
 
 
-def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> None:
-    """Register a hook on the gradients that flow on from a node, for as long as the graph lives."""
-    node.register_hook(hook)
+def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> Any:
+    """Register a hook on the gradients that flow on from a node, for as long as the graph lives.
+
+    Returns:
+        A handle, whose `remove()` removes the hook before.
+    """
+    return node.register_hook(hook)
 
 
 def node_of_write(base: Tensor, n_writes: int) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookline.display.text import first_line
@@ -25,22 +26,34 @@ from hookline.engine import (
     is_grouped,
     local_part,
     no_callback,
+    outer_backward,
 )
 from hookline.engine.line.registration import Registrations
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.taps.base import Tap
 from hookline.engine.torch_private.modules import is_scripted
-from hookline.errors import NonFiniteError
+from hookline.errors import NonFiniteError, warn
 from hookline.verbs.check.also import say_missing
 from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.finiteness import are_finite, kinds_in, total
 from hookline.verbs.check.forward import ForwardChecks
+from hookline.verbs.check.loss import LossGraph
 from hookline.verbs.check.origins import measured
-from hookline.verbs.check.outcome import Checked, Outcome, of_tensor
-from hookline.verbs.check.ranks import earliest, shared
-from hookline.verbs.check.replay import Replay
+from hookline.verbs.check.outcome import Checked, Outcome, of_fault, of_tensor
+from hookline.verbs.check.ranks import earliest, rank_here, shared
+from hookline.verbs.check.replay import RepeatedBackward
 from hookline.verbs.check.run import RUN, Run, version
 from hookline.verbs.shared.closures import closure_of, with_closure
+
+# Of backwards that have raised, nobody learns the end.
+_MOST_BACKWARDS = 16
+_NOT_REPEATED = "the run did not repeat itself, first at {}"
+_FINITE_BACKWARD = (
+    "the repeated backward is finite; the run did not repeat itself, or something else writes"
+    " gradients, such as a loss on weights or on values inside the model"
+)
+_MEANT = "infinities that are meant, as in a mask, have reached the gradients"
+_FINITE_GRADIENTS = "the gradients are finite, so the step would hide it"
 
 
 @final
@@ -69,6 +82,10 @@ class BackwardChecks:
         self._forward = forward
         self._warns_of_missing = warns_of_missing
         self._weights: list[tuple[str, Tensor]] = []
+        # The runs whose outputs have got a gradient, by the number of the backward.
+        self._runs: dict[int, list[Run]] = {}
+        self._losses: list[LossGraph] = []
+        self._nan_loss: Finding | None = None
         self._at_start = self._judged = self._found_with = _Gradients([])
         self._has_stepped = False
 
@@ -89,9 +106,28 @@ class BackwardChecks:
         step = _StepTap(self._passes, self)
         line.tap(Selection(line.module_tree, gradients), self._bind, Order.RECORD)
         registrations.register_everywhere("step_pre", step.fire)
+        registrations.register_everywhere("backward", self.backward_begins)
 
     def _bind(self, site: Site) -> GradientCallback:
         return _RootGradient(self)
+
+    def backward_begins(self, roots: Sequence[Any], grads: Sequence[Any]) -> Callable[[], None]:
+        """Look at the loss before a backward frees its graph: a hook on each run of autograd."""
+        numbers = self._forward.node_numbers
+        if numbers.is_empty or not self._passes.is_ours():
+            return _nothing
+        try:
+            loss = LossGraph(roots, numbers)
+        except (RuntimeError, NotImplementedError):  # a tensor without these operations
+            return _nothing
+        loss.is_accumulating = self._nan_loss is not None and self._judged.are_same(self._weights)
+        self._losses.append(loss)
+
+        def end() -> None:
+            self._losses.remove(loss)
+            loss.end()
+
+        return end
 
     def gradient_arrives(self, current: Pass, slot: int, grad: Tensor) -> None:
         """Keep the gradient of an output of the root, and judge the backward at its end."""
@@ -99,14 +135,30 @@ class BackwardChecks:
         if not found:
             return
         run: Run = found[0]
-        run.gradients[slot] = grad.detach()
-        if not run.is_waiting:
-            run.is_waiting = True
+        number = outer_backward()
+        runs = self._runs.get(number)
+        if runs is None:
+            if len(self._runs) >= _MOST_BACKWARDS:  # some have raised, and never ended
+                del self._runs[next(iter(self._runs))]
+            runs = self._runs[number] = []
+            loss = self._loss_here()
             # Behind others: there DDP writes the reduced gradients.
-            at_end_of_backward(lambda: at_end_of_backward(lambda: self._backward_ends(run)))
+            at_end_of_backward(
+                lambda: at_end_of_backward(lambda: self._backward_ends(number, loss))
+            )
+        if run not in runs:
+            runs.append(run)
+        run.gradients[slot] = grad.detach()
 
-    def _backward_ends(self, run: Run) -> None:
-        run.is_waiting = False
+    def _loss_here(self) -> LossGraph | None:
+        """Return the loss whose backward runs in this thread, or for it in a thread of autograd."""
+        mine = [one for one in self._losses if one.thread == threading.get_ident()]
+        if not mine and len(self._losses) == 1:
+            mine = self._losses
+        return mine[-1] if mine else None
+
+    def _backward_ends(self, number: int, loss: LossGraph | None) -> None:
+        runs = self._runs.pop(number, [])
         outcome = self._outcome
         try:
             is_known, is_finite = outcome.in_backward is not None, self._gradients_are_finite()
@@ -114,38 +166,100 @@ class BackwardChecks:
                 outcome.in_backward = None  # the step was skipped, and this is another one
             elif not is_finite and not (is_known and self._accumulates()):
                 # Where gradients accumulate, the first who made them so counts.
-                outcome.in_backward = outcome.take_until_step() or self._judge(run)
+                outcome.in_backward = outcome.take_until_step() or self._judge(runs, loss)
+            self._judge_loss(runs, loss, is_finite=is_finite)
             self._judged = _Gradients(self._weights)
             self._found_with = self._found_with if is_known else self._judged
             if self._sharded_on is not None:
-                outcome.in_backward = shared(outcome.in_backward, self._sharded_on)
+                self._share()
         finally:
-            run.gradients = {}
+            for run in runs:
+                run.gradients = {}
+
+    def _share(self) -> None:
+        """Agree with the other ranks on what this backward has made."""
+        assert self._sharded_on is not None
+        finding = shared(self._outcome.in_backward or self._nan_loss, self._sharded_on)
+        is_loss = finding is not None and finding.is_loss
+        self._nan_loss = finding if is_loss else None
+        self._outcome.in_backward = None if is_loss else finding
+
+    def _judge_loss(self, runs: list[Run], loss: LossGraph | None, *, is_finite: bool) -> None:
+        """Note a loss that is NaN although its gradients are finite."""
+        if not (self._nan_loss is not None and loss is not None and loss.is_accumulating):
+            self._nan_loss = None
+        if not is_finite or loss is None or not loss.is_nan or self._nan_loss is not None:
+            return
+        fault, last = loss.fault, max(run.step for run in runs)
+        assert fault is not None
+        finding = of_fault(of_tensor("loss", "loss", fault.tensor, last), fault)
+        finding = finding.with_(suspect=None, notes=(*finding.notes, _FINITE_GRADIENTS))
+        if is_grouped() and self._sharded_on is None:
+            # The other ranks know nothing of it, and would wait.
+            finding = self._outcome.add(finding.with_(rank=rank_here()))
+            self._outcome.warned.append(finding)
+            warn(f"hl.check: {finding.message}")
+        else:
+            self._nan_loss = finding
 
     def _accumulates(self) -> bool:
         """Tell whether the gradients are the tensors that the last backward wrote to."""
         return self._judged.are_same(self._weights, with_numbers=False)
 
-    def _judge(self, run: Run) -> Finding:
-        model = self._model()
+    def _judge(self, runs: list[Run], loss: LossGraph | None) -> Finding:
+        """Find who made gradients that are not finite.
+
+        Args:
+            runs: the runs of the model that the backward went through, the last run first.
+            loss: the loss that it began at, if known.
+        """
+        model, why = self._model(), ""
+        for run in runs:
+            if any(map(kinds_in, run.gradients.values())):
+                if why:
+                    break  # it may come from a run that could not be repeated
+                return self._of_loss(run, loss)
+            finding, why_not = self._repeated(model, run)
+            if finding is not None:
+                return finding
+            why = why or why_not
+        last = max(run.step for run in runs)
+        return self._of_gradients(self._weights, last, why or _FINITE_BACKWARD)
+
+    def _repeated(self, model: nn.Module | None, run: Run) -> tuple[Finding | None, str]:
+        """Repeat a run and its backward.
+
+        Returns:
+            Who made what is not finite; or why this is not known, or nothing if the repeated
+            backward is finite.
+        """
         why = run.why_not_repeatable() if model is not None else "the model is gone"
-        if any(map(kinds_in, run.gradients.values())):
-            return self._of_loss(run)
-        if model is not None and why is None:
-            try:
-                with torch.enable_grad():
-                    replay = Replay(model, run, self._passes)
-                    replay.forward()
-                    origin = replay.backward()
-                if origin is not None:
-                    return self._outcome.keep(replay, origin, replay.finding(origin, "backward"))
-                why = (
-                    "the repeated backward is finite; look at what else writes gradients, such as"
-                    " a loss on weights or on values inside the model"
-                )
-            except Exception as error:
-                why = f"the run could not be repeated ({first_line(error)})"
-        return self._of_gradients(self._weights, run.step, why or "")
+        if model is None or why is not None:
+            return None, why or ""
+        try:
+            with torch.enable_grad():
+                replay = self._forward.replay(model, run)
+                replay.forward()
+                if replay.likeness.difference is not None:
+                    return None, _NOT_REPEATED.format(replay.likeness.difference)
+                repeated = replay.backward()
+            if not self._is_like(repeated):
+                return None, _NOT_REPEATED.format("its gradients")
+            if repeated.origin is not None:
+                finding = replay.finding(repeated.origin, "backward")
+                return self._outcome.keep(replay, repeated.origin, finding), ""
+            return None, "" if repeated.is_finite else _MEANT
+        except Exception as error:
+            return None, f"the run could not be repeated ({first_line(error)})"
+
+    def _is_like(self, repeated: RepeatedBackward) -> bool:
+        """Tell whether the gradients are not finite wherever those of a repeated backward are."""
+        actual = {id(one): one.grad for _, one in self._weights}
+        return all(
+            grad is not None and bool(kinds_in(grad))
+            for parameter in repeated.not_finite
+            for grad in (actual.get(id(parameter)),)
+        )
 
     @staticmethod
     def _of_gradients(weights: list[tuple[str, Tensor]], step: int | None, why: str) -> Finding:
@@ -158,13 +272,19 @@ class BackwardChecks:
             notes.append(f"{len(bad)} of {len(weights)} gradients are not finite")
         return of_tensor("gradient", path, grad, step).with_(notes=tuple(notes))
 
-    def _of_loss(self, run: Run) -> Finding:
+    def _of_loss(self, run: Run, loss: LossGraph | None) -> Finding:
+        """Describe a gradient of the output that is not finite: all code outside is the loss."""
         grad = next(one for one in run.gradients.values() if kinds_in(one))
-        found = of_tensor("loss", "", grad, run.step)
-        return found.with_(
-            inputs=(measured("gradient of the output", grad),),
-            notes=("the output was finite, and its gradient is not: look at the loss",),
-        )
+        finding = of_tensor("loss", "", grad, run.step)
+        finding = finding.with_(inputs=(measured("gradient of the output", grad),))
+        notes = []
+        if run.is_output_finite:
+            notes.append("the output was finite, and its gradient is not: look at the loss")
+        if loss is not None and loss.value is not None:
+            notes.append(f"the loss was {loss.value:.4g}")
+        fault = None if loss is None else loss.fault or loss.fault_of_backward()
+        finding = finding if fault is None else of_fault(finding, fault)
+        return finding.with_(notes=(*notes, *finding.notes))
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Raise an error before an optimizer steps with a gradient that is not finite."""
@@ -195,9 +315,14 @@ class BackwardChecks:
         known = self._outcome.in_backward
         is_judged = known is None and self._judged.are_same(stepped)
         is_bad = not is_judged and not self._gradients_are_finite(held)
-        finding = (known or self._of_step(stepped)) if is_bad else None
+        finding = (known or self._of_step(stepped)) if is_bad else self._loss_of(stepped)
         # Each rank has shards of its own to step with, and all of them must stop.
         return finding if self._sharded_on is None else shared(finding, self._sharded_on)
+
+    def _loss_of(self, weights: list[tuple[str, Tensor]]) -> Finding | None:
+        """Return the loss that was NaN when weights got the finite gradients that they have."""
+        is_same = self._judged.are_same(weights, with_numbers=False)
+        return self._nan_loss if is_same else None
 
     def _of_step(self, stepped: list[tuple[str, Tensor]]) -> Finding:
         """Describe gradients that no backward through the model's outputs has made."""
@@ -216,7 +341,7 @@ class BackwardChecks:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
         outcome.at_end = outcome.at_end or outcome.take_until_step()
-        made = outcome.take_backward()
+        made = outcome.take_backward() or self._loss_of(self._weights)
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
         if self._has_stepped or not (made is None or self._found_with.are_same(self._weights)):
@@ -248,6 +373,10 @@ class BackwardChecks:
         if not are_finite(sums):
             return True
         return not any(kinds_in(one) for one in grads)
+
+
+def _nothing() -> None:
+    """Do nothing when a backward ends."""
 
 
 # Stands for the gradient of a weight that was not there: no gradient is this.

@@ -112,7 +112,10 @@ class CheckLine(VerbLine[Line]):
             raise raised.error()
         if error is None and not outcome.is_told:
             outcome.is_told = True
-            swallowed = [finding for finding in self.findings if finding.is_error]
+            told = outcome.warned
+            swallowed = [
+                finding for finding in self.findings if finding.is_error and finding not in told
+            ]
             if swallowed:
                 warn(
                     f"hl.check: {swallowed[0].message.splitlines()[0]}"
@@ -173,15 +176,18 @@ def check(
     or an infinity makes this sum non-finite. All sums are read once, at the end of each run of the
     model. If a sum is not finite, the run is repeated once, operation by operation, with the same
     inputs and random numbers. Then the model's call raises the error. `print(error.finding)` names
-    the operation, the line of code, the module, the inputs and the likely cause.
+    the operation, the line of code, the module, the inputs and the likely cause. If the outputs of
+    the repeated run differ from those of the first, the error is raised, too, and names no
+    operation.
 
     An infinity that is meant raises no error: a mask of -inf, an infinity in a buffer, memory that
-    was never written. A NaN or an infinity that does not reach the model's output raises none
-    either, and is kept in `line.findings`.
+    was never written. A NaN that the model's code writes out, as in `x[0] = nan`, raises none
+    either; a NaN that is computed from it does. A NaN or an infinity that does not reach the
+    model's output raises none, and is kept in `line.findings`.
 
-    A gradient raises the error when an optimizer is about to step with it. So a step that a
-    `GradScaler` or the loop skips raises none. If no optimizer steps, the end of the block raises
-    the error.
+    A gradient raises the error when an optimizer is about to step with it, and so does a loss that
+    is NaN. So a step that a `GradScaler` or the loop skips raises none. If no optimizer steps, the
+    end of the block raises the error.
 
     Args:
         model: the model, as it is called.

@@ -20,6 +20,14 @@ SINCE_START = (
     "it was finite when the check began, and no step used a gradient that was not finite; look at"
     " the learning rate, the optimizer's eps, and what else writes weights"
 )
+# The tensor that the message of a finding names, by its kind.
+_WHAT = {
+    "loss": "the gradient of the output {site}",
+    "backward": "gradients in the backward of {site}",
+    "forward": "the output of {site}",
+    "gradient": "the gradient of {site}",
+    "constant": "a tensor besides parameters, buffers and inputs",
+}
 
 
 @final
@@ -89,11 +97,11 @@ class Finding:
     error or of the warning.
 
     Args:
-        kind: where the value was made: "forward" or "backward" of a module, or "loss", the gradient
-            of the model's output. Or the tensor that held it: "parameter", "buffer", "input",
-            "gradient" (of a parameter) or "constant" (any other tensor).
+        kind: where the value was made: "forward" or "backward" of a module, or "loss", all code
+            between the model's output and `backward()`. Or the tensor that held it: "parameter",
+            "buffer", "input", "gradient" (of a parameter) or "constant" (any other tensor).
         path: the path of the module that made it, or of the parameter, buffer or input that held
-            it.
+            it. For a loss, "loss" if the loss is NaN and the gradients are finite.
         module_type: the class of that module.
         call: the number of the module's call within the pass, from 0; None where there is none.
         step: the number of the pass, from 0 for each line; None before the first, and for units
@@ -101,8 +109,8 @@ class Finding:
         n_nan: the number of NaNs.
         n_inf: the number of infinities.
         n_total: the number of elements of the tensor that was made or held.
-        operation: the operation that made it, such as "aten.log.default", or that read it first;
-            None if not known.
+        operation: the operation that made it, such as "aten.log.default", or that read it first; of
+            a loss without the overload, such as "aten.log". None if not known.
         function: the function that was called, such as "log"; in a backward the node of the graph,
             such as "LogBackward0"; None if not known.
         line: the nearest line of code outside torch; None if not known.
@@ -112,7 +120,7 @@ class Finding:
         suspect: the parameter, buffer or input that is the likely cause; None without one.
         passed_on: the sites that passed the value on, in the order in which they ran.
         vanished: whether the value was gone before the pass ended, so that nothing was raised.
-        rank: the rank that made it, in a distributed job.
+        rank: the rank that made it, in a distributed job; None if not known.
         notes: further remarks, as text.
         file: the file that keeps the inputs, for `hookline replay`; None if no file was written.
         also: the name in `also=` that asked for this finding, such as "dead"; None for a NaN or an
@@ -156,6 +164,11 @@ class Finding:
         return escape_invisible(path_text(self.path) + call)
 
     @property
+    def is_loss(self) -> bool:
+        """Tell whether the loss itself is not finite, and its gradients are."""
+        return self.kind == "loss" and self.path == "loss"
+
+    @property
     def message(self) -> str:
         """The message of the error, in two lines; or of the warning, in one."""
         what, type_name = self._what(), f" ({self.module_type})" if self.module_type else ""
@@ -163,31 +176,24 @@ class Finding:
             return f"{what}{type_name} {self.observation}."
         where = f" at {self.line}" if self.line else ""
         by = self.function or self.operation
-        verb = "made" if self.kind in ("forward", "backward") else "read"
+        verb = "made" if self.kind in ("forward", "backward", "loss") else "read"
         made = f", {verb} by {by}{where}" if by else where and f", {verb}{where}"
+        if self.kind == "loss" and not self.is_loss:
+            made = ": the loss made it" + (f", by {by}{where}" if by else "")
         rank = "" if self.rank is None else f" on rank {self.rank}"
-        loss = ": the loss made it" if self.kind == "loss" else ""
         step = "before the first step" if self.step is None else f"in step {self.step}"
         return (
             f"{what}{type_name} must be finite, got {self._counts()} {step}"
-            f"{rank}{made}{loss}.\n{self._remedy()}"
+            f"{rank}{made}.\n{self._remedy()}"
         )
 
     def _what(self) -> str:
         """Name the value, as the subject of the message."""
+        if self.is_loss:
+            return "the loss"
         if self.also is not None and self.kind == "gradient":
             return f"parameter {self.site}"
-        if self.kind == "loss":
-            return f"the gradient of the output {self.site}"
-        if self.kind == "backward":
-            return f"gradients in the backward of {self.site}"
-        if self.kind == "forward":
-            return f"the output of {self.site}"
-        if self.kind == "gradient":
-            return f"the gradient of {self.site}"
-        if self.kind == "constant":
-            return "a tensor besides parameters, buffers and inputs"
-        return f"the {self.kind} {self.site}"
+        return _WHAT.get(self.kind, "the {kind} {site}").format(kind=self.kind, site=self.site)
 
     def _counts(self) -> str:
         parts = [f"{self.n_nan} NaN" * bool(self.n_nan), f"{self.n_inf} inf" * bool(self.n_inf)]

@@ -6,7 +6,9 @@ finite is a suspicion, and no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from enum import Flag
 from typing import Any
 
@@ -141,6 +143,11 @@ def kinds_in(tensor: Tensor) -> Kind:
     found = Kind.NAN if plain.isnan().any() else Kind.NONE
     found |= Kind.INF if (plain == torch.inf).any() else Kind.NONE
     return found | (Kind.MINUS_INF if (plain == -torch.inf).any() else Kind.NONE)
+
+
+def all_kinds(kinds: Iterable[Kind]) -> Kind:
+    """Return several kinds as one."""
+    return functools.reduce(operator.or_, kinds, Kind.NONE)
 
 
 def counted(tensor: Tensor) -> tuple[int, int]:

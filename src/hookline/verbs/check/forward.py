@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.display.text import first_line
 from hookline.engine import (
@@ -19,22 +19,28 @@ from hookline.engine import (
     is_grouped,
     path_text,
 )
+from hookline.engine.pytree import tree
 from hookline.engine.selection.module_tree import ModuleNode, walk
 from hookline.engine.torch_private.modules import is_leaf
 from hookline.verbs.check.also import Habits, Look, Looking, judge_all
 from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.finiteness import (
+    Kind,
     Measure,
+    all_kinds,
     are_finite,
     beside_masks,
+    counted,
     extremes,
+    is_measurable,
     kinds_in,
     total,
     total_nan,
     transformed,
     without_infinity,
 )
-from hookline.verbs.check.origins import measured
+from hookline.verbs.check.loss import NodeNumbers
+from hookline.verbs.check.origins import Origin, measured
 from hookline.verbs.check.outcome import Checked, Outcome
 from hookline.verbs.check.ranks import shared
 from hookline.verbs.check.replay import Replay
@@ -73,6 +79,9 @@ class ForwardChecks:
         checked: the model and its passes.
         outcome: what was found.
         also: what is looked for by choice.
+
+    Attributes:
+        node_numbers: the numbers of the nodes that the runs have made.
     """
 
     def __init__(self, checked: Checked, outcome: Outcome, also: frozenset[str]) -> None:
@@ -83,6 +92,7 @@ class ForwardChecks:
         self._looking = Looking(also)
         self._habits: list[Habits] = []
         self._changing = ChangingBuffers()
+        self.node_numbers = NodeNumbers()
         self._n_runs = 0
 
     def start(self, line: Line, places: list[tuple[Site, ModuleNode]]) -> None:
@@ -90,7 +100,8 @@ class ForwardChecks:
         single = {site.path for site, node in places if is_leaf(node.module)}
 
         def bind(site: Site) -> SplitCallback:
-            return self._bind(site, is_single=site.path in single)
+            callback = self._bind(site, is_single=site.path in single)
+            return callback if site.path else _keeping_output(callback)
 
         line.tap(Selection(line.module_tree, places), bind, Order.RECORD)
         self._passes.sink, self._passes.at_root = self, self._root_begins
@@ -113,7 +124,7 @@ class ForwardChecks:
             is_plain = not current.is_transformed
             number_of = one.measure(value) if is_plain else transformed(one.measure, value)
             if number_of is not None:
-                current.log.append((number, number_of))
+                current.log.append((number, number_of, one.measure))
                 if not current.roots and len(current.log) > _MOST_SUMS:
                     self.judge_parts(current)
 
@@ -121,7 +132,8 @@ class ForwardChecks:
             if number_of is not None:
                 # What is measured in the graph stays the sum: only a NaN in it counts from now on.
                 is_plain = one.measure is total
-                current.log.append((number, number_of if is_plain else without_infinity(number_of)))
+                seen = number_of if is_plain else without_infinity(number_of)
+                current.log.append((number, seen, None))
 
         # A container's output is a part's, seen already.
         if not self._looking.is_on or not is_single:
@@ -178,8 +190,13 @@ class ForwardChecks:
             self._changing.copies_inputs |= run.are_inputs_overwritten()
             if run.args is not None:
                 self._changing.learn()
-            run.sums = current.log = []
+            current.log = []
             current.note = current.log.append
+            run.output = None
+            if run.first_node is not None:
+                self.node_numbers.add(
+                    run.first_node, is_finite=run.is_output_finite, called_at=run.called_at
+                )
             if not run.has_grad:
                 run.drop()
         if finding is None or finding.vanished:
@@ -208,12 +225,10 @@ class ForwardChecks:
 
     def _judge(self, run: Run) -> Finding | None:
         """Find who made a value that is not finite in a run; None if all is well."""
-        flags = are_finite([one for _, one in run.sums])
-        suspects = [
-            (index, number)
-            for index, ((number, _), is_finite) in enumerate(zip(run.sums, flags, strict=False))
-            if not is_finite and not self._outputs[number].is_excused
-        ]
+        flags = are_finite([total_of for _, total_of, _ in run.sums])
+        bad = [index for index, is_finite in enumerate(flags) if not is_finite]
+        run.is_output_finite = not any(not self._outputs[run.sums[k][0]].site.path for k in bad)
+        suspects = [k for k in bad if not self._outputs[run.sums[k][0]].is_excused]
         if not suspects:
             return None
         model, why = self._model(), run.why_not_repeatable()
@@ -222,76 +237,138 @@ class ForwardChecks:
             # The weights have stepped without an optimizer of torch, with what a backward made.
             finding = self._outcome.take_backward()
         if finding is None and model is not None and why is None:
-            replay = Replay(model, run, self._passes)
+            replay = self.replay(model, run)
             try:
                 replay.forward()
-                finding, why = self._found(replay, suspects)
+                finding, why = self._explained(replay, run, suspects)
             except Exception as error:
                 why = f"the run could not be repeated ({first_line(error)})"
         if finding is None and why is not None:
-            finding = self._without_repeating(run, suspects, why)
+            finding = self._unexplained(run, suspects, why)
         return None if finding is None else self._outcome.add(finding)
 
-    def _found(
-        self, replay: Replay, suspects: list[tuple[int, int]]
+    def replay(self, model: nn.Module, run: Run) -> Replay:
+        """Return a repetition of a run, which compares itself with the run."""
+        return Replay(model, run, self._passes, [output.site.path for output in self._outputs])
+
+    def _explained(
+        self, replay: Replay, run: Run, suspects: list[int]
     ) -> tuple[Finding | None, str | None]:
-        """Judge what a repeated run has shown.
+        """Explain what was seen by a repeated run, as far as both runs were the same.
 
         Returns:
             The finding; or why there is none although there should be; or neither.
         """
-        made = [one.origin for one in replay.calls if one.origin is not None]
-        made += [replay.origin] if replay.origin is not None else []
-        sites = {number: self._outputs[number] for _, number in suspects}
-        if made:
-            # What leaves the model counts. Without numbers in its output, everything does.
-            leaving = replay.origin if replay.has_numbers else made[0]
-            origin = leaving or min(made, key=lambda one: one.number)
-            finding = replay.finding(origin, "forward")
-            if leaving is not None:
-                finding = self._outcome.keep(replay, origin, finding)
-            for one in sites.values() if leaving is None else ():
-                one.is_excused = True
-            return finding.with_(vanished=leaving is None), None
-        bad = {one.node.path for one in replay.calls if one.bad}
-        if any(s.site.path not in bad and s.measure is not total for s in sites.values()):
-            return None, "the run did not repeat itself"
-        for one in sites.values():
-            # Infinities are meant there; or the sum has overflowed.
-            one.measure = total_nan if one.site.path in bad else extremes
-        return None, None
+        made = replay.proven_origins()
+        difference = _unexplained_difference(replay, run, made)
+        if difference is not None:
+            return None, f"the run did not repeat itself, first at {difference}"
+        sites = {number: self._outputs[number] for number in (run.sums[k][0] for k in suspects)}
+        if not made:
+            for output in sites.values():
+                calls = [one for one in replay.calls if one.node.path == output.site.path]
+                output.measure = _measure_beside(all_kinds(one.kinds for one in calls))
+            return None, None
+        # What leaves the model counts. Without numbers in its output, everything does.
+        leaving = replay.origin if replay.has_numbers else made[0]
+        origin = leaving or min(made, key=lambda one: one.number)
+        finding = replay.finding(origin, "forward")
+        if leaving is not None:
+            return self._outcome.keep(replay, origin, finding), None
+        for output in sites.values():
+            output.is_excused = True
+        return finding.with_(vanished=True), None
 
-    def _without_repeating(
-        self, run: Run, suspects: list[tuple[int, int]], why: str
-    ) -> Finding | None:
-        """Describe what is known of a run that cannot be repeated.
+    def _unexplained(self, run: Run, suspects: list[int], why: str) -> Finding | None:
+        """Describe what was seen in a run that cannot be repeated, or does not repeat itself.
 
         Returns:
-            None if finite numbers may have overflowed in their sum; the extremes of the next run
-            will tell.
+            None if nothing is wrong, or finite numbers may have overflowed in their sums. Then the
+            next run is measured exactly.
         """
-        sites = [self._outputs[number] for _, number in suspects]
-        is_sure = any(bool(run.sums[index][1].isnan().any()) for index, _ in suspects)
-        if not is_sure and all(one.measure is total for one in sites):
-            for one in sites:
-                one.measure = beside_masks
-            return None
-        # A mask of -inf is meant, unless nothing else is wrong.
-        index, number = next(
-            (one for one in suspects if not bool(run.sums[one[0]][1].isneginf())), suspects[0]
-        )
-        call = sum(other == number for other, _ in run.sums[:index])
+        kinds = _kinds_of(run.output)
+        if kinds is None or kinds & ~Kind.MINUS_INF:
+            if kinds is not None or any(bool(run.sums[k][1].isnan()) for k in suspects):
+                return self._described(run, suspects, why)
+            exact = []
+        else:
+            # It has vanished, or a sum has overflowed.
+            exact = [k for k in suspects if run.sums[k][2] not in (total, None)]
+        for output in (self._outputs[run.sums[k][0]] for k in suspects):
+            output.measure = beside_masks
+        inner = [k for k in exact if self._outputs[run.sums[k][0]].site.path]
+        for output in (self._outputs[run.sums[k][0]] for k in inner):
+            output.is_excused = True
+        return self._described(run, inner, why).with_(vanished=True) if inner else None
+
+    def _described(self, run: Run, suspects: list[int], why: str) -> Finding:
+        """Describe the first output that has a NaN, or else the root's, or the first."""
+        has_nan = [k for k in suspects if bool(run.sums[k][1].isnan())]
+        roots = [k for k in suspects if not self._outputs[run.sums[k][0]].site.path]
+        index = [*has_nan, *roots, *suspects][0]
+        number = run.sums[index][0]
+        call = sum(other == number for other, _, _ in run.sums[:index])
         site = self._outputs[number].site
         model = self._model()
         nodes = [] if model is None else walk(model)
         node = next((one for one in nodes if one.path == site.path), None)
-        passed = [path_text(self._outputs[other].site.path) for _, other in suspects[1:]]
+        passed = [path_text(self._outputs[run.sums[k][0]].site.path) for k in suspects if k > index]
         held = [] if node is None else [
             measured(name, one) for name, one in node.module.named_parameters(recurse=False)
         ]  # fmt: skip
+        output = [] if site.path else _measurable(run.output)
+        counts = [counted(one) for one in output]
         return Finding(
             "forward", site.path, site.module_type, call, run.step,
+            n_nan=sum(n_nan for n_nan, _ in counts),
+            n_inf=sum(n_inf for _, n_inf in counts),
+            n_total=sum(one.numel() for one in output),
             parameters=tuple(held),
             passed_on=tuple(passed),
             notes=(f"the operation is not known: {why}",),
         )  # fmt: skip
+
+
+def _keeping_output(callback: SplitCallback) -> SplitCallback:
+    """Let a callback keep the root's output until its pass ends: there it is judged exactly."""
+    see = callback.callback
+
+    def see_and_keep(current: Pass, value: Any) -> None:
+        see(current, value)
+        if current.roots and RUN in current.opened:
+            current.opened[RUN][0].output = value
+
+    return callback._replace(callback=see_and_keep)
+
+
+def _unexplained_difference(replay: Replay, run: Run, made: list[Origin]) -> str | None:
+    """Return the first output that differs from the first run's; None if none that matters does.
+
+    Args:
+        replay: the repeated run.
+        run: the first run.
+        made: who made what is not finite before the difference.
+    """
+    kinds, difference = _kinds_of(run.output), replay.likeness.difference
+    if kinds is not None and replay.root_kinds not in (None, kinds):
+        difference = difference or path_text("")
+    # An operation of the repeated run explains only a value that the first run returned.
+    has_left = not run.is_output_finite if kinds is None else bool(kinds & ~Kind.MINUS_INF)
+    return None if has_left and replay.origin in made else difference
+
+
+def _measurable(value: Any) -> list[Tensor]:
+    return [one for _, one in tree.tensors(value) if is_measurable(one)]
+
+
+def _kinds_of(output: Any) -> Kind | None:
+    """Return the kinds of numbers in an output that are not finite; None if it has no numbers."""
+    tensors = _measurable(output)
+    return all_kinds(map(kinds_in, tensors)) if tensors else None
+
+
+def _measure_beside(kinds: Kind) -> Measure:
+    """Return the measure for a site where these kinds are meant; without any, its sum overflows."""
+    if kinds is Kind.MINUS_INF:
+        return beside_masks
+    return total_nan if kinds else extremes

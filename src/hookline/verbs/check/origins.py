@@ -13,9 +13,11 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -25,7 +27,14 @@ from hookline.engine import is_grouped
 from hookline.engine.torch_private.graph.dispatch import storage_address, without_dispatch_modes
 from hookline.engine.torch_private.graph.nodes import traced_node
 from hookline.verbs.check.finding import Measured, SourceLine
-from hookline.verbs.check.finiteness import Kind, counted, is_measurable, kinds_in, moments
+from hookline.verbs.check.finiteness import (
+    Kind,
+    all_kinds,
+    counted,
+    is_measurable,
+    kinds_in,
+    moments,
+)
 
 # Folders whose frames are of no user: torch, hookline.
 _OURS = str(Path(__file__).parents[2])
@@ -35,12 +44,15 @@ _EMPTY = ("empty", "new_empty", "resize")
 # Operations that move numbers and compute none, by parts of their names; views, too.
 _MOVING = (
     "copy", "clone", "cat", "stack", "index", "gather", "scatter", "select", "slice", "where",
-    "fill", "pad", "repeat", "roll", "flip", "take", "contiguous", "resize", "detach",
+    "fill", "pad", "repeat", "roll", "flip", "take", "contiguous", "resize", "detach", "lift",
+    "view", "reshape", "split", "unbind", "sort", "topk", "tril", "triu",
 )  # fmt: skip
 # The namespaces of operations that all ranks of a job run together.
 _COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 # Operations that write a number out as it is, by parts of their names.
 _FILLING = ("fill", "full", "pad", "where", "scatter", "nan_to_num", "scalar_tensor")
+# Operations that make -inf of 0: the logarithm of a mask of zeros and ones.
+_LOGARITHMS = frozenset({"log", "log2", "log10", "log1p", "log_", "log2_", "log10_", "log1p_"})
 _TRACEBACK_LINE = 'File "'
 
 
@@ -77,6 +89,12 @@ class Origin:
     n_inf: int = 0
     n_total: int = 0
 
+    @property
+    def is_logarithm(self) -> bool:
+        """Tell whether a logarithm made the value."""
+        name = "" if self.operation is None else self.operation.split(".")[1]
+        return self.kind == "operation" and name in _LOGARITHMS
+
 
 @final
 @dataclass(slots=True)
@@ -100,7 +118,8 @@ class _Mark:
 class _Followed:
     """Tell what an operation is given that is meant.
 
-    Memory that was never written may be moved; what is computed from it is not meant.
+    Memory that was never written, and a NaN that the code has written out, may be moved. A NaN that
+    is computed from them is not meant.
 
     Args:
         function: the operation.
@@ -118,11 +137,12 @@ class _Followed:
         is_moving = function.is_view or any(part in name for part in _MOVING)
         followed = [mark for mark in known if is_moving or not mark.is_empty]
         self.is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in followed)
-        self._meant = _all_kinds(mark.kinds for mark in followed) | _scalars(name, arguments)
+        given = all_kinds(mark.kinds for mark in followed)
+        self._meant = (given if is_moving else given & ~Kind.NAN) | _scalars(name, arguments)
 
     def is_made(self, kinds: Iterable[Kind]) -> bool:
         """Tell whether the operation has made what is in its outputs."""
-        return not self.is_empty and bool(_all_kinds(kinds) & ~self._meant)
+        return not self.is_empty and bool(all_kinds(kinds) & ~self._meant)
 
 
 @final
@@ -141,21 +161,40 @@ class Outside:
 
 @final
 class FunctionNames(TorchFunctionMode):
-    """Note the name of the outermost function of torch that runs."""
+    """Note the name and the arguments of the outermost function of torch that runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.name: str | None = None
+        self._arguments: Any = ()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        before = self.name
+        before = self.name, self._arguments
         try:
-            self.name = before or getattr(function, "__name__", None)
+            if self.name is None:
+                self.name, self._arguments = getattr(function, "__name__", None), (args, kwargs)
             return function(*args, **(kwargs or {}))
         finally:
-            self.name = before
+            self.name, self._arguments = before
+
+    def written_out(self, tensor: Tensor) -> Kind:
+        """Return the kinds of numbers that the running call writes out, and torch made a tensor of.
+
+        Args:
+            tensor: the tensor that torch made, as of `nan` in `x[0] = nan` and `torch.tensor(nan)`.
+
+        Returns:
+            Nothing if the call was given the tensor.
+        """
+        key = storage_address(tensor)
+        given = list(_flat(self._arguments))
+        tensors = [one for one in given if isinstance(one, Tensor)]
+        if any(one is tensor or storage_address(one) == key for one in tensors):
+            return Kind.NONE
+        numbers = [_kind_of(one) for one in given if isinstance(one, Real)]
+        return all_kinds(numbers)
 
 
 @final
@@ -166,6 +205,9 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outside: the names of parameters, buffers and inputs.
         frames: returns the running calls of modules.
         names: notes the name of the running function.
+
+    Attributes:
+        count: the number of operations so far.
     """
 
     def __init__(
@@ -176,7 +218,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._frames = frames
         self._names = names
         self._marks: dict[int, list[_Mark]] = {}
-        self._count = 0
+        self.count = 0
         self._operation: str | None = None
         self.found: list[Origin] = []
 
@@ -186,7 +228,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if function.namespace in _COLLECTIVE and is_grouped():
             raise RuntimeError(f"it calls {function}, which would wait for the other ranks")
-        self._count, self._operation = self._count + 1, str(function)
+        self.count, self._operation = self.count + 1, str(function)
         given = [one for one in _flat((args, kwargs)) if isinstance(one, Tensor)]
         written = _written(function, args, kwargs)
         # What is written to is read and copied before.
@@ -218,13 +260,15 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _from_outside(self, tensor: Tensor, key: int | None, kinds: Kind) -> _Mark:
         kind, name = self._outside.names.get(-1 if key is None else key, ("constant", ""))
         meant = {"parameter": Kind.NONE, "input": Kind.MINUS_INF}
-        is_meant = not kinds & ~meant.get(kind, Kind.INF | Kind.MINUS_INF)
+        allowed = meant.get(kind, Kind.INF | Kind.MINUS_INF)
+        allowed |= self._names.written_out(tensor) if kind == "constant" else Kind.NONE
+        is_meant = not kinds & ~allowed
         origin = None if is_meant else _counted(Origin(-1, kind, name), tensor)
         if origin is not None:
             origin.operation, origin.function = self._operation, self._names.name
             origin.line = _line_of_code()
             origin.frames = self._frames()
-            origin.number = self._count
+            origin.number = self.count
             self.found.append(origin)
         mark = _Mark(tensor, kinds, origin)
         if key is not None:
@@ -266,11 +310,11 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _new(self, function: Any, given: list[Tensor], bad: list[Tensor]) -> Origin:
         node = traced_node()
         origin = Origin(
-            self._count,
+            self.count,
             "operation",
             operation=str(function),
             function=self._names.name if node is None else node[1],
-            line=_line_of_code() if node is None else _line_of_forward(node[2]),
+            line=_line_of_code() if node is None else line_of_forward(node[2]),
             frames=self._frames(),
             node=None if node is None else node[0],
             inputs=tuple(measured(self._name_of(one, k), one) for k, one in enumerate(given)),
@@ -312,13 +356,6 @@ def _first_origin(marks: list[_Mark]) -> Origin | None:
     return next((mark.origin for mark in marks if mark.origin is not None), None)
 
 
-def _all_kinds(kinds: Iterable[Kind]) -> Kind:
-    found = Kind.NONE
-    for one in kinds:
-        found |= one
-    return found
-
-
 def _flat(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
         for part in value:
@@ -344,16 +381,23 @@ def _scalars(name: str, arguments: Any) -> Kind:
 
     A NaN is meant where memory is filled with it, and not where it is computed with.
     """
-    found = Kind.NONE
-    for one in _flat(arguments):
-        if isinstance(one, float) and math.isnan(one):
-            found |= Kind.NAN if any(word in name for word in _FILLING) else Kind.NONE
-        elif isinstance(one, float) and math.isinf(one):
-            found |= Kind.INF if one > 0 else Kind.MINUS_INF
-    return found
+    kinds = all_kinds(_kind_of(one) for one in _flat(arguments) if isinstance(one, Real))
+    is_filling = any(word in name for word in _FILLING)
+    return kinds if is_filling else kinds & ~Kind.NAN
 
 
-def _is_ours(filename: str) -> bool:
+def _kind_of(number: Real) -> Kind:
+    """Return the kind of a Python number."""
+    value = float(number) if isinstance(number, float | np.floating) else 0.0
+    if math.isnan(value):
+        return Kind.NAN
+    if math.isinf(value):
+        return Kind.INF if value > 0 else Kind.MINUS_INF
+    return Kind.NONE
+
+
+def is_ours(filename: str) -> bool:
+    """Tell whether a file is of torch or hookline."""
     return filename.startswith((_OURS, _TORCHS, "<"))
 
 
@@ -362,21 +406,21 @@ def _line_of_code() -> SourceLine | None:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not _is_ours(code.co_filename):
+        if not is_ours(code.co_filename):
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()
             return SourceLine(code.co_filename, frame.f_lineno, code.co_name, text)
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
-def _line_of_forward(traceback: list[str]) -> SourceLine | None:
+def line_of_forward(traceback: list[str]) -> SourceLine | None:
     """Return the same line of the forward, from the traceback that anomaly mode has kept."""
     for entry in reversed(traceback):
         place, _, text = entry.strip().partition("\n")
         filename, number, function = [*place.removeprefix(_TRACEBACK_LINE).split(", "), "", ""][:3]
         filename = filename.rstrip('"')
         lineno = number.removeprefix("line ")
-        if lineno.isdigit() and not _is_ours(filename):
+        if lineno.isdigit() and not is_ours(filename):
             source = (text.strip().splitlines() or [""])[0]
             return SourceLine(filename, int(lineno), function.removeprefix("in "), source)
     return None

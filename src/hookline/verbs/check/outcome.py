@@ -14,6 +14,7 @@ from hookline.engine import Passes, is_grouped
 from hookline.errors import FolderError
 from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.finiteness import counted
+from hookline.verbs.check.loss import Fault
 from hookline.verbs.check.origins import Origin
 from hookline.verbs.check.ranks import rank_here
 from hookline.verbs.check.replay import Replay
@@ -49,6 +50,7 @@ class Outcome:
         in_backward: what a backward has made, until an optimizer steps with it.
         until_step: what a forward has made in a job of several ranks, until they step.
         at_end: what is raised when the block ends.
+        warned: what was said in a warning, because an error would stop this rank alone.
         is_told: whether the end of the block has said what it had to say.
     """
 
@@ -57,6 +59,7 @@ class Outcome:
         self.in_backward: Finding | None = None
         self.until_step: Finding | None = None
         self.at_end: Finding | None = None
+        self.warned: list[Finding] = []
         self.is_told = False
         self._folder = folder
         self._n_files = 0
@@ -95,6 +98,17 @@ class Outcome:
         except Exception as error:
             note = f"no file is kept: {type_and_line(error)}"
         return finding.with_(notes=(*finding.notes, note))
+
+
+def of_fault(finding: Finding, fault: Fault) -> Finding:
+    """Add the operation of a loss to a finding."""
+    return finding.with_(
+        operation=fault.operation,
+        function=fault.function,
+        line=fault.line,
+        inputs=(*finding.inputs, *fault.inputs),
+        notes=(*finding.notes, *fault.notes),
+    )
 
 
 def of_tensor(kind: str, path: str, tensor: Tensor, step: int | None) -> Finding:

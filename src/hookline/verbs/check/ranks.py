@@ -23,6 +23,9 @@ from hookline.errors import RanksError
 from hookline.verbs.check.finding import Finding
 
 _QUESTION = "hl.check, before a step with gradients that are not finite"
+# The kinds of findings that do not tell which rank made them.
+_OF_ALL = ("gradient", "parameter")
+_UNKNOWN = "holds it; the rank that made it is not known"
 
 
 def is_on_any(mine: bool, device: torch.device) -> bool:
@@ -66,6 +69,11 @@ def earliest(mine: Finding | None, *, is_known: bool, timeout: float = TIMEOUT_S
         for finding in (Finding.from_json(data),)
     ]
     *_, rank, finding = min(found, key=lambda one: one[:4])
+    if finding.rank is not None or any(note.endswith(_UNKNOWN) for note in finding.notes):
+        return finding  # the ranks have agreed on it before
+    if finding.kind in _OF_ALL:
+        # All ranks have made the gradients and the weights together.
+        return finding.with_(notes=(*finding.notes, f"rank {rank} {_UNKNOWN}"))
     return finding.with_(rank=rank)
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,14 @@ from hookline.engine.pytree import tree
 from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.pytree.describe import leaf_text
 from hookline.engine.selection.module_tree import ModuleNode, walk
+from hookline.engine.torch_private.graph.dispatch import without_dispatch_modes
 from hookline.engine.torch_private.graph.nodes import next_number
 from hookline.engine.torch_private.hooks import tensor_hook_dict
 from hookline.engine.torch_private.modules import buffers, is_scripted, parameters, unwrap
 from hookline.verbs.check.finding import SINCE_START, Finding, Measured
-from hookline.verbs.check.finiteness import is_measurable
+from hookline.verbs.check.finiteness import Kind, all_kinds, is_measurable
 from hookline.verbs.check.kept import Situation
+from hookline.verbs.check.likeness import Likeness
 from hookline.verbs.check.origins import FunctionNames, Origin, Origins, Outside, measured
 from hookline.verbs.check.run import Run
 
@@ -46,7 +48,7 @@ class ModuleCall:
         rng: the random state when the call began.
         first: the number of the first node of the graph that the call made.
         last: the number after the last one; None while the call runs.
-        bad: whether its output was not finite.
+        kinds: the kinds of numbers in its output that were not finite.
         origin: who made it.
         versions: the versions of its arguments' tensors when the call began.
     """
@@ -58,7 +60,7 @@ class ModuleCall:
     rng: Tensor
     first: int
     last: int | None = None
-    bad: bool = False
+    kinds: Kind = Kind.NONE
     origin: Origin | None = None
     versions: tuple[int, ...] = ()
 
@@ -71,6 +73,20 @@ def _versions(value: Any) -> tuple[int, ...]:
     return tuple(-1 if one.is_inference() else one._version for _, one in tree.tensors(value))
 
 
+class RepeatedBackward(NamedTuple):
+    """What the repeated backward of a run has made.
+
+    Attributes:
+        origin: who made what is not finite in the gradient of a parameter or an input.
+        is_finite: whether all these gradients are finite.
+        not_finite: the parameters whose gradients are not.
+    """
+
+    origin: Origin | None
+    is_finite: bool
+    not_finite: list[Tensor]
+
+
 @final
 class Replay:
     """One repeated run, and what was found in it.
@@ -79,16 +95,17 @@ class Replay:
         root: the model, as it is called.
         run: the run to repeat.
         passes: the passes of the line that repeats it.
+        paths: the path of each site that the run measured, by number.
 
     Attributes:
         calls: the calls of modules, in the order in which they began.
         output: the output of the repeated run.
-        is_bad: whether numbers of the output are not finite.
-        origin: who made these; None if they are meant.
-        reproduced: the sites whose outputs are not finite here, whoever made them.
+        origin: who made what is not finite in the output; None if nobody did, or it is meant.
+        masks: who made an output's -inf that is taken for a mask.
+        likeness: the comparison of the repeated run with the first.
     """
 
-    def __init__(self, root: nn.Module, run: Run, passes: Passes) -> None:
+    def __init__(self, root: nn.Module, run: Run, passes: Passes, paths: Sequence[str]) -> None:
         self._passes = passes
         self._root = unwrap(inside_compiled(root))
         self._run = run
@@ -99,42 +116,61 @@ class Replay:
         self._outside = Outside()
         self.origins = Origins(self._outside, lambda: tuple(self._running), self._names)
         self.calls: list[ModuleCall] = []
+        self.likeness = Likeness(run.sums, paths)
+        self._leaves: dict[int, Tensor] = {}
         self.output: Any = None
-        self.is_bad = False
         self.has_numbers = False
         self.origin: Origin | None = None
+        self.masks: list[Origin] = []
 
     def forward(self) -> None:
         """Repeat the forward."""
         run = self._run
         assert run.args is not None
+        if run.has_grad:
+            args, kwargs = tree.map_tensors(self._cut, (run.args, run.kwargs))
+        else:
+            args, kwargs = run.args, run.kwargs
         with repeated(self._passes), run.repeated_state(self._root), self._hooked():
-            self._name_tensors()
+            self._name_tensors(args, kwargs)
             anomaly = torch.autograd.set_detect_anomaly(run.has_grad, check_nan=False)
             with anomaly, self._names, self.origins:
-                self.output = self._root(*run.args, **run.kwargs)
+                self.output = self._root(*args, **kwargs)
             self._judge_output()
+        self.likeness.end({one.node.path for one in self.calls})
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        """Return an input without the graph that made it: that may be freed, or another run's."""
+        if not tensor.requires_grad:
+            return tensor
+        leaf = self._leaves.get(id(tensor))
+        if leaf is None:
+            leaf = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+            self._leaves[id(tensor)] = leaf
+        # A copy, so that the model may write to it, as it could before.
+        return leaf if tensor.is_leaf else leaf.clone()
 
     def _judge_output(self) -> None:
         for _, tensor in tree.tensors(self.output):
             self.has_numbers = self.has_numbers or is_measurable(tensor)
             mark = self.origins.mark_of(tensor)
-            if mark is not None:
-                self.is_bad = True
-                self.origin = self.origin or mark.origin
+            origin = None if mark is None else mark.origin
+            if mark is None or origin is None:
+                continue
+            if mark.kinds is Kind.MINUS_INF and origin.is_logarithm:
+                self.masks.append(origin)  # of a mask of zeros and ones
+            else:
+                self.origin = self.origin or origin
 
-    def backward(self) -> Origin | None:
-        """Repeat the backward of the repeated forward, from the gradients of its outputs.
-
-        Returns:
-            Who made what is not finite in a parameter's gradient.
-        """
+    def backward(self) -> RepeatedBackward:
+        """Repeat the backward of the repeated forward, from the gradients of its outputs."""
         grads = self._run.gradients
         outputs = [one for one in tree.distinct(self.output) if one.requires_grad]
         pairs = [(outputs[slot], grad) for slot, grad in grads.items() if slot < len(outputs)]
-        wanted = [one for one in self._root.parameters() if one.requires_grad]
+        weights = [one for one in self._root.parameters() if one.requires_grad]
+        wanted = [*weights, *self._leaves.values()]
         if not pairs or not wanted:
-            return None
+            return RepeatedBackward(None, is_finite=True, not_finite=[])
         # A checkpoint runs its modules again, in the backward.
         self._is_backward = True
         with ExitStack() as stack:
@@ -144,9 +180,29 @@ class Replay:
             stack.enter_context(torch.autograd.set_detect_anomaly(True, False))
             stack.enter_context(self.origins)
             found = _gradients([one for one, _ in pairs], wanted, [one for _, one in pairs])
-        marks = [self.origins.mark_of(one) for one in found if one is not None]
+        marks = [None if one is None else self.origins.mark_of(one) for one in found]
         made = [mark.origin for mark in marks if mark is not None and mark.origin is not None]
-        return min(made, key=lambda one: one.number, default=None)
+        pairs_of_weights = zip(weights, marks, strict=False)
+        return RepeatedBackward(
+            min(made, key=lambda one: one.number, default=None),
+            is_finite=all(mark is None for mark in marks),
+            not_finite=[weight for weight, mark in pairs_of_weights if mark is not None],
+        )
+
+    def proven_origins(self) -> list[Origin]:
+        """Return who made what is not finite in outputs, as far as the first run was the same."""
+        made = [*(call.origin for call in self.calls), self.origin]
+        return [
+            origin for origin in made
+            if origin is not None and origin not in self.masks
+            and self.likeness.proves(origin.number)
+        ]  # fmt: skip
+
+    @property
+    def root_kinds(self) -> Kind | None:
+        """Return the kinds of numbers in the root's output that are not finite, if it was seen."""
+        root = next((one for one in self.calls if not one.node.path), None)
+        return None if root is None else root.kinds
 
     # -- watching the modules --------------------------------------------------------------------
 
@@ -178,13 +234,16 @@ class Replay:
             call.last = next_number()
             marks = [self.origins.mark_of(one) for _, one in tree.tensors(output)]
             found = [mark for mark in marks if mark is not None]
-            call.bad = bool(found)
+            call.kinds = all_kinds(mark.kinds for mark in found)
+            if not self._is_backward:
+                with without_dispatch_modes():
+                    self.likeness.compare(node.path, output, self.origins.count)
             call.origin = next((mark.origin for mark in found if mark.origin is not None), None)
 
         registrations.register(node.module, "forward_pre", begin, Order.HOOK, with_kwargs=True)
         registrations.register(node.module, "forward", end, Order.RECORD, always_call=True)
 
-    def _name_tensors(self) -> None:
+    def _name_tensors(self, args: Any, kwargs: Any) -> None:
         for node in walk(self._root):
             prefix = f"{node.path}." if node.path else ""
             for name, held in parameters(node.module).items():
@@ -193,7 +252,7 @@ class Replay:
             for name, buffer in buffers(node.module).items():
                 if buffer is not None:
                     self._outside.add("buffer", prefix + name, buffer)
-        given = Arguments().bind(self._root, self._run.args or (), self._run.kwargs)
+        given = Arguments().bind(self._root, args, kwargs)
         for leaf, tensor in tree.tensors(given):
             self._outside.add("input", f":input{leaf_text(leaf)}", tensor)
 
@@ -279,7 +338,7 @@ class Replay:
         return tuple(
             path_text(one.node.path) + (f"#{one.number}" if one.number else "")
             for one in self.calls
-            if one.bad and one is not maker and one.origin is origin
+            if one.kinds and one is not maker and one.origin is origin
             and (maker is None or self.calls.index(one) > self.calls.index(maker))
         )  # fmt: skip
 

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from hookline.engine import every_tensor
 from hookline.engine.compile.compiled_modules import inside_compiled
 from hookline.engine.pytree import tree
+from hookline.engine.torch_private.graph.nodes import next_number
 from hookline.engine.torch_private.modules import buffers, unwrap
 from hookline.util.locks import fork_safe_lock
+from hookline.verbs.check.finiteness import Measure
+from hookline.verbs.check.loss_line import CalledAt, users_frame
 from hookline.verbs.shared.random_states import RandomStates, generators_of
 from hookline.verbs.shared.run_model import restore_state
 
@@ -33,8 +36,13 @@ class Run:
         is_transformed: whether it runs inside a transform of torch.func.
 
     Attributes:
-        sums: a number for each output of a leaf module, in the order of the run: the number of the
-            site, and a tensor that is not finite if any element is not.
+        sums: a number for each output of a leaf module and of the root, in the order of the run:
+            the number of the site, a tensor that is not finite if any element is not, and the
+            function that measured it; None where compiled code did.
+        first_node: the number of its first node; None where the root was not called.
+        called_at: the line that called the root.
+        output: the root's output, while its pass ends; None where it is not known.
+        is_output_finite: whether the root's output was finite, by its sums.
         args: the root's arguments; None where they are not known.
         kwargs: its keyword arguments.
         gradients: the gradients of the root's outputs, by slot, once they have arrived.
@@ -42,19 +50,22 @@ class Run:
 
     __slots__ = (
         "_autocast", "_before", "_generators", "_is_inference", "_is_sharded", "_is_transformed",
-        "_random", "_tensors", "args", "gradients", "has_grad", "is_waiting", "kwargs", "step",
-        "sums",
+        "_random", "_tensors", "args", "called_at", "first_node", "gradients", "has_grad",
+        "is_output_finite", "kwargs", "output", "step", "sums",
     )  # fmt: skip
 
     def __init__(self, step: int, *, is_sharded: bool, is_transformed: bool) -> None:
         self.step = step
         self._is_transformed = is_transformed
         self._is_sharded = is_sharded
-        self.sums: list[tuple[int, Tensor]] = []
+        self.sums: list[tuple[int, Tensor, Measure | None]] = []
+        self.first_node: int | None = None
+        self.called_at: CalledAt | None = None
+        self.output: Any = None
+        self.is_output_finite = False
         self.args: tuple[Any, ...] | None = None
         self.kwargs: dict[str, Any] = {}
         self.gradients: dict[int, Tensor] = {}
-        self.is_waiting = False
         self.has_grad = torch.is_grad_enabled()
         self._tensors: list[tuple[Tensor, int | None]] = []
         self._before: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
@@ -63,6 +74,10 @@ class Run:
 
     def begin(self, frame: FrameType, root: nn.Module, changing: ChangingBuffers) -> None:
         """Keep references to the root's arguments, and the random state."""
+        self.first_node = next_number()
+        caller = users_frame(frame)
+        if caller is not None:
+            self.called_at = CalledAt(caller.f_code, caller.f_lineno)
         local = frame.f_locals
         owner = local.get("self", local.get("optimized"))
         owner = local["held"]() if owner is None and "held" in local else owner
@@ -145,7 +160,7 @@ class Run:
     def drop(self) -> None:
         """Release everything, because nothing of the run is repeated any more."""
         self.args, self.kwargs, self._tensors, self._before = None, {}, [], []
-        self.gradients, self.sums = {}, []
+        self.gradients, self.sums, self.output = {}, [], None
 
 
 @final

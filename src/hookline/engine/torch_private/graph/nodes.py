@@ -131,3 +131,45 @@ def traced_node() -> tuple[int, str, list[str]] | None:
     if node is None:
         return None
     return number_of(node), node.name(), node.metadata.get("traceback_", [])
+
+
+def nodes_of_loss(roots: Iterable[Any], is_of_run: Callable[[int], bool], most: int) -> list[Any]:
+    """Walk over the graph below some nodes, down to the nodes that were made in runs of a model.
+
+    Args:
+        roots: the nodes to begin at.
+        is_of_run: tells whether the node of a number was made in such a run.
+        most: the most nodes to visit.
+
+    Returns:
+        The nodes, the lowest number first: each behind those that its operation got values from.
+        Nothing if there are more.
+    """
+    numbers: dict[Any, int] = {}
+    waiting = [root for root in roots if root is not None]
+    while waiting:
+        node = waiting.pop()
+        number = node._sequence_nr()
+        if node in numbers or number >= _ACCUMULATES or is_of_run(number):
+            continue
+        numbers[node] = number
+        if len(numbers) > most:
+            return []
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    return sorted(numbers, key=numbers.__getitem__)
+
+
+def saved_by(node: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a node keeps for backward, with the names of its arguments.
+
+    A tensor that was overwritten since is left out.
+    """
+    for name in _names_of_kept(node.__class__):
+        saved = "_saved_" + name.removeprefix(_KEPT)
+        try:
+            kept = getattr(node, saved)
+        except RuntimeError:
+            continue
+        for tensor in kept if isinstance(kept, tuple | list) else (kept,):
+            if isinstance(tensor, Tensor):
+                yield saved.removeprefix("_saved_"), tensor

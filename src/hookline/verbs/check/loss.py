@@ -1,0 +1,451 @@
+"""Find the operation of a loss, outside the model, that made a value that is not finite.
+
+The code of the loss cannot be run again. But autograd has its graph. Before a backward frees it,
+the graph still holds tensors that the operations were given or have returned. Few others follow
+from these. An operation is named only if its output is known to be not finite, and all its inputs
+are known to be finite.
+
+Where the loss is finite, an operation in its backward is named by the gradients that it was given
+and has passed on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import local_part
+from hookline.engine.torch_private.autograd import hook_node
+from hookline.engine.torch_private.graph.nodes import (
+    next_number,
+    nodes_of_loss,
+    number_of,
+    saved_by,
+)
+from hookline.verbs.check.finding import Measured, SourceLine
+from hookline.verbs.check.finiteness import Kind, is_measurable, kinds_in
+from hookline.verbs.check.loss_line import CalledAt, line_of_loss, users_frame
+from hookline.verbs.check.origins import line_of_forward, measured
+
+# A loss of more operations is not looked through.
+_MOST_NODES = 64
+# The most runs whose nodes are told from those of the loss.
+_MOST_RUNS = 1024
+# A loss is a number, or a few. To read more would take time.
+_MOST_VALUES = 4096
+# The gradients that are kept while the loss's backward runs, at most, in bytes.
+_MOST_BYTES = 2**20
+# Nodes of operations that move numbers and compute none.
+_MOVING = re.compile(
+    "(View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Expand|Permute|Transpose|T|Select|Slice|Split"
+    "|Unbind|Index|IndexSelect|Gather|MaskedSelect|Clone|Alias|Cat|Stack|Repeat|Flip|Neg|Abs"
+    "|AsStrided|Diagonal|Sort|Topk|Max|Min|Amax|Amin|Relu)Backward[0-9]+"
+)  # fmt: skip
+# Nodes of operations that write numbers out: infinities among them are meant.
+_FILLING = re.compile("(MaskedFill|Where|ConstantPadNd|Fill|MaskedScatter)Backward[0-9]+")
+
+# Nodes of operations that make no NaN of finite numbers, and an infinity only if they overflow.
+_HARMLESS = re.compile(_MOVING.pattern + "|(Add|Sub|Rsub|Mul|Sum|Mean|Mv|Mm|Bmm|Dot)Backward[0-9]+")
+
+Known = dict[tuple[Any, int], Tensor]
+
+
+@final
+class Fault:
+    """What is not finite in a loss, and the operation that made it.
+
+    Args:
+        node: the node of the graph of this operation; None if not known.
+        tensor: what was seen: the loss, or a gradient in its backward.
+        inputs: what the operation was given.
+        notes: remarks, as text.
+        is_of_backward: whether the loss is finite, and an operation of its backward is named.
+    """
+
+    __slots__ = ("function", "inputs", "line", "node", "notes", "operation", "tensor")
+
+    def __init__(
+        self,
+        node: Any,
+        tensor: Tensor,
+        inputs: Sequence[Tensor] = (),
+        notes: tuple[str, ...] = (),
+        *,
+        is_of_backward: bool = False,
+    ) -> None:
+        self.node = node
+        name = "" if node is None else _forward_name(node)
+        self.tensor, self.notes = tensor, notes
+        self.function = (node.name() if is_of_backward else name) or None if node else None
+        self.operation = f"aten.{name}" if hasattr(torch.ops.aten, name or "-") else None
+        self.line: SourceLine | None = None if node is None else line_of_forward(_trace(node))
+        self.inputs: tuple[Measured, ...] = tuple(
+            measured(f"[{k}]", tensor.detach()) for k, tensor in enumerate(inputs)
+        )
+
+
+@final
+class NodeNumbers:
+    """The numbers of the nodes that runs of a model made, in each thread."""
+
+    __slots__ = ("_runs",)
+
+    def __init__(self) -> None:
+        self._runs: dict[int, list[_RunNodes]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether no run of this thread has made nodes."""
+        return not self._runs.get(threading.get_ident())
+
+    def add(self, first: int, *, is_finite: bool, called_at: CalledAt | None = None) -> None:
+        """Add a run of this thread that ends now.
+
+        Args:
+            first: the number of its first node.
+            is_finite: whether its output is known to be finite.
+            called_at: the line that called the model.
+        """
+        after = next_number()
+        if after > first:
+            runs = self._runs.setdefault(threading.get_ident(), [])
+            runs.append(_RunNodes(first, after, is_finite, called_at))
+            del runs[:-_MOST_RUNS]
+
+    def find(self, number: int) -> bool | None:
+        """Return whether the output of a node's run is known to be finite; None without a run."""
+        run = self.last_before(number)
+        return run.is_finite if run is not None and number < run.after else None
+
+    def last_before(self, number: int) -> _RunNodes | None:
+        """Return the last run of this thread that began before a node."""
+        runs = self._runs.get(threading.get_ident(), [])
+        index = bisect.bisect_right(runs, number, key=_first_of)
+        return runs[index - 1] if index else None
+
+
+class _RunNodes(NamedTuple):
+    """The numbers of the nodes of one run.
+
+    Attributes:
+        first: the first number.
+        after: the number after the last one.
+        is_finite: whether the run's output is known to be finite.
+        called_at: the line that called the model.
+    """
+
+    first: int
+    after: int
+    is_finite: bool
+    called_at: CalledAt | None
+
+
+def _first_of(run: _RunNodes) -> int:
+    return run.first
+
+
+@final
+class LossGraph:
+    """The part of a graph between the outputs of a model and the tensors a backward begins at.
+
+    Args:
+        roots: the tensors that the backward begins at.
+        numbers: the numbers of the nodes of the model's runs.
+
+    Attributes:
+        thread: the thread that runs the backward.
+        fault: what is not finite in the loss; None if it is finite, or not known.
+        is_nan: whether the loss is a NaN.
+        value: the loss, if it is one number.
+        is_accumulating: whether gradients were as the last backward had left them.
+    """
+
+    __slots__ = (
+        "_frame", "_given", "_handles", "_is_output_finite", "_nodes", "_numbers", "_passed",
+        "_room", "fault", "is_accumulating", "is_nan", "thread", "value",
+    )  # fmt: skip
+
+    def __init__(self, roots: Sequence[Any], numbers: NodeNumbers) -> None:
+        self.thread = threading.get_ident()
+        self.is_accumulating = False
+        self._frame = users_frame(sys._getframe(1))
+        self.fault: Fault | None = None
+        self._numbers, self._is_output_finite = numbers, True
+        self._handles: list[Any] = []
+        self._given: dict[Any, Sequence[Tensor | None]] = {}
+        self._passed: list[tuple[Any, Sequence[Tensor | None]]] = []
+        self._room = _MOST_BYTES
+        tensors = [tensor for tensor in roots if isinstance(tensor, Tensor) and _is_small(tensor)]
+        self.value = _number(tensors[0]) if len(tensors) == len(roots) == 1 else None
+        kinds = [kinds_in(tensor.detach()) for tensor in tensors]
+        self.is_nan = any(kind & Kind.NAN for kind in kinds)
+        grad_fns = [tensor.grad_fn for tensor in tensors]
+        self._nodes = nodes_of_loss(grad_fns, self._is_of_run, _MOST_NODES)
+        loss = next((root for root, kind in zip(tensors, kinds, strict=True) if kind), None)
+        if loss is not None and not self._nodes and not self._is_of_run(number_of(loss.grad_fn)):
+            self.fault = Fault(None, loss, notes=(_TOO_MANY,))
+        elif loss is not None:
+            self.fault = self._at_line(_Values(self._nodes, loss, self._is_output_finite).fault())
+        else:
+            for node in self._nodes:
+                self._handles.append(hook_node(node, self._hook(node)))
+
+    def _is_of_run(self, number: int) -> bool:
+        is_finite = self._numbers.find(number)
+        self._is_output_finite &= is_finite is not False
+        return is_finite is not None
+
+    def _hook(self, node: Any) -> Callable[..., None]:
+        def keep(passed: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+            size = sum(tensor.nbytes for tensor in (*passed, *given) if tensor is not None)
+            if size <= self._room:
+                self._room -= size
+                self._given[node] = given
+                self._passed.append((node, passed))
+
+        return keep
+
+    def end(self) -> None:
+        """Remove all hooks from the graph, and release its gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes, self._frame = [], [], None
+        self._given, self._passed = {}, []
+
+    def fault_of_backward(self) -> Fault | None:
+        """Return the first operation in the loss's backward that made what is not finite."""
+        for node, passed in self._passed:
+            bad = [tensor for tensor in passed if tensor is not None and kinds_in(tensor.detach())]
+            given = [tensor for tensor in self._given[node] if tensor is not None]
+            if bad and any(kinds_in(tensor.detach()) for tensor in given):
+                return None  # it was given that, by an operation whose gradients are not known
+            if bad:
+                return self._at_line(Fault(node, bad[0], given, is_of_backward=True))
+        return None
+
+    def _at_line(self, fault: Fault) -> Fault:
+        """Add the line to a fault, if the graph does not know it."""
+        node, frame = fault.node, self._frame
+        if fault.line is None and node is not None and frame is not None:
+            run = self._numbers.last_before(number_of(node))
+            called_at = None if run is None else run.called_at
+
+            def reaches(later: Any) -> bool:
+                return node in nodes_of_loss([later], self._is_of_run, _MOST_NODES)
+
+            fault.line = line_of_loss(frame, node, called_at, reaches)
+        return fault
+
+
+@final
+class _Values:
+    """The values in the graph of a loss, as far as they are known.
+
+    Args:
+        nodes: the nodes of the loss, each behind those that it gets values from.
+        loss: the loss.
+        is_output_finite: whether all outputs of the model are known to be finite.
+    """
+
+    def __init__(self, nodes: Sequence[Any], loss: Tensor, is_output_finite: bool) -> None:
+        self._nodes, self._loss = dict.fromkeys(nodes), loss
+        self._is_output_finite = is_output_finite
+        self._known: Known = {(loss.grad_fn, loss.output_nr): loss.detach()}
+        self._constants: dict[Any, list[Tensor]] = {}
+        for node in nodes:
+            for name, tensor in saved_by(node):
+                if tensor.grad_fn is not None:
+                    self._known.setdefault((tensor.grad_fn, tensor.output_nr), tensor.detach())
+                elif (
+                    is_measurable(tensor)
+                    and not tensor.requires_grad
+                    and not name.startswith("total")
+                ):
+                    self._constants.setdefault(node, []).append(tensor.detach())
+        with torch.no_grad():
+            for node in nodes:
+                self._compute(node)
+
+    def _compute(self, node: Any) -> None:
+        """Compute what an operation returned, if its inputs are known."""
+        compute = _COMPUTED.get(node.name())
+        if compute is None or (node, 0) in self._known:
+            return
+        inputs = [self._input(edge) for edge in node.next_functions]
+        try:
+            self._known[node, 0] = compute(node, inputs)
+        except (TypeError, AttributeError, RuntimeError, IndexError):  # an input is not known
+            return
+
+    def _input(self, edge: tuple[Any, int]) -> Tensor | None:
+        before, number = edge
+        leaf = getattr(before, "variable", None)
+        return leaf.detach() if isinstance(leaf, Tensor) else self._known.get((before, number))
+
+    def _kinds(self, edge: tuple[Any, int]) -> Kind | None:
+        """Return the kinds of an operation's output that are not finite; None if not known."""
+        tensor = self._input(edge)
+        if tensor is not None:
+            return kinds_in(tensor)
+        node = edge[0]
+        if node is None:
+            return None
+        if node not in self._nodes:
+            return Kind.NONE if self._is_output_finite else None
+        inputs = [
+            self._kinds(edge_before)
+            for edge_before in node.next_functions
+            if edge_before[0] is not None
+        ]
+        is_moving = _MOVING.fullmatch(node.name()) is not None
+        return Kind.NONE if is_moving and inputs and not any(_is_bad(k) for k in inputs) else None
+
+    def fault(self) -> Fault:
+        """Find the operation that made what is not finite in the loss."""
+        edge: tuple[Any, int] = (self._loss.grad_fn, self._loss.output_nr)
+        while True:
+            node = edge[0]
+            if node not in self._nodes:
+                return Fault(None, self._loss, notes=(_FROM_OUTPUT,))
+            edges = [below for below in node.next_functions if below[0] is not None]
+            before = self._known_bad(edges)
+            if before is None:
+                break
+            edge = before
+        is_kept = all(self._kinds(below) is not None for below in edges)
+        if not is_kept and _HARMLESS.fullmatch(node.name()):
+            return Fault(None, self._loss, notes=(_TOO_LITTLE,))
+        return self._made_by(node, edges, is_kept=is_kept)
+
+    def _known_bad(self, edges: Sequence[tuple[Any, int]]) -> tuple[Any, int] | None:
+        """Return the next value that is not finite, behind those that are not known."""
+        waiting, seen = list(edges), set()
+        while waiting:
+            edge = waiting.pop(0)
+            kinds = self._kinds(edge)
+            if kinds and not self._is_meant(edge, kinds):
+                return edge
+            if kinds is None and edge not in seen and edge[0] in self._nodes:
+                seen.add(edge)
+                waiting += [below for below in edge[0].next_functions if below[0] is not None]
+        return None
+
+    def _is_meant(self, edge: tuple[Any, int], kinds: Kind) -> bool:
+        is_filled = edge[0] is not None and _FILLING.fullmatch(edge[0].name()) is not None
+        return is_filled and not kinds & Kind.NAN
+
+    def _made_by(self, node: Any, edges: list[tuple[Any, int]], *, is_kept: bool) -> Fault:
+        inputs = [tensor for tensor in map(self._input, edges) if tensor is not None]
+        constants = self._constants.get(node, [])
+        notes: tuple[str, ...] = ()
+        if any(kinds_in(tensor) for tensor in constants):
+            notes = ("an input of the operation that needs no gradient was not finite",)
+        elif not is_kept:
+            notes = ("the graph does not keep the operation's input; what it was computed from, as"
+                     " far as it is kept, was finite",)  # fmt: skip
+        elif len(edges) < len(node.next_functions) and not constants:
+            notes = ("the graph does not keep the operation's other input; look at it, too",)
+        return Fault(node, self._loss, [*inputs, *constants], notes)
+
+
+_FROM_OUTPUT = "an output of the model or a weight was not finite, and the loss has passed it on"
+_TOO_MANY = f"the operation is not known: the loss is of more than {_MOST_NODES} operations"
+_TOO_LITTLE = (
+    "the operation is not known: the loss's graph keeps too few of its values; the line of each"
+    " operation is kept with torch.autograd.set_detect_anomaly(True, check_nan=False)"
+)
+
+
+def _is_bad(kinds: Kind | None) -> bool:
+    return kinds is None or bool(kinds)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return is_measurable(tensor) and tensor.grad_fn is not None and tensor.numel() <= _MOST_VALUES
+
+
+def _number(tensor: Tensor) -> float | None:
+    plain = local_part(tensor.detach())
+    return float(plain) if plain.numel() == 1 and not plain.is_complex() else None
+
+
+def _forward_name(node: Any) -> str:
+    """Return the name of a node's operation: "log_softmax" of LogSoftmaxBackward0."""
+    name = re.sub("Backward[0-9]*$", "", node.name().rpartition("::")[2])
+    return re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _trace(node: Any) -> list[str]:
+    traceback: list[str] = node.metadata.get("traceback_", [])
+    return traceback
+
+
+def _whole(number: int) -> int:
+    """Return a number that a node keeps without its sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _reduced(function: Callable[..., Tensor]) -> Callable[[Any, list[Any]], Tensor]:
+    def compute(node: Any, inputs: list[Any]) -> Tensor:
+        dims = node._saved_dim
+        dims = [_whole(dim) for dim in (dims if isinstance(dims, tuple) else (dims,))]
+        return function(inputs[0], dims, keepdim=node._saved_keepdim)
+
+    return compute
+
+
+def _other(node: Any, inputs: list[Any], index: int) -> Any:
+    saved = (node._saved_self, node._saved_other)[index] if inputs[index] is None else None
+    return saved if inputs[index] is None else inputs[index]
+
+
+def _unary(name: str) -> Callable[[Any, list[Any]], Tensor]:
+    function: Callable[[Tensor], Tensor] = getattr(torch, name)
+    return lambda node, inputs: function(inputs[0])
+
+
+def _of_two(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, list[Any]], Tensor]:
+    return lambda node, inputs: function(_other(node, inputs, 0), _other(node, inputs, 1))
+
+
+def _mean(node: Any, inputs: list[Any]) -> Tensor:
+    is_of_nothing = node._saved_self_sym_numel == 0
+    return torch.tensor(torch.nan) if is_of_nothing else torch.mean(inputs[0])
+
+
+def _nll(node: Any, inputs: list[Any]) -> Tensor:
+    loss: Tensor = torch.ops.aten.nll_loss(
+        inputs[0], node._saved_target, node._saved_weight, _whole(node._saved_reduction),
+        _whole(node._saved_ignore_index),
+    )  # fmt: skip
+    return loss
+
+
+# What the operations of a few nodes returned, by what they were given.
+_COMPUTED: dict[str, Callable[[Any, list[Any]], Tensor]] = {
+    "LogBackward0": _unary("log"),
+    "Log2Backward0": _unary("log2"),
+    "Log10Backward0": _unary("log10"),
+    "Log1PBackward0": _unary("log1p"),
+    "AcosBackward0": _unary("acos"),
+    "AsinBackward0": _unary("asin"),
+    "AbsBackward0": _unary("abs"),
+    "NegBackward0": _unary("neg"),
+    "MulBackward0": _of_two(torch.mul),
+    "DivBackward0": _of_two(torch.div),
+    "AddBackward0": lambda node, inputs: torch.add(*inputs, alpha=node._saved_alpha),
+    "SubBackward0": lambda node, inputs: torch.sub(*inputs, alpha=node._saved_alpha),
+    "SumBackward0": _unary("sum"),
+    "SumBackward1": _reduced(torch.sum),
+    "MeanBackward0": _mean,
+    "MeanBackward1": _reduced(torch.mean),
+    "PowBackward0": lambda node, inputs: torch.pow(inputs[0], node._saved_exponent),
+    "NllLossBackward0": _nll,
+}
