@@ -480,7 +480,7 @@ def main(arguments: list[str] | None = None) -> int:
         reached_lines.record(REACHED, options.jobs)
     if options.since:
         changed = _changed_lines(options.since)
-        files = sorted(path for path in changed if path.exists())
+        files = sorted(path for path in changed if path.suffix == ".py" and path.exists())
         drawn = [make for path in files for make in mutants_of(path, changed[path])]
     else:
         files = [path for name in options.only or ROOMS for path in _files(SRC / name)]
