@@ -329,7 +329,9 @@ def _git(*arguments: str) -> str:
 
 def _changed_tests(path: Path, since: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """The tests of a file's folder, and of the regimes, that differ from a commit."""
-    folders = ("tests" / path.parent.relative_to(SRC), Path("tests/regimes"))
+    parts = [Path("tests") / part for part in path.relative_to(SRC).parents]
+    folder = next(part for part in parts if (ROOT / part).is_dir())
+    folders = (folder, Path("tests/regimes"))
     names = _git("diff", "--name-only", "--diff-filter=d", since, "--", *map(str, folders)).split()
     tests = [name for name in names if Path(name).name.startswith("test_")]
     return tuple(name for name in tests if name not in known)
