@@ -42,7 +42,7 @@ def _checked_job(job: Mapping[str, Any]) -> list[dict[str, Any]]:
         _part(job, name, dict, "job.")
     _check_texts(_part(job, "sites", list, "job."), "job.sites")
     for name in ("batch_size", "shard_batches"):
-        _check_number(_any(job, name, "job."), f"job.{name}")
+        _check_number(_any(job, name, "job."), f"job.{name}", least=1)
     if _any(job, "n_items", "job.") is not None:
         _check_number(job["n_items"], "job.n_items")
     columns: list[dict[str, Any]] = _part(job, "columns", list, "job.")
@@ -72,7 +72,7 @@ def _check_shards(shards: Mapping[str, Any]) -> None:
     for name in _LISTS:
         numbers = _part(shards, name, list, "shards.")
         if not {*map(type, numbers)} <= {int} or min(numbers, default=0) < 0:
-            wrong = next(one for one in numbers if type(one) is not int or one < 0)
+            wrong = next(value for value in numbers if type(value) is not int or value < 0)
             raise _wrong(f"shards.{name}", "a list of numbers from 0 up", wrong)
         if sum(numbers) > _MOST:
             raise _wrong(f"shards.{name}", "numbers of things that can exist", max(numbers))
@@ -113,9 +113,9 @@ def _part(parent: Mapping[str, Any], name: str, kind: type, where: str = "") -> 
     return value
 
 
-def _check_number(value: Any, where: str) -> None:
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise _wrong(where, "a number from 0 up", value)
+def _check_number(value: Any, where: str, *, least: int = 0) -> None:
+    if type(value) is not int or not least <= value < _MOST:
+        raise _wrong(where, f"a number from {least} up", value)
 
 
 def _check_texts(values: list[Any], where: str) -> None:
@@ -124,5 +124,5 @@ def _check_texts(values: list[Any], where: str) -> None:
         raise _wrong(where, "a list of texts", wrong)
 
 
-def _wrong(where: str, wanted: str, got: Any) -> ValueError:
-    return ValueError(f"{where} must be {wanted}, got {got!r:.80}")
+def _wrong(where: str, wanted: str, value: Any) -> ValueError:
+    return ValueError(f"{where} must be {wanted}, got {value!r:.80}")

@@ -144,10 +144,15 @@ class LocalPlace:
             return sorted(name for name in os.listdir(self.folder) if not name.startswith("."))
         except FileNotFoundError:
             return []
+        except NotADirectoryError:
+            raise self._no_folder() from None
         except OSError as error:
             raise FolderError(
                 f"{self} cannot be read: {first_line(error)}.\nGive a folder that you may read."
             ) from error
+
+    def _no_folder(self) -> FolderError:
+        return FolderError(f"{self} must be a folder, got a file.\nGive the folder of the store.")
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""
@@ -155,7 +160,10 @@ class LocalPlace:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read a file, or a range of its bytes."""
-        handle = open_regular(self.folder / name)
+        try:
+            handle = open_regular(self.folder / name)
+        except NotADirectoryError:
+            raise self._no_folder() from None
         try:
             if stop is None:
                 stop = os.fstat(handle).st_size
