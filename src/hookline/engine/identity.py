@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypedDict, final
 
@@ -26,6 +25,7 @@ from hookline.engine.distributed.shards import local_shards
 from hookline.engine.pytree import describe
 from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
 from hookline.engine.torch_private.modules import unwrapping
+from hookline.util.installed import package_version
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN_REPR: Any = object.__repr__
@@ -250,12 +250,8 @@ def recorded_model(model: nn.Module) -> RecordedModel | None:
 
 
 def _versions_here() -> dict[str, str]:
-    try:
-        own = version("hookline")
-    except PackageNotFoundError:
-        own = "unknown"
     versions = {
-        "hookline": own,
+        "hookline": package_version(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }

@@ -41,10 +41,12 @@ def _checked_job(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name in ("model", "options", "data"):
         _part(job, name, dict, "job.")
     _check_texts(_part(job, "sites", list, "job."), "job.sites")
-    for name in ("batch_size", "shard_batches"):
-        _check_number(_any(job, name, "job."), f"job.{name}", least=1)
-    if _any(job, "n_items", "job.") is not None:
+    is_counted = _any(job, "n_items", "job.") is not None
+    if is_counted:
         _check_number(job["n_items"], "job.n_items")
+    # Batches of data without a length come ready, and of any size: 0 stands for that.
+    _check_number(_any(job, "batch_size", "job."), "job.batch_size", least=int(is_counted))
+    _check_number(_any(job, "shard_batches", "job."), "job.shard_batches", least=1)
     columns: list[dict[str, Any]] = _part(job, "columns", list, "job.")
     for number, column in enumerate(columns):
         where = f"job.columns[{number}]"
