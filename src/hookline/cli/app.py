@@ -170,17 +170,17 @@ def inspect_command(
         raise typer.Exit(1)
 
 
-def _print_inspection(found: Inspection, batch: Batch, plot: bool) -> str:
+def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
     """Print an inspection; return why nothing could be drawn, if so."""
-    out.print(renderable(summary_parts(found.summary, failure=False)))
+    out.print(renderable(summary_parts(inspection.summary, failure=False)))
     out.print(f"\n{batch.description}", markup=False)
     n_rows = len(batch.images)
-    if found.classes and n_rows > 1:
+    if inspection.classes and n_rows > 1:
         out.print(f"the first of {n_rows}:")
-    for label, probability in found.classes:
+    for label, probability in inspection.classes:
         out.print(f"  {probability:6.1%}  {label}", markup=False)
-    not_drawn = _plot(found) if plot else ""
-    _say_where(found)
+    not_drawn = _plot(inspection) if plot else ""
+    _say_where(inspection)
     return not_drawn
 
 

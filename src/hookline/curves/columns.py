@@ -135,7 +135,7 @@ def _merged(report: StepReport, entry: Entry, place: slice, rank: int | None) ->
     """Return the slots of one statistic; those of an absent value if no rank has one."""
     slots: Array = report.slots[:, place] if rank is None else report.slots[rank : rank + 1, place]
     if entry.ranks is not None and rank is None:
-        slots = slots[[one for one in entry.ranks if one < len(slots)]]
+        slots = slots[[number for number in entry.ranks if number < len(slots)]]
     if len(slots) > 1:
         has_value = are_there(slots)
         if has_value.any():
@@ -155,7 +155,7 @@ def attributes_of(result: Any) -> list[str]:
 
 def _all_numbers(result: Any) -> dict[str, float]:
     attributes = {name: float(getattr(result, name)) for name in attributes_of(result)}
-    return {**attributes, **{name: one for name, one in numbers_of(result).items() if name}}
+    return {**attributes, **{name: number for name, number in numbers_of(result).items() if name}}
 
 
 def _block_numbers(
@@ -172,9 +172,12 @@ def _block_numbers(
         parts = list(computed(block, site, rank))
     else:
         parts = [
-            (np.arange(len(block)) == at, {k: np.array([n]) for k, n in _all_numbers(one).items()})
+            (
+                np.arange(len(block)) == at,
+                {k: np.array([n]) for k, n in _all_numbers(result).items()},
+            )
             for at, report in enumerate(block)
-            for one in report.results(site, rank)
+            for result in report.results(site, rank)
         ]
     columns: dict[str, Array] = {}
     is_filled: dict[str, NDArray[np.bool_]] = {}
@@ -215,7 +218,9 @@ class Columns:
         if not new:
             return
         parts: list[tuple[int, dict[str, Array]]] = []
-        for _, alike in itertools.groupby(new, key=lambda one: (id(one.layout), len(one.slots))):
+        for _, alike in itertools.groupby(
+            new, key=lambda report: (id(report.layout), len(report.slots))
+        ):
             while block := list(itertools.islice(alike, _BLOCK)):
                 names, columns = _block_numbers(block, self._site, self._rank)
                 self.names = names or self.names

@@ -30,11 +30,11 @@ class Logged(NamedTuple):
 
 def logged_of(reports: Iterable[StepReport]) -> dict[str, Logged]:
     """Return the user's numbers by name. What was logged last for a step counts."""
-    found: dict[str, dict[int, float]] = {}
+    by_name: dict[str, dict[int, float]] = {}
     for report in reports:
         for name, number in report.logged.items():
-            found.setdefault(name, {})[report.step] = number
-    return {name: _in_order(numbers) for name, numbers in found.items()}
+            by_name.setdefault(name, {})[report.step] = number
+    return {name: _in_order(numbers) for name, numbers in by_name.items()}
 
 
 def _in_order(numbers: dict[int, float]) -> Logged:
@@ -54,15 +54,15 @@ def checked_logged(numbers: Any, named: Mapping[str, Any]) -> dict[str, float | 
             f"numbers must be a dict of names and numbers, got {describe.in_words(numbers)}."
             "\nName the number: seen.log(loss=loss)."
         )
-    found = {**(numbers or {}), **named}
-    if not found:
+    given = {**(numbers or {}), **named}
+    if not given:
         raise InputError("seen.log must get a number, got none.\nCall seen.log(loss=loss).")
-    for name in found:
+    for name in given:
         if not isinstance(name, str) or not name:
             raise InputError(
                 f"a name of seen.log must be a text, got {name!r}.\nCall seen.log(loss=loss)."
             )
-    return {name: _checked_number(name, value) for name, value in found.items()}
+    return {name: _checked_number(name, value) for name, value in given.items()}
 
 
 def is_single(value: Any) -> bool:

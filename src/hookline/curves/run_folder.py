@@ -208,8 +208,8 @@ def _frame(kind: bytes, payload: bytes) -> bytes:
 
 
 def _layout_bytes(layout: Layout, model: RecordedModel | None) -> bytes:
-    entries = [[one.site, one.statistic, one.width, one.ranks] for one in layout.entries]
-    statistics = [spell_statistic(one) for one in layout.statistics]
+    entries = [[entry.site, entry.statistic, entry.width, entry.ranks] for entry in layout.entries]
+    statistics = [spell_statistic(statistic) for statistic in layout.statistics]
     known = {} if model is None else {"model": model.as_json()}
     return json.dumps({"statistics": statistics, "entries": entries, **known}).encode()
 
@@ -224,8 +224,8 @@ def _logged_bytes(report: StepReport) -> bytes:
 
 
 def _read_logged(payload: Any) -> StepReport:
-    found = json.loads(bytes(payload))
-    step, seconds, numbers = found["step"], found["seconds"], found["numbers"]
+    fields = json.loads(bytes(payload))
+    step, seconds, numbers = fields["step"], fields["seconds"], fields["numbers"]
     if type(step) is not int or not abs(seconds) < _MOST_SECONDS:
         raise ValueError("a step must have a number and a time")
     return StepReport.of_logged(step, seconds, {str(k): float(n) for k, n in numbers.items()})
@@ -409,10 +409,10 @@ _KINDS = (_LAYOUT, _ORDER, _REPORT, _LOGGED, _END)
 def _state_of(path: Path) -> tuple[int, ...]:
     """Return what changes when a file is replaced or written to; empty if there is no file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError):
         return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _head(file: int) -> bytes:

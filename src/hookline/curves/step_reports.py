@@ -80,7 +80,7 @@ class StepReport:
         if rank is None and self._numbers:
             return self._numbers
         layout, norms = self.layout, dict[str, float]()
-        found: dict[tuple[str, str], float] = {
+        by_name: dict[tuple[str, str], float] = {
             (LOGGED, name): number for name, number in self.logged.items()
         }
         for site in layout.by_site:
@@ -89,13 +89,13 @@ class StepReport:
                 if not k:
                     norms[site] = numbers.get("norm", math.nan)
                 for name, number in numbers.items():
-                    found.setdefault((site, name), number)
+                    by_name.setdefault((site, name), number)
             weight = weight_of(site)
             if weight in norms and site in norms:
-                found[site, "ratio"] = _ratio(norms[site], norms[weight])
+                by_name[site, "ratio"] = _ratio(norms[site], norms[weight])
         if rank is None:
-            self._numbers.update(found)
-        return found
+            self._numbers.update(by_name)
+        return by_name
 
     def histograms(self) -> Iterator[tuple[str, Histogram]]:
         """Iterate over the histograms of the step that hold a finite number, by site."""

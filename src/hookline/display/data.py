@@ -30,8 +30,8 @@ class Tabular(ABC):
         try:
             pandas = import_module("pandas")
         except ModuleNotFoundError as error:
-            said = "to_pandas() needs pandas.\nRun pip install pandas."
-            raise ModuleNotFoundError(said, name="pandas") from error
+            message = "to_pandas() needs pandas.\nRun pip install pandas."
+            raise ModuleNotFoundError(message, name="pandas") from error
         return pandas.DataFrame(self._table_rows())
 
 

@@ -274,57 +274,57 @@ def function_identity(function: Callable[..., Any] | None) -> str | None:
     return f"{name} {_short(_described(function, frozenset()))}"
 
 
-def _described(thing: Any, within: frozenset[int]) -> bytes:
+def _described(value: Any, within: frozenset[int]) -> bytes:
     """Return bytes that tell what a function does: of code what is executed, of data its values.
 
     Args:
-        thing: the function, or a part of it.
+        value: the function, or a part of it.
         within: the ids of what it is a part of: a function may close over itself.
     """
-    if id(thing) in within:
+    if id(value) in within:
         return b"itself"
-    inside = within | {id(thing)}
-    parts = [_described(part, inside) for part in _parts(thing)]
-    if isinstance(thing, set | frozenset):
+    inside = within | {id(value)}
+    parts = [_described(part, inside) for part in _parts(value)]
+    if isinstance(value, set | frozenset):
         parts.sort()  # their order differs between processes
     # The lengths keep neighbours apart: (1, 23) is not (12, 3).
-    return b"".join(b"%d:%b" % (len(part), part) for part in [_own_bytes(thing), *parts])
+    return b"".join(b"%d:%b" % (len(part), part) for part in [_own_bytes(value), *parts])
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _parts(value: Any) -> Iterator[Any]:
     """Yield the parts of a function, a container or an object."""
-    if isinstance(thing, functools.partial):
-        yield from (thing.func, thing.args, sorted(thing.keywords.items()))
-    elif isinstance(thing, MethodType):
-        yield from (thing.__func__, thing.__self__)
-    elif isinstance(thing, FunctionType):
-        yield from (thing.__code__, thing.__defaults__, thing.__kwdefaults__)
-        yield from map(_contents, thing.__closure__ or ())
-    elif isinstance(thing, CodeType):
-        yield from (thing.co_names, thing.co_varnames, thing.co_consts)
-    elif isinstance(thing, tuple | list | set | frozenset):
-        yield from thing
-    elif isinstance(thing, Mapping):
-        yield from thing.items()
-    elif type(thing).__repr__ is _PLAIN_REPR:
-        yield from vars(thing).items() if hasattr(thing, "__dict__") else ()
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, sorted(value.keywords.items()))
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, FunctionType):
+        yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
+        yield from map(_contents, value.__closure__ or ())
+    elif isinstance(value, CodeType):
+        yield from (value.co_names, value.co_varnames, value.co_consts)
+    elif isinstance(value, tuple | list | set | frozenset):
+        yield from value
+    elif isinstance(value, Mapping):
+        yield from value.items()
+    elif type(value).__repr__ is _PLAIN_REPR:
+        yield from vars(value).items() if hasattr(value, "__dict__") else ()
 
 
-def _own_bytes(thing: Any) -> bytes:
+def _own_bytes(value: Any) -> bytes:
     """Return what tells a thing from others besides its parts."""
-    kind = type(thing).__qualname__.encode()
-    if isinstance(thing, CodeType):
-        return thing.co_code
-    if isinstance(thing, Tensor):
-        return f"{thing.dtype} {list(thing.shape)}".encode() + bytes(_bytes_of(thing.detach()))
-    if isinstance(thing, np.ndarray) and thing.dtype != object:  # the repr of a long one has "..."
-        return f"{thing.dtype} {thing.shape}".encode() + thing.tobytes()
-    if isinstance(thing, nn.Module):
-        return f"{_weights(thing)} {_ADDRESS.sub('', repr(thing))}".encode()
-    has_parts = isinstance(thing, tuple | list | set | frozenset | Mapping | functools.partial)
-    if has_parts or isinstance(thing, FunctionType | MethodType):
+    kind = type(value).__qualname__.encode()
+    if isinstance(value, CodeType):
+        return value.co_code
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}".encode() + bytes(_bytes_of(value.detach()))
+    if isinstance(value, np.ndarray) and value.dtype != object:  # the repr of a long one has "..."
+        return f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    if isinstance(value, nn.Module):
+        return f"{_weights(value)} {_ADDRESS.sub('', repr(value))}".encode()
+    has_parts = isinstance(value, tuple | list | set | frozenset | Mapping | functools.partial)
+    if has_parts or isinstance(value, FunctionType | MethodType):
         return kind
-    return kind + _ADDRESS.sub("", repr(thing)).encode("utf-8", "backslashreplace")
+    return kind + _ADDRESS.sub("", repr(value)).encode("utf-8", "backslashreplace")
 
 
 def _contents(cell: CellType) -> Any:

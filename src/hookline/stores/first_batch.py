@@ -101,12 +101,12 @@ def difference(
     is_exact = is_exact and "split" not in was and "split" not in now
     rounding = max(was["rounding"], now["rounding"])
     differences = Difference([], [])
-    for name, mine in now["columns"].items():
-        theirs = was["columns"].get(name)
-        if theirs is None or theirs["digest"] == mine["digest"]:
+    for name, column in now["columns"].items():
+        before = was["columns"].get(name)
+        if before is None or before["digest"] == column["digest"]:
             continue  # the forms of the columns are compared before
-        distance = _distance(theirs, mine)
-        is_near = distance <= _limit(mine["dtype"], rounding, is_exact=is_exact)
+        distance = _distance(before, column)
+        is_near = distance <= _limit(column["dtype"], rounding, is_exact=is_exact)
         texts = differences.near if is_near else differences.far
         texts.append(f"{name}: values differ by about {distance:.2g} of their norm")
     return differences

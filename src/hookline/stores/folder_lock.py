@@ -228,8 +228,8 @@ class FolderLock:
                 aside.rename(path)
 
 
-def _busy(what: str) -> FolderError:
-    return FolderError(f"{what}.\nWait until it has ended, or give another folder.")
+def _busy(event: str) -> FolderError:
+    return FolderError(f"{event}.\nWait until it has ended, or give another folder.")
 
 
 def _write(handle: OwnHandle) -> None:
@@ -246,8 +246,8 @@ def _read(path: Path) -> _Owner | None:
             text = file.read(_OWNER_BYTES).decode(errors="replace")
     except OSError:
         return None
-    found = _OWNER.fullmatch(text)
-    return None if found is None else _Owner(int(found[1]), found[2], found[3], found[4])
+    match = _OWNER.fullmatch(text)
+    return None if match is None else _Owner(int(match[1]), match[2], match[3], match[4])
 
 
 def _started(process: int) -> str:
@@ -269,22 +269,22 @@ def _machine() -> str:
 
 def _processes_with(path: Path) -> list[int]:
     """Return the processes that have a file open, among those that this process may look into."""
-    found = []
+    holders = []
     try:
-        there = os.stat(path)
+        status = os.stat(path)
         processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
         return []
     for process in processes:
         with suppress(OSError):
             handles = [f"/proc/{process}/fd/{name}" for name in os.listdir(f"/proc/{process}/fd")]
-            if process != os.getpid() and any(_is_file(handle, there) for handle in handles):
-                found.append(process)
-    return found
+            if process != os.getpid() and any(_is_file(handle, status) for handle in handles):
+                holders.append(process)
+    return holders
 
 
-def _is_file(path: str, there: os.stat_result) -> bool:
+def _is_file(path: str, status: os.stat_result) -> bool:
     try:
-        return os.path.samestat(os.stat(path), there)
+        return os.path.samestat(os.stat(path), status)
     except OSError:
         return False

@@ -324,10 +324,10 @@ class Shards:
     def _file(self, shard: int) -> str:
         return name_of(self.numbers[shard])
 
-    def _damaged(self, shard: int, what: str) -> FolderError:
+    def _damaged(self, shard: int, fault: str) -> FolderError:
         self._drop(shard)
         return FolderError(
-            f"{self.name(shard)} {what}.\nRemove what is damaged with `hookline store repair"
+            f"{self.name(shard)} {fault}.\nRemove what is damaged with `hookline store repair"
             f" {self.places[shard]}`, then start the same hl.extract again."
         )
 

@@ -208,14 +208,14 @@ class Store:
         try:
             with reading(f"{self._place}/{NAMES}"):
                 data = self._place.read(NAMES)
-            found = json.loads(data)
-            if not isinstance(found, list):
+            names = json.loads(data)
+            if not isinstance(names, list):
                 raise ValueError("it must be a list")
         except FileNotFoundError:
             return None
         except DAMAGE as error:
             raise _damaged(self._place, f"its {NAMES}: {first_line(error)}") from error
-        return found
+        return names
 
     @cached_property
     def files(self) -> NDArray[Any] | None:
@@ -232,8 +232,8 @@ class Store:
         """
         if self.parts:
             parts = [part.files for part in self.parts]
-            there = [files for files in parts if files is not None]
-            return np.concatenate(there) if len(there) == len(parts) else None
+            known = [files for files in parts if files is not None]
+            return np.concatenate(known) if len(known) == len(parts) else None
         if self.names is None:
             return None
         try:
@@ -437,8 +437,8 @@ class Store:
         named = {column.name for column in columns}
         columns += [column for column in own if column.name not in named]
         texts = {"@file": self.files, "@label": self.labels}
-        there = {name: column for name, column in texts.items() if column is not None}
-        return export(Source(columns, self.n_items, there), to, format)
+        known = {name: column for name, column in texts.items() if column is not None}
+        return export(Source(columns, self.n_items, known), to, format)
 
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.

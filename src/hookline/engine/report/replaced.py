@@ -216,17 +216,17 @@ class Originals:
             return []
         self._has_parameters = sharding(root) != "FSDP1"
         search = _Search(module_tree(root))
-        losses, kept = [], []
+        losses, nodes = [], []
         for site, node in self._places():
             loss = search.loss(site, node) if self._can_lose(node) else None
             if loss is None:
-                kept.append(search.now(node) or node)
+                nodes.append(search.now(node) or node)
             else:
                 losses.append(loss)
         if not losses:
             # The next look is quick again: it knows the wrappers and the other paths.
             self._core = unwrap(root)
-            self._link(kept, by_name=True)
+            self._link(nodes, by_name=True)
         return losses
 
     def _can_lose(self, node: Node) -> bool:

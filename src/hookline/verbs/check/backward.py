@@ -131,10 +131,10 @@ class BackwardChecks:
 
     def gradient_arrives(self, current: Pass, slot: int, grad: Tensor) -> None:
         """Keep the gradient of an output of the root, and judge the backward at its end."""
-        found = current.opened.get(RUN)
-        if not found:
+        opened = current.opened.get(RUN)
+        if not opened:
             return
-        run: Run = found[0]
+        run: Run = opened[0]
         number = outer_backward()
         runs = self._runs.get(number)
         if runs is None:
@@ -152,10 +152,10 @@ class BackwardChecks:
 
     def _loss_here(self) -> LossGraph | None:
         """Return the loss whose backward runs in this thread, or for it in a thread of autograd."""
-        mine = [one for one in self._losses if one.thread == threading.get_ident()]
-        if not mine and len(self._losses) == 1:
-            mine = self._losses
-        return mine[-1] if mine else None
+        losses = [loss for loss in self._losses if loss.thread == threading.get_ident()]
+        if not losses and len(self._losses) == 1:
+            losses = self._losses
+        return losses[-1] if losses else None
 
     def _backward_ends(self, number: int, loss: LossGraph | None) -> None:
         runs = self._runs.pop(number, [])
@@ -254,7 +254,7 @@ class BackwardChecks:
 
     def _is_like(self, repeated: RepeatedBackward) -> bool:
         """Tell whether the gradients are not finite wherever those of a repeated backward are."""
-        actual = {id(one): one.grad for _, one in self._weights}
+        actual = {id(weight): weight.grad for _, weight in self._weights}
         return all(
             grad is not None and bool(kinds_in(grad))
             for parameter in repeated.not_finite
@@ -274,7 +274,7 @@ class BackwardChecks:
 
     def _of_loss(self, run: Run, loss: LossGraph | None) -> Finding:
         """Describe a gradient of the output that is not finite: all code outside is the loss."""
-        grad = next(one for one in run.gradients.values() if kinds_in(one))
+        grad = next(gradient for gradient in run.gradients.values() if kinds_in(gradient))
         finding = of_tensor("loss", "", grad, run.step)
         finding = finding.with_(inputs=(measured("gradient of the output", grad),))
         notes = []
@@ -341,12 +341,12 @@ class BackwardChecks:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
         outcome.at_end = outcome.at_end or outcome.take_until_step()
-        made = outcome.take_backward() or self._loss_of(self._weights)
+        known = outcome.take_backward() or self._loss_of(self._weights)
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
-        if self._has_stepped or not (made is None or self._found_with.are_same(self._weights)):
+        if self._has_stepped or not (known is None or self._found_with.are_same(self._weights)):
             return
-        finding = made or self._written_meanwhile()
+        finding = known or self._written_meanwhile()
         if finding is None or finding in outcome.all:
             return
         outcome.add(finding)

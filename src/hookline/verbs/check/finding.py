@@ -171,20 +171,20 @@ class Finding:
     @property
     def message(self) -> str:
         """The message of the error, in two lines; or of the warning, in one."""
-        what, type_name = self._what(), f" ({self.module_type})" if self.module_type else ""
+        subject, type_name = self._what(), f" ({self.module_type})" if self.module_type else ""
         if self.also is not None:
-            return f"{what}{type_name} {self.observation}."
+            return f"{subject}{type_name} {self.observation}."
         where = f" at {self.line}" if self.line else ""
         by = self.function or self.operation
         verb = "made" if self.kind in ("forward", "backward", "loss") else "read"
-        made = f", {verb} by {by}{where}" if by else where and f", {verb}{where}"
+        maker = f", {verb} by {by}{where}" if by else where and f", {verb}{where}"
         if self.kind == "loss" and not self.is_loss:
-            made = ": the loss made it" + (f", by {by}{where}" if by else "")
+            maker = ": the loss made it" + (f", by {by}{where}" if by else "")
         rank = "" if self.rank is None else f" on rank {self.rank}"
         step = "before the first step" if self.step is None else f"in step {self.step}"
         return (
-            f"{what}{type_name} must be finite, got {self._counts()} {step}"
-            f"{rank}{made}.\n{self._remedy()}"
+            f"{subject}{type_name} must be finite, got {self._counts()} {step}"
+            f"{rank}{maker}.\n{self._remedy()}"
         )
 
     def _what(self) -> str:

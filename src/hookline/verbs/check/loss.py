@@ -223,11 +223,11 @@ class LossGraph:
         """Return the first operation in the loss's backward that made what is not finite."""
         for node, passed in self._passed:
             bad = [tensor for tensor in passed if tensor is not None and kinds_in(tensor.detach())]
-            given = [tensor for tensor in self._given[node] if tensor is not None]
-            if bad and any(kinds_in(tensor.detach()) for tensor in given):
+            grads = [tensor for tensor in self._given[node] if tensor is not None]
+            if bad and any(kinds_in(tensor.detach()) for tensor in grads):
                 return None  # it was given that, by an operation whose gradients are not known
             if bad:
-                return self._at_line(Fault(node, bad[0], given, is_of_backward=True))
+                return self._at_line(Fault(node, bad[0], grads, is_of_backward=True))
         return None
 
     def _at_line(self, fault: Fault) -> Fault:
@@ -326,14 +326,14 @@ class _Values:
 
     def _known_bad(self, edges: Sequence[tuple[Any, int]]) -> tuple[Any, int] | None:
         """Return the next value that is not finite, behind those that are not known."""
-        waiting, seen = list(edges), set()
+        waiting, visited = list(edges), set()
         while waiting:
             edge = waiting.pop(0)
             kinds = self._kinds(edge)
             if kinds and not self._is_meant(edge, kinds):
                 return edge
-            if kinds is None and edge not in seen and edge[0] in self._nodes:
-                seen.add(edge)
+            if kinds is None and edge not in visited and edge[0] in self._nodes:
+                visited.add(edge)
                 waiting += [below for below in edge[0].next_functions if below[0] is not None]
         return None
 

@@ -137,12 +137,12 @@ def _stored(statements: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 def _at(statements: list[ast.stmt], lineno: int) -> ast.stmt | None:
     """Return the statement at a line; None if there are several."""
-    there = [
+    matches = [
         statement
         for statement in statements
         if statement.lineno <= lineno <= (statement.end_lineno or statement.lineno)
     ]
-    return there[0] if len({statement.lineno for statement in there}) == 1 else None
+    return matches[0] if len({statement.lineno for statement in matches}) == 1 else None
 
 
 def _is_next(statements: list[ast.stmt], before: ast.stmt, statement: ast.stmt) -> bool:

@@ -111,9 +111,9 @@ class Parameters:
         measured = known.values() if tensors is None else map(known.get, map(id, tensors))
         self._slots.add_many(
             [
-                (one.value, one.tensor)
-                for one in measured
-                if one is not None and one.value is not None
+                (parameter.value, parameter.tensor)
+                for parameter in measured
+                if parameter is not None and parameter.value is not None
             ]
         )
 

@@ -130,7 +130,7 @@ class _Guarded:
             waiting = self._waiting[len(refused)]
             if self._takes(waiting):
                 self._waiting.remove(waiting)
-                refused = [one for one in refused if not self._leaves_out(one)]
+                refused = [report for report in refused if not self._leaves_out(report)]
                 continue
             refused.append(waiting)
             may_go_on = not self._rewrites and (is_last or waiting.n_tries > _MOST_TRIES)

@@ -137,7 +137,7 @@ class SiteSlots:
         if slots is None:
             slots, self.turn = self._empty, self._of.turn(is_shared=is_shared)
         pairs = zip(self._of.statistics, slots, strict=True)
-        self.slots = [one.update(mine, value) for one, mine in pairs]
+        self.slots = [statistic.update(part, value) for statistic, part in pairs]
 
     def take(self) -> list[Tensor] | None:
         """Return the slots of this step, and begin a new step; None without a value."""
@@ -285,8 +285,8 @@ class Slots:
             alike = [pair for pair in pairs if pair[0].is_first_alike(pair[1])]
             slots = self._measure_many([value.detach() for _, value in alike])
             turn = self.turn(is_shared=True)
-            for (site, _), mine in zip(alike, slots, strict=False):
-                site.slots, site.turn = [mine], turn
+            for (site, _), part in zip(alike, slots, strict=False):
+                site.slots, site.turn = [part], turn
             measured = {id(site) for site, _ in alike} if slots else set()
         for site, value in pairs:
             if id(site) not in measured:
@@ -342,12 +342,12 @@ class Slots:
     def has_path(self, path: str) -> bool:
         """Tell whether a module has a path."""
         with self.lock:
-            return any(one.site.path == path for one in self._sites.values())
+            return any(site.site.path == path for site in self._sites.values())
 
     def has_values(self) -> bool:
         """Tell whether a value came in this step."""
         with self.lock:
-            return any(one.slots is not None for one in self._sites.values())
+            return any(site.slots is not None for site in self._sites.values())
 
     def put(self, taken: Taken) -> None:
         """Merge slots that were taken before."""

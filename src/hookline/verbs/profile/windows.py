@@ -118,7 +118,9 @@ class Windows:
 
         Several passes may share a backward, which runs in the window of the last one.
         """
-        windows = [one for one in self._kept() if one.number >= 0 and not one.has_failed]
+        windows = [
+            window for window in self._kept() if window.number >= 0 and not window.has_failed
+        ]
         waiting: list[Window] = []
         samples = []
         for window in windows:
@@ -204,20 +206,20 @@ class Ran:
 
     def costs(self, choice: Choice) -> tuple[list[list[Costs]], int]:
         """Return the costs of each thread's contexts for a table, and the number of passes."""
-        samples = sorted((one for thread in self._samples for one in thread), key=_number)
+        samples = sorted((sample for thread in self._samples for sample in thread), key=_number)
         if choice is Choice.ALL or not samples:
             n_passes = self.n_passes or self.n_failed
             divisor = 1 if choice is Choice.ALL else max(n_passes, 1)
             return [[costs / divisor] for costs in self._sums], n_passes if divisor == 1 else 1
         first = samples[0].number
         chosen = [
-            [one for one in thread if (one.number == first) == (choice is Choice.FIRST)]
+            [sample for sample in thread if (sample.number == first) == (choice is Choice.FIRST)]
             for thread in self._samples
         ]
         if not any(chosen):
             return self.costs(Choice.FIRST)
-        n_passes = sum(one.n_passes for thread in chosen for one in thread)
-        return [[one.costs for one in thread] for thread in chosen], n_passes
+        n_passes = sum(sample.n_passes for thread in chosen for sample in thread)
+        return [[sample.costs for sample in thread] for thread in chosen], n_passes
 
     def about_failed(self) -> str:
         """Say how many passes failed; an empty text if none has."""
@@ -254,12 +256,12 @@ class Measured:
         sizes = [sum(1 for _ in top.all()) for top in tops]
         # One matrix for each thread: passes, contexts, slots.
         self._costs = [
-            numpy.stack([_padded(one, size) for one in passes])
+            numpy.stack([_padded(matrix, size) for matrix in passes])
             for size, passes in zip(sizes, costs, strict=True)
             if passes
         ]
-        kept = [top for top, passes in zip(tops, costs, strict=True) if passes]
-        self._thread_of = {context: k for k, top in enumerate(kept) for context in top.all()}
+        with_passes = [top for top, passes in zip(tops, costs, strict=True) if passes]
+        self._thread_of = {context: k for k, top in enumerate(with_passes) for context in top.all()}
         self.adds = adds
 
     def of(self, contexts: Iterable[Context]) -> Costs:

@@ -241,8 +241,8 @@ class _Plan:
             numbers = np.full((len(block), len(names), len(self.sites)), np.nan)
             with np.errstate(all="ignore"):
                 moments = of_moments(self._merged(block))
-                found = np.stack([moments[name] for name in _OF_MOMENTS], axis=1)
-                numbers[:, : len(_OF_MOMENTS), self._at] = found
+                columns = np.stack([moments[name] for name in _OF_MOMENTS], axis=1)
+                numbers[:, : len(_OF_MOMENTS), self._at] = columns
                 norms = numbers[:, names.index("norm")]
                 for k, weight in self._updates:
                     ratio = norms[:, k] / norms[:, weight]
@@ -316,11 +316,11 @@ def _columns(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str
     columns: dict[str, Array] = {}
     if is_computed(layout, site):
         entries = layout.by_site[site]
-        for (entry, _), (has_value, found) in zip(entries, computed(block, site), strict=True):
+        for (entry, _), (has_value, numbers) in zip(entries, computed(block, site), strict=True):
             for name in single_names(layout.statistics[entry.statistic]):
                 column = columns.setdefault(name, np.full(len(block), np.nan))
                 is_new = has_value & np.isnan(column)
-                column[is_new] = found[name][is_new[has_value]]
+                column[is_new] = numbers[name][is_new[has_value]]
         return columns
     for k, report in enumerate(block):
         for result in _results(layout, site, report):

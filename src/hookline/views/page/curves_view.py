@@ -168,8 +168,8 @@ class OpenRun:
     def _alerts_now(self) -> list[Any]:
         if self._alerts[0] != self._n_taken:
             found = [
-                {"title": one.title, "text": one.text, "rule": one.rule, "sites": one.sites}
-                for one in alerts_of(self.table, self.reports)
+                {"title": alert.title, "text": alert.text, "rule": alert.rule, "sites": alert.sites}
+                for alert in alerts_of(self.table, self.reports)
             ]
             self._alerts = self._n_taken, found
         return self._alerts[1]
@@ -226,7 +226,10 @@ def _points(name: str, curve: Logged) -> dict[str, Any]:
         "steps": curve.steps[lasts].tolist(),
         "bad": np.logical_or.reduceat(~is_finite, starts).tolist(),
         "each": each,
-        **{key: [None if np.isnan(x) else x for x in one.tolist()] for key, one in drawn.items()},
+        **{
+            key: [None if np.isnan(x) else x for x in column.tolist()]
+            for key, column in drawn.items()
+        },
     }
 
 

@@ -85,8 +85,8 @@ def _patched(begin: Begin) -> tuple[Any, Any, Any]:
             return original_backward(ctx, *grads)
         finally:
             OUTER.number, at_end, OUTER.at_end = None, OUTER.at_end, ()
-            for one in at_end:
-                at_end_of_backward(one)
+            for act in at_end:
+                at_end_of_backward(act)
 
     return Patched, apply, staticmethod(backward)
 
@@ -140,7 +140,9 @@ class ReentrantRegion:
 
     def __init__(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self._run = run
-        self._inputs = [_origin_of(one) if isinstance(one, Tensor) else None for one in inputs]
+        self._inputs = [
+            _origin_of(value) if isinstance(value, Tensor) else None for value in inputs
+        ]
         self._detached: tuple[Any, ...] = ()
         self.again: Callable[..., Any] | None = None
         self.at_outputs: list[Callable[[Sequence[Any]], None]] = []
@@ -155,14 +157,14 @@ class ReentrantRegion:
             return self.again(*inputs)
         self.has_run = True
         outputs = self._run(*inputs)
-        for one in _as_tuple(outputs):
+        for output in _as_tuple(outputs):
             # The first run builds no graph. A view that it makes of a tensor from outside says that
             # it requires a gradient, too.
-            is_outer = isinstance(one, Tensor) and (
-                one.grad_fn is not None or (one.requires_grad and not one._is_view())
+            is_outer = isinstance(output, Tensor) and (
+                output.grad_fn is not None or (output.requires_grad and not output._is_view())
             )
             self.made_inside.append(not is_outer)
-            self.passed_on.append(_origin_of(one) if is_outer else None)
+            self.passed_on.append(_origin_of(output) if is_outer else None)
         return outputs
 
     def recompute(self, *inputs: Any) -> Any:
@@ -179,8 +181,8 @@ class ReentrantRegion:
 
     def input_of(self, detached: Tensor) -> Origin | None:
         """Return the checkpoint's input that the present run has as this detached tensor."""
-        for one, origin in zip(self._detached, self._inputs, strict=False):
-            if one is detached:
+        for tensor, origin in zip(self._detached, self._inputs, strict=False):
+            if tensor is detached:
                 return origin
         return None
 
