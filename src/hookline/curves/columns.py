@@ -1,7 +1,7 @@
-"""The numbers of a site at many steps, as arrays: each statistic is computed once for all of them.
+"""Compute the numbers of a site at many steps as arrays.
 
-The statistics of hookline are computed from the slots of all steps together. The result of another
-statistic is computed once a step, for all of its numbers.
+Each statistic of hookline is computed once, from the slots of all steps together. The result of
+another statistic is computed once a step, for all of its numbers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _of_quantiles(statistic: QuantilesStatistic, slots: Array) -> dict[str, Arra
 
 
 def _computer_of(layout: Layout, entry: Entry) -> Callable[[Array], dict[str, Array]] | None:
-    """Return what computes the numbers of an entry from slots of shape `(steps, width)`."""
+    """Return the function that computes an entry's numbers from slots of shape `(steps, width)`."""
     statistic = layout.statistics[entry.statistic]
     if type(statistic) is MomentsStatistic and entry.width == statistic.n_slots:
         return of_moments
@@ -195,7 +195,7 @@ def _block_numbers(
 
 @final
 class Columns:
-    """The numbers of one site by name, which grow with the reports.
+    """Hold the numbers of one site by name; they grow with the reports.
 
     Args:
         site: the site.

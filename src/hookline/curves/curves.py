@@ -198,7 +198,7 @@ class Curves:
 
     @property
     def model(self) -> RecordedModel | None:
-        """What identifies the model: its `fingerprint`, and the `versions` of packages.
+        """Identify the model by its `fingerprint`, and by the `versions` of packages.
 
             >>> model = nn.Linear(2, 3)
             >>> with hl.monitor(model, ports="output", to=tmp_path / "run") as seen:
@@ -254,7 +254,7 @@ class Curves:
 
     @property
     def logged(self) -> dict[str, Logged]:
-        """The numbers that `log` was given, by name.
+        """Return the numbers that `log` was given, by name.
 
             >>> model = nn.Linear(2, 3)
             >>> with hl.monitor(model, ports="output") as seen:

@@ -1,4 +1,4 @@
-"""The user's own numbers of a training, such as its loss: what may be logged, and curves of it."""
+"""Check numbers that the user logs, such as the loss of a training, and make curves of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hookline.errors import InputError
 
 
 class Logged(NamedTuple):
-    """One of the user's own numbers, by step.
+    """Hold one of the user's own numbers, by step.
 
     Args:
         steps: the numbers of the steps, int64, shape `(steps,)`, ascending.
@@ -29,7 +29,7 @@ class Logged(NamedTuple):
 
 
 def logged_of(reports: Iterable[StepReport]) -> dict[str, Logged]:
-    """Return the user's numbers by name. What was logged last for a step counts."""
+    """Return the user's numbers by name. The number that was logged last for a step counts."""
     by_name: dict[str, dict[int, float]] = {}
     for report in reports:
         for name, number in report.logged.items():

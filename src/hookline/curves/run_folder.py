@@ -94,7 +94,7 @@ class RunFolder:
         folder: a new or an empty folder.
 
     Attributes:
-        model: what identifies the model, written with the first report; None leaves it out.
+        model: the identity of the model, written with the first report; None leaves it out.
 
     Raises:
         FolderError: the folder holds files, or cannot be written.
@@ -192,7 +192,7 @@ class RunFolder:
 @final
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A report that is being appended, and where the folder was before."""
+    """Hold a report that is being appended, and the state of the folder before."""
 
     report: StepReport
     before: tuple[int, Layout | None, NDArray[np.int32] | None]
@@ -253,7 +253,7 @@ class RunReader:
     Attributes:
         has_ended: whether the monitor has ended; False of a run that goes on or was killed.
         version: the `run_version` of the folder when it was last read.
-        model: what identifies the model, once the first report was read; None if the folder lacks
+        model: the identity of the model, once the first report was read; None if the folder lacks
             it.
     """
 
@@ -407,7 +407,7 @@ _KINDS = (_LAYOUT, _ORDER, _REPORT, _LOGGED, _END)
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is replaced or written to; empty if there is no file."""
+    """Return numbers that change if a file is replaced or written to; none if there is no file."""
     try:
         status = path.stat()
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ LOGGED = "logged"  # stands for the site of the user's own numbers
 @final
 @dataclass(frozen=True)
 class StepReport:
-    """The slots of all sites at one step, and the user's own numbers of this step.
+    """Hold the slots of all sites at one step, and the user's own numbers of this step.
 
     Args:
         step: the number of the step.
@@ -29,9 +29,9 @@ class StepReport:
         layout: what the slots are.
         slots: the slots of each rank, float64, of shape [ranks, width]; of one rank where the ranks
             did not meet.
-        order: the rank of each site of the layout by when it had its first value in the step, from
-            0, shape `(sites,)`. Sites of one rank came in an order that is not known; `NO_TURN`
-            stands for no value. None if no order is known.
+        order: the rank of each site of the layout, from 0, shape `(sites,)`. Sites are ranked by
+            the time of their first value in the step. The order of sites of equal rank is not
+            known. `NO_TURN` stands for no value. None if no order is known.
         logged: the user's own numbers by name, from `Curves.log`.
     """
 
@@ -140,7 +140,7 @@ class Source(Protocol):
     """Reports that may become more while they are read.
 
     Attributes:
-        model: what identifies the model; None where it is not known.
+        model: the identity of the model; None if it is not known.
     """
 
     model: RecordedModel | None
@@ -159,7 +159,7 @@ class Reports:
     """Reports kept in memory.
 
     Args:
-        model: what identifies the model; None where it is not known.
+        model: the identity of the model; None if it is not known.
     """
 
     def __init__(self, model: RecordedModel | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Results as data: dicts of plain values, JSON, and tables of pandas."""
+"""Convert results to data: dicts of plain values, JSON, and tables of pandas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Tabular(ABC):
-    """A result that is a table: some facts, and rows that all have the same keys."""
+    """Give a result that is a table as data: its facts, and rows that have the same keys."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _PLAIN = bool | int | float | complex | str | None
 
 
 class Identity(TypedDict):
-    """What identifies a model.
+    """Identify a model.
 
     Args:
         type: the name of its class.
@@ -114,7 +114,7 @@ def _code(model: nn.Module) -> dict[str, str]:
 
 
 def _class_bytes(kind: type) -> bytes:
-    """Return bytes that tell what the methods of a class do, inherited ones included."""
+    """Return bytes of the code of a class's methods, inherited ones included."""
     parts = []
     for part in kind.__mro__:
         if part is object or _is_torchs(part):
@@ -188,8 +188,8 @@ def _bytes_of(tensor: Any) -> Any:
 class RecordedModel:
     """Identify the model of a saved recording or of a run.
 
-    Two recordings with equal fingerprints were saved with the same model. If they differ,
-    `structure`, `weights` and `code` say in what.
+    Two recordings with equal fingerprints were saved with the same model. If the fingerprints
+    differ, `structure`, `weights` and `code` show the part that differs.
 
     Attributes:
         type: the name of the model's class, with its module.
@@ -210,16 +210,16 @@ class RecordedModel:
 
     @property
     def fingerprint(self) -> str:
-        """A fingerprint of structure, weights and code: 16 hexadecimal digits."""
+        """Return a fingerprint of structure, weights and code: 16 hexadecimal digits."""
         return _short("\n".join((self.type, self.structure, self.weights, self.code)).encode())
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
+        """Return the fields as `from_json` reads them."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: Any) -> RecordedModel | None:
-        """Read what `as_json` made; None for None.
+        """Read the fields that `as_json` returned; None for None.
 
         Raises:
             KeyError, TypeError, AttributeError: it is something else.
@@ -311,7 +311,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _own_bytes(value: Any) -> bytes:
-    """Return what tells a thing from others besides its parts."""
+    """Return bytes that tell a value from others of equal parts."""
     kind = type(value).__qualname__.encode()
     if isinstance(value, CodeType):
         return value.co_code

@@ -50,7 +50,7 @@ def monitor(
 
 @final
 class _Mirror:
-    """A tracker that gives what is logged to the curves, until the monitor ends it as a writer.
+    """Give logged numbers to the curves, as a tracker that the monitor ends as a writer.
 
     Args:
         accelerator: the accelerator.

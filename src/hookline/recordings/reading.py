@@ -19,11 +19,11 @@ _NUMBER = re.compile(r"\((\d+)\)$")
 
 
 class UnreadableError(FolderError):
-    """A file could not be read. Its bytes may be whole."""
+    """Raised for a file that could not be read. Its bytes may be whole."""
 
 
 class DamagedError(ValueError):
-    """The bytes of a file were read, and are wrong."""
+    """Raised for a file whose bytes were read, and are wrong."""
 
 
 @contextmanager

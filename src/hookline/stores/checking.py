@@ -135,9 +135,8 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
                     f"{place} was recorded in a loop that cannot be run again, and is damaged:"
                     f" {damaged[0]}.\nRead the other shards: hl.open reads all that are whole."
                 )
-            for name, fault in damaged:
-                if fault != _GONE:  # a file that was not read is not removed
-                    place.remove(name)
+            for name in [name for name, fault in damaged if fault != _GONE]:
+                place.remove(name)
             write_manifest(place, manifest["job"], manifest["environment"])
         return Repair(damaged, manifest=False)
 

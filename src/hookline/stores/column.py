@@ -354,7 +354,7 @@ class Column:
         return values
 
     def _empty(self, n_rows: int, rest: tuple[Any, ...]) -> NDArray[Any]:
-        """Make room for rows; what cannot exist is the manifest's fault, not the memory's."""
+        """Make room for rows. If that fails, check first that the shards have so many rows."""
         try:
             return np.empty((n_rows, *self._shape_of(rest)), self._numpy_dtype)
         except (MemoryError, ValueError):

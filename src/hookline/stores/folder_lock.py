@@ -1,10 +1,10 @@
-"""The lock of a store's folder: one process at a time writes to it.
+"""Lock a store's folder, so that one process at a time writes to it.
 
     .lock       locked by `flock`, which ends with the process, however it ends
     .writer     created exclusively and removed at the end, on a file system without `flock`
 
-Both name the process that holds them. A `.writer` whose process has ended is taken over; whether it
-has ended is known on the machine of the process alone.
+Both name the process that holds them. A `.writer` whose process has ended is taken over. Only the
+machine of a process knows that the process has ended.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MOST_TRIES = 10  # each but the last removes the file of a process that has end
 
 
 class _Owner(NamedTuple):
-    """The process that a file names.
+    """Name the process that holds a lock.
 
     Args:
         process: its number.
         host: the name of its machine.
-        started: when it was started, in ticks of the machine; empty where that is not known.
+        started: the time of its start, in ticks of the machine; empty if not known.
         machine: the boot and the process namespace in which the number counts; else empty.
     """
 
@@ -77,7 +77,7 @@ class _Owner(NamedTuple):
 
 @final
 class FolderLock:
-    """The lock of one writer.
+    """Lock the folder of one writer.
 
     Args:
         folder: the folder.
@@ -172,10 +172,10 @@ class FolderLock:
         )
 
     def _create(self) -> OwnHandle:
-        """Create `.writer`, which no other process has done then.
+        """Create `.writer`, which only one process can do.
 
         Raises:
-            FolderError: another process has done it, and may still write.
+            FolderError: another process has created it, and may still write.
         """
         self._path = self._folder / _WRITER
         for _ in range(_MOST_TRIES):
@@ -251,7 +251,7 @@ def _read(path: Path) -> _Owner | None:
 
 
 def _started(process: int) -> str:
-    """Return when a process was started, in ticks since the boot; empty where that is not known."""
+    """Return the time of a process's start, in ticks since the boot; empty if not known."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:

@@ -34,7 +34,7 @@ class Job:
         n_items: the items in all; None for data without a length.
         shard_batches: the batches of a shard.
         columns: the form of each column.
-        first_batch: the values of the first batch in a few numbers; None where nobody ran it.
+        first_batch: the values of the first batch in a few numbers; None if it did not run.
     """
 
     model: Mapping[str, Any]
@@ -63,14 +63,15 @@ class Job:
         columns: Sequence[ColumnForm],
         first_batch: Mapping[str, Any] | None = None,
     ) -> Job:
-        """Return the job with what the first batch has shown."""
+        """Return the job with the plan that the first batch has shown."""
         return replace(self, shard_batches=shard_batches, columns=columns, first_batch=first_batch)
 
     @property
     def digest(self) -> str:
-        """A checksum of the job, by which its shards are told from those of another.
+        """Return a checksum of the job, by which its shards are told from those of another.
 
-        Processes on other machines have the same checksum, so it is of what is compared exactly.
+        Processes on other machines have the same checksum: it leaves out the fields that rounding
+        or code may change.
         """
         return xxh3_128_hexdigest(json.dumps(exact(self.as_json()), sort_keys=True).encode())
 
@@ -125,7 +126,7 @@ class Job:
         ]
 
     def model_differences(self, other: Job) -> list[str]:
-        """Name what differs of the models besides weights: code, plain attributes and hooks.
+        """Name differences of the models besides weights: in code, plain attributes and hooks.
 
         These explain why values differ. They may also differ where the values are the same.
         """
@@ -148,7 +149,7 @@ class Job:
 
 
 def exact(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be equal in two jobs that are the same, of a job as the manifest holds it.
+    """Return the fields of a manifest's job that equal jobs have alike.
 
     The values of the first batch may differ by rounding. Code may change and do the same.
     """

@@ -51,7 +51,7 @@ def environment() -> dict[str, Any]:
 
 @cache
 def _machine() -> str:
-    """Return the type of the processor, and which vector instructions torch uses."""
+    """Return the type of the processor, and the vector instructions that torch uses."""
     try:
         model = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE

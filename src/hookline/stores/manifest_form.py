@@ -13,6 +13,7 @@ from hookline.recordings.tensor_file import DTYPES
 
 _MOST = 2**62  # of rows, and of the bytes of a row: NumPy counts in 63 bits
 _WORDS: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
+_NEVER_RESUMED = ("unknown", "merged")  # kinds of data: of repaired stores, and of merged ones
 _LISTS = ("batches", "items", "rows", "sizes")
 
 
@@ -26,8 +27,9 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         ValueError: a field is missing or of another form. The message names it.
     """
     _part(manifest, "environment", dict)
-    columns = _checked_job(_part(manifest, "job", dict))
-    if manifest.get("shards") is None:
+    is_finished = manifest.get("shards") is not None
+    columns = _checked_job(_part(manifest, "job", dict), is_finished=is_finished)
+    if not is_finished:
         return
     shards = _part(manifest, "shards", dict)
     _check_shards(shards)
@@ -36,17 +38,18 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     _part(manifest, "skipped", list)
 
 
-def _checked_job(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _checked_job(job: Mapping[str, Any], *, is_finished: bool) -> list[dict[str, Any]]:
     """Check the fields of a job, and return its columns."""
     for name in ("model", "options", "data"):
         _part(job, name, dict, "job.")
     _check_texts(_part(job, "sites", list, "job."), "job.sites")
-    is_counted = _any(job, "n_items", "job.") is not None
-    if is_counted:
+    if _any(job, "n_items", "job.") is not None:
         _check_number(job["n_items"], "job.n_items")
-    # Batches of data without a length come ready, and of any size: 0 stands for that.
-    _check_number(_any(job, "batch_size", "job."), "job.batch_size", least=int(is_counted))
-    _check_number(_any(job, "shard_batches", "job."), "job.shard_batches", least=1)
+    # 0 stands for batches that come ready, of any size, and for what a repair does not know.
+    needs_size = not is_finished and job["n_items"] is not None
+    needs_batches = not is_finished or job["data"].get("kind") not in _NEVER_RESUMED
+    _check_number(_any(job, "batch_size", "job."), "job.batch_size", least=int(needs_size))
+    _check_number(_any(job, "shard_batches", "job."), "job.shard_batches", least=int(needs_batches))
     columns: list[dict[str, Any]] = _part(job, "columns", list, "job.")
     for number, column in enumerate(columns):
         where = f"job.columns[{number}]"

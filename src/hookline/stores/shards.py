@@ -219,7 +219,7 @@ class Shards:
 
     @contextmanager
     def _looking(self, shard: int) -> Iterator[None]:
-        """Forget a shard that turns out to be damaged: once it is mended, it is read again.
+        """Forget a shard that turns out to be damaged, so that a mended shard is read again.
 
         Raises:
             FolderError: the shard is gone or damaged, or cannot be read now.

@@ -219,7 +219,7 @@ class Store:
 
     @cached_property
     def files(self) -> NDArray[Any] | None:
-        """The file of each row, for a folder of images: an array of strings, shape `(items,)`.
+        """Return the file of each row of a folder of images: an array of strings, shape `(items,)`.
 
             >>> store.files is None
             True
@@ -245,7 +245,7 @@ class Store:
 
     @cached_property
     def labels(self) -> NDArray[Any] | None:
-        """The label of each row, for a folder of images with subfolders, as an array of strings.
+        """Return the label of each row of a folder of images: strings, shape `(items,)`.
 
             >>> store.labels is None
             True

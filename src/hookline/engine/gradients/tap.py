@@ -100,7 +100,7 @@ class Call(NamedTuple):
 
 
 class Early(NamedTuple):
-    """The tensors of a value that got their hooks in the first run of a reentrant checkpoint.
+    """Name the tensors of a value that got hooks in the first run of a reentrant checkpoint.
 
     They came into the region from outside. Their whole gradients arrive outside, too: the second
     run has only the region's share of them.
@@ -118,7 +118,7 @@ class Early(NamedTuple):
 
 
 class GraphValue(NamedTuple):
-    """A value whose gradients come out of a compiled graph.
+    """Describe a value whose gradients come out of a compiled graph.
 
     Attributes:
         pending: the value.

@@ -169,7 +169,7 @@ class Report(Tabular):
 
     @property
     def n_fired(self) -> int:
-        """The number of sites that fired."""
+        """Return the number of sites that fired."""
         return sum(count > 0 for _, count in self.fired)
 
 

@@ -151,7 +151,7 @@ class BackwardChecks:
         run.gradients[slot] = grad.detach()
 
     def _loss_here(self) -> LossGraph | None:
-        """Return the loss whose backward runs in this thread, or for it in a thread of autograd."""
+        """Return the loss whose backward runs in this thread, or in autograd's thread for it."""
         losses = [loss for loss in self._losses if loss.thread == threading.get_ident()]
         if not losses and len(self._losses) == 1:
             losses = self._losses
@@ -177,7 +177,7 @@ class BackwardChecks:
                 run.gradients = {}
 
     def _share(self) -> None:
-        """Agree with the other ranks on what this backward has made."""
+        """Agree with the other ranks on the finding of this backward."""
         assert self._sharded_on is not None
         finding = shared(self._outcome.in_backward or self._nan_loss, self._sharded_on)
         is_loss = finding is not None and finding.is_loss
@@ -207,7 +207,7 @@ class BackwardChecks:
         return self._judged.are_same(self._weights, with_numbers=False)
 
     def _judge(self, runs: list[Run], loss: LossGraph | None) -> Finding:
-        """Find who made gradients that are not finite.
+        """Find the operation or the loss that made gradients that are not finite.
 
         Args:
             runs: the runs of the model that the backward went through, the last run first.
@@ -230,8 +230,8 @@ class BackwardChecks:
         """Repeat a run and its backward.
 
         Returns:
-            Who made what is not finite; or why this is not known, or nothing if the repeated
-            backward is finite.
+            The finding. Without one, the reason why the origin is not known; an empty text if the
+            repeated backward is finite.
         """
         why = run.why_not_repeatable() if model is not None else "the model is gone"
         if model is None or why is not None:

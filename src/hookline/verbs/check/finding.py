@@ -1,4 +1,4 @@
-"""Describe who made a value that is not finite, or that `also=` asks for, and how."""
+"""Describe the origin of a value that is not finite, and observations that `also=` asks for."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Measured:
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The origin of a NaN or an infinity, or an output that `also=` asks for.
+    """Describe the origin of a NaN or an infinity, or an output that `also=` asks for.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> try:
@@ -170,7 +170,7 @@ class Finding:
 
     @property
     def message(self) -> str:
-        """The message of the error, in two lines; or of the warning, in one."""
+        """Return the message of the error, in two lines; or of the warning, in one."""
         subject, type_name = self._what(), f" ({self.module_type})" if self.module_type else ""
         if self.also is not None:
             return f"{subject}{type_name} {self.observation}."

@@ -254,10 +254,10 @@ class ForwardChecks:
     def _explained(
         self, replay: Replay, run: Run, suspects: list[int]
     ) -> tuple[Finding | None, str | None]:
-        """Explain what was seen by a repeated run, as far as both runs were the same.
+        """Explain a run by its repetition, as far as both were the same.
 
         Returns:
-            The finding; or why there is none although there should be; or neither.
+            The finding; or the reason why the run stays unexplained; or neither, if all is well.
         """
         origins = replay.proven_origins()
         difference = _unexplained_difference(replay, run, origins)
@@ -280,7 +280,7 @@ class ForwardChecks:
         return finding.with_(vanished=True), None
 
     def _unexplained(self, run: Run, suspects: list[int], why: str) -> Finding | None:
-        """Describe what was seen in a run that cannot be repeated, or does not repeat itself.
+        """Describe a run that cannot be repeated, or does not repeat itself.
 
         Returns:
             None if nothing is wrong, or finite numbers may have overflowed in their sums. Then the
@@ -347,7 +347,7 @@ def _unexplained_difference(replay: Replay, run: Run, origins: list[Origin]) -> 
     Args:
         replay: the repeated run.
         run: the first run.
-        origins: who made what is not finite before the difference.
+        origins: the origins of numbers that are not finite, before the difference.
     """
     kinds, difference = _kinds_of(run.output), replay.likeness.difference
     if kinds is not None and replay.root_kinds not in (None, kinds):

@@ -74,11 +74,11 @@ def _versions(value: Any) -> tuple[int, ...]:
 
 
 class RepeatedBackward(NamedTuple):
-    """What the repeated backward of a run has made.
+    """Hold the gradients that the repeated backward of a run has made not finite.
 
     Attributes:
-        origin: who made what is not finite in the gradient of a parameter or an input.
-        is_finite: whether all these gradients are finite.
+        origin: the origin of the first such gradient, of a parameter or an input.
+        is_finite: True if all gradients of parameters and inputs are finite.
         not_finite: the parameters whose gradients are not.
     """
 
@@ -100,8 +100,9 @@ class Replay:
     Attributes:
         calls: the calls of modules, in the order in which they began.
         output: the output of the repeated run.
-        origin: who made what is not finite in the output; None if nobody did, or it is meant.
-        masks: who made an output's -inf that is taken for a mask.
+        origin: the origin of a number in the output that is not finite; None if all are finite, or
+            are meant.
+        masks: the origins of each -inf in the output that is taken for a mask.
         likeness: the comparison of the repeated run with the first.
     """
 
@@ -190,7 +191,7 @@ class Replay:
         )
 
     def proven_origins(self) -> list[Origin]:
-        """Return who made what is not finite in outputs, as far as the first run was the same."""
+        """Return the origins in this run's outputs, as far as the first run was the same."""
         origins = [*(call.origin for call in self.calls), self.origin]
         return [
             origin for origin in origins

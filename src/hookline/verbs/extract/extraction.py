@@ -227,7 +227,7 @@ class Extraction:
             self._job, _ = self._begun
 
     def _first_batch_differences(self) -> list[str]:
-        """Name what differs from the store, values first; warn of what may be rounding."""
+        """Name the differences from the store, values first; warn of those that may be rounding."""
         assert self._begun is not None
         assert self._job.first_batch is not None
         begun, about = self._begun

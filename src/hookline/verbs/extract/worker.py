@@ -37,14 +37,15 @@ class Worker:
         inputs: a function of a batch that returns the model's inputs; None gives the whole batch.
         mask: the mask of the tokens of a batch, as in `hl.extract`.
         gather: makes of each value what is stored, where ranks have parts of it: a collective.
-        state: what the model keeps from batch to batch; None where that is not looked at.
+        state: the state that the model keeps from batch to batch; None to ignore it.
 
     Attributes:
         forward: runs the model on a batch, and returns the sites that it did not reach.
         offload: brings values to the CPU.
         forms: the form of each column, once a batch was run.
-        changing: the names of the state that each batch so far has changed. The model then runs to
-            its end in each batch: what is behind the last site may change the state.
+        changing: the names of the state that each batch so far has changed. If there are any, the
+            model runs to its end in each batch, because modules behind the last site may change
+            the state.
     """
 
     def __init__(

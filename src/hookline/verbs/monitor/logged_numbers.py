@@ -17,11 +17,11 @@ _MOST_WAITING = 1000  # entries with tensors on an accelerator
 @final
 @dataclass(slots=True)
 class _Entry:
-    """The numbers of one step.
+    """Hold the numbers of one step.
 
     Args:
         step: the number of the step.
-        is_given: whether the user has given it.
+        is_given: True if the user has given this number.
     """
 
     step: int
@@ -32,7 +32,7 @@ class _Entry:
 
 @final
 class LoggedNumbers:
-    """The logged numbers that no report holds yet.
+    """Keep the logged numbers that no report holds yet.
 
     Args:
         add: takes the report of a step.
@@ -71,7 +71,7 @@ class LoggedNumbers:
             self._add(StepReport.of_logged(entry.step, entry.seconds, numbers))
 
     def report_read(self) -> None:
-        """Report what can be reported without waiting for an accelerator."""
+        """Report the numbers that can be read without waiting for an accelerator."""
         numbers = [number for entry in self._entries for number in entry.numbers.values()]
         if len(self._entries) > _MOST_WAITING or not any(
             isinstance(number, Tensor) for number in numbers

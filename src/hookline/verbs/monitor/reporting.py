@@ -75,7 +75,7 @@ class Reporting:
 @final
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A report that a writer has not taken yet, and how often it was tried."""
+    """Hold a report that a writer has not taken yet, and the number of tries."""
 
     report: StepReport
     n_tries: int = 0
@@ -84,7 +84,7 @@ class _Waiting:
 
 @final
 class _Guarded:
-    """A writer whose errors become warnings.
+    """Turn the errors of a writer into warnings.
 
     Reports that it refuses wait, and are tried again with the next report and at the end. A report
     that it has refused more than `_MOST_TRIES` times is left out once it takes a later one. A

@@ -30,7 +30,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a l
 @final
 @dataclass(slots=True)
 class Taken:
-    """The slots of a step, or of a part of it.
+    """Hold the slots of a step, or of a part of a step.
 
     Args:
         slots: the slots of each site that had a value.
@@ -91,7 +91,8 @@ class SiteSlots:
 
         Args:
             value: the value.
-            is_shared: whether the value shares its turn with others, whose order nobody knows.
+            is_shared: True if the value shares its turn with others, because their order is not
+                known.
         """
         if self.is_off:
             return
@@ -227,7 +228,7 @@ class Slots:
         needs_grad: whether values of runs without gradients are left out.
         in_training: whether a trainer says that what runs now trains the model.
         of_training: the passes whose root began with gradients enabled.
-        comes_from_graph: whether the present value has left a compiled graph.
+        comes_from_graph: True if the present value has left a compiled graph.
         version: increases when a site appears, so that the layout of reports changes.
         lock: held while slots change, since values may come from several threads.
     """

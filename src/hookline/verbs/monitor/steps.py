@@ -366,7 +366,7 @@ class Steps:
 
         Args:
             since: the values since then, which belong to the next step.
-            is_last: whether the line has ended.
+            is_last: True at the end of the line.
         """
         number, is_due, goes_on = self.number, self._is_due(), self._goes_on
         self._knows_optimizers = self._has_stepped

@@ -60,7 +60,7 @@ class Total:
 
     @property
     def seconds(self) -> float:
-        """The duration of the block, without garbage collection and hookline's own work."""
+        """Return the duration of the block, without garbage collection and hookline's own work."""
         return self.time.all + self.optimizer + self.collectives + self.outside + self.failed
 
 

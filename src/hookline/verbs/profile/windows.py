@@ -1,4 +1,4 @@
-"""The costs of one thread, pass by pass.
+"""Add up the costs of one thread, pass by pass.
 
 A window begins with a pass and lasts until the next one. The time between two passes, such as that
 of the loss, belongs to the window before. Old windows are added up, so that a long run needs no
@@ -28,16 +28,16 @@ _FEWEST = 16  # windows that are kept, however many modules there are
 
 @final
 class Window:
-    """The costs of one pass, and of the code up to the next one.
+    """Hold the costs of one pass, and of the code up to the next one.
 
     Args:
         number: the pass; -1 before the first.
-        size: how many costs there are.
+        size: the number of costs.
 
     Attributes:
         costs: seconds by phase and numbers of calls: `SLOTS` of each context after each other.
-        has_failed: whether the forward raised.
-        has_gradients: whether gradients were enabled.
+        has_failed: True if the forward raised.
+        has_gradients: True if gradients were enabled.
     """
 
     __slots__ = ("costs", "has_failed", "has_gradients", "number")
@@ -50,7 +50,7 @@ class Window:
 
 
 class Sample(NamedTuple):
-    """The costs of a pass: the mean over passes that share one backward.
+    """Hold the costs of a pass: the mean over passes that share one backward.
 
     Attributes:
         number: the first pass.
@@ -65,7 +65,7 @@ class Sample(NamedTuple):
 
 @final
 class Windows:
-    """The windows of a thread.
+    """Keep the windows of a thread.
 
     Args:
         settle: reads the costs that a device has not given yet.
@@ -162,7 +162,7 @@ def _sum_of(costs: Iterable[Costs]) -> Costs:
 
 
 class Choice(Enum):
-    """The passes of a table: all of them added up, the first one, or all later ones."""
+    """Choose the passes of a table: all of them added up, the first one, or all later ones."""
 
     ALL = auto()
     FIRST = auto()
@@ -171,7 +171,7 @@ class Choice(Enum):
 
 @final
 class Ran:
-    """The passes of all threads.
+    """Hold the passes of all threads.
 
     Args:
         threads: the windows of each thread.
@@ -201,7 +201,7 @@ class Ran:
 
     @property
     def n_started(self) -> int:
-        """The number of passes."""
+        """Return the number of passes."""
         return self.n_passes + self.n_failed
 
     def costs(self, choice: Choice) -> tuple[list[list[Costs]], int]:
@@ -242,12 +242,12 @@ def medians(costs: Costs) -> list[float]:
 
 @final
 class Measured:
-    """The costs of contexts in one table: sums over all passes, or those of several passes.
+    """Hold the costs of contexts in one table: sums over all passes, or those of several passes.
 
     Args:
         tops: the top of the contexts of each thread.
         costs: the costs of each thread's contexts, one after the other, for each of its passes.
-        adds: whether the costs of the threads add up. Otherwise each thread has passes of its own.
+        adds: True adds up the costs of the threads. Otherwise each thread has passes of its own.
     """
 
     def __init__(

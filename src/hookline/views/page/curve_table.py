@@ -323,9 +323,9 @@ def _columns(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str
                 column[is_new] = numbers[name][is_new[has_value]]
         return columns
     for k, report in enumerate(block):
-        for result in _results(layout, site, report):
-            for name, number in numbers_of(result).items():
-                column = columns.setdefault(name or "value", np.full(len(block), np.nan))
-                if np.isnan(column[k]):
-                    column[k] = number
+        results = [numbers_of(result) for result in _results(layout, site, report)]
+        for name, number in (pair for numbers in results for pair in numbers.items()):
+            column = columns.setdefault(name or "value", np.full(len(block), np.nan))
+            if np.isnan(column[k]):
+                column[k] = number
     return columns

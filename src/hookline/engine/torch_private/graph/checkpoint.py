@@ -100,7 +100,7 @@ _recomputing = _Recomputing()
 
 
 class Origin(NamedTuple):
-    """A tensor of the graph outside of a reentrant region, which may be freed before its node.
+    """Refer to a tensor outside of a reentrant region, which may be freed before its node.
 
     Attributes:
         tensor: a weak reference to the tensor.
@@ -115,7 +115,7 @@ class Origin(NamedTuple):
 
 @final
 class ReentrantRegion:
-    """The function of a reentrant checkpoint. Its first call is the first run.
+    """Stand for the function of a reentrant checkpoint. The first call is the first run.
 
     The tensors that the checkpoint returns are not those that the function returns. A tensor that
     the function both uses and returns has its whole gradient only in the second run.

@@ -1,4 +1,4 @@
-"""FLOPs of the operations for which torch's counter has no formula."""
+"""Count the FLOPs of operations for which torch's counter has no formula."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def formulas() -> dict[Any, Formula]:
 
 
 def with_workspace(operation: Any, args: Sequence[Any], out: Any) -> Any:
-    """Tell whether an operation keeps a workspace for backward, of a size that shapes do not show.
+    """Return the workspace that an operation keeps for backward, of a size that shapes do not show.
 
     Args:
         operation: the operation.

@@ -224,7 +224,7 @@ class _StandIns(TorchFunctionMode):
 
 @final
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compute what depends only on tensors that keep their numbers, such as the sizes of batches.
+    """Run operations with numbers if all their tensors keep numbers, such as sizes of batches.
 
     Args:
         tensors: the tensors that keep their numbers.
