@@ -143,7 +143,9 @@ def inspect_command(
     """Run a model on an input: print a table, write a recording and a page."""
     with complaints():
         if as_json and plot:
-            raise InputError("--plot must not stand beside --json.\nLeave out one of the two.")
+            raise InputError(
+                "--plot must be left out with --json, got both.\nLeave out one of the two."
+            )
         loaded, batch = _load(model, source, weights)
         found = inspect(loaded, batch, at, out_folder)
     not_drawn = ""

@@ -45,7 +45,7 @@ from hookline.verbs.check.replay import RepeatedBackward
 from hookline.verbs.check.run import RUN, Run, version
 from hookline.verbs.shared.closures import closure_of, with_closure
 
-# Of backwards that have raised, nobody learns the end.
+# A backward that raises never ends here, so the oldest is forgotten.
 _MOST_BACKWARDS = 16
 _NOT_REPEATED = "the run did not repeat itself, first at {}"
 _FINITE_BACKWARD = (

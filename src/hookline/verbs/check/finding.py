@@ -252,20 +252,20 @@ class Finding:
         Raises:
             ValueError, TypeError, KeyError: it is not such a dict.
         """
-        found = {
+        values = {
             name: data[name]
             for name in Finding.__dataclass_fields__
             if name in data or name not in _LATER
         }
-        found["line"] = SourceLine(*data["line"]) if data["line"] else None
+        values["line"] = SourceLine(*data["line"]) if data["line"] else None
         for name in ("inputs", "parameters"):
-            found[name] = tuple(
-                Measured(one, tuple(shape), dtype, Moments.from_json(fields) if fields else None)
-                for one, shape, dtype, fields in data[name]
+            values[name] = tuple(
+                Measured(label, tuple(shape), dtype, Moments.from_json(fields) if fields else None)
+                for label, shape, dtype, fields in data[name]
             )
-        found["passed_on"], found["notes"] = tuple(data["passed_on"]), tuple(data["notes"])
-        found["units"] = tuple(data.get("units", ()))
-        return Finding(**found)
+        values["passed_on"], values["notes"] = tuple(data["passed_on"]), tuple(data["notes"])
+        values["units"] = tuple(data.get("units", ()))
+        return Finding(**values)
 
     def with_(self, **changes: Any) -> Finding:
         """Return the finding with some fields changed."""

@@ -269,7 +269,7 @@ class ForwardChecks:
                 calls = [call for call in replay.calls if call.node.path == output.site.path]
                 output.measure = _measure_beside(all_kinds(call.kinds for call in calls))
             return None, None
-        # What leaves the model counts. Without numbers in its output, everything does.
+        # Origins in the output count. If the output has no numbers, all origins count.
         leaving = replay.origin if replay.has_numbers else origins[0]
         origin = leaving or min(origins, key=lambda candidate: candidate.number)
         finding = replay.finding(origin, "forward")

@@ -39,7 +39,7 @@ class Likeness:
         for number, first, measure in sums:
             self._first.setdefault(paths[number], deque()).append((first, measure))
         self._n_seen = dict.fromkeys(self._first, 0)
-        # How many operations had run when both runs last had a number that is not finite.
+        # The number of operations before the last number that is not finite in both runs.
         self._lasts = -1
         self.difference: str | None = None
 

@@ -29,7 +29,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a l
 
 @final
 @dataclass(slots=True)
-class Taken:
+class StepSlots:
     """Hold the slots of a step, or of a part of a step.
 
     Args:
@@ -324,9 +324,9 @@ class Slots:
         with self.lock:
             return self.sites(), self.version
 
-    def take(self) -> Taken:
+    def take(self) -> StepSlots:
         """Return the slots of each site that had a value in this step, and begin a new step."""
-        taken = Taken()
+        taken = StepSlots()
         with self.lock:
             for site in self._sites.values():
                 slots = site.take()
@@ -350,7 +350,7 @@ class Slots:
         with self.lock:
             return any(site.slots is not None for site in self._sites.values())
 
-    def put(self, taken: Taken) -> None:
+    def put(self, taken: StepSlots) -> None:
         """Merge slots that were taken before."""
         for name, slots in taken.slots.items():
             self._sites[name].merge(slots, taken.turns[name])

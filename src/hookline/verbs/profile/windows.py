@@ -189,7 +189,7 @@ class Ran:
         self.n_passes = sum(number for number, _ in went_well)
         self.n_failed = sum(number for number, _ in failed)
         self.failed_seconds = 0.0
-        # What ran before the model raised is better than no number.
+        # If all passes failed, the costs until they raised are better than none.
         self._sums = [
             costs for _, costs in (went_well if self.n_passes or not self.n_failed else failed)
         ]
