@@ -214,21 +214,21 @@ class Columns:
 
     def grow(self, reports: Sequence[StepReport]) -> None:
         """Compute the numbers of the reports that are new."""
-        new = reports[self._n_reports : len(reports)]
-        if not new:
+        new_reports = reports[self._n_reports : len(reports)]
+        if not new_reports:
             return
         parts: list[tuple[int, dict[str, Array]]] = []
         for _, alike in itertools.groupby(
-            new, key=lambda report: (id(report.layout), len(report.slots))
+            new_reports, key=lambda report: (id(report.layout), len(report.slots))
         ):
             while block := list(itertools.islice(alike, _BLOCK)):
                 names, columns = _block_numbers(block, self._site, self._rank)
                 self.names = names or self.names
                 parts.append((len(block), columns))
         for name in dict.fromkeys([*self._columns, *(name for _, part in parts for name in part)]):
-            rest = [part.get(name, np.full(n, math.nan)) for n, part in parts]
-            self._columns[name] = np.concatenate([self.of(name), *rest])
-        self._n_reports += len(new)
+            arrays = [part.get(name, np.full(n, math.nan)) for n, part in parts]
+            self._columns[name] = np.concatenate([self.of(name), *arrays])
+        self._n_reports += len(new_reports)
 
     def of(self, name: str) -> Array:
         """Return a number at each report, shape `(reports,)`; NaN where there is none."""

@@ -156,13 +156,13 @@ class Curves:
         return self._sites(self._source.read())
 
     def _sites(self, reports: Sequence[StepReport]) -> tuple[str, ...]:
-        known: Layout | None = None
+        last: Layout | None = None
         for report in reports[self._n_seen : len(reports)]:
             self._n_seen += 1
-            if report.layout is not known:
-                known = report.layout
-                self._layouts.pop(id(known), None)
-                self._layouts[id(known)] = known
+            if report.layout is not last:
+                last = report.layout
+                self._layouts.pop(id(last), None)
+                self._layouts[id(last)] = last
         layouts = reversed(self._layouts.values())
         return tuple(dict.fromkeys(site for layout in layouts for site in layout.by_site))
 

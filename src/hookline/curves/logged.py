@@ -54,15 +54,15 @@ def checked_logged(numbers: Any, named: Mapping[str, Any]) -> dict[str, float | 
             f"numbers must be a dict of names and numbers, got {describe.in_words(numbers)}."
             "\nName the number: seen.log(loss=loss)."
         )
-    given = {**(numbers or {}), **named}
-    if not given:
+    by_name = {**(numbers or {}), **named}
+    if not by_name:
         raise InputError("seen.log must get a number, got none.\nCall seen.log(loss=loss).")
-    for name in given:
+    for name in by_name:
         if not isinstance(name, str) or not name:
             raise InputError(
                 f"a name of seen.log must be a text, got {name!r}.\nCall seen.log(loss=loss)."
             )
-    return {name: _checked_number(name, value) for name, value in given.items()}
+    return {name: _checked_number(name, value) for name, value in by_name.items()}
 
 
 def is_single(value: Any) -> bool:

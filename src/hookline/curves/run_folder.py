@@ -210,8 +210,8 @@ def _frame(kind: bytes, payload: bytes) -> bytes:
 def _layout_bytes(layout: Layout, model: RecordedModel | None) -> bytes:
     entries = [[entry.site, entry.statistic, entry.width, entry.ranks] for entry in layout.entries]
     statistics = [spell_statistic(statistic) for statistic in layout.statistics]
-    known = {} if model is None else {"model": model.as_json()}
-    return json.dumps({"statistics": statistics, "entries": entries, **known}).encode()
+    identity = {} if model is None else {"model": model.as_json()}
+    return json.dumps({"statistics": statistics, "entries": entries, **identity}).encode()
 
 
 def _order_bytes(order: NDArray[np.int32], seconds: float) -> bytes:

@@ -136,11 +136,11 @@ def _functions_of(member: Any) -> Iterator[FunctionType]:
         members = [member.__func__]
     elif isinstance(member, functools.cached_property | functools.partialmethod):
         members = [member.func]
-    seen: set[int] = set()
+    ids: set[int] = set()
     while members:
         part = members.pop()
-        if isinstance(part, FunctionType) and id(part) not in seen:
-            seen.add(id(part))
+        if isinstance(part, FunctionType) and id(part) not in ids:
+            ids.add(id(part))
             yield part
             members += map(_contents, part.__closure__ or ())
 

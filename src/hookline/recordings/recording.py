@@ -455,8 +455,8 @@ class Recording(Lookups):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle by value; the stamps of the copy start anew."""
-        known = self._model if isinstance(self._model, RecordedModel) else None
-        state = {**self.__dict__, "_report": self.report(), "_log": None, "_model": known}
+        identity = self._model if isinstance(self._model, RecordedModel) else None
+        state = {**self.__dict__, "_report": self.report(), "_log": None, "_model": identity}
         state["copies"] = [
             (current.number, current.failed, [
                 (entry.site, self._log.check(entry), None, *entry[3:])

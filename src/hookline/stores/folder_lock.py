@@ -61,10 +61,10 @@ class _Owner(NamedTuple):
 
     def state(self) -> Literal["this process", "alive", "ended", "unknown"]:
         """Tell whether the process is alive, as far as that is known here."""
-        here = _Owner.here()
-        if self == here:
+        this_process = _Owner.here()
+        if self == this_process:
             return "this process"
-        if (self.host, self.machine) != (here.host, here.machine):
+        if (self.host, self.machine) != (this_process.host, this_process.machine):
             return "unknown"
         try:
             os.kill(self.process, 0)

@@ -232,8 +232,8 @@ class Store:
         """
         if self.parts:
             parts = [part.files for part in self.parts]
-            known = [files for files in parts if files is not None]
-            return np.concatenate(known) if len(known) == len(parts) else None
+            arrays = [files for files in parts if files is not None]
+            return np.concatenate(arrays) if len(arrays) == len(parts) else None
         if self.names is None:
             return None
         try:
@@ -437,8 +437,8 @@ class Store:
         named = {column.name for column in columns}
         columns += [column for column in own if column.name not in named]
         texts = {"@file": self.files, "@label": self.labels}
-        known = {name: column for name, column in texts.items() if column is not None}
-        return export(Source(columns, self.n_items, known), to, format)
+        text_columns = {name: column for name, column in texts.items() if column is not None}
+        return export(Source(columns, self.n_items, text_columns), to, format)
 
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.

@@ -252,9 +252,9 @@ class Originals:
             subject = f"the {kind}{'s' * many} {_listed(places)} {'were' if many else 'was'}"
             parts.append(f"{subject} {event} {_SINCE}, so {outcome}")
         more = sum(map(len, list(groups.values())[3:]))
-        rest = f"; and {plural(more, 'more site')}" if more else ""
+        remainder = f"; and {plural(more, 'more site')}" if more else ""
         return (
-            f"hl.{self._name}: {'; '.join(parts)}{rest}."
+            f"hl.{self._name}: {'; '.join(parts)}{remainder}."
             f"\nEnd the line, and call hl.{self._name} again after the model has changed."
         )
 
@@ -288,7 +288,7 @@ class _Search:
         if isinstance(node, ModuleNode):
             return self._nodes.get(id(node.module))
         if self._tensors is None:
-            self._tensors = {id(other.tensor): other for other in self._tree.tensors}
+            self._tensors = {id(parameter.tensor): parameter for parameter in self._tree.tensors}
         return self._tensors.get(id(node.tensor))
 
     def loss(self, site: Site, node: Node) -> Loss | None:

@@ -341,12 +341,12 @@ class BackwardChecks:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
         outcome.at_end = outcome.at_end or outcome.take_until_step()
-        known = outcome.take_backward() or self._loss_of(self._weights)
+        unstepped = outcome.take_backward() or self._loss_of(self._weights)
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
-        if self._has_stepped or not (known is None or self._found_with.are_same(self._weights)):
+        if self._has_stepped or not (unstepped is None or self._found_with.are_same(self._weights)):
             return
-        finding = known or self._written_meanwhile()
+        finding = unstepped or self._written_meanwhile()
         if finding is None or finding in outcome.all:
             return
         outcome.add(finding)

@@ -307,7 +307,7 @@ class ForwardChecks:
         roots = [k for k in suspects if not self._outputs[run.sums[k][0]].site.path]
         index = [*has_nan, *roots, *suspects][0]
         number = run.sums[index][0]
-        call = sum(other == number for other, _, _ in run.sums[:index])
+        call = sum(site_number == number for site_number, _, _ in run.sums[:index])
         site = self._outputs[number].site
         model = self._model()
         nodes = [] if model is None else walk(model)

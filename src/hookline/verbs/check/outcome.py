@@ -67,7 +67,7 @@ class Outcome:
     def add(self, finding: Finding) -> Finding:
         """Note a finding, once. Keep at most 100, and at most 100 that `also=` asks for."""
         is_asked = finding.also is not None
-        n_kept = sum((other.also is not None) == is_asked for other in self.all)
+        n_kept = sum((kept_finding.also is not None) == is_asked for kept_finding in self.all)
         if n_kept < _MOST_KEPT and finding not in self.all:
             self.all.append(finding)
         return finding

@@ -107,8 +107,10 @@ def _seen(tensor: Tensor, most_bytes: int) -> _Seen:
 def _are_same(before: Any, now: Any) -> bool:
     if not isinstance(before, _Seen) or not isinstance(now, _Seen):
         return bool(before == now)
-    old, new = before.values, now.values
-    if old is None or new is None:
+    old_values, new_values = before.values, now.values
+    if old_values is None or new_values is None:
         return before.tensor() is now.tensor() and before.version == now.version
-    has_form = (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
-    return has_form and torch.equal(flat_bytes(old), flat_bytes(new))  # bytes: NaN equals itself
+    pair = old_values, new_values
+    old_form, new_form = ((values.dtype, values.shape, values.device) for values in pair)
+    # By bytes, because NaN does not equal itself.
+    return old_form == new_form and torch.equal(*map(flat_bytes, pair))

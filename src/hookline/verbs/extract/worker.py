@@ -122,8 +122,8 @@ class Worker:
             NotRecordedError: the model did not reach a site.
             StructureError: a value does not have a row for each item or token.
         """
-        known, self._first_chunk, self._first_copy = self._first_chunk, None, None
-        return known if known is not None and batch.number == 0 else self._run(batch)
+        first_chunk, self._first_chunk, self._first_copy = self._first_chunk, None, None
+        return first_chunk if first_chunk is not None and batch.number == 0 else self._run(batch)
 
     def _run(self, batch: Batch) -> Chunk:
         with seeded(batch.number, self._accelerators):

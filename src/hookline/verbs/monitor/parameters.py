@@ -107,8 +107,8 @@ class Parameters:
     @torch.no_grad()
     def values(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Measure weights that no optimizer steps; None is all of them."""
-        known = self._known
-        measured = known.values() if tensors is None else map(known.get, map(id, tensors))
+        by_id = self._known
+        measured = by_id.values() if tensors is None else map(by_id.get, map(id, tensors))
         self._slots.add_many(
             [
                 (parameter.value, parameter.tensor)

@@ -114,10 +114,10 @@ class _Guarded:
             self.write(is_last=True)
         finally:
             self._guard(self._writer.close)
-        left = len(self._waiting) + max(self._n_left_out - 1, 0)
-        if left:
+        n_left = len(self._waiting) + max(self._n_left_out - 1, 0)
+        if n_left:
             warn(
-                f"hl.monitor: {left} reports never reached {name_of(self._writer)}."
+                f"hl.monitor: {n_left} reports never reached {name_of(self._writer)}."
                 "\nRead them from the curves that the monitor gave: seen."
             )
 

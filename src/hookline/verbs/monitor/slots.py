@@ -326,13 +326,13 @@ class Slots:
 
     def take(self) -> StepSlots:
         """Return the slots of each site that had a value in this step, and begin a new step."""
-        taken = StepSlots()
+        step_slots = StepSlots()
         with self.lock:
             for site in self._sites.values():
                 slots = site.take()
                 if slots is not None:
-                    taken.slots[site.name], taken.turns[site.name] = slots, site.turn
-        return taken
+                    step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
+        return step_slots
 
     def has_modules(self, taken: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
@@ -350,10 +350,10 @@ class Slots:
         with self.lock:
             return any(site.slots is not None for site in self._sites.values())
 
-    def put(self, taken: StepSlots) -> None:
+    def put(self, step_slots: StepSlots) -> None:
         """Merge slots that were taken before."""
-        for name, slots in taken.slots.items():
-            self._sites[name].merge(slots, taken.turns[name])
+        for name, slots in step_slots.slots.items():
+            self._sites[name].merge(slots, step_slots.turns[name])
 
     def complain(self, site: str, what: str) -> None:
         """Keep a warning about a site, once for each site; `tell` gives them together."""

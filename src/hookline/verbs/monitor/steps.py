@@ -374,7 +374,7 @@ class Steps:
         self._stepped.clear()
         if is_due:
             self._measure_unstepped()
-        taken = self._slots.take() if is_due or self._slots.is_on else StepSlots()
+        step_slots = self._slots.take() if is_due or self._slots.is_on else StepSlots()
         self.number, self._last = number + 1, number
         self.n_ended += 1
         self._turn()
@@ -385,10 +385,10 @@ class Steps:
         if not is_due:
             self._logged.report_read()
             return
-        self._report(number, taken, is_last=is_last)
+        self._report(number, step_slots, is_last=is_last)
         self._slots.tell()
         if not goes_on:
-            self._look_for_values(number, taken.slots)
+            self._look_for_values(number, step_slots.slots)
 
     def _measure_unstepped(self) -> None:
         """Measure the weights that no optimizer steps, such as frozen ones."""
@@ -397,20 +397,20 @@ class Steps:
         else:
             self._measured.values()
 
-    def _report(self, number: int, taken: StepSlots, *, is_last: bool) -> None:
+    def _report(self, number: int, step_slots: StepSlots, *, is_last: bool) -> None:
         sites, version = self._slots.layout()
-        layout, slots = self.ranks.report(sites, taken.slots, version, is_last=is_last)
+        layout, slots = self.ranks.report(sites, step_slots.slots, version, is_last=is_last)
         if not layout.entries:
             self._logged.report_others(None)
             return
         self.n_reported += 1
-        order = self._orders.of(layout, taken.turns)
+        order = self._orders.of(layout, step_slots.turns)
         logged = self._logged.take(number)
         self._to.add(StepReport(number, time.time(), layout, slots, order, logged))
 
-    def _look_for_values(self, number: int, taken: dict[str, list[Tensor]]) -> None:
+    def _look_for_values(self, number: int, slots: dict[str, list[Tensor]]) -> None:
         """Warn, once, if an optimizer trains the model and no selected module has a value."""
-        if self._has_told or self.told_by != "optimizer" or self._slots.has_modules(taken):
+        if self._has_told or self.told_by != "optimizer" or self._slots.has_modules(slots):
             return
         self._has_told = True
         warn(

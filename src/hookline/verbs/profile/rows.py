@@ -209,22 +209,22 @@ def _row(
     below = [context for top in timed.outermost(module.path, called) for context in top.all()]
     own_flops = of_flops.by_path.get(module.path, [])
     tops = of_flops.outermost(module.path, called)
-    alone, whole = measured.of(own), measured.of(below)
+    exclusive, inclusive = measured.of(own), measured.of(below)
     n_kept = sum(context.kept for context in below)
     peak = max((context.peak for context in tops), default=0)
     return Row(
         module,
-        calls=_calls(alone, measured),
-        time=median_phases(whole),
-        self_time=median_phases(alone),
-        spread=spread(whole),
+        calls=_calls(exclusive, measured),
+        time=median_phases(inclusive),
+        self_time=median_phases(exclusive),
+        spread=spread(inclusive),
         flops=_flops((context for top in tops for context in top.all()), n_counted),
         self_flops=_flops(own_flops, n_counted),
         activation_bytes=n_kept,
         self_activation_bytes=sum(context.kept for context in own),
         # Compiled code may keep more than the eager operations that are counted.
         peak_bytes=max(peak, n_kept) if peak else 0,
-        n_inner=_calls(whole, measured),
+        n_inner=_calls(inclusive, measured),
     )
 
 

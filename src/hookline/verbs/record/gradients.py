@@ -69,8 +69,8 @@ class KeepGradient(GradientCallback):
         if is_wrapped(grad) and not current.is_transformed:
             # Only the backward is batched. The whole batch must not be taken for a value of a later
             # transform.
-            whole = partial(plain, keeps_graph=self.keeps_graph, also_running=True)
-            value = tree.map_tensors(whole, value)
+            unwrap = partial(plain, keeps_graph=self.keeps_graph, also_running=True)
+            value = tree.map_tensors(unwrap, value)
             was = stamp(value)
         run = outer_backward()
         if pending.form is None:

@@ -301,10 +301,10 @@ def _with_others(
     """Add the numbers of a site with other statistics than moments."""
     at, name_of_site = site
     columns = _columns(layout, block, name_of_site)
-    new = [name for name in columns if name not in names]
-    if new:
-        names = [*names, *new]
-        gap = np.full((len(block), len(new), numbers.shape[2]), np.nan)
+    new_names = [name for name in columns if name not in names]
+    if new_names:
+        names = [*names, *new_names]
+        gap = np.full((len(block), len(new_names), numbers.shape[2]), np.nan)
         numbers = np.concatenate([numbers, gap], axis=1)
     for name, column in columns.items():
         numbers[:, names.index(name), at] = column

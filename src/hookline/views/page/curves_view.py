@@ -211,8 +211,8 @@ def _place_of_loss(name: str) -> int:
 
 
 def _points(name: str, curve: Logged) -> dict[str, Any]:
-    each = -(-len(curve.steps) // _MOST_POINTS)
-    starts = np.arange(0, len(curve.steps), each)
+    stride = -(-len(curve.steps) // _MOST_POINTS)
+    starts = np.arange(0, len(curve.steps), stride)
     lasts = np.append(starts[1:], len(curve.steps)) - 1
     is_finite = np.isfinite(curve.values)
     values = np.where(is_finite, curve.values, np.nan)
@@ -225,7 +225,7 @@ def _points(name: str, curve: Logged) -> dict[str, Any]:
         "name": escape_invisible(name),
         "steps": curve.steps[lasts].tolist(),
         "bad": np.logical_or.reduceat(~is_finite, starts).tolist(),
-        "each": each,
+        "each": stride,
         **{
             key: [None if np.isnan(x) else x for x in column.tolist()]
             for key, column in drawn.items()
