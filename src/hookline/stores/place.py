@@ -152,7 +152,8 @@ class LocalPlace:
             ) from error
 
     def _no_folder(self) -> FolderError:
-        return FolderError(f"{self} must be a folder, got a file.\nGive the folder of the store.")
+        kind = "a file" if os.path.isfile(self.folder) else "a path through a file"
+        return FolderError(f"{self} must be a folder, got {kind}.\nGive the folder of the store.")
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""
