@@ -137,7 +137,7 @@ _NOTHING = Layout((), ())
 
 
 class Source(Protocol):
-    """Reports that may become more while they are read.
+    """Give reports, whose number may grow while they are read.
 
     Attributes:
         model: the identity of the model; None if it is not known.
@@ -156,7 +156,7 @@ class Source(Protocol):
 
 @final
 class Reports:
-    """Reports kept in memory.
+    """Keep reports in memory.
 
     Args:
         model: the identity of the model; None if it is not known.

@@ -335,7 +335,7 @@ class RemotePlace:
 
     @contextmanager
     def _reaching(self, name: str) -> Iterator[None]:
-        """Turn what the network raises into an UnreadableError; a missing object stays one."""
+        """Turn errors of the network into an UnreadableError, but for that of a missing object."""
         try:
             yield
         except FileNotFoundError:

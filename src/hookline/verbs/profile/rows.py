@@ -166,7 +166,7 @@ def rows_of(
 
 @final
 class _ByPath:
-    """Contexts by the paths of their modules."""
+    """Group contexts by the paths of their modules."""
 
     def __init__(self, contexts: Iterable[Context]) -> None:
         self.by_path: dict[str, list[Context]] = {}

@@ -1,4 +1,4 @@
-"""Every private name of torch.utils.checkpoint that hookline uses.
+"""Wrap the private names of torch.utils.checkpoint that hookline uses.
 
 There are two kinds of checkpoint. A reentrant checkpoint first runs a function without gradients.
 In backward it runs the function again with gradients, and runs a backward of its own over that. The
@@ -32,7 +32,7 @@ Begin = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], Callable[
 
 
 class CheckpointPatch:
-    """A patch of torch that calls `begin` at each checkpoint, from `start` to `stop`."""
+    """Patch torch to call `begin` at each checkpoint, from `start` to `stop`."""
 
     def __init__(self, begin: Begin) -> None:
         function = checkpointing.CheckpointFunction
