@@ -77,7 +77,6 @@ InputName = Annotated[
 Weights = Annotated[
     str, typer.Option(help="default (the library's own), none (random), or a checkpoint file")
 ]
-Out = Annotated[Path, typer.Option(help="the folder for the recording and its page")]
 
 
 def _say_version(wanted: bool) -> None:
