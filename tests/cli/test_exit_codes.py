@@ -121,7 +121,8 @@ def test_options_are_named_as_on_the_command_line(folder):
     with chdir(folder):
         done = CliRunner().invoke(app, ["doctor", "nets.py:Idle", "--ports", "output,bogus"])
     assert done.stderr == (
-        "hookline: --ports must be of input, output, grad_input, grad_output, grad, got 'bogus'.\n"
+        "hookline: --ports must be among input, output, grad_input, grad_output, grad, got"
+        " 'bogus'.\n"
         "Give --ports output,grad_output, for instance.\n"
     )
 

@@ -82,4 +82,4 @@ def test_a_wrong_argument_leaves_stdout_empty(tmp_path):
     assert (done.exit_code, done.stdout) == (2, "")
     done = CliRunner().invoke(app, ["inspect", "demo:digits", "demo", "--plot", "--json"])
     assert done.exit_code == 2
-    assert "--plot must not stand beside --json." in done.stderr
+    assert "--plot must be left out with --json, got both." in done.stderr

@@ -90,6 +90,9 @@ def test_an_export_is_read_by_numpy(folder):
     ("args", "said"),
     [
         (["info", "missing"], "missing"),
+        (["info", "file.txt"], "file.txt must be a folder, got a file.\nGive the folder of the"),
+        (["info", "file.txt/s"], "file.txt/s must be a folder, got a path through a file."),
+        (["repair", "file.txt"], "file.txt must be a folder, got a file."),
         (["verify", "."], "is not a store"),
         (["repair", "missing"], "is not a store"),
         (["merge", "s", "--to", "s"], "must be empty to merge into"),
@@ -98,6 +101,7 @@ def test_an_export_is_read_by_numpy(folder):
     ],
 )
 def test_a_mistake_is_exit_code_2_and_a_few_lines(folder, args, said):
+    (folder / "file.txt").touch()
     done = run(*args, cwd=folder)
     assert done.code == 2
     assert said in done.err

@@ -22,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 import hookline as hl
 from forks import child
 from hookline.recordings.manifest import sealed
+from hookline.stores import merge
 
 ODD = [2**33, 2**62, 2**63, 2**70, -(2**70), 1e308, "F32", "item", "a:b[", "#1"]
 JSON = st.recursive(
@@ -164,6 +165,7 @@ def test_any_field_of_a_layout_may_hold_anything(folders, data):
         (("job", "columns", 0, "per"), "row", r"job\.columns\[0\]\.per must be 'item' or 'token'"),
         (("job", "columns", 0), 3, r"job\.columns\[0\] must be an object, got 3"),
         (("job", "batch_size"), True, r"job\.batch_size must be a number from 0 up, got True"),
+        (("job", "shard_batches"), 0, r"job\.shard_batches must be a number from 1 up, got 0"),
         (("job", "sites"), [1], r"job\.sites must be a list of texts, got 1"),
         (("shards", "rows", 0), float("inf"), r"shards\.rows must be a list of numbers from 0 up"),
         (("shards", "items", 0), 2**70, r"shards\.items must be numbers of things that can exist"),
@@ -180,6 +182,20 @@ def test_a_field_of_a_store_that_lies_is_named(folders, path, value, field):
     folder = with_manifest(folders / "store", replaced(manifest, path, value))
     with pytest.raises(hl.FolderError, match=rf"is damaged: its manifest\.json: .*{field}"):
         hl.open(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("field", ["batch_size", "shard_batches"])
+def test_a_job_of_empty_shards_is_neither_merged_nor_resumed(folders, field):
+    manifest = json.loads((folders / "store" / "manifest.json").read_text())
+    if field == "batch_size":  # a finished store of an iterator may have none
+        manifest = replaced(manifest, ("shards",), None)
+    folder = with_manifest(folders / "store", replaced(manifest, ("job", field), 0))
+    named = rf"is damaged: its manifest\.json: job\.{field} must be a number from 1 up, got 0"
+    with pytest.raises(hl.FolderError, match=named):
+        merge([folder, folders / "store"], folder / "merged")
+    with pytest.raises(hl.FolderError, match=named):
+        hl.extract(nn.Linear(4, 3), torch.zeros(12, 4), "", folder, progress=False)
     shutil.rmtree(folder)
 
 

@@ -77,7 +77,6 @@ InputName = Annotated[
 Weights = Annotated[
     str, typer.Option(help="default (the library's own), none (random), or a checkpoint file")
 ]
-Out = Annotated[Path, typer.Option(help="the folder for the recording and its page")]
 
 
 def _say_version(wanted: bool) -> None:
@@ -143,7 +142,9 @@ def inspect_command(
     """Run a model on an input: print a table, write a recording and a page."""
     with complaints():
         if as_json and plot:
-            raise InputError("--plot must not stand beside --json.\nLeave out one of the two.")
+            raise InputError(
+                "--plot must be left out with --json, got both.\nLeave out one of the two."
+            )
         loaded, batch = _load(model, source, weights)
         found = inspect(loaded, batch, at, out_folder)
     not_drawn = ""
@@ -170,17 +171,17 @@ def inspect_command(
         raise typer.Exit(1)
 
 
-def _print_inspection(found: Inspection, batch: Batch, plot: bool) -> str:
+def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
     """Print an inspection; return why nothing could be drawn, if so."""
-    out.print(renderable(summary_parts(found.summary, failure=False)))
+    out.print(renderable(summary_parts(inspection.summary, failure=False)))
     out.print(f"\n{batch.description}", markup=False)
     n_rows = len(batch.images)
-    if found.classes and n_rows > 1:
+    if inspection.classes and n_rows > 1:
         out.print(f"the first of {n_rows}:")
-    for label, probability in found.classes:
+    for label, probability in inspection.classes:
         out.print(f"  {probability:6.1%}  {label}", markup=False)
-    not_drawn = _plot(found) if plot else ""
-    _say_where(found)
+    not_drawn = _plot(inspection) if plot else ""
+    _say_where(inspection)
     return not_drawn
 
 

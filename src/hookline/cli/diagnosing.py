@@ -27,7 +27,7 @@ def diagnose(
     unknown = [name for name in names if name not in PORTS]
     if unknown:
         raise InputError(
-            f"--ports must be of {', '.join(PORTS)}, got {unknown[0]!r}."
+            f"--ports must be among {', '.join(PORTS)}, got {unknown[0]!r}."
             "\nGive --ports output,grad_output, for instance."
         )
     with Busy("running the model"):

@@ -81,16 +81,16 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
     return Inspection(summary, run, folder, page, classes)
 
 
-def inspection_data(found: Inspection, batch: Batch) -> dict[str, Any]:
+def inspection_data(inspection: Inspection, batch: Batch) -> dict[str, Any]:
     """Return an inspection as plain values: its summary, its files, and the recorded sites."""
     return {
         "input": batch.description,
-        "classes": [{"label": label, "probability": share} for label, share in found.classes],
-        "folder": None if found.page is None else str(found.folder),
-        "page": None if found.page is None else str(found.page),
-        "n_values": len(found.recording),
-        "sites": found.recording.report().to_dict()["sites"],
-        "summary": found.summary.to_dict(),
+        "classes": [{"label": label, "probability": share} for label, share in inspection.classes],
+        "folder": None if inspection.page is None else str(inspection.folder),
+        "page": None if inspection.page is None else str(inspection.page),
+        "n_values": len(inspection.recording),
+        "sites": inspection.recording.report().to_dict()["sites"],
+        "summary": inspection.summary.to_dict(),
     }
 
 

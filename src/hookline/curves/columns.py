@@ -1,7 +1,7 @@
-"""The numbers of a site at many steps, as arrays: each statistic is computed once for all of them.
+"""Compute the numbers of a site at many steps as arrays.
 
-The statistics of hookline are computed from the slots of all steps together. The result of another
-statistic is computed once a step, for all of its numbers.
+Each statistic of hookline is computed once, from the slots of all steps together. The result of
+another statistic is computed once a step, for all of its numbers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _of_quantiles(statistic: QuantilesStatistic, slots: Array) -> dict[str, Arra
 
 
 def _computer_of(layout: Layout, entry: Entry) -> Callable[[Array], dict[str, Array]] | None:
-    """Return what computes the numbers of an entry from slots of shape `(steps, width)`."""
+    """Return the function that computes an entry's numbers from slots of shape `(steps, width)`."""
     statistic = layout.statistics[entry.statistic]
     if type(statistic) is MomentsStatistic and entry.width == statistic.n_slots:
         return of_moments
@@ -135,7 +135,7 @@ def _merged(report: StepReport, entry: Entry, place: slice, rank: int | None) ->
     """Return the slots of one statistic; those of an absent value if no rank has one."""
     slots: Array = report.slots[:, place] if rank is None else report.slots[rank : rank + 1, place]
     if entry.ranks is not None and rank is None:
-        slots = slots[[one for one in entry.ranks if one < len(slots)]]
+        slots = slots[[number for number in entry.ranks if number < len(slots)]]
     if len(slots) > 1:
         has_value = are_there(slots)
         if has_value.any():
@@ -155,7 +155,7 @@ def attributes_of(result: Any) -> list[str]:
 
 def _all_numbers(result: Any) -> dict[str, float]:
     attributes = {name: float(getattr(result, name)) for name in attributes_of(result)}
-    return {**attributes, **{name: one for name, one in numbers_of(result).items() if name}}
+    return {**attributes, **{name: number for name, number in numbers_of(result).items() if name}}
 
 
 def _block_numbers(
@@ -172,9 +172,12 @@ def _block_numbers(
         parts = list(computed(block, site, rank))
     else:
         parts = [
-            (np.arange(len(block)) == at, {k: np.array([n]) for k, n in _all_numbers(one).items()})
+            (
+                np.arange(len(block)) == at,
+                {k: np.array([n]) for k, n in _all_numbers(result).items()},
+            )
             for at, report in enumerate(block)
-            for one in report.results(site, rank)
+            for result in report.results(site, rank)
         ]
     columns: dict[str, Array] = {}
     is_filled: dict[str, NDArray[np.bool_]] = {}
@@ -192,7 +195,7 @@ def _block_numbers(
 
 @final
 class Columns:
-    """The numbers of one site by name, which grow with the reports.
+    """Hold the numbers of one site by name; they grow with the reports.
 
     Args:
         site: the site.
@@ -211,19 +214,21 @@ class Columns:
 
     def grow(self, reports: Sequence[StepReport]) -> None:
         """Compute the numbers of the reports that are new."""
-        new = reports[self._n_reports : len(reports)]
-        if not new:
+        new_reports = reports[self._n_reports : len(reports)]
+        if not new_reports:
             return
         parts: list[tuple[int, dict[str, Array]]] = []
-        for _, alike in itertools.groupby(new, key=lambda one: (id(one.layout), len(one.slots))):
+        for _, alike in itertools.groupby(
+            new_reports, key=lambda report: (id(report.layout), len(report.slots))
+        ):
             while block := list(itertools.islice(alike, _BLOCK)):
                 names, columns = _block_numbers(block, self._site, self._rank)
                 self.names = names or self.names
                 parts.append((len(block), columns))
         for name in dict.fromkeys([*self._columns, *(name for _, part in parts for name in part)]):
-            rest = [part.get(name, np.full(n, math.nan)) for n, part in parts]
-            self._columns[name] = np.concatenate([self.of(name), *rest])
-        self._n_reports += len(new)
+            arrays = [part.get(name, np.full(n, math.nan)) for n, part in parts]
+            self._columns[name] = np.concatenate([self.of(name), *arrays])
+        self._n_reports += len(new_reports)
 
     def of(self, name: str) -> Array:
         """Return a number at each report, shape `(reports,)`; NaN where there is none."""

@@ -156,13 +156,13 @@ class Curves:
         return self._sites(self._source.read())
 
     def _sites(self, reports: Sequence[StepReport]) -> tuple[str, ...]:
-        known: Layout | None = None
+        last: Layout | None = None
         for report in reports[self._n_seen : len(reports)]:
             self._n_seen += 1
-            if report.layout is not known:
-                known = report.layout
-                self._layouts.pop(id(known), None)
-                self._layouts[id(known)] = known
+            if report.layout is not last:
+                last = report.layout
+                self._layouts.pop(id(last), None)
+                self._layouts[id(last)] = last
         layouts = reversed(self._layouts.values())
         return tuple(dict.fromkeys(site for layout in layouts for site in layout.by_site))
 
@@ -198,7 +198,7 @@ class Curves:
 
     @property
     def model(self) -> RecordedModel | None:
-        """What identifies the model: its `fingerprint`, and the `versions` of packages.
+        """Identify the model by its `fingerprint`, and by the `versions` of packages.
 
             >>> model = nn.Linear(2, 3)
             >>> with hl.monitor(model, ports="output", to=tmp_path / "run") as seen:
@@ -245,16 +245,16 @@ class Curves:
         """
         reports = self._source.read()
         sites = self._sites(reports)
-        found = self._find(str(site), sites)
-        if found is None:
+        name = self._find(str(site), sites)
+        if name is None:
             raise NotRecordedError(_explain(str(site), sites))
-        if found not in self._curves:
-            self._curves[found] = Curve(found, reports, self._rank)
-        return self._curves[found]
+        if name not in self._curves:
+            self._curves[name] = Curve(name, reports, self._rank)
+        return self._curves[name]
 
     @property
     def logged(self) -> dict[str, Logged]:
-        """The numbers that `log` was given, by name.
+        """Return the numbers that `log` was given, by name.
 
             >>> model = nn.Linear(2, 3)
             >>> with hl.monitor(model, ports="output") as seen:
@@ -351,7 +351,9 @@ class Curves:
         for report in (*self._source.read(), *self._source.read_logged()):
             if report.step == step:
                 numbers.update(report.numbers(self._rank) if report.is_measured else {})
-                numbers.update({f"{LOGGED}/{name}": one for name, one in report.logged.items()})
+                numbers.update(
+                    {f"{LOGGED}/{name}": number for name, number in report.logged.items()}
+                )
         if numbers:
             return numbers
         raise NotRecordedError(
@@ -378,7 +380,7 @@ def _explain(text: str, sites: Sequence[str]) -> str:
             " optimizer, inside the block."
         )
     close = difflib.get_close_matches(text, sites, 4) or [
-        one for one in sites if one.startswith(text)
+        site for site in sites if site.startswith(text)
     ]
     shown = ", ".join(map(repr, close or sites[:4]))
     return f"{text!r} has no curve among {len(sites)} sites.\nUse one of them, such as {shown}."

@@ -1,4 +1,4 @@
-"""The user's own numbers of a training, such as its loss: what may be logged, and curves of it."""
+"""Check numbers that the user logs, such as the loss of a training, and make curves of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hookline.errors import InputError
 
 
 class Logged(NamedTuple):
-    """One of the user's own numbers, by step.
+    """Hold one of the user's own numbers, by step.
 
     Args:
         steps: the numbers of the steps, int64, shape `(steps,)`, ascending.
@@ -29,12 +29,12 @@ class Logged(NamedTuple):
 
 
 def logged_of(reports: Iterable[StepReport]) -> dict[str, Logged]:
-    """Return the user's numbers by name. What was logged last for a step counts."""
-    found: dict[str, dict[int, float]] = {}
+    """Return the user's numbers by name. The number that was logged last for a step counts."""
+    by_name: dict[str, dict[int, float]] = {}
     for report in reports:
         for name, number in report.logged.items():
-            found.setdefault(name, {})[report.step] = number
-    return {name: _in_order(numbers) for name, numbers in found.items()}
+            by_name.setdefault(name, {})[report.step] = number
+    return {name: _in_order(numbers) for name, numbers in by_name.items()}
 
 
 def _in_order(numbers: dict[int, float]) -> Logged:
@@ -54,15 +54,15 @@ def checked_logged(numbers: Any, named: Mapping[str, Any]) -> dict[str, float | 
             f"numbers must be a dict of names and numbers, got {describe.in_words(numbers)}."
             "\nName the number: seen.log(loss=loss)."
         )
-    found = {**(numbers or {}), **named}
-    if not found:
+    by_name = {**(numbers or {}), **named}
+    if not by_name:
         raise InputError("seen.log must get a number, got none.\nCall seen.log(loss=loss).")
-    for name in found:
+    for name in by_name:
         if not isinstance(name, str) or not name:
             raise InputError(
                 f"a name of seen.log must be a text, got {name!r}.\nCall seen.log(loss=loss)."
             )
-    return {name: _checked_number(name, value) for name, value in found.items()}
+    return {name: _checked_number(name, value) for name, value in by_name.items()}
 
 
 def is_single(value: Any) -> bool:

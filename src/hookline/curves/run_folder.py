@@ -94,7 +94,7 @@ class RunFolder:
         folder: a new or an empty folder.
 
     Attributes:
-        model: what identifies the model, written with the first report; None leaves it out.
+        model: the identity of the model, written with the first report; None leaves it out.
 
     Raises:
         FolderError: the folder holds files, or cannot be written.
@@ -192,7 +192,7 @@ class RunFolder:
 @final
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A report that is being appended, and where the folder was before."""
+    """Hold a report that is being appended, and the state of the folder before."""
 
     report: StepReport
     before: tuple[int, Layout | None, NDArray[np.int32] | None]
@@ -208,10 +208,10 @@ def _frame(kind: bytes, payload: bytes) -> bytes:
 
 
 def _layout_bytes(layout: Layout, model: RecordedModel | None) -> bytes:
-    entries = [[one.site, one.statistic, one.width, one.ranks] for one in layout.entries]
-    statistics = [spell_statistic(one) for one in layout.statistics]
-    known = {} if model is None else {"model": model.as_json()}
-    return json.dumps({"statistics": statistics, "entries": entries, **known}).encode()
+    entries = [[entry.site, entry.statistic, entry.width, entry.ranks] for entry in layout.entries]
+    statistics = [spell_statistic(statistic) for statistic in layout.statistics]
+    identity = {} if model is None else {"model": model.as_json()}
+    return json.dumps({"statistics": statistics, "entries": entries, **identity}).encode()
 
 
 def _order_bytes(order: NDArray[np.int32], seconds: float) -> bytes:
@@ -224,8 +224,8 @@ def _logged_bytes(report: StepReport) -> bytes:
 
 
 def _read_logged(payload: Any) -> StepReport:
-    found = json.loads(bytes(payload))
-    step, seconds, numbers = found["step"], found["seconds"], found["numbers"]
+    fields = json.loads(bytes(payload))
+    step, seconds, numbers = fields["step"], fields["seconds"], fields["numbers"]
     if type(step) is not int or not abs(seconds) < _MOST_SECONDS:
         raise ValueError("a step must have a number and a time")
     return StepReport.of_logged(step, seconds, {str(k): float(n) for k, n in numbers.items()})
@@ -253,7 +253,7 @@ class RunReader:
     Attributes:
         has_ended: whether the monitor has ended; False of a run that goes on or was killed.
         version: the `run_version` of the folder when it was last read.
-        model: what identifies the model, once the first report was read; None if the folder lacks
+        model: the identity of the model, once the first report was read; None if the folder lacks
             it.
     """
 
@@ -407,12 +407,12 @@ _KINDS = (_LAYOUT, _ORDER, _REPORT, _LOGGED, _END)
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is replaced or written to; empty if there is no file."""
+    """Return numbers that change if a file is replaced or written to; none if there is no file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError):
         return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _head(file: int) -> bytes:

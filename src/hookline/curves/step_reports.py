@@ -21,7 +21,7 @@ LOGGED = "logged"  # stands for the site of the user's own numbers
 @final
 @dataclass(frozen=True)
 class StepReport:
-    """The slots of all sites at one step, and the user's own numbers of this step.
+    """Hold the slots of all sites at one step, and the user's own numbers of this step.
 
     Args:
         step: the number of the step.
@@ -29,9 +29,9 @@ class StepReport:
         layout: what the slots are.
         slots: the slots of each rank, float64, of shape [ranks, width]; of one rank where the ranks
             did not meet.
-        order: the rank of each site of the layout by when it had its first value in the step, from
-            0, shape `(sites,)`. Sites of one rank came in an order that is not known; `NO_TURN`
-            stands for no value. None if no order is known.
+        order: the rank of each site of the layout, from 0, shape `(sites,)`. Sites are ranked by
+            the time of their first value in the step. The order of sites of equal rank is not
+            known. `NO_TURN` stands for no value. None if no order is known.
         logged: the user's own numbers by name, from `Curves.log`.
     """
 
@@ -80,7 +80,7 @@ class StepReport:
         if rank is None and self._numbers:
             return self._numbers
         layout, norms = self.layout, dict[str, float]()
-        found: dict[tuple[str, str], float] = {
+        by_name: dict[tuple[str, str], float] = {
             (LOGGED, name): number for name, number in self.logged.items()
         }
         for site in layout.by_site:
@@ -89,13 +89,13 @@ class StepReport:
                 if not k:
                     norms[site] = numbers.get("norm", math.nan)
                 for name, number in numbers.items():
-                    found.setdefault((site, name), number)
+                    by_name.setdefault((site, name), number)
             weight = weight_of(site)
             if weight in norms and site in norms:
-                found[site, "ratio"] = _ratio(norms[site], norms[weight])
+                by_name[site, "ratio"] = _ratio(norms[site], norms[weight])
         if rank is None:
-            self._numbers.update(found)
-        return found
+            self._numbers.update(by_name)
+        return by_name
 
     def histograms(self) -> Iterator[tuple[str, Histogram]]:
         """Iterate over the histograms of the step that hold a finite number, by site."""
@@ -137,10 +137,10 @@ _NOTHING = Layout((), ())
 
 
 class Source(Protocol):
-    """Reports that may become more while they are read.
+    """Give reports, whose number may grow while they are read.
 
     Attributes:
-        model: what identifies the model; None where it is not known.
+        model: the identity of the model; None if it is not known.
     """
 
     model: RecordedModel | None
@@ -156,10 +156,10 @@ class Source(Protocol):
 
 @final
 class Reports:
-    """Reports kept in memory.
+    """Keep reports in memory.
 
     Args:
-        model: what identifies the model; None where it is not known.
+        model: the identity of the model; None if it is not known.
     """
 
     def __init__(self, model: RecordedModel | None = None) -> None:

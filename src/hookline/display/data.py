@@ -1,4 +1,4 @@
-"""Results as data: dicts of plain values, JSON, and tables of pandas."""
+"""Convert results to data: dicts of plain values, JSON, and tables of pandas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Tabular(ABC):
-    """A result that is a table: some facts, and rows that all have the same keys."""
+    """Give a result that is a table as data: its facts, and rows that have the same keys."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -30,8 +30,8 @@ class Tabular(ABC):
         try:
             pandas = import_module("pandas")
         except ModuleNotFoundError as error:
-            said = "to_pandas() needs pandas.\nRun pip install pandas."
-            raise ModuleNotFoundError(said, name="pandas") from error
+            message = "to_pandas() needs pandas.\nRun pip install pandas."
+            raise ModuleNotFoundError(message, name="pandas") from error
         return pandas.DataFrame(self._table_rows())
 
 

@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypedDict, final
 
@@ -26,6 +25,7 @@ from hookline.engine.distributed.shards import local_shards
 from hookline.engine.pytree import describe
 from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
 from hookline.engine.torch_private.modules import unwrapping
+from hookline.util.installed import package_version
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN_REPR: Any = object.__repr__
@@ -39,7 +39,7 @@ _PLAIN = bool | int | float | complex | str | None
 
 
 class Identity(TypedDict):
-    """What identifies a model.
+    """Identify a model.
 
     Args:
         type: the name of its class.
@@ -114,7 +114,7 @@ def _code(model: nn.Module) -> dict[str, str]:
 
 
 def _class_bytes(kind: type) -> bytes:
-    """Return bytes that tell what the methods of a class do, inherited ones included."""
+    """Return bytes of the code of a class's methods, inherited ones included."""
     parts = []
     for part in kind.__mro__:
         if part is object or _is_torchs(part):
@@ -136,11 +136,11 @@ def _functions_of(member: Any) -> Iterator[FunctionType]:
         members = [member.__func__]
     elif isinstance(member, functools.cached_property | functools.partialmethod):
         members = [member.func]
-    seen: set[int] = set()
+    ids: set[int] = set()
     while members:
         part = members.pop()
-        if isinstance(part, FunctionType) and id(part) not in seen:
-            seen.add(id(part))
+        if isinstance(part, FunctionType) and id(part) not in ids:
+            ids.add(id(part))
             yield part
             members += map(_contents, part.__closure__ or ())
 
@@ -188,8 +188,8 @@ def _bytes_of(tensor: Any) -> Any:
 class RecordedModel:
     """Identify the model of a saved recording or of a run.
 
-    Two recordings with equal fingerprints were saved with the same model. If they differ,
-    `structure`, `weights` and `code` say in what.
+    Two recordings with equal fingerprints were saved with the same model. If the fingerprints
+    differ, `structure`, `weights` and `code` show the part that differs.
 
     Attributes:
         type: the name of the model's class, with its module.
@@ -210,16 +210,16 @@ class RecordedModel:
 
     @property
     def fingerprint(self) -> str:
-        """A fingerprint of structure, weights and code: 16 hexadecimal digits."""
+        """Return a fingerprint of structure, weights and code: 16 hexadecimal digits."""
         return _short("\n".join((self.type, self.structure, self.weights, self.code)).encode())
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
+        """Return the fields as `from_json` reads them."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: Any) -> RecordedModel | None:
-        """Read what `as_json` made; None for None.
+        """Read the fields that `as_json` returned; None for None.
 
         Raises:
             KeyError, TypeError, AttributeError: it is something else.
@@ -250,12 +250,8 @@ def recorded_model(model: nn.Module) -> RecordedModel | None:
 
 
 def _versions_here() -> dict[str, str]:
-    try:
-        own = version("hookline")
-    except PackageNotFoundError:
-        own = "unknown"
     versions = {
-        "hookline": own,
+        "hookline": package_version(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
@@ -278,57 +274,57 @@ def function_identity(function: Callable[..., Any] | None) -> str | None:
     return f"{name} {_short(_described(function, frozenset()))}"
 
 
-def _described(thing: Any, within: frozenset[int]) -> bytes:
+def _described(value: Any, within: frozenset[int]) -> bytes:
     """Return bytes that tell what a function does: of code what is executed, of data its values.
 
     Args:
-        thing: the function, or a part of it.
+        value: the function, or a part of it.
         within: the ids of what it is a part of: a function may close over itself.
     """
-    if id(thing) in within:
+    if id(value) in within:
         return b"itself"
-    inside = within | {id(thing)}
-    parts = [_described(part, inside) for part in _parts(thing)]
-    if isinstance(thing, set | frozenset):
+    inside = within | {id(value)}
+    parts = [_described(part, inside) for part in _parts(value)]
+    if isinstance(value, set | frozenset):
         parts.sort()  # their order differs between processes
     # The lengths keep neighbours apart: (1, 23) is not (12, 3).
-    return b"".join(b"%d:%b" % (len(part), part) for part in [_own_bytes(thing), *parts])
+    return b"".join(b"%d:%b" % (len(part), part) for part in [_own_bytes(value), *parts])
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _parts(value: Any) -> Iterator[Any]:
     """Yield the parts of a function, a container or an object."""
-    if isinstance(thing, functools.partial):
-        yield from (thing.func, thing.args, sorted(thing.keywords.items()))
-    elif isinstance(thing, MethodType):
-        yield from (thing.__func__, thing.__self__)
-    elif isinstance(thing, FunctionType):
-        yield from (thing.__code__, thing.__defaults__, thing.__kwdefaults__)
-        yield from map(_contents, thing.__closure__ or ())
-    elif isinstance(thing, CodeType):
-        yield from (thing.co_names, thing.co_varnames, thing.co_consts)
-    elif isinstance(thing, tuple | list | set | frozenset):
-        yield from thing
-    elif isinstance(thing, Mapping):
-        yield from thing.items()
-    elif type(thing).__repr__ is _PLAIN_REPR:
-        yield from vars(thing).items() if hasattr(thing, "__dict__") else ()
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, sorted(value.keywords.items()))
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, FunctionType):
+        yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
+        yield from map(_contents, value.__closure__ or ())
+    elif isinstance(value, CodeType):
+        yield from (value.co_names, value.co_varnames, value.co_consts)
+    elif isinstance(value, tuple | list | set | frozenset):
+        yield from value
+    elif isinstance(value, Mapping):
+        yield from value.items()
+    elif type(value).__repr__ is _PLAIN_REPR:
+        yield from vars(value).items() if hasattr(value, "__dict__") else ()
 
 
-def _own_bytes(thing: Any) -> bytes:
-    """Return what tells a thing from others besides its parts."""
-    kind = type(thing).__qualname__.encode()
-    if isinstance(thing, CodeType):
-        return thing.co_code
-    if isinstance(thing, Tensor):
-        return f"{thing.dtype} {list(thing.shape)}".encode() + bytes(_bytes_of(thing.detach()))
-    if isinstance(thing, np.ndarray) and thing.dtype != object:  # the repr of a long one has "..."
-        return f"{thing.dtype} {thing.shape}".encode() + thing.tobytes()
-    if isinstance(thing, nn.Module):
-        return f"{_weights(thing)} {_ADDRESS.sub('', repr(thing))}".encode()
-    has_parts = isinstance(thing, tuple | list | set | frozenset | Mapping | functools.partial)
-    if has_parts or isinstance(thing, FunctionType | MethodType):
+def _own_bytes(value: Any) -> bytes:
+    """Return bytes that tell a value from others of equal parts."""
+    kind = type(value).__qualname__.encode()
+    if isinstance(value, CodeType):
+        return value.co_code
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}".encode() + bytes(_bytes_of(value.detach()))
+    if isinstance(value, np.ndarray) and value.dtype != object:  # the repr of a long one has "..."
+        return f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    if isinstance(value, nn.Module):
+        return f"{_weights(value)} {_ADDRESS.sub('', repr(value))}".encode()
+    has_parts = isinstance(value, tuple | list | set | frozenset | Mapping | functools.partial)
+    if has_parts or isinstance(value, FunctionType | MethodType):
         return kind
-    return kind + _ADDRESS.sub("", repr(thing)).encode("utf-8", "backslashreplace")
+    return kind + _ADDRESS.sub("", repr(value)).encode("utf-8", "backslashreplace")
 
 
 def _contents(cell: CellType) -> Any:

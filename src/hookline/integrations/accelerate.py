@@ -50,7 +50,7 @@ def monitor(
 
 @final
 class _Mirror:
-    """A tracker that gives what is logged to the curves, until the monitor ends it as a writer.
+    """Give logged numbers to the curves, as a tracker that the monitor ends as a writer.
 
     Args:
         accelerator: the accelerator.
@@ -73,7 +73,7 @@ class _Mirror:
 
     def log(self, values: dict[str, Any], step: int | None = None, **others: Any) -> None:
         """Keep numbers. The step of a tracker may count otherwise than the monitor."""
-        single = {name: one for name, one in values.items() if is_single(one)}
+        single = {name: value for name, value in values.items() if is_single(value)}
         if self._curves is not None and single:
             self._curves.log(single)
 

@@ -75,7 +75,7 @@ class MonitorCallback:
 
     def _log(self, numbers: Mapping[str, Any], step: int) -> None:
         """Keep those of a trainer's values that are numbers, beside the measured ones."""
-        single = {name: one for name, one in numbers.items() if is_single(one)}
+        single = {name: value for name, value in numbers.items() if is_single(value)}
         if self.line is not None and self._training is not None and single:
             self.line.curves.log(single, step=step)
 

@@ -73,8 +73,8 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         """Keep the numbers that the `Trainer` logs."""
-        kept = {k: n for k, n in (logs or {}).items() if k in _KEPT or k.endswith("_loss")}
-        self._log(kept, state.global_step)
+        numbers = {k: n for k, n in (logs or {}).items() if k in _KEPT or k.endswith("_loss")}
+        self._log(numbers, state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

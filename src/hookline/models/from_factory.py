@@ -150,7 +150,7 @@ def _is_own(value: object, module: ModuleType) -> bool:
 _MEND = "Mend the module, or name another one."
 
 
-def _failed(what: str, error: BaseException, fix: str) -> ModelError:
+def _failed(event: str, error: BaseException, fix: str) -> ModelError:
     """Return an error that says what failed, in which file and line, and how to mend it."""
     frames = traceback.extract_tb(error.__traceback__)
     # A call that does not fit the factory's signature fails here, not in the user's file.
@@ -161,7 +161,7 @@ def _failed(what: str, error: BaseException, fix: str) -> ModelError:
         place = f" ({Path(frame.filename).name}, line {frame.lineno})"
     else:
         place = ""
-    return ModelError(f"{what}: {in_short(error)}{place}.\n{fix}")
+    return ModelError(f"{event}: {in_short(error)}{place}.\n{fix}")
 
 
 @contextmanager

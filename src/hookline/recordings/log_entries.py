@@ -68,7 +68,7 @@ class Contents:
         passes: for each pass its number, whether it failed, and its entries in firing order.
         lost: the parts of values that could not be saved, as "site: description".
         modules: the path and type of every module of the model.
-        model: what identifies the model; None where it is not known.
+        model: the identity of the model; None if it is not known.
     """
 
     report: Report

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError
 from hookline.recordings.reading import reading
+from hookline.util.installed import package_version
 from hookline.util.open_regular import open_regular
 
 FORMAT = "hookline-recording"
@@ -176,11 +176,3 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def package_version() -> str:
-    """Return the version of hookline that is installed."""
-    try:
-        return version("hookline")
-    except PackageNotFoundError:
-        return "unknown"

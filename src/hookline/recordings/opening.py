@@ -66,10 +66,12 @@ def _open_at_rest(path: Path) -> tuple[Recording, list[Contents]]:
     except (FileNotFoundError, NotADirectoryError) as error:
         if os.path.exists(path / MANIFEST):
             raise FolderError(f"{path} is damaged: {first_line(error)}.\n{REMEDY}") from error
-        there = "the folder does not exist" if not os.path.exists(path) else f"it has no {MANIFEST}"
-        there = "it is a file" if os.path.isfile(path) else there
+        reason = (
+            "the folder does not exist" if not os.path.exists(path) else f"it has no {MANIFEST}"
+        )
+        reason = "it is a file" if os.path.isfile(path) else reason
         raise FolderError(
-            f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
+            f"{path} is not a recording: {reason}.\nGive the folder that run.save(...) wrote."
         ) from None
 
 

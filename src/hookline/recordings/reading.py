@@ -19,11 +19,11 @@ _NUMBER = re.compile(r"\((\d+)\)$")
 
 
 class UnreadableError(FolderError):
-    """A file could not be read. Its bytes may be whole."""
+    """Raised for a file that could not be read. Its bytes may be whole."""
 
 
 class DamagedError(ValueError):
-    """The bytes of a file were read, and are wrong."""
+    """Raised for a file whose bytes were read, and are wrong."""
 
 
 @contextmanager
@@ -51,8 +51,8 @@ def reading(file: str, gone: tuple[type[OSError], ...] = (FileNotFoundError,)) -
 
 def _remedy(error: OSError | RuntimeError | MemoryError) -> str:
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, RuntimeError) and (found := _NUMBER.search(first_line(error))):
-        number = int(found[1])
+    if isinstance(error, RuntimeError) and (match := _NUMBER.search(first_line(error))):
+        number = int(match[1])
     if number in (errno.EMFILE, errno.ENFILE):
         return "Close files, or raise `ulimit -n`, and start again."
     if number in (errno.EACCES, errno.EPERM):

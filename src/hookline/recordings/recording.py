@@ -123,7 +123,7 @@ class Recording(Lookups):
             self._log.settle()
 
     def identify(self, model: RecordedModel | Callable[[], nn.Module | None] | None) -> None:
-        """Note what identifies the model, or a weak reference to it."""
+        """Note the identity of the model, or a weak reference to the model."""
         self._model = model
 
     def take(self) -> list[PassRecord]:
@@ -132,7 +132,7 @@ class Recording(Lookups):
 
     @property
     def model(self) -> RecordedModel | None:
-        """What identifies the model: its `fingerprint`, and the `versions` of packages.
+        """Identify the model by its `fingerprint`, and by the `versions` of packages.
 
             >>> model = nn.Linear(2, 3)
             >>> with hl.record(model) as run:
@@ -455,8 +455,8 @@ class Recording(Lookups):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle by value; the stamps of the copy start anew."""
-        known = self._model if isinstance(self._model, RecordedModel) else None
-        state = {**self.__dict__, "_report": self.report(), "_log": None, "_model": known}
+        identity = self._model if isinstance(self._model, RecordedModel) else None
+        state = {**self.__dict__, "_report": self.report(), "_log": None, "_model": identity}
         state["copies"] = [
             (current.number, current.failed, [
                 (entry.site, self._log.check(entry), None, *entry[3:])

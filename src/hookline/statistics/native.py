@@ -1,7 +1,7 @@
-"""Moments of tensors on the CPU by a function in C, compiled by the system's compiler when it pays.
+"""Measure moments on the CPU by a function in C, which the system's compiler makes when it pays.
 
-The compiler takes a few tenths of a second, once in a process. Where there is none, or what it made
-does not work, NumPy goes on.
+The compiler takes a few tenths of a second, once in a process. NumPy goes on if there is no
+compiler, or if its function does not work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _N_SLOTS = 8
 
 @final
 class NativeMoments:
-    """The compiled functions of `moments.c`.
+    """Call the compiled functions of `moments.c`.
 
     Args:
         library: the compiled library.
@@ -96,7 +96,7 @@ def _compiled(compiler: str, folder: Path) -> str:
 
 
 def _is_right(native: NativeMoments) -> bool:
-    """Tell whether the functions give what is known of small numbers."""
+    """Tell whether the functions give the known moments of small numbers."""
     for dtype in (torch.float32, torch.float64):
         numbers = torch.arange(-3.0, 1027.0, dtype=dtype)
         numbers[20] = torch.nan

@@ -84,7 +84,7 @@ class QuantilesStatistic:
     """A `Statistic` whose result is `Quantiles`."""
 
     def __init__(self, q: Sequence[float], error: float, low: float, high: float) -> None:
-        if not isinstance(q, Iterable) or not q or not all(_is_from_0_to_1(one) for one in q):
+        if not isinstance(q, Iterable) or not q or not all(map(_is_from_0_to_1, q)):
             raise InputError(
                 f"q must be numbers from 0 to 1, got {q!r}.\nGive q=(0.01, 0.5, 0.99)."
             )
@@ -96,7 +96,7 @@ class QuantilesStatistic:
         while _error(per_octave) > error:
             per_octave *= 2
         self.options: dict[str, Any] = {"q": list(q), "error": error, "low": low, "high": high}
-        self.q = tuple(float(one) for one in q)
+        self.q = tuple(map(float, q))
         self.error = _error(per_octave)
         self._bins = LogBins(low, high, per_octave)
         self.n_slots = self._bins.n_slots

@@ -135,9 +135,8 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
                     f"{place} was recorded in a loop that cannot be run again, and is damaged:"
                     f" {damaged[0]}.\nRead the other shards: hl.open reads all that are whole."
                 )
-            for name, what in damaged:
-                if what != _GONE:  # a file that was not read is not removed
-                    place.remove(name)
+            for name in [name for name, fault in damaged if fault != _GONE]:
+                place.remove(name)
             write_manifest(place, manifest["job"], manifest["environment"])
         return Repair(damaged, manifest=False)
 
@@ -209,12 +208,12 @@ def _names(place: Place) -> list[Damage]:
     try:
         with reading(f"{place}/{NAMES}"):
             data = place.read(NAMES)
-        found = json.loads(data)
+        names = json.loads(data)
     except FileNotFoundError:
         return []
     except DAMAGE as error:
         return [Damage(NAMES, f"it is damaged: {first_line(error)}")]
-    return [] if isinstance(found, list) else [Damage(NAMES, "it is damaged: it is not a list")]
+    return [] if isinstance(names, list) else [Damage(NAMES, "it is damaged: it is not a list")]
 
 
 def _check_all_there(place: Place, shards: Sequence[Shard], damaged: Sequence[Damage]) -> None:

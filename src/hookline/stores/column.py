@@ -305,17 +305,17 @@ class Column:
     def _slice(self, rows: slice, rest: tuple[Any, ...]) -> NDArray[Any]:
         """Copy the rows of a slice, shard by shard."""
         span = range(*rows.indices(self._length))
-        found = self._empty(len(span), rest)
-        target = found
+        values = self._empty(len(span), rest)
+        target = values
         if span.step < 0:
-            span, target = span[::-1], found[::-1]
+            span, target = span[::-1], values[::-1]
         done = 0
         while done < len(span):
             shard, first = find(self._stops, span[done])
             part = self.array(shard)[first :: span.step][: len(span) - done]
             target[done : done + len(part)] = part[(slice(None), *rest)] if rest else part
             done += len(part)
-        return found
+        return values
 
     def _gather(self, rows: NDArray[np.int64], rest: tuple[Any, ...]) -> NDArray[Any]:
         """Copy rows in the order in which they are asked for."""
@@ -324,11 +324,11 @@ class Column:
             first = int(rows[0]) if n_rows else 0
             return self._slice(slice(first, first + n_rows), rest)
         if n_rows > _MOST_AT_ONCE:
-            found = self._empty(n_rows, rest)
+            values = self._empty(n_rows, rest)
             for start in range(0, n_rows, _MOST_AT_ONCE):
                 part = slice(start, start + _MOST_AT_ONCE)
-                found[part] = self._gather(rows[part], rest)
-            return found
+                values[part] = self._gather(rows[part], rest)
+            return values
         shards = self._stop_array.searchsorted(rows, "right")
         if self._gatherer is None or rest:
             return self._gather_by_shard(rows, shards, rest)
@@ -346,15 +346,15 @@ class Column:
     def _gather_by_shard(
         self, rows: NDArray[np.int64], shards: NDArray[np.int64], rest: tuple[Any, ...]
     ) -> NDArray[Any]:
-        found = self._empty(len(rows), rest)
+        values = self._empty(len(rows), rest)
         for shard in np.unique(shards).tolist():
             places = np.flatnonzero(shards == shard)
             array = self.array(shard)[(slice(None), *rest)]
-            found[places] = array[rows[places] - self._starts[shard]]
-        return found
+            values[places] = array[rows[places] - self._starts[shard]]
+        return values
 
     def _empty(self, n_rows: int, rest: tuple[Any, ...]) -> NDArray[Any]:
-        """Make room for rows; what cannot exist is the manifest's fault, not the memory's."""
+        """Make room for rows. If that fails, check first that the shards have so many rows."""
         try:
             return np.empty((n_rows, *self._shape_of(rest)), self._numpy_dtype)
         except (MemoryError, ValueError):

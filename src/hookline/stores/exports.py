@@ -60,7 +60,7 @@ _PACKAGES = {
 
 
 class Source(NamedTuple):
-    """What is exported.
+    """Hold the columns to export.
 
     Args:
         columns: the columns.
@@ -243,7 +243,7 @@ def _schema(source: Source, *, is_flat: bool = False) -> Any:
     """Return the Arrow schema: a column of rows is of fixed size, one of tokens a list of them.
 
     Args:
-        source: what is exported.
+        source: the columns.
         is_flat: write a row of several dimensions as one list, and its shape into the metadata.
     """
     import pyarrow as pa

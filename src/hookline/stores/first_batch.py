@@ -1,8 +1,8 @@
-"""The values of a job's first batch in a few numbers, by which another model is noticed.
+"""Sum up the values of a job's first batch in a few numbers, by which another model is noticed.
 
-Weights and modules do not tell all that a model does: a plain attribute, code, a hook or an edit
-changes its values as well. The digests of equal values are equal. Where only rounding may differ,
-as on another machine, sums of the values are compared instead.
+A plain attribute, code, a hook or an edit changes a model's values as weights do. The digests of
+equal values are equal. If rounding may differ, as on another machine, sums of the values are
+compared instead.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hookline.recordings.tensor_file import DTYPES, flat_bytes
 _N_SUMS = 31
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _TF32, _BF16 = 2.0**-10, 2.0**-7  # the rounding of products at lower precision
-# How far values of a same model may lie apart where whole numbers decide, such as an argmax.
+# The greatest distance of whole numbers of one model on other hardware, such as of an argmax.
 _INTEGERS_ELSEWHERE = 0.5
 
 
 class Computing(NamedTuple):
-    """Describe with which rounding a model computes.
+    """Describe the rounding of a model's operations.
 
     Args:
         device: the type of its device.
         rounding: the relative rounding of its coarsest dtype.
-        is_split: whether tensor parallelism adds the numbers in another order than one process.
+        is_split: tensor parallelism adds the numbers in another order than one process does.
     """
 
     device: str
@@ -44,12 +44,12 @@ class Computing(NamedTuple):
 
     @staticmethod
     def of(device: str, dtypes: Iterable[torch.dtype], *, is_split: bool) -> Computing:
-        """Return how a model computes.
+        """Return the description of a model.
 
         Args:
             device: the type of its device.
             dtypes: the dtypes of its parameters, and those of autocast.
-            is_split: whether tensor parallelism splits the weights.
+            is_split: tensor parallelism splits the weights.
         """
         precision = {"highest": 0.0, "high": _TF32, "medium": _BF16}
         rounding = max(
@@ -62,7 +62,7 @@ class Computing(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How the values of two first batches differ.
+    """Describe the difference of the values of two first batches.
 
     Args:
         far: a text for each column whose values differ by more than rounding.
@@ -78,7 +78,7 @@ def summary_of(columns: Mapping[str, Tensor], computing: Computing) -> dict[str,
 
     Args:
         columns: the columns, on the CPU.
-        computing: how the model computes.
+        computing: the rounding of the model's operations.
     """
     about: dict[str, Any] = {"device": computing.device, "rounding": computing.rounding}
     if computing.is_split:
@@ -94,26 +94,26 @@ def difference(
     Args:
         was: the one that a store was begun with.
         now: the one of this call.
-        is_same_place: whether versions, hardware and settings are the same: equal values then have
+        is_same_place: True for the same versions, hardware and settings. Equal values then have
             equal bits, but for the alignment of memory.
     """
     is_exact = is_same_place and was["device"] == now["device"]
     is_exact = is_exact and "split" not in was and "split" not in now
     rounding = max(was["rounding"], now["rounding"])
     differences = Difference([], [])
-    for name, mine in now["columns"].items():
-        theirs = was["columns"].get(name)
-        if theirs is None or theirs["digest"] == mine["digest"]:
+    for name, column in now["columns"].items():
+        before = was["columns"].get(name)
+        if before is None or before["digest"] == column["digest"]:
             continue  # the forms of the columns are compared before
-        distance = _distance(theirs, mine)
-        is_near = distance <= _limit(mine["dtype"], rounding, is_exact=is_exact)
+        distance = _distance(before, column)
+        is_near = distance <= _limit(column["dtype"], rounding, is_exact=is_exact)
         texts = differences.near if is_near else differences.far
         texts.append(f"{name}: values differ by about {distance:.2g} of their norm")
     return differences
 
 
 def _limit(dtype: str, rounding: float, *, is_exact: bool) -> float:
-    """Return how far values of the same model may lie apart, relative to their norm."""
+    """Return the greatest distance of values of the same model, relative to their norm."""
     kind = DTYPES[dtype]
     if not (kind.is_floating_point or kind.is_complex):
         return 0.0 if is_exact else _INTEGERS_ELSEWHERE

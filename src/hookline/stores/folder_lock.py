@@ -1,10 +1,10 @@
-"""The lock of a store's folder: one process at a time writes to it.
+"""Lock a store's folder, so that one process at a time writes to it.
 
     .lock       locked by `flock`, which ends with the process, however it ends
     .writer     created exclusively and removed at the end, on a file system without `flock`
 
-Both name the process that holds them. A `.writer` whose process has ended is taken over; whether it
-has ended is known on the machine of the process alone.
+Both name the process that holds them. A `.writer` whose process has ended is taken over. Only the
+machine of a process knows that the process has ended.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MOST_TRIES = 10  # each but the last removes the file of a process that has end
 
 
 class _Owner(NamedTuple):
-    """The process that a file names.
+    """Name the process that holds a lock.
 
     Args:
         process: its number.
         host: the name of its machine.
-        started: when it was started, in ticks of the machine; empty where that is not known.
+        started: the time of its start, in ticks of the machine; empty if not known.
         machine: the boot and the process namespace in which the number counts; else empty.
     """
 
@@ -61,10 +61,10 @@ class _Owner(NamedTuple):
 
     def state(self) -> Literal["this process", "alive", "ended", "unknown"]:
         """Tell whether the process is alive, as far as that is known here."""
-        here = _Owner.here()
-        if self == here:
+        this_process = _Owner.here()
+        if self == this_process:
             return "this process"
-        if (self.host, self.machine) != (here.host, here.machine):
+        if (self.host, self.machine) != (this_process.host, this_process.machine):
             return "unknown"
         try:
             os.kill(self.process, 0)
@@ -77,7 +77,7 @@ class _Owner(NamedTuple):
 
 @final
 class FolderLock:
-    """The lock of one writer.
+    """Lock the folder of one writer.
 
     Args:
         folder: the folder.
@@ -172,10 +172,10 @@ class FolderLock:
         )
 
     def _create(self) -> OwnHandle:
-        """Create `.writer`, which no other process has done then.
+        """Create `.writer`, which only one process can do.
 
         Raises:
-            FolderError: another process has done it, and may still write.
+            FolderError: another process has created it, and may still write.
         """
         self._path = self._folder / _WRITER
         for _ in range(_MOST_TRIES):
@@ -228,8 +228,8 @@ class FolderLock:
                 aside.rename(path)
 
 
-def _busy(what: str) -> FolderError:
-    return FolderError(f"{what}.\nWait until it has ended, or give another folder.")
+def _busy(event: str) -> FolderError:
+    return FolderError(f"{event}.\nWait until it has ended, or give another folder.")
 
 
 def _write(handle: OwnHandle) -> None:
@@ -246,12 +246,12 @@ def _read(path: Path) -> _Owner | None:
             text = file.read(_OWNER_BYTES).decode(errors="replace")
     except OSError:
         return None
-    found = _OWNER.fullmatch(text)
-    return None if found is None else _Owner(int(found[1]), found[2], found[3], found[4])
+    match = _OWNER.fullmatch(text)
+    return None if match is None else _Owner(int(match[1]), match[2], match[3], match[4])
 
 
 def _started(process: int) -> str:
-    """Return when a process was started, in ticks since the boot; empty where that is not known."""
+    """Return the time of a process's start, in ticks since the boot; empty if not known."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -269,22 +269,22 @@ def _machine() -> str:
 
 def _processes_with(path: Path) -> list[int]:
     """Return the processes that have a file open, among those that this process may look into."""
-    found = []
+    holders = []
     try:
-        there = os.stat(path)
+        status = os.stat(path)
         processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
         return []
     for process in processes:
         with suppress(OSError):
             handles = [f"/proc/{process}/fd/{name}" for name in os.listdir(f"/proc/{process}/fd")]
-            if process != os.getpid() and any(_is_file(handle, there) for handle in handles):
-                found.append(process)
-    return found
+            if process != os.getpid() and any(_is_file(handle, status) for handle in handles):
+                holders.append(process)
+    return holders
 
 
-def _is_file(path: str, there: os.stat_result) -> bool:
+def _is_file(path: str, status: os.stat_result) -> bool:
     try:
-        return os.path.samestat(os.stat(path), there)
+        return os.path.samestat(os.stat(path), status)
     except OSError:
         return False

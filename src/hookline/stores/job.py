@@ -34,7 +34,7 @@ class Job:
         n_items: the items in all; None for data without a length.
         shard_batches: the batches of a shard.
         columns: the form of each column.
-        first_batch: the values of the first batch in a few numbers; None where nobody ran it.
+        first_batch: the values of the first batch in a few numbers; None if it did not run.
     """
 
     model: Mapping[str, Any]
@@ -63,14 +63,15 @@ class Job:
         columns: Sequence[ColumnForm],
         first_batch: Mapping[str, Any] | None = None,
     ) -> Job:
-        """Return the job with what the first batch has shown."""
+        """Return the job with the plan that the first batch has shown."""
         return replace(self, shard_batches=shard_batches, columns=columns, first_batch=first_batch)
 
     @property
     def digest(self) -> str:
-        """A checksum of the job, by which its shards are told from those of another.
+        """Return a checksum of the job, by which its shards are told from those of another.
 
-        Processes on other machines have the same checksum, so it is of what is compared exactly.
+        Processes on other machines have the same checksum: it leaves out the fields that rounding
+        or code may change.
         """
         return xxh3_128_hexdigest(json.dumps(exact(self.as_json()), sort_keys=True).encode())
 
@@ -100,55 +101,55 @@ class Job:
 
     def differences(self, other: Job) -> list[str]:
         """Name what differs between this job and the one that a store was begun with."""
-        mine, theirs = exact(self.as_json()), exact(other.as_json())
+        job, stored = exact(self.as_json()), exact(other.as_json())
         found = []
         for key in ("model", "sites", "options", "data", "batch_size", "n_items"):
-            if mine[key] == theirs[key]:
+            if job[key] == stored[key]:
                 continue
-            if isinstance(mine[key], Mapping):
+            if isinstance(job[key], Mapping):
                 found += [
-                    _differ(f"{key}.{name}", theirs[key].get(name), mine[key].get(name))
-                    for name in {**mine[key], **theirs[key]}
-                    if mine[key].get(name) != theirs[key].get(name)
+                    _differ(f"{key}.{name}", stored[key].get(name), job[key].get(name))
+                    for name in {**job[key], **stored[key]}
+                    if job[key].get(name) != stored[key].get(name)
                 ]
             else:
-                found.append(_differ(key, theirs[key], mine[key]))
+                found.append(_differ(key, stored[key], job[key]))
         return found
 
     def column_differences(self, other: Job) -> list[str]:
         """Name the columns whose form differs from that in a store."""
-        mine, theirs = ({form.name: form for form in job.columns} for job in (self, other))
+        forms, stored = ({form.name: form for form in job.columns} for job in (self, other))
         return [
-            _differ(name, _form_text(theirs.get(name)), _form_text(mine.get(name)))
-            for name in {**theirs, **mine}
-            if mine.get(name) != theirs.get(name)
+            _differ(name, _form_text(stored.get(name)), _form_text(forms.get(name)))
+            for name in {**stored, **forms}
+            if forms.get(name) != stored.get(name)
         ]
 
     def model_differences(self, other: Job) -> list[str]:
-        """Name what differs of the models besides weights: code, plain attributes and hooks.
+        """Name differences of the models besides weights: in code, plain attributes and hooks.
 
         These explain why values differ. They may also differ where the values are the same.
         """
         texts = []
-        mine, theirs = (job.model.get("attributes", {}) for job in (self, other))
-        for name in sorted({*mine, *theirs}):
-            was, now = theirs.get(name, "none"), mine.get(name, "none")
+        attributes, stored = (job.model.get("attributes", {}) for job in (self, other))
+        for name in sorted({*attributes, *stored}):
+            was, now = stored.get(name, "none"), attributes.get(name, "none")
             if was != now:
                 texts.append(f"{name}: {was} in the store, now {now}")
-        mine, theirs = (job.model.get("code", {}) for job in (self, other))
-        for name in sorted({*mine, *theirs}):
-            if mine.get(name) != theirs.get(name):
+        codes, stored = (job.model.get("code", {}) for job in (self, other))
+        for name in sorted({*codes, *stored}):
+            if codes.get(name) != stored.get(name):
                 texts.append(f"code of {name}: another one than in the store")
-        mine, theirs = (job.model.get("hooks", []) for job in (self, other))
+        hooks, stored = (job.model.get("hooks", []) for job in (self, other))
         texts += [
-            f"{hook}: not there when the store was begun" for hook in mine if hook not in theirs
+            f"{hook}: not there when the store was begun" for hook in hooks if hook not in stored
         ]
-        texts += [f"{hook}: there when the store was begun" for hook in theirs if hook not in mine]
+        texts += [f"{hook}: there when the store was begun" for hook in stored if hook not in hooks]
         return texts
 
 
 def exact(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be equal in two jobs that are the same, of a job as the manifest holds it.
+    """Return the fields of a manifest's job that equal jobs have alike.
 
     The values of the first batch may differ by rounding. Code may change and do the same.
     """

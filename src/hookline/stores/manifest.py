@@ -18,11 +18,12 @@ import torch
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.recordings.manifest import DAMAGE, MANIFEST, package_version, sealed, unsealed
+from hookline.recordings.manifest import DAMAGE, MANIFEST, sealed, unsealed
 from hookline.recordings.reading import reading
 from hookline.stores.manifest_form import check_manifest
 from hookline.stores.place import Place
 from hookline.stores.shard_file import Shard
+from hookline.util.installed import package_version
 
 FORMAT = "hookline-store"
 VERSION = 1
@@ -50,7 +51,7 @@ def environment() -> dict[str, Any]:
 
 @cache
 def _machine() -> str:
-    """Return the type of the processor, and which vector instructions torch uses."""
+    """Return the type of the processor, and the vector instructions that torch uses."""
     try:
         model = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE

@@ -13,6 +13,7 @@ from hookline.recordings.tensor_file import DTYPES
 
 _MOST = 2**62  # of rows, and of the bytes of a row: NumPy counts in 63 bits
 _WORDS: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
+_NEVER_RESUMED = ("unknown", "merged")  # kinds of data: of repaired stores, and of merged ones
 _LISTS = ("batches", "items", "rows", "sizes")
 
 
@@ -26,8 +27,9 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         ValueError: a field is missing or of another form. The message names it.
     """
     _part(manifest, "environment", dict)
-    columns = _checked_job(_part(manifest, "job", dict))
-    if manifest.get("shards") is None:
+    is_finished = manifest.get("shards") is not None
+    columns = _checked_job(_part(manifest, "job", dict), is_finished=is_finished)
+    if not is_finished:
         return
     shards = _part(manifest, "shards", dict)
     _check_shards(shards)
@@ -36,15 +38,18 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     _part(manifest, "skipped", list)
 
 
-def _checked_job(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _checked_job(job: Mapping[str, Any], *, is_finished: bool) -> list[dict[str, Any]]:
     """Check the fields of a job, and return its columns."""
     for name in ("model", "options", "data"):
         _part(job, name, dict, "job.")
     _check_texts(_part(job, "sites", list, "job."), "job.sites")
-    for name in ("batch_size", "shard_batches"):
-        _check_number(_any(job, name, "job."), f"job.{name}")
     if _any(job, "n_items", "job.") is not None:
         _check_number(job["n_items"], "job.n_items")
+    # 0 stands for batches that come ready, of any size, and for what a repair does not know.
+    needs_size = not is_finished and job["n_items"] is not None
+    needs_batches = not is_finished or job["data"].get("kind") not in _NEVER_RESUMED
+    _check_number(_any(job, "batch_size", "job."), "job.batch_size", least=int(needs_size))
+    _check_number(_any(job, "shard_batches", "job."), "job.shard_batches", least=int(needs_batches))
     columns: list[dict[str, Any]] = _part(job, "columns", list, "job.")
     for number, column in enumerate(columns):
         where = f"job.columns[{number}]"
@@ -72,7 +77,7 @@ def _check_shards(shards: Mapping[str, Any]) -> None:
     for name in _LISTS:
         numbers = _part(shards, name, list, "shards.")
         if not {*map(type, numbers)} <= {int} or min(numbers, default=0) < 0:
-            wrong = next(one for one in numbers if type(one) is not int or one < 0)
+            wrong = next(value for value in numbers if type(value) is not int or value < 0)
             raise _wrong(f"shards.{name}", "a list of numbers from 0 up", wrong)
         if sum(numbers) > _MOST:
             raise _wrong(f"shards.{name}", "numbers of things that can exist", max(numbers))
@@ -113,9 +118,9 @@ def _part(parent: Mapping[str, Any], name: str, kind: type, where: str = "") -> 
     return value
 
 
-def _check_number(value: Any, where: str) -> None:
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise _wrong(where, "a number from 0 up", value)
+def _check_number(value: Any, where: str, *, least: int = 0) -> None:
+    if type(value) is not int or not least <= value < _MOST:
+        raise _wrong(where, f"a number from {least} up", value)
 
 
 def _check_texts(values: list[Any], where: str) -> None:
@@ -124,5 +129,5 @@ def _check_texts(values: list[Any], where: str) -> None:
         raise _wrong(where, "a list of texts", wrong)
 
 
-def _wrong(where: str, wanted: str, got: Any) -> ValueError:
-    return ValueError(f"{where} must be {wanted}, got {got!r:.80}")
+def _wrong(where: str, wanted: str, value: Any) -> ValueError:
+    return ValueError(f"{where} must be {wanted}, got {value!r:.80}")

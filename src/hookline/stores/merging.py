@@ -116,13 +116,13 @@ def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) ->
     Raises:
         StructureError: they differ by more than rounding.
     """
-    known = [
+    first_batches = [
         (place, job["first_batch"])
         for place, job in zip(places, jobs, strict=True)
         if "first_batch" in job
     ]
-    for place, values in known[1:]:
-        first_place, first = known[0]
+    for place, values in first_batches[1:]:
+        first_place, first = first_batches[0]
         differences = difference(first, values, is_same_place=False).far
         if differences:
             raise StructureError(

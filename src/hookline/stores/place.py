@@ -144,10 +144,16 @@ class LocalPlace:
             return sorted(name for name in os.listdir(self.folder) if not name.startswith("."))
         except FileNotFoundError:
             return []
+        except NotADirectoryError:
+            raise self._no_folder() from None
         except OSError as error:
             raise FolderError(
                 f"{self} cannot be read: {first_line(error)}.\nGive a folder that you may read."
             ) from error
+
+    def _no_folder(self) -> FolderError:
+        kind = "a file" if os.path.isfile(self.folder) else "a path through a file"
+        return FolderError(f"{self} must be a folder, got {kind}.\nGive the folder of the store.")
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""
@@ -155,7 +161,10 @@ class LocalPlace:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read a file, or a range of its bytes."""
-        handle = open_regular(self.folder / name)
+        try:
+            handle = open_regular(self.folder / name)
+        except NotADirectoryError:
+            raise self._no_folder() from None
         try:
             if stop is None:
                 stop = os.fstat(handle).st_size
@@ -326,7 +335,7 @@ class RemotePlace:
 
     @contextmanager
     def _reaching(self, name: str) -> Iterator[None]:
-        """Turn what the network raises into an UnreadableError; a missing object stays one."""
+        """Turn errors of the network into an UnreadableError, but for that of a missing object."""
         try:
             yield
         except FileNotFoundError:

@@ -219,7 +219,7 @@ class Shards:
 
     @contextmanager
     def _looking(self, shard: int) -> Iterator[None]:
-        """Forget a shard that turns out to be damaged: once it is mended, it is read again.
+        """Forget a shard that turns out to be damaged, so that a mended shard is read again.
 
         Raises:
             FolderError: the shard is gone or damaged, or cannot be read now.
@@ -324,10 +324,10 @@ class Shards:
     def _file(self, shard: int) -> str:
         return name_of(self.numbers[shard])
 
-    def _damaged(self, shard: int, what: str) -> FolderError:
+    def _damaged(self, shard: int, fault: str) -> FolderError:
         self._drop(shard)
         return FolderError(
-            f"{self.name(shard)} {what}.\nRemove what is damaged with `hookline store repair"
+            f"{self.name(shard)} {fault}.\nRemove what is damaged with `hookline store repair"
             f" {self.places[shard]}`, then start the same hl.extract again."
         )
 

@@ -208,18 +208,18 @@ class Store:
         try:
             with reading(f"{self._place}/{NAMES}"):
                 data = self._place.read(NAMES)
-            found = json.loads(data)
-            if not isinstance(found, list):
+            names = json.loads(data)
+            if not isinstance(names, list):
                 raise ValueError("it must be a list")
         except FileNotFoundError:
             return None
         except DAMAGE as error:
             raise _damaged(self._place, f"its {NAMES}: {first_line(error)}") from error
-        return found
+        return names
 
     @cached_property
     def files(self) -> NDArray[Any] | None:
-        """The file of each row, for a folder of images: an array of strings, shape `(items,)`.
+        """Return the file of each row of a folder of images: an array of strings, shape `(items,)`.
 
             >>> store.files is None
             True
@@ -232,8 +232,8 @@ class Store:
         """
         if self.parts:
             parts = [part.files for part in self.parts]
-            there = [files for files in parts if files is not None]
-            return np.concatenate(there) if len(there) == len(parts) else None
+            arrays = [files for files in parts if files is not None]
+            return np.concatenate(arrays) if len(arrays) == len(parts) else None
         if self.names is None:
             return None
         try:
@@ -245,7 +245,7 @@ class Store:
 
     @cached_property
     def labels(self) -> NDArray[Any] | None:
-        """The label of each row, for a folder of images with subfolders, as an array of strings.
+        """Return the label of each row of a folder of images: strings, shape `(items,)`.
 
             >>> store.labels is None
             True
@@ -437,8 +437,8 @@ class Store:
         named = {column.name for column in columns}
         columns += [column for column in own if column.name not in named]
         texts = {"@file": self.files, "@label": self.labels}
-        there = {name: column for name, column in texts.items() if column is not None}
-        return export(Source(columns, self.n_items, there), to, format)
+        text_columns = {name: column for name, column in texts.items() if column is not None}
+        return export(Source(columns, self.n_items, text_columns), to, format)
 
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.

@@ -1,4 +1,4 @@
-"""File descriptors of one process: a forked child closes its copies.
+"""Open file descriptors for one process: a forked child closes its copies.
 
 A lock by `flock` lasts until the last copy of its descriptor is closed. Workers of a DataLoader
 outlive a killed process by seconds, or for ever, and would keep its locks.
@@ -18,7 +18,7 @@ _handles: weakref.WeakSet[OwnHandle] = weakref.WeakSet()
 
 @final
 class OwnHandle:
-    """A file descriptor that a forked child closes as its first act.
+    """Hold a file descriptor that a forked child closes as its first act.
 
     >>> handle = OwnHandle(Path("/dev/null"), os.O_RDONLY)
     >>> handle.close()

@@ -232,7 +232,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
 
 @final
 class _Count:
-    """The FLOPs of a run so far, and the operations that have no formula."""
+    """Count the FLOPs of a run, and note the operations that have no formula."""
 
     def __init__(self) -> None:
         self.flops = 0

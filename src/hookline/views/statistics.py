@@ -79,13 +79,13 @@ def measured_tensors(value: Any) -> list[tuple[Leaf, Tensor]]:
         main tensor alone.
     """
     main = main_tensor(value)
-    found = {
+    by_id = {
         id(tensor): (leaf, tensor)
         for leaf, tensor in tree.tensors(value)
         if tensor is main
         or (not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()))
     }
-    return list(found.values())
+    return list(by_id.values())
 
 
 def site_statistics(value: Any) -> Statistics | None:

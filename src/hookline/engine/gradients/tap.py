@@ -100,7 +100,7 @@ class Call(NamedTuple):
 
 
 class Early(NamedTuple):
-    """The tensors of a value that got their hooks in the first run of a reentrant checkpoint.
+    """Name the tensors of a value that got hooks in the first run of a reentrant checkpoint.
 
     They came into the region from outside. Their whole gradients arrive outside, too: the second
     run has only the region's share of them.
@@ -118,7 +118,7 @@ class Early(NamedTuple):
 
 
 class GraphValue(NamedTuple):
-    """A value whose gradients come out of a compiled graph.
+    """Describe a value whose gradients come out of a compiled graph.
 
     Attributes:
         pending: the value.
@@ -261,9 +261,9 @@ class GradientTap(Tap):
             if known is not None:
                 self._collect_call(current, run, call, known)
 
-    def _collect_call(self, current: Pass, run: CompiledRun, call: int, known: Any) -> None:
+    def _collect_call(self, current: Pass, run: CompiledRun, call: int, traced: Any) -> None:
         """Count one call's value whose gradients are pending in a graph."""
-        slots, form, is_on, outside = known
+        slots, form, is_on, outside = traced
         number = run.n_before[self] + call
         early = self._early(current, number)
         pending = PendingGradient(number) if early is None else early.pending
@@ -323,8 +323,8 @@ class GradientTap(Tap):
         hooked = tuple([(places[slot], tensor, number) for slot, tensor, number in outside])
         self._wait_outside(current, pending, hooked)
         early = early or Early(pending, {}, {})
-        new = {index: places[slot] for index, slot in enumerate(slots) if slot in places}
-        return self._note_early(current, pending, {**early.slots, **new}, early.results)
+        hooked_slots = {index: places[slot] for index, slot in enumerate(slots) if slot in places}
+        return self._note_early(current, pending, {**early.slots, **hooked_slots}, early.results)
 
     def _wait_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Hook the tensors that a graph got from outside; after the run, these tensors exist."""

@@ -411,7 +411,9 @@ class Line:
         )
 
     def _explain(self, silent: list[Tap]) -> dict[Site, str]:
-        elsewhere = next(filter(None, [one.why_silent() for one in self.attached]), None)
+        elsewhere = next(
+            filter(None, [attachment.why_silent() for attachment in self.attached]), None
+        )
         losses = self.originals.losses()
         why = {}
         for tap in silent:

@@ -96,7 +96,7 @@ class CheckpointedRegion:
 
 
 class Change(NamedTuple):
-    """A change of a value, with fingerprints to compare the two runs.
+    """Describe a change of a value, with fingerprints to compare the two runs.
 
     Attributes:
         where: the hook's site.

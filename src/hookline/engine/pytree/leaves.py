@@ -54,9 +54,9 @@ def put(value: Any, leaf: Leaf, new: Any, where: str = "the value") -> Any:
     if type(value) in _PLAIN or is_dynamo_compiling():
         return rebuild(value, changed)
     try:
-        made = rebuild(value, changed)
-        if _is_like(made, value, changed):
-            return made
+        container = rebuild(value, changed)
+        if _is_like(container, value, changed):
+            return container
         error = None
     except Exception as raised:
         error = raised
@@ -72,17 +72,17 @@ def put(value: Any, leaf: Leaf, new: Any, where: str = "the value") -> Any:
 _PLAIN = (tuple, list, dict)
 
 
-def _is_like(made: Any, value: Any, parts: list[Any]) -> bool:
+def _is_like(container: Any, value: Any, parts: list[Any]) -> bool:
     """Tell whether a container is of the same class as another, with these parts."""
-    if type(made) is not type(value):
+    if type(container) is not type(value):
         return False
-    if isinstance(made, MappingView):  # its parts may be made at each look
+    if isinstance(container, MappingView):  # its parts may be made at each look
         return True
-    held = [part for _, part in items(made) or ()]
+    held = [part for _, part in items(container) or ()]
     return (
         len(held) == len(parts)
         and all(map(is_, held, parts))
-        and getattr(made, "__dict__", {}).keys() == getattr(value, "__dict__", {}).keys()
+        and getattr(container, "__dict__", {}).keys() == getattr(value, "__dict__", {}).keys()
     )
 
 

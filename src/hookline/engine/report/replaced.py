@@ -39,7 +39,7 @@ Node = ModuleNode | ParameterNode
 
 
 class Lapse(NamedTuple):
-    """The consequence of a replacement for the work of a verb, as parts of a sentence.
+    """Name the consequence of a replacement for the work of a verb, as parts of a sentence.
 
     Attributes:
         gone: for an object that has left the model. `{sites}` stands for the sites, `{kind}` for
@@ -52,11 +52,11 @@ class Lapse(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A site whose module or parameter was replaced.
+    """Describe a site whose module or parameter was replaced.
 
     Attributes:
         site: the site.
-        kind: "module" or "parameter": the kind of what was replaced.
+        kind: "module" or "parameter", whichever was replaced.
         path: the path at which it was, as written: that of the site, or of a module above.
         event: the event, with the classes before and now.
         now: the site at which the object of the site still is in the model, if it is.
@@ -77,7 +77,7 @@ class Loss(NamedTuple):
 
 @final
 class Originals:
-    """The selected modules and parameters of a line, as it found them.
+    """Keep the selected modules and parameters of a line, as the line found them.
 
     Args:
         name: the verb of the line.
@@ -109,12 +109,12 @@ class Originals:
         # FSDP1 puts other tensors in the parameters' places, and back.
         self._has_parameters = True
         self._lock = fork_safe_lock()
-        # Made at the first look: for each module above a selected one, its attributes and its
-        # children, which is quickest to make and to compare. After a change of other modules, for
-        # each module on a selected path, the attributes of the one above, its name, and itself. For
-        # each selected parameter, the attributes of its module, its name, and itself.
-        # The tables are fetched from the attributes at each look, because `del sequential[1]` makes
-        # a new one.
+        # Made at the first look. `_held` has the attributes and the children of each module above a
+        # selected module, which is quickest to make and to compare. `_named` takes its place after
+        # a change of other modules. It has each module on a selected path, with its name and the
+        # attributes of its parent. `_tensors` has each selected parameter, with its name and the
+        # attributes of its module. Attributes, not their tables: `del sequential[1]` makes a new
+        # table.
         self._held: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = []
         self._named: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._tensors: list[tuple[dict[str, Any], str, ParameterNode]] = []
@@ -165,7 +165,7 @@ class Originals:
         return all(starmap(_is_held, self._tensors)) or in_functional_call()
 
     def _link(self, nodes: list[Node], *, by_name: bool = False) -> None:
-        """Note where the modules and parameters of some nodes must be found.
+        """Note the places of the modules and parameters of some nodes.
 
         Args:
             nodes: the nodes.
@@ -216,17 +216,17 @@ class Originals:
             return []
         self._has_parameters = sharding(root) != "FSDP1"
         search = _Search(module_tree(root))
-        losses, kept = [], []
+        losses, nodes = [], []
         for site, node in self._places():
             loss = search.loss(site, node) if self._can_lose(node) else None
             if loss is None:
-                kept.append(search.now(node) or node)
+                nodes.append(search.now(node) or node)
             else:
                 losses.append(loss)
         if not losses:
             # The next look is quick again: it knows the wrappers and the other paths.
             self._core = unwrap(root)
-            self._link(kept, by_name=True)
+            self._link(nodes, by_name=True)
         return losses
 
     def _can_lose(self, node: Node) -> bool:
@@ -252,9 +252,9 @@ class Originals:
             subject = f"the {kind}{'s' * many} {_listed(places)} {'were' if many else 'was'}"
             parts.append(f"{subject} {event} {_SINCE}, so {outcome}")
         more = sum(map(len, list(groups.values())[3:]))
-        rest = f"; and {plural(more, 'more site')}" if more else ""
+        remainder = f"; and {plural(more, 'more site')}" if more else ""
         return (
-            f"hl.{self._name}: {'; '.join(parts)}{rest}."
+            f"hl.{self._name}: {'; '.join(parts)}{remainder}."
             f"\nEnd the line, and call hl.{self._name} again after the model has changed."
         )
 
@@ -274,7 +274,7 @@ def _listed(texts: list[str]) -> str:
 
 @final
 class _Search:
-    """A search for lost objects in the model as it is now."""
+    """Search for lost objects in the model as it is now."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -288,7 +288,7 @@ class _Search:
         if isinstance(node, ModuleNode):
             return self._nodes.get(id(node.module))
         if self._tensors is None:
-            self._tensors = {id(other.tensor): other for other in self._tree.tensors}
+            self._tensors = {id(parameter.tensor): parameter for parameter in self._tree.tensors}
         return self._tensors.get(id(node.tensor))
 
     def loss(self, site: Site, node: Node) -> Loss | None:

@@ -80,8 +80,8 @@ class Report(Tabular):
         """Return the warning for the end of the line; None if every site that was due has fired."""
         if not self.why:  # the common case: all sites have fired
             return None
-        told = self.excused | self.replaced.keys()
-        silent = [site for site in self.silent if site not in told]
+        excused = self.excused | self.replaced.keys()
+        silent = [site for site in self.silent if site not in excused]
         if not silent:
             return None
         unseen = {str(NOT_RUN), str(OTHER_CONTEXT)}
@@ -169,21 +169,21 @@ class Report(Tabular):
 
     @property
     def n_fired(self) -> int:
-        """The number of sites that fired."""
+        """Return the number of sites that fired."""
         return sum(count > 0 for _, count in self.fired)
 
 
 def facts(report: Report) -> list[str]:
     """Return the facts about a line for the head of its report, which do not count its sites."""
-    found = ["ended" if report.ended else "attached"]
+    texts = ["ended" if report.ended else "attached"]
     if report.removed:
-        found.append(f"{len(report.removed)} removed")
+        texts.append(f"{len(report.removed)} removed")
     if report.replaced:
-        found.append(f"{plural(len(report.replaced), 'site')} replaced in the model")
+        texts.append(f"{plural(len(report.replaced), 'site')} replaced in the model")
     if report.passes and report.outside_root == report.passes:
-        found.append("the model itself was not called, only modules inside it")
+        texts.append("the model itself was not called, only modules inside it")
     if report.other_contexts:
         were = "was" if report.other_contexts == 1 else "were"
         runs = plural(report.other_contexts, "run")
-        found.append(f"{runs} in other threads or tasks {were} not seen")
-    return found
+        texts.append(f"{runs} in other threads or tasks {were} not seen")
+    return texts

@@ -24,7 +24,7 @@ from hookline.errors import AttachError
 
 @dataclass(slots=True, eq=False)
 class ModuleNode:
-    """One module of a model: its first path, its index in registration order, its other paths.
+    """Describe one module of a model: its first path, its registration index, its other paths.
 
     `held` are its children with torch's wrappers around them, as the module holds them.
     """

@@ -204,17 +204,20 @@ def _computed(tree: ModuleTree, asked: Asked) -> str | None:
     if is_parametrized(node.module, name):
         value = f"{prefix}parametrizations.{name}"
         computed = asked.working(value, f"{value}:grad_output")
-        own = _gradients(asked, [path for path in paths if path.startswith(f"{value}.")])
+        gradients = _gradients(asked, [path for path in paths if path.startswith(f"{value}.")])
         if len(computed) == 2:
             return (
                 f" It is computed by a parametrization: select {computed[0]!r} for the computed"
                 f" value, {computed[1]!r} for its gradient"
-                f"{own and f', or for those of the parameters: {own}'}."
+                f"{gradients and f', or for those of the parameters: {gradients}'}."
             )
     if isinstance(node.module.__dict__.get(name), Tensor):  # computed by a hook, as in pruning
         computed_from = [path for path in paths if path.startswith(f"{asked.text.path}_")]
-        if own := _gradients(asked, computed_from):
-            return f" It is computed before each call; the gradients of its parameters are {own}."
+        if gradients := _gradients(asked, computed_from):
+            return (
+                " It is computed before each call; the gradients of its parameters are"
+                f" {gradients}."
+            )
     return None
 
 

@@ -84,15 +84,15 @@ def _add(hooks: HookDict, key: Any, hook: Callable[..., Any], number: int | None
         return
     # torch uses the plain dictionary's order, so later hooks must be put in again.
     is_last = type(key) is _Last
-    others = [
+    later_hooks = [
         (k, h) for k, h in hooks.items()
         if (type(k) is tuple and k[0] != key[0])
         or (type(k) is _Last and (k[0] != key[0] or not is_last))
     ]  # fmt: skip
-    for other, _ in others:
-        del hooks[other]
+    for later_key, _ in later_hooks:
+        del hooks[later_key]
     hooks[key] = hook
-    hooks.update(others)
+    hooks.update(later_hooks)
 
 
 def _insert(hooks: HookDict, key: Any, hook: Callable[..., Any]) -> None:

@@ -106,7 +106,7 @@ def is_of_running_transform(tensor: Tensor) -> bool:
     return any(one.level() == level for one in _functorch.get_interpreter_stack() or ())
 
 
-# Whether a tensor is one example of torch's older vmap, in which a batched backward runs:
+# Tells whether a tensor is one example of torch's older vmap, in which a batched backward runs:
 # `autograd.grad(is_grads_batched=True)`, `functional.jacobian(vectorize=True)`.
 is_of_older_vmap: Callable[[Tensor], bool] = getattr(
     _functorch, "is_legacy_batchedtensor", lambda tensor: False

@@ -84,7 +84,7 @@ class RawTap(OutputTap):
     """
 
     __slots__ = ("check", "function")
-    # Whether the hook gets the same value in a checkpointed region's recomputation.
+    # False for hooks that may get another value in a checkpointed region's recomputation.
     is_comparable: ClassVar[bool] = True
 
     def __init__(

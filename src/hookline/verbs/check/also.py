@@ -194,10 +194,10 @@ def _in_words(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
     )
 
 
-def judge_all(habits: Sequence[Habits], seen: list[tuple[int, Tensor]], step: int) -> None:
+def judge_all(habits: Sequence[Habits], run_extremes: list[tuple[int, Tensor]], step: int) -> None:
     """Judge the outputs of the run of this number; one transfer for each device."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for number, extremes in seen:
+    for number, extremes in run_extremes:
         by_device.setdefault(extremes.device, []).append((number, extremes))
     for members in by_device.values():
         read = torch.stack([extremes for _, extremes in members]).tolist()
@@ -215,7 +215,7 @@ def say_missing(
         step: the number of the last run; None before the first.
         add: called with a finding for each.
     """
-    missing = [path for path, one in weights if one.requires_grad and one.grad is None]
+    missing = [path for path, weight in weights if weight.requires_grad and weight.grad is None]
     for path in missing:
         text = "had no gradient when the optimizer stepped"
         add(Finding("gradient", path, step=step, also="missing_grad", observation=text))

@@ -45,7 +45,7 @@ from hookline.verbs.check.replay import RepeatedBackward
 from hookline.verbs.check.run import RUN, Run, version
 from hookline.verbs.shared.closures import closure_of, with_closure
 
-# Of backwards that have raised, nobody learns the end.
+# A backward that raises never ends here, so the oldest is forgotten.
 _MOST_BACKWARDS = 16
 _NOT_REPEATED = "the run did not repeat itself, first at {}"
 _FINITE_BACKWARD = (
@@ -131,10 +131,10 @@ class BackwardChecks:
 
     def gradient_arrives(self, current: Pass, slot: int, grad: Tensor) -> None:
         """Keep the gradient of an output of the root, and judge the backward at its end."""
-        found = current.opened.get(RUN)
-        if not found:
+        opened = current.opened.get(RUN)
+        if not opened:
             return
-        run: Run = found[0]
+        run: Run = opened[0]
         number = outer_backward()
         runs = self._runs.get(number)
         if runs is None:
@@ -151,11 +151,11 @@ class BackwardChecks:
         run.gradients[slot] = grad.detach()
 
     def _loss_here(self) -> LossGraph | None:
-        """Return the loss whose backward runs in this thread, or for it in a thread of autograd."""
-        mine = [one for one in self._losses if one.thread == threading.get_ident()]
-        if not mine and len(self._losses) == 1:
-            mine = self._losses
-        return mine[-1] if mine else None
+        """Return the loss whose backward runs in this thread, or in autograd's thread for it."""
+        losses = [loss for loss in self._losses if loss.thread == threading.get_ident()]
+        if not losses and len(self._losses) == 1:
+            losses = self._losses
+        return losses[-1] if losses else None
 
     def _backward_ends(self, number: int, loss: LossGraph | None) -> None:
         runs = self._runs.pop(number, [])
@@ -177,7 +177,7 @@ class BackwardChecks:
                 run.gradients = {}
 
     def _share(self) -> None:
-        """Agree with the other ranks on what this backward has made."""
+        """Agree with the other ranks on the finding of this backward."""
         assert self._sharded_on is not None
         finding = shared(self._outcome.in_backward or self._nan_loss, self._sharded_on)
         is_loss = finding is not None and finding.is_loss
@@ -207,7 +207,7 @@ class BackwardChecks:
         return self._judged.are_same(self._weights, with_numbers=False)
 
     def _judge(self, runs: list[Run], loss: LossGraph | None) -> Finding:
-        """Find who made gradients that are not finite.
+        """Find the operation or the loss that made gradients that are not finite.
 
         Args:
             runs: the runs of the model that the backward went through, the last run first.
@@ -230,8 +230,8 @@ class BackwardChecks:
         """Repeat a run and its backward.
 
         Returns:
-            Who made what is not finite; or why this is not known, or nothing if the repeated
-            backward is finite.
+            The finding. Without one, the reason why the origin is not known; an empty text if the
+            repeated backward is finite.
         """
         why = run.why_not_repeatable() if model is not None else "the model is gone"
         if model is None or why is not None:
@@ -254,7 +254,7 @@ class BackwardChecks:
 
     def _is_like(self, repeated: RepeatedBackward) -> bool:
         """Tell whether the gradients are not finite wherever those of a repeated backward are."""
-        actual = {id(one): one.grad for _, one in self._weights}
+        actual = {id(weight): weight.grad for _, weight in self._weights}
         return all(
             grad is not None and bool(kinds_in(grad))
             for parameter in repeated.not_finite
@@ -274,7 +274,7 @@ class BackwardChecks:
 
     def _of_loss(self, run: Run, loss: LossGraph | None) -> Finding:
         """Describe a gradient of the output that is not finite: all code outside is the loss."""
-        grad = next(one for one in run.gradients.values() if kinds_in(one))
+        grad = next(gradient for gradient in run.gradients.values() if kinds_in(gradient))
         finding = of_tensor("loss", "", grad, run.step)
         finding = finding.with_(inputs=(measured("gradient of the output", grad),))
         notes = []
@@ -341,12 +341,12 @@ class BackwardChecks:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
         outcome.at_end = outcome.at_end or outcome.take_until_step()
-        made = outcome.take_backward() or self._loss_of(self._weights)
+        unstepped = outcome.take_backward() or self._loss_of(self._weights)
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
-        if self._has_stepped or not (made is None or self._found_with.are_same(self._weights)):
+        if self._has_stepped or not (unstepped is None or self._found_with.are_same(self._weights)):
             return
-        finding = made or self._written_meanwhile()
+        finding = unstepped or self._written_meanwhile()
         if finding is None or finding in outcome.all:
             return
         outcome.add(finding)

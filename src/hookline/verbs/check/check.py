@@ -112,9 +112,9 @@ class CheckLine(VerbLine[Line]):
             raise raised.error()
         if error is None and not outcome.is_told:
             outcome.is_told = True
-            told = outcome.warned
+            warned = outcome.warned
             swallowed = [
-                finding for finding in self.findings if finding.is_error and finding not in told
+                finding for finding in self.findings if finding.is_error and finding not in warned
             ]
             if swallowed:
                 warn(

@@ -1,4 +1,4 @@
-"""Describe who made a value that is not finite, or that `also=` asks for, and how."""
+"""Describe the origin of a value that is not finite, and observations that `also=` asks for."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Measured:
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The origin of a NaN or an infinity, or an output that `also=` asks for.
+    """Describe the origin of a NaN or an infinity, or an output that `also=` asks for.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> try:
@@ -170,21 +170,21 @@ class Finding:
 
     @property
     def message(self) -> str:
-        """The message of the error, in two lines; or of the warning, in one."""
-        what, type_name = self._what(), f" ({self.module_type})" if self.module_type else ""
+        """Return the message of the error, in two lines; or of the warning, in one."""
+        subject, type_name = self._what(), f" ({self.module_type})" if self.module_type else ""
         if self.also is not None:
-            return f"{what}{type_name} {self.observation}."
+            return f"{subject}{type_name} {self.observation}."
         where = f" at {self.line}" if self.line else ""
         by = self.function or self.operation
         verb = "made" if self.kind in ("forward", "backward", "loss") else "read"
-        made = f", {verb} by {by}{where}" if by else where and f", {verb}{where}"
+        maker = f", {verb} by {by}{where}" if by else where and f", {verb}{where}"
         if self.kind == "loss" and not self.is_loss:
-            made = ": the loss made it" + (f", by {by}{where}" if by else "")
+            maker = ": the loss made it" + (f", by {by}{where}" if by else "")
         rank = "" if self.rank is None else f" on rank {self.rank}"
         step = "before the first step" if self.step is None else f"in step {self.step}"
         return (
-            f"{what}{type_name} must be finite, got {self._counts()} {step}"
-            f"{rank}{made}.\n{self._remedy()}"
+            f"{subject}{type_name} must be finite, got {self._counts()} {step}"
+            f"{rank}{maker}.\n{self._remedy()}"
         )
 
     def _what(self) -> str:
@@ -252,20 +252,20 @@ class Finding:
         Raises:
             ValueError, TypeError, KeyError: it is not such a dict.
         """
-        found = {
+        values = {
             name: data[name]
             for name in Finding.__dataclass_fields__
             if name in data or name not in _LATER
         }
-        found["line"] = SourceLine(*data["line"]) if data["line"] else None
+        values["line"] = SourceLine(*data["line"]) if data["line"] else None
         for name in ("inputs", "parameters"):
-            found[name] = tuple(
-                Measured(one, tuple(shape), dtype, Moments.from_json(fields) if fields else None)
-                for one, shape, dtype, fields in data[name]
+            values[name] = tuple(
+                Measured(label, tuple(shape), dtype, Moments.from_json(fields) if fields else None)
+                for label, shape, dtype, fields in data[name]
             )
-        found["passed_on"], found["notes"] = tuple(data["passed_on"]), tuple(data["notes"])
-        found["units"] = tuple(data.get("units", ()))
-        return Finding(**found)
+        values["passed_on"], values["notes"] = tuple(data["passed_on"]), tuple(data["notes"])
+        values["units"] = tuple(data.get("units", ()))
+        return Finding(**values)
 
     def with_(self, **changes: Any) -> Finding:
         """Return the finding with some fields changed."""

@@ -132,8 +132,8 @@ class ForwardChecks:
             if number_of is not None:
                 # What is measured in the graph stays the sum: only a NaN in it counts from now on.
                 is_plain = one.measure is total
-                seen = number_of if is_plain else without_infinity(number_of)
-                current.log.append((number, seen, None))
+                entry = number_of if is_plain else without_infinity(number_of)
+                current.log.append((number, entry, None))
 
         # A container's output is a part's, seen already.
         if not self._looking.is_on or not is_single:
@@ -254,24 +254,24 @@ class ForwardChecks:
     def _explained(
         self, replay: Replay, run: Run, suspects: list[int]
     ) -> tuple[Finding | None, str | None]:
-        """Explain what was seen by a repeated run, as far as both runs were the same.
+        """Explain a run by its repetition, as far as both were the same.
 
         Returns:
-            The finding; or why there is none although there should be; or neither.
+            The finding; or the reason why the run stays unexplained; or neither, if all is well.
         """
-        made = replay.proven_origins()
-        difference = _unexplained_difference(replay, run, made)
+        origins = replay.proven_origins()
+        difference = _unexplained_difference(replay, run, origins)
         if difference is not None:
             return None, f"the run did not repeat itself, first at {difference}"
         sites = {number: self._outputs[number] for number in (run.sums[k][0] for k in suspects)}
-        if not made:
+        if not origins:
             for output in sites.values():
-                calls = [one for one in replay.calls if one.node.path == output.site.path]
-                output.measure = _measure_beside(all_kinds(one.kinds for one in calls))
+                calls = [call for call in replay.calls if call.node.path == output.site.path]
+                output.measure = _measure_beside(all_kinds(call.kinds for call in calls))
             return None, None
-        # What leaves the model counts. Without numbers in its output, everything does.
-        leaving = replay.origin if replay.has_numbers else made[0]
-        origin = leaving or min(made, key=lambda one: one.number)
+        # Origins in the output count. If the output has no numbers, all origins count.
+        leaving = replay.origin if replay.has_numbers else origins[0]
+        origin = leaving or min(origins, key=lambda candidate: candidate.number)
         finding = replay.finding(origin, "forward")
         if leaving is not None:
             return self._outcome.keep(replay, origin, finding), None
@@ -280,7 +280,7 @@ class ForwardChecks:
         return finding.with_(vanished=True), None
 
     def _unexplained(self, run: Run, suspects: list[int], why: str) -> Finding | None:
-        """Describe what was seen in a run that cannot be repeated, or does not repeat itself.
+        """Describe a run that cannot be repeated, or does not repeat itself.
 
         Returns:
             None if nothing is wrong, or finite numbers may have overflowed in their sums. Then the
@@ -307,22 +307,22 @@ class ForwardChecks:
         roots = [k for k in suspects if not self._outputs[run.sums[k][0]].site.path]
         index = [*has_nan, *roots, *suspects][0]
         number = run.sums[index][0]
-        call = sum(other == number for other, _, _ in run.sums[:index])
+        call = sum(site_number == number for site_number, _, _ in run.sums[:index])
         site = self._outputs[number].site
         model = self._model()
         nodes = [] if model is None else walk(model)
-        node = next((one for one in nodes if one.path == site.path), None)
+        node = next((candidate for candidate in nodes if candidate.path == site.path), None)
         passed = [path_text(self._outputs[run.sums[k][0]].site.path) for k in suspects if k > index]
         held = [] if node is None else [
-            measured(name, one) for name, one in node.module.named_parameters(recurse=False)
+            measured(name, weight) for name, weight in node.module.named_parameters(recurse=False)
         ]  # fmt: skip
         output = [] if site.path else _measurable(run.output)
-        counts = [counted(one) for one in output]
+        counts = [counted(tensor) for tensor in output]
         return Finding(
             "forward", site.path, site.module_type, call, run.step,
             n_nan=sum(n_nan for n_nan, _ in counts),
             n_inf=sum(n_inf for _, n_inf in counts),
-            n_total=sum(one.numel() for one in output),
+            n_total=sum(tensor.numel() for tensor in output),
             parameters=tuple(held),
             passed_on=tuple(passed),
             notes=(f"the operation is not known: {why}",),
@@ -341,24 +341,24 @@ def _keeping_output(callback: SplitCallback) -> SplitCallback:
     return callback._replace(callback=see_and_keep)
 
 
-def _unexplained_difference(replay: Replay, run: Run, made: list[Origin]) -> str | None:
+def _unexplained_difference(replay: Replay, run: Run, origins: list[Origin]) -> str | None:
     """Return the first output that differs from the first run's; None if none that matters does.
 
     Args:
         replay: the repeated run.
         run: the first run.
-        made: who made what is not finite before the difference.
+        origins: the origins of numbers that are not finite, before the difference.
     """
     kinds, difference = _kinds_of(run.output), replay.likeness.difference
     if kinds is not None and replay.root_kinds not in (None, kinds):
         difference = difference or path_text("")
     # An operation of the repeated run explains only a value that the first run returned.
     has_left = not run.is_output_finite if kinds is None else bool(kinds & ~Kind.MINUS_INF)
-    return None if has_left and replay.origin in made else difference
+    return None if has_left and replay.origin in origins else difference
 
 
 def _measurable(value: Any) -> list[Tensor]:
-    return [one for _, one in tree.tensors(value) if is_measurable(one)]
+    return [tensor for _, tensor in tree.tensors(value) if is_measurable(tensor)]
 
 
 def _kinds_of(output: Any) -> Kind | None:

@@ -13,7 +13,7 @@ from hookline.engine import path_text
 from hookline.engine.pytree import tree
 from hookline.verbs.check.finiteness import Measure, flat, is_measurable, total
 
-# The sums of two equal runs may differ by rounding: by so much of the sum of all magnitudes.
+# Rounding makes the sums of equal runs differ, by at most this share of the sum of magnitudes.
 _ROUNDING = 1e-4
 _ROUNDING_OF_HALF = 1e-3
 
@@ -22,10 +22,10 @@ Sums = Sequence[tuple[int, Tensor, Measure | None]]
 
 @final
 class Likeness:
-    """Tell how far a repeated run is the first run again.
+    """Compare a repeated run with the first run, output by output.
 
     Args:
-        sums: what the first run measured, as in `Run.sums`.
+        sums: the numbers that the first run measured, as in `Run.sums`.
         paths: the path of each site, by number.
 
     Attributes:
@@ -39,7 +39,7 @@ class Likeness:
         for number, first, measure in sums:
             self._first.setdefault(paths[number], deque()).append((first, measure))
         self._n_seen = dict.fromkeys(self._first, 0)
-        # How many operations had run when both runs last had a number that is not finite.
+        # The number of operations before the last number that is not finite in both runs.
         self._lasts = -1
         self.difference: str | None = None
 

@@ -59,14 +59,14 @@ Known = dict[tuple[Any, int], Tensor]
 
 @final
 class Fault:
-    """What is not finite in a loss, and the operation that made it.
+    """Name the operation of a loss that made a number that is not finite.
 
     Args:
-        node: the node of the graph of this operation; None if not known.
-        tensor: what was seen: the loss, or a gradient in its backward.
-        inputs: what the operation was given.
+        node: the node of the operation in the graph; None if not known.
+        tensor: the tensor that has the number: the loss, or a gradient in its backward.
+        inputs: the inputs of the operation.
         notes: remarks, as text.
-        is_of_backward: whether the loss is finite, and an operation of its backward is named.
+        is_of_backward: True for an operation of the backward of a finite loss.
     """
 
     __slots__ = ("function", "inputs", "line", "node", "notes", "operation", "tensor")
@@ -93,7 +93,7 @@ class Fault:
 
 @final
 class NodeNumbers:
-    """The numbers of the nodes that runs of a model made, in each thread."""
+    """Keep the numbers of the nodes that runs of a model made, in each thread."""
 
     __slots__ = ("_runs",)
 
@@ -110,7 +110,7 @@ class NodeNumbers:
 
         Args:
             first: the number of its first node.
-            is_finite: whether its output is known to be finite.
+            is_finite: True if its output is known to be finite.
             called_at: the line that called the model.
         """
         after = next_number()
@@ -132,7 +132,7 @@ class NodeNumbers:
 
 
 class _RunNodes(NamedTuple):
-    """The numbers of the nodes of one run.
+    """Name the nodes of one run by their numbers.
 
     Attributes:
         first: the first number.
@@ -153,7 +153,7 @@ def _first_of(run: _RunNodes) -> int:
 
 @final
 class LossGraph:
-    """The part of a graph between the outputs of a model and the tensors a backward begins at.
+    """Hold the graph between the outputs of a model and the tensors that a backward begins at.
 
     Args:
         roots: the tensors that the backward begins at.
@@ -161,7 +161,7 @@ class LossGraph:
 
     Attributes:
         thread: the thread that runs the backward.
-        fault: what is not finite in the loss; None if it is finite, or not known.
+        fault: the fault of the loss; None if the loss is finite, or not known.
         is_nan: whether the loss is a NaN.
         value: the loss, if it is one number.
         is_accumulating: whether gradients were as the last backward had left them.
@@ -220,14 +220,14 @@ class LossGraph:
         self._given, self._passed = {}, []
 
     def fault_of_backward(self) -> Fault | None:
-        """Return the first operation in the loss's backward that made what is not finite."""
+        """Return the first operation in the loss's backward that made a NaN or an infinity."""
         for node, passed in self._passed:
             bad = [tensor for tensor in passed if tensor is not None and kinds_in(tensor.detach())]
-            given = [tensor for tensor in self._given[node] if tensor is not None]
-            if bad and any(kinds_in(tensor.detach()) for tensor in given):
+            grads = [tensor for tensor in self._given[node] if tensor is not None]
+            if bad and any(kinds_in(tensor.detach()) for tensor in grads):
                 return None  # it was given that, by an operation whose gradients are not known
             if bad:
-                return self._at_line(Fault(node, bad[0], given, is_of_backward=True))
+                return self._at_line(Fault(node, bad[0], grads, is_of_backward=True))
         return None
 
     def _at_line(self, fault: Fault) -> Fault:
@@ -246,7 +246,7 @@ class LossGraph:
 
 @final
 class _Values:
-    """The values in the graph of a loss, as far as they are known.
+    """Hold the values in the graph of a loss, as far as they are known.
 
     Args:
         nodes: the nodes of the loss, each behind those that it gets values from.
@@ -274,7 +274,7 @@ class _Values:
                 self._compute(node)
 
     def _compute(self, node: Any) -> None:
-        """Compute what an operation returned, if its inputs are known."""
+        """Compute the output of an operation, if its inputs are known."""
         compute = _COMPUTED.get(node.name())
         if compute is None or (node, 0) in self._known:
             return
@@ -308,7 +308,7 @@ class _Values:
         return Kind.NONE if is_moving and inputs and not any(_is_bad(k) for k in inputs) else None
 
     def fault(self) -> Fault:
-        """Find the operation that made what is not finite in the loss."""
+        """Find the operation that made the loss not finite."""
         edge: tuple[Any, int] = (self._loss.grad_fn, self._loss.output_nr)
         while True:
             node = edge[0]
@@ -326,14 +326,14 @@ class _Values:
 
     def _known_bad(self, edges: Sequence[tuple[Any, int]]) -> tuple[Any, int] | None:
         """Return the next value that is not finite, behind those that are not known."""
-        waiting, seen = list(edges), set()
+        waiting, visited = list(edges), set()
         while waiting:
             edge = waiting.pop(0)
             kinds = self._kinds(edge)
             if kinds and not self._is_meant(edge, kinds):
                 return edge
-            if kinds is None and edge not in seen and edge[0] in self._nodes:
-                seen.add(edge)
+            if kinds is None and edge not in visited and edge[0] in self._nodes:
+                visited.add(edge)
                 waiting += [below for below in edge[0].next_functions if below[0] is not None]
         return None
 
@@ -428,7 +428,7 @@ def _nll(node: Any, inputs: list[Any]) -> Tensor:
     return loss
 
 
-# What the operations of a few nodes returned, by what they were given.
+# Functions that compute the output of a node's operation from its inputs.
 _COMPUTED: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "LogBackward0": _unary("log"),
     "Log2Backward0": _unary("log2"),

@@ -55,9 +55,11 @@ def line_of_loss(
     if called_at == CalledAt(frame.f_code, frame.f_lineno):
         return _line(frame, frame.f_lineno)  # the model, the loss and its backward
     statements = list(_statements(frame.f_code))
-    known, number = _known(frame, statements), number_of(node)
-    later = [variable for variable in known if variable.number >= number and reaches(variable.node)]
-    earlier = [variable for variable in known if variable.number < number]
+    variables, number = _known(frame, statements), number_of(node)
+    later = [
+        variable for variable in variables if variable.number >= number and reaches(variable.node)
+    ]
+    earlier = [variable for variable in variables if variable.number < number]
     statement = later[0].statement if later else _at(statements, frame.f_lineno)
     before = [earlier[-1].statement] if earlier else []
     if called_at is not None and called_at.code is frame.f_code:
@@ -85,12 +87,12 @@ class _Known(NamedTuple):
 
 def _known(frame: FrameType, statements: list[ast.stmt]) -> list[_Known]:
     """Return the variables that hold tensors of a graph, by the numbers of their nodes."""
-    stored, known = _stored(statements), []
+    stored, variables = _stored(statements), []
     for name, value in frame.f_locals.items():
         places = stored.get(name, [])
         if isinstance(value, Tensor) and value.grad_fn is not None and len(places) == 1:
-            known.append(_Known(number_of(value.grad_fn), value.grad_fn, places[0]))
-    return sorted(known, key=lambda variable: variable.number)
+            variables.append(_Known(number_of(value.grad_fn), value.grad_fn, places[0]))
+    return sorted(variables, key=lambda variable: variable.number)
 
 
 def _line(frame: FrameType, lineno: int) -> SourceLine:
@@ -137,12 +139,12 @@ def _stored(statements: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 def _at(statements: list[ast.stmt], lineno: int) -> ast.stmt | None:
     """Return the statement at a line; None if there are several."""
-    there = [
+    matches = [
         statement
         for statement in statements
         if statement.lineno <= lineno <= (statement.end_lineno or statement.lineno)
     ]
-    return there[0] if len({statement.lineno for statement in there}) == 1 else None
+    return matches[0] if len({statement.lineno for statement in matches}) == 1 else None
 
 
 def _is_next(statements: list[ast.stmt], before: ast.stmt, statement: ast.stmt) -> bool:

@@ -137,8 +137,8 @@ class _Followed:
         is_moving = function.is_view or any(part in name for part in _MOVING)
         followed = [mark for mark in known if is_moving or not mark.is_empty]
         self.is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in followed)
-        given = all_kinds(mark.kinds for mark in followed)
-        self._meant = (given if is_moving else given & ~Kind.NAN) | _scalars(name, arguments)
+        kinds = all_kinds(mark.kinds for mark in followed)
+        self._meant = (kinds if is_moving else kinds & ~Kind.NAN) | _scalars(name, arguments)
 
     def is_made(self, kinds: Iterable[Kind]) -> bool:
         """Tell whether the operation has made what is in its outputs."""
@@ -189,11 +189,11 @@ class FunctionNames(TorchFunctionMode):
             Nothing if the call was given the tensor.
         """
         key = storage_address(tensor)
-        given = list(_flat(self._arguments))
-        tensors = [one for one in given if isinstance(one, Tensor)]
-        if any(one is tensor or storage_address(one) == key for one in tensors):
+        arguments = list(_flat(self._arguments))
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if any(argument is tensor or storage_address(argument) == key for argument in tensors):
             return Kind.NONE
-        numbers = [_kind_of(one) for one in given if isinstance(one, Real)]
+        numbers = [_kind_of(argument) for argument in arguments if isinstance(argument, Real)]
         return all_kinds(numbers)
 
 
@@ -381,7 +381,7 @@ def _scalars(name: str, arguments: Any) -> Kind:
 
     A NaN is meant where memory is filled with it, and not where it is computed with.
     """
-    kinds = all_kinds(_kind_of(one) for one in _flat(arguments) if isinstance(one, Real))
+    kinds = all_kinds(_kind_of(number) for number in _flat(arguments) if isinstance(number, Real))
     is_filling = any(word in name for word in _FILLING)
     return kinds if is_filling else kinds & ~Kind.NAN
 

@@ -50,7 +50,7 @@ class Outcome:
         in_backward: what a backward has made, until an optimizer steps with it.
         until_step: what a forward has made in a job of several ranks, until they step.
         at_end: what is raised when the block ends.
-        warned: what was said in a warning, because an error would stop this rank alone.
+        warned: the findings of warnings: an error would have stopped this rank alone.
         is_told: whether the end of the block has said what it had to say.
     """
 
@@ -65,9 +65,9 @@ class Outcome:
         self._n_files = 0
 
     def add(self, finding: Finding) -> Finding:
-        """Note a finding, once. The first hundred are kept, and of those `also=` asks for, too."""
+        """Note a finding, once. Keep at most 100, and at most 100 that `also=` asks for."""
         is_asked = finding.also is not None
-        n_kept = sum((other.also is not None) == is_asked for other in self.all)
+        n_kept = sum((kept_finding.also is not None) == is_asked for kept_finding in self.all)
         if n_kept < _MOST_KEPT and finding not in self.all:
             self.all.append(finding)
         return finding

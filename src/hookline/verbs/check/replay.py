@@ -74,11 +74,11 @@ def _versions(value: Any) -> tuple[int, ...]:
 
 
 class RepeatedBackward(NamedTuple):
-    """What the repeated backward of a run has made.
+    """Hold the gradients that the repeated backward of a run has made not finite.
 
     Attributes:
-        origin: who made what is not finite in the gradient of a parameter or an input.
-        is_finite: whether all these gradients are finite.
+        origin: the origin of the first such gradient, of a parameter or an input.
+        is_finite: True if all gradients of parameters and inputs are finite.
         not_finite: the parameters whose gradients are not.
     """
 
@@ -100,8 +100,9 @@ class Replay:
     Attributes:
         calls: the calls of modules, in the order in which they began.
         output: the output of the repeated run.
-        origin: who made what is not finite in the output; None if nobody did, or it is meant.
-        masks: who made an output's -inf that is taken for a mask.
+        origin: the origin of a number in the output that is not finite; None if all are finite, or
+            are meant.
+        masks: the origins of each -inf in the output that is taken for a mask.
         likeness: the comparison of the repeated run with the first.
     """
 
@@ -137,7 +138,7 @@ class Replay:
             with anomaly, self._names, self.origins:
                 self.output = self._root(*args, **kwargs)
             self._judge_output()
-        self.likeness.end({one.node.path for one in self.calls})
+        self.likeness.end({call.node.path for call in self.calls})
 
     def _cut(self, tensor: Tensor) -> Tensor:
         """Return an input without the graph that made it: that may be freed, or another run's."""
@@ -165,9 +166,9 @@ class Replay:
     def backward(self) -> RepeatedBackward:
         """Repeat the backward of the repeated forward, from the gradients of its outputs."""
         grads = self._run.gradients
-        outputs = [one for one in tree.distinct(self.output) if one.requires_grad]
+        outputs = [tensor for tensor in tree.distinct(self.output) if tensor.requires_grad]
         pairs = [(outputs[slot], grad) for slot, grad in grads.items() if slot < len(outputs)]
-        weights = [one for one in self._root.parameters() if one.requires_grad]
+        weights = [weight for weight in self._root.parameters() if weight.requires_grad]
         wanted = [*weights, *self._leaves.values()]
         if not pairs or not wanted:
             return RepeatedBackward(None, is_finite=True, not_finite=[])
@@ -180,20 +181,20 @@ class Replay:
             stack.enter_context(torch.autograd.set_detect_anomaly(True, False))
             stack.enter_context(self.origins)
             found = _gradients([one for one, _ in pairs], wanted, [one for _, one in pairs])
-        marks = [None if one is None else self.origins.mark_of(one) for one in found]
+        marks = [None if grad is None else self.origins.mark_of(grad) for grad in found]
         made = [mark.origin for mark in marks if mark is not None and mark.origin is not None]
         pairs_of_weights = zip(weights, marks, strict=False)
         return RepeatedBackward(
-            min(made, key=lambda one: one.number, default=None),
+            min(made, key=lambda origin: origin.number, default=None),
             is_finite=all(mark is None for mark in marks),
             not_finite=[weight for weight, mark in pairs_of_weights if mark is not None],
         )
 
     def proven_origins(self) -> list[Origin]:
-        """Return who made what is not finite in outputs, as far as the first run was the same."""
-        made = [*(call.origin for call in self.calls), self.origin]
+        """Return the origins in this run's outputs, as far as the first run was the same."""
+        origins = [*(call.origin for call in self.calls), self.origin]
         return [
-            origin for origin in made
+            origin for origin in origins
             if origin is not None and origin not in self.masks
             and self.likeness.proves(origin.number)
         ]  # fmt: skip
@@ -201,7 +202,7 @@ class Replay:
     @property
     def root_kinds(self) -> Kind | None:
         """Return the kinds of numbers in the root's output that are not finite, if it was seen."""
-        root = next((one for one in self.calls if not one.node.path), None)
+        root = next((call for call in self.calls if not call.node.path), None)
         return None if root is None else root.kinds
 
     # -- watching the modules --------------------------------------------------------------------
@@ -252,8 +253,8 @@ class Replay:
             for name, buffer in buffers(node.module).items():
                 if buffer is not None:
                     self._outside.add("buffer", prefix + name, buffer)
-        given = Arguments().bind(self._root, args, kwargs)
-        for leaf, tensor in tree.tensors(given):
+        arguments = Arguments().bind(self._root, args, kwargs)
+        for leaf, tensor in tree.tensors(arguments):
             self._outside.add("input", f":input{leaf_text(leaf)}", tensor)
 
     # -- the finding -----------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Run:
         first_node: the number of its first node; None where the root was not called.
         called_at: the line that called the root.
         output: the root's output, while its pass ends; None where it is not known.
-        is_output_finite: whether the root's output was finite, by its sums.
+        is_output_finite: True if the root's output was finite, by its sums.
         args: the root's arguments; None where they are not known.
         kwargs: its keyword arguments.
         gradients: the gradients of the root's outputs, by slot, once they have arrived.

@@ -159,7 +159,7 @@ def _inside_attention(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def not_repeated(facts: Facts) -> Why | None:
-    """Say that the runs were not alike, so that no cause can be told from one for another."""
+    """Say that the runs differed: then the cause in one run need not be that in another."""
     node = facts.differing
     if node is None:
         return None

@@ -167,18 +167,18 @@ def _look_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Fac
     if not facts.look.fast:  # torch's function mode switches them off
         facts.differing = next((node for node in facts.nodes if _used_by_itself(node, facts)), None)
     if facts.differing is None and idle - facts.look.used.keys():
-        other = _look(model, inputs, facts.nodes, flip=True)
-        facts.other_mode = _ran(other) - ran
+        flipped = _look(model, inputs, facts.nodes, flip=True)
+        facts.other_mode = _ran(flipped) - ran
         if facts.other_mode & idle:
             again = _look(model, inputs, facts.nodes, flip=True)
-            facts.differing = _unlike(facts.nodes, _ran(other), again)
+            facts.differing = _unlike(facts.nodes, _ran(flipped), again)
 
 
 def _unlike(nodes: list[ModuleNode], ran: set[int], again: Look) -> ModuleNode | None:
     """Find a module that was called in one of two runs alone."""
-    others = _ran(again)
+    ran_again = _ran(again)
     keys = ((node, id(node.module)) for node in nodes)
-    return next((node for node, key in keys if (key in ran) != (key in others)), None)
+    return next((node for node, key in keys if (key in ran) != (key in ran_again)), None)
 
 
 def _used_by_itself(node: ModuleNode, facts: Facts) -> bool:

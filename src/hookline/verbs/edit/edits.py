@@ -313,15 +313,15 @@ class _Given:
         Raises:
             StructureError: the shapes differ.
         """
-        given = self._tensor
-        if not given.dim() or given.is_nested or value.is_nested or given.shape == value.shape:
+        tensor = self._tensor
+        if not tensor.dim() or tensor.is_nested or value.is_nested or tensor.shape == value.shape:
             return
         advice = "Give a number, or a tensor of the value's shape."
-        if _broadcasts(given, value):
+        if _broadcasts(tensor, value):
             advice = "To put it at each place, give hl.edit: lambda t: new.expand_as(t).clone()."
         raise StructureError(
             f"the tensor given to hl.edits.{self._name} must have the value's shape"
-            f" {describe.shape(value)}, got {describe.shape(given)}.\n{advice}"
+            f" {describe.shape(value)}, got {describe.shape(tensor)}.\n{advice}"
         )
 
     def check(self, value: Tensor) -> None:

@@ -161,7 +161,7 @@ class Extraction:
         self._job = self._job.planned(n_batches, tuple(forms.values()), values)
         return values
 
-    def _compare_values(self, said: list[dict[str, Any]]) -> None:
+    def _compare_values(self, summaries: list[dict[str, Any]]) -> None:
         """Compare the values that all ranks have for the first batch. A collective.
 
         Raises:
@@ -170,8 +170,8 @@ class Extraction:
             RanksError: a rank has another model, as by a hook on it.
         """
         if self._is_split:
-            for name, column in said[0]["columns"].items():
-                if any(values["columns"].get(name) != column for values in said):
+            for name, column in summaries[0]["columns"].items():
+                if any(values["columns"].get(name) != column for values in summaries):
                     raise StructureError(
                         f"{name} must be a DTensor or equal on all ranks, got a plain tensor that"
                         " differs.\nSelect a site after the parts are joined, or parallelize with"
@@ -180,23 +180,23 @@ class Extraction:
             return
         differing = [
             (rank, differences[0])
-            for rank, values in enumerate(said)
-            if (differences := difference(said[0], values, is_same_place=False).far)
+            for rank, values in enumerate(summaries)
+            if (differences := difference(summaries[0], values, is_same_place=False).far)
         ]
-        if differing and self._repeats(said):
+        if differing and self._repeats(summaries):
             rank, text = differing[0]
             raise RanksError(
                 f"the model must give the same values on every rank, got on rank {rank} {text}."
                 "\nGive each rank the same model, with the same hooks, edits and attributes."
             )
 
-    def _repeats(self, said: list[dict[str, Any]]) -> bool:
+    def _repeats(self, summaries: list[dict[str, Any]]) -> bool:
         """Run the first batch again on all ranks; tell whether its values are the same.
 
         A collective, with a warning if they are not.
         """
         again = self._ranks.each(lambda: self._worker.summary(self._worker.first_again()))
-        pairs = zip(said, again, strict=True)
+        pairs = zip(summaries, again, strict=True)
         differences = [difference(*pair, is_same_place=True).far for pair in pairs]
         if not any(differences):
             return True
@@ -227,7 +227,7 @@ class Extraction:
             self._job, _ = self._begun
 
     def _first_batch_differences(self) -> list[str]:
-        """Name what differs from the store, values first; warn of what may be rounding."""
+        """Name the differences from the store, values first; warn of those that may be rounding."""
         assert self._begun is not None
         assert self._job.first_batch is not None
         begun, about = self._begun

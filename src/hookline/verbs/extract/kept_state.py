@@ -1,4 +1,4 @@
-"""Notice what a model keeps from one batch to the next.
+"""Notice the state that a model keeps from one batch to the next.
 
 A row then depends on the batches before it, and a module behind the last selected site may be the
 one that changes the state.
@@ -25,10 +25,10 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class _Seen(NamedTuple):
-    """A tensor as it was.
+    """Remember a tensor at one moment.
 
     Args:
-        tensor: the tensor, which this does not keep alive.
+        tensor: a weak reference to the tensor.
         version: its version counter; None for a tensor that has none.
         values: a copy; None for a tensor that is not compared by its values.
     """
@@ -40,7 +40,7 @@ class _Seen(NamedTuple):
 
 @final
 class KeptState:
-    """The parameters, buffers and plain attributes of a model, as they were when last looked at.
+    """Compare parameters, buffers and plain attributes of a model with those of the last look.
 
     Args:
         model: the model.
@@ -51,7 +51,7 @@ class KeptState:
         self._last = _marks(model)
 
     def changed(self) -> list[str]:
-        """Return the names of what has changed since the last look."""
+        """Return the names of the tensors and attributes that have changed since the last look."""
         before, self._last = self._last, _marks(self._model)
         return [
             name
@@ -107,8 +107,10 @@ def _seen(tensor: Tensor, most_bytes: int) -> _Seen:
 def _are_same(before: Any, now: Any) -> bool:
     if not isinstance(before, _Seen) or not isinstance(now, _Seen):
         return bool(before == now)
-    old, new = before.values, now.values
-    if old is None or new is None:
+    old_values, new_values = before.values, now.values
+    if old_values is None or new_values is None:
         return before.tensor() is now.tensor() and before.version == now.version
-    has_form = (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
-    return has_form and torch.equal(flat_bytes(old), flat_bytes(new))  # bytes: NaN equals itself
+    pair = old_values, new_values
+    old_form, new_form = ((values.dtype, values.shape, values.device) for values in pair)
+    # By bytes, because NaN does not equal itself.
+    return old_form == new_form and torch.equal(*map(flat_bytes, pair))

@@ -37,14 +37,15 @@ class Worker:
         inputs: a function of a batch that returns the model's inputs; None gives the whole batch.
         mask: the mask of the tokens of a batch, as in `hl.extract`.
         gather: makes of each value what is stored, where ranks have parts of it: a collective.
-        state: what the model keeps from batch to batch; None where that is not looked at.
+        state: the state that the model keeps from batch to batch; None to ignore it.
 
     Attributes:
         forward: runs the model on a batch, and returns the sites that it did not reach.
         offload: brings values to the CPU.
         forms: the form of each column, once a batch was run.
-        changing: the names of the state that each batch so far has changed. The model then runs to
-            its end in each batch: what is behind the last site may change the state.
+        changing: the names of the state that each batch so far has changed. If there are any, the
+            model runs to its end in each batch, because modules behind the last site may change
+            the state.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class Worker:
             NotRecordedError: the model did not reach a site.
             StructureError: a value does not have a row for each item or token.
         """
-        known, self._first_chunk, self._first_copy = self._first_chunk, None, None
-        return known if known is not None and batch.number == 0 else self._run(batch)
+        first_chunk, self._first_chunk, self._first_copy = self._first_chunk, None, None
+        return first_chunk if first_chunk is not None and batch.number == 0 else self._run(batch)
 
     def _run(self, batch: Batch) -> Chunk:
         with seeded(batch.number, self._accelerators):

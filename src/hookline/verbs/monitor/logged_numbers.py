@@ -17,11 +17,11 @@ _MOST_WAITING = 1000  # entries with tensors on an accelerator
 @final
 @dataclass(slots=True)
 class _Entry:
-    """The numbers of one step.
+    """Hold the numbers of one step.
 
     Args:
         step: the number of the step.
-        is_given: whether the user has given it.
+        is_given: True if the user has given this number.
     """
 
     step: int
@@ -32,7 +32,7 @@ class _Entry:
 
 @final
 class LoggedNumbers:
-    """The logged numbers that no report holds yet.
+    """Keep the logged numbers that no report holds yet.
 
     Args:
         add: takes the report of a step.
@@ -60,20 +60,20 @@ class LoggedNumbers:
         """Report the numbers of other steps, and return those of one step."""
         self.report_others(step)
         entries, self._entries = self._entries, []
-        return {name: float(one) for entry in entries for name, one in entry.numbers.items()}
+        return {name: float(number) for entry in entries for name, number in entry.numbers.items()}
 
     def report_others(self, step: int | None) -> None:
         """Report the numbers of all steps but one; None reports those of all."""
         while others := [entry for entry in self._entries if entry.step != step]:
             entry = others[0]
             self._entries.remove(entry)
-            numbers = {name: float(one) for name, one in entry.numbers.items()}
+            numbers = {name: float(number) for name, number in entry.numbers.items()}
             self._add(StepReport.of_logged(entry.step, entry.seconds, numbers))
 
     def report_read(self) -> None:
-        """Report what can be reported without waiting for an accelerator."""
-        numbers = [one for entry in self._entries for one in entry.numbers.values()]
+        """Report the numbers that can be read without waiting for an accelerator."""
+        numbers = [number for entry in self._entries for number in entry.numbers.values()]
         if len(self._entries) > _MOST_WAITING or not any(
-            isinstance(one, Tensor) for one in numbers
+            isinstance(number, Tensor) for number in numbers
         ):
             self.report_others(None)

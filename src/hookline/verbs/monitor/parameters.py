@@ -107,13 +107,13 @@ class Parameters:
     @torch.no_grad()
     def values(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Measure weights that no optimizer steps; None is all of them."""
-        known = self._known
-        measured = known.values() if tensors is None else map(known.get, map(id, tensors))
+        by_id = self._known
+        measured = by_id.values() if tensors is None else map(by_id.get, map(id, tensors))
         self._slots.add_many(
             [
-                (one.value, one.tensor)
-                for one in measured
-                if one is not None and one.value is not None
+                (parameter.value, parameter.tensor)
+                for parameter in measured
+                if parameter is not None and parameter.value is not None
             ]
         )
 

@@ -75,7 +75,7 @@ class Reporting:
 @final
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A report that a writer has not taken yet, and how often it was tried."""
+    """Hold a report that a writer has not taken yet, and the number of tries."""
 
     report: StepReport
     n_tries: int = 0
@@ -84,7 +84,7 @@ class _Waiting:
 
 @final
 class _Guarded:
-    """A writer whose errors become warnings.
+    """Turn the errors of a writer into warnings.
 
     Reports that it refuses wait, and are tried again with the next report and at the end. A report
     that it has refused more than `_MOST_TRIES` times is left out once it takes a later one. A
@@ -114,10 +114,10 @@ class _Guarded:
             self.write(is_last=True)
         finally:
             self._guard(self._writer.close)
-        left = len(self._waiting) + max(self._n_left_out - 1, 0)
-        if left:
+        n_left = len(self._waiting) + max(self._n_left_out - 1, 0)
+        if n_left:
             warn(
-                f"hl.monitor: {left} reports never reached {name_of(self._writer)}."
+                f"hl.monitor: {n_left} reports never reached {name_of(self._writer)}."
                 "\nRead them from the curves that the monitor gave: seen."
             )
 
@@ -130,7 +130,7 @@ class _Guarded:
             waiting = self._waiting[len(refused)]
             if self._takes(waiting):
                 self._waiting.remove(waiting)
-                refused = [one for one in refused if not self._leaves_out(one)]
+                refused = [report for report in refused if not self._leaves_out(report)]
                 continue
             refused.append(waiting)
             may_go_on = not self._rewrites and (is_last or waiting.n_tries > _MOST_TRIES)

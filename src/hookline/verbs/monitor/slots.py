@@ -29,8 +29,8 @@ _PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a l
 
 @final
 @dataclass(slots=True)
-class Taken:
-    """The slots of a step, or of a part of it.
+class StepSlots:
+    """Hold the slots of a step, or of a part of a step.
 
     Args:
         slots: the slots of each site that had a value.
@@ -91,7 +91,8 @@ class SiteSlots:
 
         Args:
             value: the value.
-            is_shared: whether the value shares its turn with others, whose order nobody knows.
+            is_shared: True if the value shares its turn with others, because their order is not
+                known.
         """
         if self.is_off:
             return
@@ -137,7 +138,7 @@ class SiteSlots:
         if slots is None:
             slots, self.turn = self._empty, self._of.turn(is_shared=is_shared)
         pairs = zip(self._of.statistics, slots, strict=True)
-        self.slots = [one.update(mine, value) for one, mine in pairs]
+        self.slots = [statistic.update(part, value) for statistic, part in pairs]
 
     def take(self) -> list[Tensor] | None:
         """Return the slots of this step, and begin a new step; None without a value."""
@@ -227,7 +228,7 @@ class Slots:
         needs_grad: whether values of runs without gradients are left out.
         in_training: whether a trainer says that what runs now trains the model.
         of_training: the passes whose root began with gradients enabled.
-        comes_from_graph: whether the present value has left a compiled graph.
+        comes_from_graph: True if the present value has left a compiled graph.
         version: increases when a site appears, so that the layout of reports changes.
         lock: held while slots change, since values may come from several threads.
     """
@@ -285,8 +286,8 @@ class Slots:
             alike = [pair for pair in pairs if pair[0].is_first_alike(pair[1])]
             slots = self._measure_many([value.detach() for _, value in alike])
             turn = self.turn(is_shared=True)
-            for (site, _), mine in zip(alike, slots, strict=False):
-                site.slots, site.turn = [mine], turn
+            for (site, _), part in zip(alike, slots, strict=False):
+                site.slots, site.turn = [part], turn
             measured = {id(site) for site, _ in alike} if slots else set()
         for site, value in pairs:
             if id(site) not in measured:
@@ -323,15 +324,15 @@ class Slots:
         with self.lock:
             return self.sites(), self.version
 
-    def take(self) -> Taken:
+    def take(self) -> StepSlots:
         """Return the slots of each site that had a value in this step, and begin a new step."""
-        taken = Taken()
+        step_slots = StepSlots()
         with self.lock:
             for site in self._sites.values():
                 slots = site.take()
                 if slots is not None:
-                    taken.slots[site.name], taken.turns[site.name] = slots, site.turn
-        return taken
+                    step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
+        return step_slots
 
     def has_modules(self, taken: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
@@ -342,17 +343,17 @@ class Slots:
     def has_path(self, path: str) -> bool:
         """Tell whether a module has a path."""
         with self.lock:
-            return any(one.site.path == path for one in self._sites.values())
+            return any(site.site.path == path for site in self._sites.values())
 
     def has_values(self) -> bool:
         """Tell whether a value came in this step."""
         with self.lock:
-            return any(one.slots is not None for one in self._sites.values())
+            return any(site.slots is not None for site in self._sites.values())
 
-    def put(self, taken: Taken) -> None:
+    def put(self, step_slots: StepSlots) -> None:
         """Merge slots that were taken before."""
-        for name, slots in taken.slots.items():
-            self._sites[name].merge(slots, taken.turns[name])
+        for name, slots in step_slots.slots.items():
+            self._sites[name].merge(slots, step_slots.turns[name])
 
     def complain(self, site: str, what: str) -> None:
         """Keep a warning about a site, once for each site; `tell` gives them together."""

@@ -24,7 +24,7 @@ from hookline.verbs.monitor.optimizer_pairs import OptimizerPairs
 from hookline.verbs.monitor.orders import Orders
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import Ranks
-from hookline.verbs.monitor.slots import Slots, Taken
+from hookline.verbs.monitor.slots import Slots, StepSlots
 from hookline.verbs.shared.closures import closure_of
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.
@@ -116,9 +116,9 @@ class Steps:
         self._pairs = OptimizerPairs()
         self._goes_on = False  # whether this step began with the rest of the last one's optimizers
         # The slots of this step up to its last optimizer's step.
-        self._aside = Taken()
+        self._aside = StepSlots()
         # The slots of passes before any optimizer has stepped, and whether they had gradients.
-        self._waiting: list[tuple[Taken, bool]] = []
+        self._waiting: list[tuple[StepSlots, bool]] = []
         self._n_passes = 0
         self._has_grad = False
         self.is_over = False
@@ -290,7 +290,7 @@ class Steps:
         if self._slots.is_on:
             self._measured.after(optimizer, has_grads=closure_of(args, kwargs) is not None)
             self._slots.put(self._aside)
-            self._aside = Taken()
+            self._aside = StepSlots()
         self._stepped |= self._held_by(optimizer)
         self._has_stepped = True
         self._pairs.stepped(optimizer)
@@ -356,17 +356,17 @@ class Steps:
 
     def _end_open_step(self, *, is_last: bool = False) -> None:
         """End the step at its last optimizer's step. The passes since then are of the next step."""
-        since = self._slots.take() if self._slots.is_on else Taken()
+        since = self._slots.take() if self._slots.is_on else StepSlots()
         self._slots.put(self._aside)
-        self._aside = Taken()
+        self._aside = StepSlots()
         self._end_step(since, is_last=is_last)
 
-    def _end_step(self, since: Taken | None = None, *, is_last: bool = False) -> None:
+    def _end_step(self, since: StepSlots | None = None, *, is_last: bool = False) -> None:
         """End the step, then report it: a step whose end is interrupted does not end again.
 
         Args:
             since: the values since then, which belong to the next step.
-            is_last: whether the line has ended.
+            is_last: True at the end of the line.
         """
         number, is_due, goes_on = self.number, self._is_due(), self._goes_on
         self._knows_optimizers = self._has_stepped
@@ -374,7 +374,7 @@ class Steps:
         self._stepped.clear()
         if is_due:
             self._measure_unstepped()
-        taken = self._slots.take() if is_due or self._slots.is_on else Taken()
+        step_slots = self._slots.take() if is_due or self._slots.is_on else StepSlots()
         self.number, self._last = number + 1, number
         self.n_ended += 1
         self._turn()
@@ -385,10 +385,10 @@ class Steps:
         if not is_due:
             self._logged.report_read()
             return
-        self._report(number, taken, is_last=is_last)
+        self._report(number, step_slots, is_last=is_last)
         self._slots.tell()
         if not goes_on:
-            self._look_for_values(number, taken.slots)
+            self._look_for_values(number, step_slots.slots)
 
     def _measure_unstepped(self) -> None:
         """Measure the weights that no optimizer steps, such as frozen ones."""
@@ -397,20 +397,20 @@ class Steps:
         else:
             self._measured.values()
 
-    def _report(self, number: int, taken: Taken, *, is_last: bool) -> None:
+    def _report(self, number: int, step_slots: StepSlots, *, is_last: bool) -> None:
         sites, version = self._slots.layout()
-        layout, slots = self.ranks.report(sites, taken.slots, version, is_last=is_last)
+        layout, slots = self.ranks.report(sites, step_slots.slots, version, is_last=is_last)
         if not layout.entries:
             self._logged.report_others(None)
             return
         self.n_reported += 1
-        order = self._orders.of(layout, taken.turns)
+        order = self._orders.of(layout, step_slots.turns)
         logged = self._logged.take(number)
         self._to.add(StepReport(number, time.time(), layout, slots, order, logged))
 
-    def _look_for_values(self, number: int, taken: dict[str, list[Tensor]]) -> None:
+    def _look_for_values(self, number: int, slots: dict[str, list[Tensor]]) -> None:
         """Warn, once, if an optimizer trains the model and no selected module has a value."""
-        if self._has_told or self.told_by != "optimizer" or self._slots.has_modules(taken):
+        if self._has_told or self.told_by != "optimizer" or self._slots.has_modules(slots):
             return
         self._has_told = True
         warn(

@@ -17,7 +17,7 @@ from hookline.verbs.profile.windows import Costs, Measured
 
 
 def write_flame(
-    path: Path, tops: list[Context], costs: list[list[Costs]], found: ProfileTable
+    path: Path, tops: list[Context], costs: list[list[Costs]], table: ProfileTable
 ) -> Path:
     """Write the view as one HTML file that loads nothing.
 
@@ -25,12 +25,12 @@ def write_flame(
         path: the file.
         tops: the tops of the contexts, one for each thread.
         costs: the sums of the costs of the contexts, for each thread.
-        found: the table, for the totals.
+        table: the table, for the totals.
     """
-    types = {row.path: row.module.module_type for row in found.rows}
+    types = {row.path: row.module.module_type for row in table.rows}
     measured = Measured(tops, costs, adds=True)
-    children = [_bar(one, types, measured) for top in tops for one in top.children.values()]
-    total, n_passes = found.total, int(found.total.passes)
+    children = [_bar(context, types, measured) for top in tops for context in top.children.values()]
+    total, n_passes = table.total, int(table.total.passes)
     around = [
         ("collectives", total.collectives),
         ("optimizer", total.optimizer),
@@ -40,7 +40,7 @@ def write_flame(
     data = {"name": "all", "type": "", "calls": 0, "self": [0, 0, 0, 0], "children": children}
     # In a script element, "<" could end the element.
     text = json.dumps(data).replace("<", "\\u003c")
-    title = f"{found.model_type}: {duration(total.seconds)}, {plural(n_passes, 'pass', 'passes')}"
+    title = f"{table.model_type}: {duration(total.seconds)}, {plural(n_passes, 'pass', 'passes')}"
     page = _PAGE.replace("__TITLE__", escape(title)).replace("__DATA__", text)
     return write_file(path, page)
 

@@ -42,7 +42,7 @@ class Kind:
         n_backwards: the number of backwards through these runs.
         kept_inputs: the bytes of the inputs that a run keeps for backward.
         workspaces: the bytes of the workspaces that operations keep for backward, by module.
-        is_noted: whether these two are known.
+        is_noted: True if these two are known.
         seeds: the indices of the outputs that a gradient has reached.
         n_nodes: the numbers of nodes in the graphs that the runs have made for backward.
         closed: whether the profile has ended: later backwards are not its own.
@@ -79,8 +79,8 @@ class Run:
         inputs: the memory of the inputs, for the first run of a kind.
 
     Attributes:
-        is_new: whether what the run keeps for backward is to be noted.
-        has_failed: whether the run raised.
+        is_new: True if the bytes that the run keeps for backward are to be noted.
+        has_failed: True if the run raised.
     """
 
     __slots__ = ("_backward", "_error_at_start", "has_failed", "inputs", "is_new", "kind", "memory")

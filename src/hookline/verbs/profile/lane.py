@@ -322,11 +322,11 @@ class Lane:
 
     def _backward_of(self, account: Account) -> Account:
         """Return the account of backward through what an account has made."""
-        found = account
+        backward = account
         if account.context.path is not None and account.slot != BACKWARD:
-            found = self._account(account.context, BACKWARD)
-        account.backward = found
-        return found
+            backward = self._account(account.context, BACKWARD)
+        account.backward = backward
+        return backward
 
     def _forget_oldest(self) -> None:
         """Forget the borders of old calls, whose graphs hardly go on into another call."""

@@ -187,12 +187,12 @@ class Profile(VerbLine[Line]):
 
     @property
     def table(self) -> ProfileTable:
-        """All numbers: sums over the passes so far. Passes whose forward raised are left out."""
+        """Return sums over the passes so far, without those whose forward raised."""
         return self._table(Choice.ALL)
 
     @property
     def per_pass(self) -> ProfileTable:
-        """The numbers of one pass: medians over all passes after the first, with their spread.
+        """Return the numbers of one pass: medians over the passes after the first, with spread.
 
         The first pass often takes longer, because it allocates memory or compiles code. `first` has
         its numbers. If there is one pass only, the numbers are those of this pass. Each time is a
@@ -203,7 +203,7 @@ class Profile(VerbLine[Line]):
 
     @property
     def first(self) -> ProfileTable:
-        """The times and calls of the first pass that did not fail.
+        """Return the times and calls of the first pass that did not fail.
 
         FLOPs are means over all passes.
         """

@@ -166,7 +166,7 @@ def rows_of(
 
 @final
 class _ByPath:
-    """Contexts by the paths of their modules."""
+    """Group contexts by the paths of their modules."""
 
     def __init__(self, contexts: Iterable[Context]) -> None:
         self.by_path: dict[str, list[Context]] = {}
@@ -206,25 +206,25 @@ def _row(
     n_counted: float,
 ) -> Row:
     own = timed.by_path.get(module.path, [])
-    below = [one for top in timed.outermost(module.path, called) for one in top.all()]
+    below = [context for top in timed.outermost(module.path, called) for context in top.all()]
     own_flops = of_flops.by_path.get(module.path, [])
     tops = of_flops.outermost(module.path, called)
-    alone, whole = measured.of(own), measured.of(below)
-    kept = sum(one.kept for one in below)
-    peak = max((one.peak for one in tops), default=0)
+    exclusive, inclusive = measured.of(own), measured.of(below)
+    n_kept = sum(context.kept for context in below)
+    peak = max((context.peak for context in tops), default=0)
     return Row(
         module,
-        calls=_calls(alone, measured),
-        time=median_phases(whole),
-        self_time=median_phases(alone),
-        spread=spread(whole),
-        flops=_flops((one for top in tops for one in top.all()), n_counted),
+        calls=_calls(exclusive, measured),
+        time=median_phases(inclusive),
+        self_time=median_phases(exclusive),
+        spread=spread(inclusive),
+        flops=_flops((context for top in tops for context in top.all()), n_counted),
         self_flops=_flops(own_flops, n_counted),
-        activation_bytes=kept,
-        self_activation_bytes=sum(one.kept for one in own),
+        activation_bytes=n_kept,
+        self_activation_bytes=sum(context.kept for context in own),
         # Compiled code may keep more than the eager operations that are counted.
-        peak_bytes=max(peak, kept) if peak else 0,
-        n_inner=_calls(whole, measured),
+        peak_bytes=max(peak, n_kept) if peak else 0,
+        n_inner=_calls(inclusive, measured),
     )
 
 

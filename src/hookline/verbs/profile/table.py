@@ -60,7 +60,7 @@ class Total:
 
     @property
     def seconds(self) -> float:
-        """The duration of the block, without garbage collection and hookline's own work."""
+        """Return the duration of the block, without garbage collection and hookline's own work."""
         return self.time.all + self.optimizer + self.collectives + self.outside + self.failed
 
 
@@ -281,16 +281,16 @@ def _size(n_bytes: float) -> str:
 
 def _totals(found: ProfileTable) -> Sequence[tuple[str, str]]:
     total = found.total
-    what = "Block"
+    title = "Block"
     if found.is_median:
-        what = "Median of a pass" if total.passes > 1 else "One pass"
+        title = "Median of a pass" if total.passes > 1 else "One pass"
     time = total.time
     parts = [
         ("forward", time.forward), ("backward", time.backward), ("recompute", time.recompute),
         ("collectives", total.collectives), ("optimizer", total.optimizer),
         ("outside the model", total.outside), ("failed passes", total.failed),
     ]  # fmt: skip
-    rows = [(what, f"{duration(total.seconds)}, {plural(total.passes, 'pass', 'passes')}")]
+    rows = [(title, f"{duration(total.seconds)}, {plural(total.passes, 'pass', 'passes')}")]
     rows += [
         (name.capitalize(), f"{duration(seconds)} ({share(seconds / total.seconds)})")
         for name, seconds in parts

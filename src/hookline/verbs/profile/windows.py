@@ -1,4 +1,4 @@
-"""The costs of one thread, pass by pass.
+"""Add up the costs of one thread, pass by pass.
 
 A window begins with a pass and lasts until the next one. The time between two passes, such as that
 of the loss, belongs to the window before. Old windows are added up, so that a long run needs no
@@ -28,16 +28,16 @@ _FEWEST = 16  # windows that are kept, however many modules there are
 
 @final
 class Window:
-    """The costs of one pass, and of the code up to the next one.
+    """Hold the costs of one pass, and of the code up to the next one.
 
     Args:
         number: the pass; -1 before the first.
-        size: how many costs there are.
+        size: the number of costs.
 
     Attributes:
         costs: seconds by phase and numbers of calls: `SLOTS` of each context after each other.
-        has_failed: whether the forward raised.
-        has_gradients: whether gradients were enabled.
+        has_failed: True if the forward raised.
+        has_gradients: True if gradients were enabled.
     """
 
     __slots__ = ("costs", "has_failed", "has_gradients", "number")
@@ -50,7 +50,7 @@ class Window:
 
 
 class Sample(NamedTuple):
-    """The costs of a pass: the mean over passes that share one backward.
+    """Hold the costs of a pass: the mean over passes that share one backward.
 
     Attributes:
         number: the first pass.
@@ -65,7 +65,7 @@ class Sample(NamedTuple):
 
 @final
 class Windows:
-    """The windows of a thread.
+    """Keep the windows of a thread.
 
     Args:
         settle: reads the costs that a device has not given yet.
@@ -118,7 +118,9 @@ class Windows:
 
         Several passes may share a backward, which runs in the window of the last one.
         """
-        windows = [one for one in self._kept() if one.number >= 0 and not one.has_failed]
+        windows = [
+            window for window in self._kept() if window.number >= 0 and not window.has_failed
+        ]
         waiting: list[Window] = []
         samples = []
         for window in windows:
@@ -160,7 +162,7 @@ def _sum_of(costs: Iterable[Costs]) -> Costs:
 
 
 class Choice(Enum):
-    """The passes of a table: all of them added up, the first one, or all later ones."""
+    """Choose the passes of a table: all of them added up, the first one, or all later ones."""
 
     ALL = auto()
     FIRST = auto()
@@ -169,7 +171,7 @@ class Choice(Enum):
 
 @final
 class Ran:
-    """The passes of all threads.
+    """Hold the passes of all threads.
 
     Args:
         threads: the windows of each thread.
@@ -187,7 +189,7 @@ class Ran:
         self.n_passes = sum(number for number, _ in went_well)
         self.n_failed = sum(number for number, _ in failed)
         self.failed_seconds = 0.0
-        # What ran before the model raised is better than no number.
+        # If all passes failed, the costs until they raised are better than none.
         self._sums = [
             costs for _, costs in (went_well if self.n_passes or not self.n_failed else failed)
         ]
@@ -199,25 +201,25 @@ class Ran:
 
     @property
     def n_started(self) -> int:
-        """The number of passes."""
+        """Return the number of passes."""
         return self.n_passes + self.n_failed
 
     def costs(self, choice: Choice) -> tuple[list[list[Costs]], int]:
         """Return the costs of each thread's contexts for a table, and the number of passes."""
-        samples = sorted((one for thread in self._samples for one in thread), key=_number)
+        samples = sorted((sample for thread in self._samples for sample in thread), key=_number)
         if choice is Choice.ALL or not samples:
             n_passes = self.n_passes or self.n_failed
             divisor = 1 if choice is Choice.ALL else max(n_passes, 1)
             return [[costs / divisor] for costs in self._sums], n_passes if divisor == 1 else 1
         first = samples[0].number
         chosen = [
-            [one for one in thread if (one.number == first) == (choice is Choice.FIRST)]
+            [sample for sample in thread if (sample.number == first) == (choice is Choice.FIRST)]
             for thread in self._samples
         ]
         if not any(chosen):
             return self.costs(Choice.FIRST)
-        n_passes = sum(one.n_passes for thread in chosen for one in thread)
-        return [[one.costs for one in thread] for thread in chosen], n_passes
+        n_passes = sum(sample.n_passes for thread in chosen for sample in thread)
+        return [[sample.costs for sample in thread] for thread in chosen], n_passes
 
     def about_failed(self) -> str:
         """Say how many passes failed; an empty text if none has."""
@@ -240,12 +242,12 @@ def medians(costs: Costs) -> list[float]:
 
 @final
 class Measured:
-    """The costs of contexts in one table: sums over all passes, or those of several passes.
+    """Hold the costs of contexts in one table: sums over all passes, or those of several passes.
 
     Args:
         tops: the top of the contexts of each thread.
         costs: the costs of each thread's contexts, one after the other, for each of its passes.
-        adds: whether the costs of the threads add up. Otherwise each thread has passes of its own.
+        adds: True adds up the costs of the threads. Otherwise each thread has passes of its own.
     """
 
     def __init__(
@@ -254,12 +256,12 @@ class Measured:
         sizes = [sum(1 for _ in top.all()) for top in tops]
         # One matrix for each thread: passes, contexts, slots.
         self._costs = [
-            numpy.stack([_padded(one, size) for one in passes])
+            numpy.stack([_padded(matrix, size) for matrix in passes])
             for size, passes in zip(sizes, costs, strict=True)
             if passes
         ]
-        kept = [top for top, passes in zip(tops, costs, strict=True) if passes]
-        self._thread_of = {context: k for k, top in enumerate(kept) for context in top.all()}
+        with_passes = [top for top, passes in zip(tops, costs, strict=True) if passes]
+        self._thread_of = {context: k for k, top in enumerate(with_passes) for context in top.all()}
         self.adds = adds
 
     def of(self, contexts: Iterable[Context]) -> Costs:

@@ -65,16 +65,16 @@ class KeepGradient(GradientCallback):
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Keep the gradient of one tensor."""
-        kept, was = self._kept(current, grad)
+        value, was = self._kept(current, grad)
         if is_wrapped(grad) and not current.is_transformed:
             # Only the backward is batched. The whole batch must not be taken for a value of a later
             # transform.
-            whole = partial(plain, keeps_graph=self.keeps_graph, also_running=True)
-            kept = tree.map_tensors(whole, kept)
-            was = stamp(kept)
+            unwrap = partial(plain, keeps_graph=self.keeps_graph, also_running=True)
+            value = tree.map_tensors(unwrap, value)
+            was = stamp(value)
         run = outer_backward()
         if pending.form is None:
-            current.note((self._number, kept, was, pending.call, run, self._weight()))
+            current.note((self._number, value, was, pending.call, run, self._weight()))
             return
         known = pending.gathered[run]
         gathered = None if known is None else known()
@@ -83,7 +83,7 @@ class KeepGradient(GradientCallback):
             # The recording alone holds it: an object of the graph's hooks must not hold the graph.
             pending.gathered[run] = weakref.ref(gathered)
             current.note((self._number, gathered, None, pending.call, run))
-        gathered.parts[slot] = kept, was
+        gathered.parts[slot] = value, was
 
     def missing(self, current: Pass, pending: PendingGradient) -> None:
         """Keep None in the value's structure, because no gradient will arrive."""

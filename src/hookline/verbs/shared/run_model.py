@@ -38,15 +38,38 @@ def call(model: nn.Module, inputs: Any) -> Any:
     is_function = callable(inputs) and not isinstance(inputs, Tensor | nn.Module | Mapping | tuple)
     if is_function:
         return inputs()
-    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
-    kwargs = inputs if isinstance(inputs, Mapping) else {}
+    args, kwargs = _arguments_of(inputs)
     try:
         return model(*args, **kwargs)
     except TypeError as error:
-        note = _advice(model, inputs, args, kwargs)
+        note = _advice(model, inputs)
         if note:
             error.add_note(f"hookline: {note}")
         raise
+
+
+def _arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    return ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
+
+
+def signature_of(model: nn.Module) -> inspect.Signature | None:
+    """Return the signature of a model's forward; None if the forward is no Python function."""
+    try:
+        return inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def refusal_of(signature: inspect.Signature, inputs: Any) -> TypeError | None:
+    """Return the error of a signature that refuses inputs; None if the signature takes them."""
+    args, kwargs = _arguments_of(inputs)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return error
+    return None
 
 
 def without_list(model: nn.Module, inputs: Any) -> Any:
@@ -74,9 +97,7 @@ def without_list(model: nn.Module, inputs: Any) -> Any:
     return inputs if contextvars.Context().run(is_taken) else inputs[0]
 
 
-def _advice(
-    model: nn.Module, inputs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> str | None:
+def _advice(model: nn.Module, inputs: Any) -> str | None:
     """Say how to give inputs that the model's forward takes; None where it takes these."""
     if isinstance(inputs, tuple) and inputs and all(type(size) is int for size in inputs):
         return (
@@ -88,26 +109,23 @@ def _advice(
             "a list is one argument of the model.\nGive several arguments as a tuple, and a batch"
             " with labels without them, such as batch[0]."
         )
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a forward that is not a Python function
+    signature = signature_of(model)
+    refusal = None if signature is None else refusal_of(signature, inputs)
+    if signature is None or refusal is None:
         return None
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as refusal:
-        if kwargs:
-            keys = ", ".join(f"{key!r}: ..." for key in itertools.islice(kwargs, _N_KEYS_SHOWN))
-            more = ", ..." * (len(kwargs) > _N_KEYS_SHOWN)
-            return (
-                "a dict is given as keyword arguments, and the model's forward refuses them:"
-                f" {refusal}.\nGive a dict that is one argument in a tuple: ({{{keys}{more}}},)."
-            )
-        names = ", ".join(signature.parameters)
+    args, kwargs = _arguments_of(inputs)
+    if kwargs:
+        keys = ", ".join(f"{key!r}: ..." for key in itertools.islice(kwargs, _N_KEYS_SHOWN))
+        more = ", ..." * (len(kwargs) > _N_KEYS_SHOWN)
         return (
-            f"the model's forward takes ({names}), and refuses {plural(len(args), 'argument')}:"
-            f" {refusal}.\nGive its arguments as a tuple, or by name in a dict."
+            "a dict is given as keyword arguments, and the model's forward refuses them:"
+            f" {refusal}.\nGive a dict that is one argument in a tuple: ({{{keys}{more}}},)."
         )
-    return None
+    names = ", ".join(signature.parameters)
+    return (
+        f"the model's forward takes ({names}), and refuses {plural(len(args), 'argument')}:"
+        f" {refusal}.\nGive its arguments as a tuple, or by name in a dict."
+    )
 
 
 @contextmanager

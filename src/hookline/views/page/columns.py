@@ -49,7 +49,7 @@ def columns(rows: list[Row], *, is_compared: bool = False) -> list[Column]:
         _of_statistics("min", "Min", lambda found: found.min),
         _of_statistics("max", "Max", lambda found: found.max),
         _of_statistics("zeros", "Zeros", lambda found: found.zeros, share),
-        _of_value("non-finite", "NaN, inf", lambda one: one.non_finite_text, _non_finite),
+        _of_value("non-finite", "NaN, inf", lambda entry: entry.non_finite_text, _non_finite),
         _of_value("order", "Order", lambda one: str(one.order), lambda one: one.order),
     ]
     if any(row.call is not None for row in rows):
@@ -110,8 +110,8 @@ def _numel(one: ValueEntry) -> int | None:
     return one.numel if one.shape else None
 
 
-def _non_finite(one: ValueEntry) -> int | None:
-    return one.non_finite if one.non_finite_text else None
+def _non_finite(entry: ValueEntry) -> int | None:
+    return entry.non_finite if entry.non_finite_text else None
 
 
 def _n_channels(one: ValueEntry) -> int | None:

@@ -241,8 +241,8 @@ class _Plan:
             numbers = np.full((len(block), len(names), len(self.sites)), np.nan)
             with np.errstate(all="ignore"):
                 moments = of_moments(self._merged(block))
-                found = np.stack([moments[name] for name in _OF_MOMENTS], axis=1)
-                numbers[:, : len(_OF_MOMENTS), self._at] = found
+                columns = np.stack([moments[name] for name in _OF_MOMENTS], axis=1)
+                numbers[:, : len(_OF_MOMENTS), self._at] = columns
                 norms = numbers[:, names.index("norm")]
                 for k, weight in self._updates:
                     ratio = norms[:, k] / norms[:, weight]
@@ -301,10 +301,10 @@ def _with_others(
     """Add the numbers of a site with other statistics than moments."""
     at, name_of_site = site
     columns = _columns(layout, block, name_of_site)
-    new = [name for name in columns if name not in names]
-    if new:
-        names = [*names, *new]
-        gap = np.full((len(block), len(new), numbers.shape[2]), np.nan)
+    new_names = [name for name in columns if name not in names]
+    if new_names:
+        names = [*names, *new_names]
+        gap = np.full((len(block), len(new_names), numbers.shape[2]), np.nan)
         numbers = np.concatenate([numbers, gap], axis=1)
     for name, column in columns.items():
         numbers[:, names.index(name), at] = column
@@ -316,16 +316,16 @@ def _columns(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str
     columns: dict[str, Array] = {}
     if is_computed(layout, site):
         entries = layout.by_site[site]
-        for (entry, _), (has_value, found) in zip(entries, computed(block, site), strict=True):
+        for (entry, _), (has_value, numbers) in zip(entries, computed(block, site), strict=True):
             for name in single_names(layout.statistics[entry.statistic]):
                 column = columns.setdefault(name, np.full(len(block), np.nan))
                 is_new = has_value & np.isnan(column)
-                column[is_new] = found[name][is_new[has_value]]
+                column[is_new] = numbers[name][is_new[has_value]]
         return columns
     for k, report in enumerate(block):
-        for result in _results(layout, site, report):
-            for name, number in numbers_of(result).items():
-                column = columns.setdefault(name or "value", np.full(len(block), np.nan))
-                if np.isnan(column[k]):
-                    column[k] = number
+        results = [numbers_of(result) for result in _results(layout, site, report)]
+        for name, number in (pair for numbers in results for pair in numbers.items()):
+            column = columns.setdefault(name or "value", np.full(len(block), np.nan))
+            if np.isnan(column[k]):
+                column[k] = number
     return columns

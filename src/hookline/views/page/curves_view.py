@@ -168,8 +168,8 @@ class OpenRun:
     def _alerts_now(self) -> list[Any]:
         if self._alerts[0] != self._n_taken:
             found = [
-                {"title": one.title, "text": one.text, "rule": one.rule, "sites": one.sites}
-                for one in alerts_of(self.table, self.reports)
+                {"title": alert.title, "text": alert.text, "rule": alert.rule, "sites": alert.sites}
+                for alert in alerts_of(self.table, self.reports)
             ]
             self._alerts = self._n_taken, found
         return self._alerts[1]
@@ -211,8 +211,8 @@ def _place_of_loss(name: str) -> int:
 
 
 def _points(name: str, curve: Logged) -> dict[str, Any]:
-    each = -(-len(curve.steps) // _MOST_POINTS)
-    starts = np.arange(0, len(curve.steps), each)
+    stride = -(-len(curve.steps) // _MOST_POINTS)
+    starts = np.arange(0, len(curve.steps), stride)
     lasts = np.append(starts[1:], len(curve.steps)) - 1
     is_finite = np.isfinite(curve.values)
     values = np.where(is_finite, curve.values, np.nan)
@@ -225,8 +225,11 @@ def _points(name: str, curve: Logged) -> dict[str, Any]:
         "name": escape_invisible(name),
         "steps": curve.steps[lasts].tolist(),
         "bad": np.logical_or.reduceat(~is_finite, starts).tolist(),
-        "each": each,
-        **{key: [None if np.isnan(x) else x for x in one.tolist()] for key, one in drawn.items()},
+        "each": stride,
+        **{
+            key: [None if np.isnan(x) else x for x in column.tolist()]
+            for key, column in drawn.items()
+        },
     }
 
 

@@ -248,15 +248,15 @@ class PageState:
     def _largest_difference(self, seen: ValueEntry, twin: ValueEntry) -> Difference:
         """Compare every tensor of two values; return the difference of those that differ most."""
         assert self.other is not None
-        ours = measured_tensors(read_value(self.recording, seen))
-        theirs = measured_tensors(read_value(self.other, twin))
-        if not ours or not theirs:
+        values = measured_tensors(read_value(self.recording, seen))
+        twin_values = measured_tensors(read_value(self.other, twin))
+        if not values or not twin_values:
             raise InputError("the value holds no tensor.")
-        if [leaf for leaf, _ in ours] != [leaf for leaf, _ in theirs]:
+        if [leaf for leaf, _ in values] != [leaf for leaf, _ in twin_values]:
             return Difference(seen.place.at, problem="another structure")
         gaps = [
-            difference(seen.place.at, one, other)
-            for (_, one), (_, other) in zip(ours, theirs, strict=True)
+            difference(seen.place.at, tensor, twin_tensor)
+            for (_, tensor), (_, twin_tensor) in zip(values, twin_values, strict=True)
         ]
         return max(gaps, key=lambda gap: (bool(gap.problem), gap.relative))
 

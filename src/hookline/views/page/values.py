@@ -100,14 +100,14 @@ class ValueEntry:
 
     @property
     def non_finite(self) -> int:
-        """The number of elements that are NaN or infinite, in all tensors of the value."""
+        """Return the number of NaNs and infinities in all tensors of the value."""
         if self.whole is not None:
             return self.whole.non_finite
         return sum(number for _, number in self.broken)
 
     @property
     def non_finite_text(self) -> str:
-        """The number of elements that are NaN or infinite, with the leaves that hold them."""
+        """Return the number of NaNs and infinities, with the leaves that hold them."""
         if self.whole is None and self.statistics is None:
             return ""
         leaves = [leaf for leaf, _ in self.broken if leaf] if self.whole is None else []

@@ -204,26 +204,26 @@ def _measure(
 ) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
     """Measure each site that fired, by index of the pass; find the first NaN or infinity."""
     wanted = None if sites is None else _as_written(sites)
-    found: dict[str, dict[int, Statistics | None]] = {}
+    by_site: dict[str, dict[int, Statistics | None]] = {}
     skipped: dict[str, Skipped] = {}
     bad: tuple[int, str] | None = None
-    for k, one in enumerate(passes):
-        for key, value in walk(one) if wanted is None else _named_values(one, wanted):
+    for k, record in enumerate(passes):
+        for key, value in walk(record) if wanted is None else _named_values(record, wanted):
             if isinstance(value, Skipped):
                 skipped.setdefault(key, value)
                 continue
-            measured = found.setdefault(key, {})[k] = site_statistics(value.tensor)
+            measured = by_site.setdefault(key, {})[k] = site_statistics(value.tensor)
             if bad is None and measured is not None and measured.non_finite:
-                bad = one.number, key
+                bad = record.number, key
     for key in wanted or ():
-        if not any(key in one for one in passes):
+        if not any(key in record for record in passes):
             look_up(passes[0], key)  # raises the error that says why
-    if not found:
+    if not by_site:
         raise InputError(
             "the recording must hold a value that can be drawn, got none:"
             f" {not_drawn([*skipped.values()])}.\nRecord sites with tensors."
         )
-    return found, list(skipped.values()), bad
+    return by_site, list(skipped.values()), bad
 
 
 def _as_written(sites: str | Site | Sequence[str | Site]) -> list[str]:
@@ -231,9 +231,9 @@ def _as_written(sites: str | Site | Sequence[str | Site]) -> list[str]:
     return [as_written(str(site)) for site in named]
 
 
-def _named_values(one: PassRecord, wanted: list[str]) -> Iterator[tuple[str, Value | Skipped]]:
+def _named_values(record: PassRecord, wanted: list[str]) -> Iterator[tuple[str, Value | Skipped]]:
     for key in wanted:
-        values = look_up_all(one, key) if key in one else []
+        values = look_up_all(record, key) if key in record else []
         for value in values:
             yield (key if len(values) == 1 else value.label), value
 

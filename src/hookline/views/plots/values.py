@@ -177,11 +177,13 @@ def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped
     """
     if sites is not None:
         keys = [sites] if isinstance(sites, str | Site) else list(sites)
-        found: list[Value | Skipped] = [one for key in keys for one in look_up_all(source, key)]
+        entries: list[Value | Skipped] = []
+        for key in keys:
+            entries += look_up_all(source, key)
     else:
-        found = [value for _, value in walk(one_pass(source))]
-    values = [value for value in found if isinstance(value, Value)]
-    skipped = [value for value in found if isinstance(value, Skipped)]
+        entries = [value for _, value in walk(one_pass(source))]
+    values = [value for value in entries if isinstance(value, Value)]
+    skipped = [value for value in entries if isinstance(value, Skipped)]
     if not values:
         why = f" ({skipped[0].label}: {skipped[0].why})" if skipped else ""
         raise InputError(
@@ -304,10 +306,10 @@ def _valued(
 
 
 def _read(
-    one: PassRecord, key: str, site: Site, call: int, suffix: str
+    record: PassRecord, key: str, site: Site, call: int, suffix: str
 ) -> Iterator[tuple[str, Value | Skipped]]:
     try:
-        value = one[site if site.call is not None else replace(site, call=call)]
+        value = record[site if site.call is not None else replace(site, call=call)]
         values = _all_valued(key, site.module_type, value, "")
     except OverwrittenError:
         why = "overwritten in place after recording without copy=True"

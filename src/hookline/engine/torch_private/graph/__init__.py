@@ -1,1 +1,1 @@
-"""Private names of torch: autograd's nodes, checkpoints, fused operations, runs without numbers."""
+"""Wrap private names of torch: autograd's nodes, checkpoints, fused operations, shapes only."""

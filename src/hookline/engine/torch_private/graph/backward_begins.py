@@ -23,7 +23,7 @@ BackwardHook = Callable[[Sequence[Any], Sequence[Any]], Callable[[], None]]
 
 @final
 class _BackwardHooks(dict[int, BackwardHook]):
-    """The hooks by their ids; torch is patched while there are any.
+    """Hold the hooks by their ids. torch is patched while there are any.
 
     Attributes:
         run: the function that is called in the end: torch's own, or another patch of it.

@@ -1,4 +1,4 @@
-"""Every private name of torch.utils.checkpoint that hookline uses.
+"""Wrap the private names of torch.utils.checkpoint that hookline uses.
 
 There are two kinds of checkpoint. A reentrant checkpoint first runs a function without gradients.
 In backward it runs the function again with gradients, and runs a backward of its own over that. The
@@ -32,7 +32,7 @@ Begin = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], Callable[
 
 
 class CheckpointPatch:
-    """A patch of torch that calls `begin` at each checkpoint, from `start` to `stop`."""
+    """Patch torch to call `begin` at each checkpoint, from `start` to `stop`."""
 
     def __init__(self, begin: Begin) -> None:
         function = checkpointing.CheckpointFunction
@@ -85,8 +85,8 @@ def _patched(begin: Begin) -> tuple[Any, Any, Any]:
             return original_backward(ctx, *grads)
         finally:
             OUTER.number, at_end, OUTER.at_end = None, OUTER.at_end, ()
-            for one in at_end:
-                at_end_of_backward(one)
+            for act in at_end:
+                at_end_of_backward(act)
 
     return Patched, apply, staticmethod(backward)
 
@@ -100,7 +100,7 @@ _recomputing = _Recomputing()
 
 
 class Origin(NamedTuple):
-    """A tensor of the graph outside of a reentrant region, which may be freed before its node.
+    """Refer to a tensor outside of a reentrant region, which may be freed before its node.
 
     Attributes:
         tensor: a weak reference to the tensor.
@@ -115,7 +115,7 @@ class Origin(NamedTuple):
 
 @final
 class ReentrantRegion:
-    """The function of a reentrant checkpoint. Its first call is the first run.
+    """Stand for the function of a reentrant checkpoint. The first call is the first run.
 
     The tensors that the checkpoint returns are not those that the function returns. A tensor that
     the function both uses and returns has its whole gradient only in the second run.
@@ -140,7 +140,9 @@ class ReentrantRegion:
 
     def __init__(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self._run = run
-        self._inputs = [_origin_of(one) if isinstance(one, Tensor) else None for one in inputs]
+        self._inputs = [
+            _origin_of(value) if isinstance(value, Tensor) else None for value in inputs
+        ]
         self._detached: tuple[Any, ...] = ()
         self.again: Callable[..., Any] | None = None
         self.at_outputs: list[Callable[[Sequence[Any]], None]] = []
@@ -155,14 +157,14 @@ class ReentrantRegion:
             return self.again(*inputs)
         self.has_run = True
         outputs = self._run(*inputs)
-        for one in _as_tuple(outputs):
+        for output in _as_tuple(outputs):
             # The first run builds no graph. A view that it makes of a tensor from outside says that
             # it requires a gradient, too.
-            is_outer = isinstance(one, Tensor) and (
-                one.grad_fn is not None or (one.requires_grad and not one._is_view())
+            is_outer = isinstance(output, Tensor) and (
+                output.grad_fn is not None or (output.requires_grad and not output._is_view())
             )
             self.made_inside.append(not is_outer)
-            self.passed_on.append(_origin_of(one) if is_outer else None)
+            self.passed_on.append(_origin_of(output) if is_outer else None)
         return outputs
 
     def recompute(self, *inputs: Any) -> Any:
@@ -179,8 +181,8 @@ class ReentrantRegion:
 
     def input_of(self, detached: Tensor) -> Origin | None:
         """Return the checkpoint's input that the present run has as this detached tensor."""
-        for one, origin in zip(self._detached, self._inputs, strict=False):
-            if one is detached:
+        for tensor, origin in zip(self._detached, self._inputs, strict=False):
+            if tensor is detached:
                 return origin
         return None
 

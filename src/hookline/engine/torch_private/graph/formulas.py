@@ -1,4 +1,4 @@
-"""FLOPs of the operations for which torch's counter has no formula."""
+"""Count the FLOPs of operations for which torch's counter has no formula."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def formulas() -> dict[Any, Formula]:
 
     on_cpu = "_scaled_dot_product_flash_attention_for_cpu_backward"
     of_backend = "_scaled_dot_product_fused_attention_overrideable"
-    known: dict[Any, Formula] = {
+    table: dict[Any, Formula] = {
         CPU_ATTENTION: fused,
         getattr(_aten, on_cpu): fused_backward,
         getattr(_aten, of_backend): fused,
@@ -54,18 +54,18 @@ def formulas() -> dict[Any, Formula]:
         _aten._grouped_mm: _product,
     }
     for name in ("addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"):
-        known[getattr(_aten, name)] = lambda _, *matrices, **__: _product(*matrices)
+        table[getattr(_aten, name)] = lambda _, *matrices, **__: _product(*matrices)
     for name in ("_cudnn_rnn", "miopen_rnn"):
-        known[getattr(_aten, name)] = _rnn
-        known[getattr(_aten, f"{name}_backward")] = _rnn_backward
-    every: Any = known.values()
+        table[getattr(_aten, name)] = _rnn
+        table[getattr(_aten, f"{name}_backward")] = _rnn_backward
+    every: Any = table.values()
     for formula in every:
         formula._get_raw = True  # torch's mark of a formula that takes tensors
-    return known
+    return table
 
 
 def with_workspace(operation: Any, args: Sequence[Any], out: Any) -> Any:
-    """Tell whether an operation keeps a workspace for backward, of a size that shapes do not show.
+    """Return the workspace that an operation keeps for backward, of a size that shapes do not show.
 
     Args:
         operation: the operation.

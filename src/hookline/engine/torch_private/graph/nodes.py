@@ -167,9 +167,9 @@ def saved_by(node: Any) -> Iterator[tuple[str, Tensor]]:
     for name in _names_of_kept(node.__class__):
         saved = "_saved_" + name.removeprefix(_KEPT)
         try:
-            kept = getattr(node, saved)
+            tensors = getattr(node, saved)
         except RuntimeError:
             continue
-        for tensor in kept if isinstance(kept, tuple | list) else (kept,):
+        for tensor in tensors if isinstance(tensors, tuple | list) else (tensors,):
             if isinstance(tensor, Tensor):
                 yield saved.removeprefix("_saved_"), tensor

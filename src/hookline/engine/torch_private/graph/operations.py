@@ -74,9 +74,9 @@ class OperationCounter:
         workspace = with_workspace(operation, args, out)
         if workspace is None or self._workspace is None:
             return out
-        whole = torch.empty(self._workspace(), dtype=torch.uint8, device=workspace.device)
+        resized = torch.empty(self._workspace(), dtype=torch.uint8, device=workspace.device)
         parts = list(out)
-        parts[PLACE_OF_WORKSPACE] = whole
+        parts[PLACE_OF_WORKSPACE] = resized
         return tuple(parts)
 
     def _hold(self, storage: torch.UntypedStorage) -> None:

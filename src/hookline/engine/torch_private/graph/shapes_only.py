@@ -224,7 +224,7 @@ class _StandIns(TorchFunctionMode):
 
 @final
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compute what depends only on tensors that keep their numbers, such as the sizes of batches.
+    """Run operations with numbers if all their tensors keep numbers, such as sizes of batches.
 
     Args:
         tensors: the tensors that keep their numbers.
@@ -239,8 +239,8 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         from torch._subclasses.fake_tensor import unset_fake_temporarily  # late: it loads sympy
 
-        given = [value for value in args if isinstance(value, Tensor)]
-        if not given or any(id(tensor) not in self._known for tensor in given):
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        if not tensors or any(id(tensor) not in self._known for tensor in tensors):
             return function(*args, **(kwargs or {}))
         with unset_fake_temporarily():
             result = function(*args, **(kwargs or {}))

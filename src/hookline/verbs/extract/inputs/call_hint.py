@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Given = tuple[tuple[Any, ...], Mapping[str, Any]]
+from hookline.verbs.shared.run_model import refusal_of, signature_of
 
 
 def note_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
@@ -19,19 +19,11 @@ def note_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
         data: the batch: a tuple of arguments, a mapping of keyword arguments, or one argument.
         error: the error of the call.
     """
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a forward that is not a Python function
-        return
-    given: Given = ((data,), {})
-    if isinstance(data, tuple):
-        given = (data, {})
-    elif isinstance(data, Mapping):
-        given = ((), data)
-    if _is_taken(signature, given):
+    signature = signature_of(model)
+    if signature is None or refusal_of(signature, data) is None:
         return  # the error is of the model's code
-    for code, candidate in _candidates(signature, data):
-        if _is_taken(signature, candidate):
+    for code, part in _parts(signature, data):
+        if refusal_of(signature, part) is None:
             error.add_note(
                 "hookline: the model's forward does not take all of the batch."
                 f"\nGive what it takes: inputs=lambda batch: {code}."
@@ -39,26 +31,18 @@ def note_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
             return
 
 
-def _is_taken(signature: inspect.Signature, given: Given) -> bool:
-    try:
-        signature.bind(*given[0], **given[1])
-    except TypeError:
-        return False
-    return True
-
-
-def _candidates(signature: inspect.Signature, data: Any) -> Iterator[tuple[str, Given]]:
-    """Yield parts of a batch as code, largest first, each with the arguments that it gives."""
+def _parts(signature: inspect.Signature, data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield parts of a batch, the largest first, each with the code that takes it of the batch."""
     if isinstance(data, tuple):
         for n in range(len(data) - 1, 1, -1):
-            yield f"batch[:{n}]", (data[:n], {})
-        yield "batch[0]", (data[:1], {})
+            yield f"batch[:{n}]", data[:n]
+        yield from (("batch[0]", part) for part in data[:1])
     elif isinstance(data, Mapping):
         keys = [key for key in data if key in signature.parameters]
         if keys:
             dict_code = f"{{key: batch[key] for key in {tuple(keys)!r}}}"
-            yield dict_code, ((), {key: data[key] for key in keys})
+            yield dict_code, {key: data[key] for key in keys}
         for key, value in data.items():
             if isinstance(value, Tensor):
-                yield f"batch[{key!r}]", ((value,), {})
+                yield f"batch[{key!r}]", value
                 return
