@@ -69,7 +69,8 @@ def _open_at_rest(path: Path) -> tuple[Recording, list[Contents]]:
         there = "the folder does not exist" if not os.path.exists(path) else f"it has no {MANIFEST}"
         there = "it is a file" if os.path.isfile(path) else there
         raise FolderError(
-            f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
+            f"{path} is not a recording, a store or a run: {there}."
+            "\nGive the folder that run.save, hl.extract or hl.monitor wrote."
         ) from None
 
 
