@@ -156,7 +156,7 @@ def test_what_is_no_recording_is_said_before_anything_is_served(tmp_path, make, 
     make(tmp_path / "none")
     done = run("view", "none", "--no-open", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("hookline: none is not a recording")
+    assert done.stderr.startswith("hookline: none is not a recording, a store or a run: ")
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 3
 

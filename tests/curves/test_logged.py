@@ -61,3 +61,18 @@ def test_curves_without_a_monitor_refuse_to_log(tmp_path):
     for curves, got in ((seen, "a monitor that has ended"), (hl.open(tmp_path / "run"), "curves")):
         with pytest.raises(hl.InputError, match=f"while hl.monitor runs, got {got}"):
             curves.log(loss=1.0)
+
+
+@pytest.mark.parametrize("step", ["3", -1, 0.5])
+def test_a_step_that_is_no_number_is_named_as_it_was_given(step):
+    model = nn.Linear(2, 2)
+    with hl.monitor(model, ports="output") as seen:
+        model(torch.ones(1, 2))
+        with pytest.raises(hl.AttachError) as caught:
+            seen.log(loss=1.0, step=step)
+    assert str(caught.value) == (
+        f"step= must be an integer from 0 on, got {step!r}."
+        "\nGive the number of a step: seen.log(loss=loss, step=12)."
+    )
+    with pytest.raises(hl.NotRecordedError, match="step '0' was not reported"):
+        seen.at("0")

@@ -93,6 +93,14 @@ def test_functions_that_do_something_else_are_told_apart():
     assert function_identity(closing_over(2)) == function_identity(closing_over(2))
 
 
+def test_a_function_that_is_moved_into_another_stays_the_same():
+    def outer():
+        return lambda t: t.mean((2, 3))
+
+    moved = lambda t: t.mean((2, 3))  # noqa: E731
+    assert function_identity(moved) == function_identity(outer())
+
+
 @pytest.mark.processes
 def test_another_process_finds_the_same():
     code = (

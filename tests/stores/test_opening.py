@@ -59,3 +59,16 @@ def test_a_pipe_in_the_folder_blocks_nobody(tmp_path, name):
     os.mkfifo(folder / name)
     with pytest.raises(hl.FolderError):
         hl.open(folder)["fc"][:]
+
+
+def test_a_folder_of_other_files_says_what_can_be_opened(tmp_path):
+    for folder, reason in (
+        (tmp_path, "it has no manifest.json"),
+        (tmp_path / "none", "the folder does not exist"),
+    ):
+        with pytest.raises(hl.FolderError) as caught:
+            hl.open(folder)
+        assert str(caught.value) == (
+            f"{folder} is not a recording, a store or a run: {reason}."
+            "\nGive the folder that run.save, hl.extract or hl.monitor wrote."
+        )

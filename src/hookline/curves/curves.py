@@ -357,7 +357,7 @@ class Curves:
         if numbers:
             return numbers
         raise NotRecordedError(
-            f"step {step} was not reported.\nUse one of curves.steps, {_ends(self.steps)}."
+            f"step {step!r} was not reported.\nUse one of curves.steps, {_ends(self.steps)}."
         )
 
     def __repr__(self) -> str:

@@ -107,7 +107,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             others = sorted(os.listdir(self.path))
         except OSError as error:
-            raise FolderError(f"{self.path} cannot be written: {error.strerror}.") from error
+            raise FolderError(
+                f"{self.path} cannot be written: {error.strerror}.\nGive to= a folder that you may"
+                " write, such as to='runs/1'."
+            ) from error
         if others:
             raise FolderError(
                 f"{self.path} must be empty, got files in it ({', '.join(others[:3])}"

@@ -264,14 +264,15 @@ def _versions_here() -> dict[str, str]:
 def function_identity(function: Callable[..., Any] | None) -> str | None:
     """Return a fingerprint of a function: its name, code, constants, defaults and closure.
 
-    The same source gives the same fingerprint in another process. Functions that it calls by name
-    are not part of it. The object of a method, and an object that is called, count by their
-    attributes; by their repr where they have one of their own.
+    The same source gives the same fingerprint in another process, and inside another function.
+    Functions that it calls by name are not part of it. The object of a method, and an object that
+    is called, count by their attributes; by their repr where they have one of their own.
     """
     if function is None:
         return None
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{name} {_short(_described(function, frozenset()))}"
+    # Without the scope: the function that a call was moved into does not change what is computed.
+    return f"{name.rpartition('.')[2]} {_short(_described(function, frozenset()))}"
 
 
 def _described(value: Any, within: frozenset[int]) -> bytes:

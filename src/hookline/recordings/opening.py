@@ -71,7 +71,8 @@ def _open_at_rest(path: Path) -> tuple[Recording, list[Contents]]:
         )
         reason = "it is a file" if os.path.isfile(path) else reason
         raise FolderError(
-            f"{path} is not a recording: {reason}.\nGive the folder that run.save(...) wrote."
+            f"{path} is not a recording, a store or a run: {reason}."
+            "\nGive the folder that run.save, hl.extract or hl.monitor wrote."
         ) from None
 
 

@@ -244,3 +244,13 @@ def test_a_unit_alive_in_another_thread_at_once_is_not_dead(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         habits.end()
+
+
+@pytest.mark.parametrize("also", [None, 3])
+def test_what_is_no_name_of_a_check_is_refused(also):
+    with pytest.raises(hl.AttachError) as caught:
+        hl.check(nn.Linear(1, 1), also=also)
+    assert str(caught.value) == (
+        "also= must name some of magnitude, dead, constant, shapes, missing_grad, got"
+        f" {also}.\nGive for instance also=('dead', 'shapes')."
+    )

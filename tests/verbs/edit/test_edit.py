@@ -591,6 +591,15 @@ def test_noise_is_given_one_real_number(std):
         hl.edits.noise(std)
 
 
+@pytest.mark.parametrize("seed", ["0", 0.5])
+def test_noise_is_given_an_integer_as_its_seed(seed):
+    with pytest.raises(hl.AttachError) as caught:
+        hl.edits.noise(1, seed=seed)
+    assert str(caught.value) == (
+        f"seed must be an integer or None, got {seed!r}.\nWrite hl.edits.noise(0.1, seed=0)."
+    )
+
+
 def test_clamp_takes_a_tensor_beside_a_number():
     change = hl.edits.clamp(torch.tensor([0.0, 2.0]), 3)
     assert change(torch.tensor([-1.0, 1.0])).tolist() == [0.0, 2.0]

@@ -614,3 +614,16 @@ def test_a_forked_child_writes_nothing_and_says_so_once(tmp_path, name):
         to.close()
     assert files() != before
     assert line.curves.steps.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["run", "run.jsonl"])
+def test_a_place_that_cannot_be_made_says_what_to_give(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "sub" / name
+    with pytest.raises(hl.FolderError) as caught, hl.monitor(nn.Linear(1, 1), to=place):
+        pass
+    fix = {
+        "run": "Give to= a folder that you may write, such as to='runs/1'.",
+        "run.jsonl": "Give to= a file in a folder that you may write, such as to='runs/1.jsonl'.",
+    }[name]
+    assert str(caught.value) == f"{place} cannot be written: Not a directory.\n{fix}"

@@ -431,7 +431,7 @@ def test_a_pass_that_did_not_finish_is_said_and_left_out():
         with hl.edit(model, "0", interrupt), pytest.raises(MemoryError):
             model(torch.ones(1, 2))
     assert prof.table.notes == (
-        "The forward raised in 1 pass: no time, FLOPs or mean contains them.",
+        "The forward raised in 1 pass: no module's time, FLOPs or calls contain that.",
     )
     assert prof.total.flops.forward == 2 * 2 * 2 * 2
     assert prof["0"].calls == prof["1"].calls == prof.total.passes == 1

@@ -309,7 +309,7 @@ def test_failed_passes_are_in_no_median_and_no_count(hand):
     assert prof.total.seconds == 5 * 68.25 + prof.total.failed + 10
     text = str(prof)
     assert "Failed passes" in text
-    assert "The forward raised in 2 passes: no time, FLOPs or mean contains them." in text
+    assert "The forward raised in 2 passes: no module's time, FLOPs or calls contain that." in text
 
 
 def test_a_failed_call_outside_the_root_fails_no_pass(hand):

@@ -271,3 +271,28 @@ def test_a_file_that_cannot_be_written_is_said(prof, tmp_path, write):
     with pytest.raises(hl.FolderError):
         getattr(prof, write)(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("depth", ["1", -1, True, None])
+def test_a_depth_that_is_no_number_from_0_on_is_refused(depth):
+    model = nn.Linear(2, 2)
+    with hl.profile(model, flops=False) as prof:
+        model(torch.ones(1, 2))
+    for table in (prof, prof.per_pass):
+        with pytest.raises(hl.InputError) as caught:
+            table.fold(depth)
+        assert str(caught.value) == (
+            f"depth must be an integer from 0 on, got {depth!r}.\nWrite prof.fold(1)."
+        )
+
+
+@pytest.mark.parametrize("write", ["trace", "flame"])
+def test_a_file_that_is_no_path_is_refused(write):
+    model = nn.Linear(2, 2)
+    with hl.profile(model, flops=False) as prof:
+        model(torch.ones(1, 2))
+    with pytest.raises(hl.FolderError) as caught:
+        getattr(prof, write)(None)
+    assert str(caught.value) == (
+        "the file must be a path, got None.\nGive its name, such as 'profile.html'."
+    )

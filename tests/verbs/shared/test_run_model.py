@@ -214,6 +214,21 @@ def test_arguments_that_the_forward_refuses_are_said(inputs, refusal):
     ]
 
 
+class ReadsTheShape(nn.Module):
+    def forward(self, x):
+        return x.reshape(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 2), ReadsTheShape()], ids=["calls", "attributes"])
+def test_a_loader_in_place_of_a_batch_says_how_to_take_one(model):
+    loader = DataLoader(TensorDataset(torch.zeros(6, 4)), batch_size=2)
+    assert hl.summary(model, loader).failure.endswith(
+        "\na DataLoader gives batches, and the model takes one batch.\nGive next(iter(loader)), or"
+        " of a batch with labels next(iter(loader))[0]."
+    )
+    assert hl.summary(model, next(iter(loader))).failure is None
+
+
 def test_a_forward_that_has_no_signature_gets_no_advice():
     model = nn.Module()
     model.forward = getattr

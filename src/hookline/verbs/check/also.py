@@ -32,9 +32,9 @@ def choices(also: str | Iterable[str]) -> frozenset[str]:
     """Return the names of what is looked for.
 
     Raises:
-        AttachError: a name is unknown.
+        AttachError: a name is unknown, or `also` is neither a name nor several.
     """
-    names = (also,) if isinstance(also, str) else tuple(also)
+    names = tuple(also) if isinstance(also, Iterable) and not isinstance(also, str) else (also,)
     for name in names:
         if name not in CHOICES:
             raise AttachError(

@@ -6,6 +6,7 @@ A factor or value may be a tensor that requires gradients. It is then trained th
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, final
 
 import torch
@@ -123,7 +124,8 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         and device.
 
     Raises:
-        AttachError: `std` is neither a real number nor a tensor of one element.
+        AttachError: `std` is neither a real number nor a tensor of one element, or `seed` is not an
+            integer.
         StructureError: (when the function is called) the value is no tensor, or its dtype cannot
             hold `std`.
     """
@@ -138,6 +140,10 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
             f" {describe.in_full(std) if isinstance(std, Tensor) else repr(std)}."
             "\nGive one number: hl.edits.noise(0.1)."
         ) from None
+    if seed is not None and not isinstance(seed, Integral):
+        raise AttachError(
+            f"seed must be an integer or None, got {seed!r}.\nWrite hl.edits.noise(0.1, seed=0)."
+        )
 
     def draw(tensor: Tensor) -> Tensor:
         generator = generators.get(tensor.device)

@@ -36,22 +36,27 @@ def checked_every(every: Any) -> int:
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise AttachError(
-            f"every= must be a positive integer, got {describe.in_words(every)}."
+            f"every= must be a positive integer, got {every!r}."
             "\nGive every=1 to report each step, or every=100."
         )
     return every
 
 
-def checked_number(name: str, number: Any) -> int:
+def checked_number(name: str, number: Any, example: str) -> int:
     """Return the number of a step.
+
+    Args:
+        name: the attribute or argument that got it.
+        number: the number.
+        example: code that gives a number.
 
     Raises:
         AttachError: it is not an integer from 0 on.
     """
     if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
         raise AttachError(
-            f"line.{name} must be an integer from 0 on, got {number!r}."
-            f"\nGive the number of a step: line.{name} = 1000."
+            f"{name} must be an integer from 0 on, got {number!r}."
+            f"\nGive the number of a step: {example}."
         )
     return int(number)
 

@@ -8,6 +8,20 @@ from hookline.errors import FolderError
 from hookline.util.replace_text import replace_text
 
 
+def path_of(file: str | Path) -> Path:
+    """Convert the argument of a method that writes a file to a path.
+
+    Raises:
+        FolderError: the argument is not a path.
+    """
+    try:
+        return Path(file)
+    except TypeError:
+        raise FolderError(
+            f"the file must be a path, got {file!r}.\nGive its name, such as 'profile.html'."
+        ) from None
+
+
 def write_file(path: Path, text: str) -> Path:
     """Write a text file and return it; a file of this name stays as it was if that fails.
 

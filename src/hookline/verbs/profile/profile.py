@@ -30,6 +30,7 @@ from hookline.verbs.profile.contexts import (
     RECOMPUTE,
     Context,
 )
+from hookline.verbs.profile.files import path_of
 from hookline.verbs.profile.flame import write_flame
 from hookline.verbs.profile.flops_and_memory import Counted, count_flops
 from hookline.verbs.profile.inputs import Kinds
@@ -254,6 +255,9 @@ class Profile(VerbLine[Line]):
 
         Returns:
             A table with the rows that are left.
+
+        Raises:
+            InputError: the depth is not an integer from 0 on.
         """
         return self.table.fold(depth)
 
@@ -297,7 +301,7 @@ class Profile(VerbLine[Line]):
             FolderError: the file cannot be written.
         """
         self._settle()
-        return write_trace(Path(path), self._ledger.lanes, self._described.model_type)
+        return write_trace(path_of(path), self._ledger.lanes, self._described.model_type)
 
     def flame(self, path: str | Path) -> Path:
         """Write a flame graph as one HTML file, which needs no network.
@@ -320,7 +324,7 @@ class Profile(VerbLine[Line]):
         lanes = self._settle()
         tops = [lane.top.context for lane in lanes]
         costs, _ = self._ran().costs(Choice.ALL)
-        return write_flame(Path(path), tops, costs, self.table)
+        return write_flame(path_of(path), tops, costs, self.table)
 
     def __str__(self) -> str:
         return str(self.table)

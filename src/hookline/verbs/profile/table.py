@@ -129,7 +129,14 @@ class ProfileTable(Tabular):
 
         Args:
             depth: the greatest depth that is kept. The root has depth 0, its children depth 1.
+
+        Raises:
+            InputError: the depth is not an integer from 0 on.
         """
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+            raise InputError(
+                f"depth must be an integer from 0 on, got {depth!r}.\nWrite prof.fold(1)."
+            )
         return replace(self, rows=[row for row in self.rows if row.depth <= depth])
 
     def to_dict(self) -> dict[str, Any]:

@@ -228,7 +228,7 @@ class Ran:
         if not self.n_passes:
             return "The forward raised in each pass: the times are those of what ran before."
         passes = plural(self.n_failed, "pass", "passes")
-        return f"The forward raised in {passes}: no time, FLOPs or mean contains them."
+        return f"The forward raised in {passes}: no module's time, FLOPs or calls contain that."
 
 
 def _number(sample: Sample) -> int:

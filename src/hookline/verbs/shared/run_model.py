@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from hookline.display.text import plural
 from hookline.engine.compile.compiled_modules import is_compiled
@@ -41,7 +42,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
     args, kwargs = _arguments_of(inputs)
     try:
         return model(*args, **kwargs)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         note = _advice(model, inputs)
         if note:
             error.add_note(f"hookline: {note}")
@@ -103,6 +104,11 @@ def _advice(model: nn.Module, inputs: Any) -> str | None:
         return (
             "a tuple is given as arguments, and these are numbers.\nGive"
             f" torch.rand({', '.join(map(str, inputs))}) for an input of this shape."
+        )
+    if isinstance(inputs, DataLoader):
+        return (
+            "a DataLoader gives batches, and the model takes one batch."
+            "\nGive next(iter(loader)), or of a batch with labels next(iter(loader))[0]."
         )
     if isinstance(inputs, list):
         return (

@@ -146,7 +146,8 @@ def test_texts_need_a_tokenizer_that_returns_tensors(tmp_path):
     assert "got int" in said(lambda: source_of(path, tokenize=3))
     for wrong, got in [
         (lambda t: [[1]], "got list."),
-        (lambda t: {"ids": [[1]]}, "a dict of list"),
+        (lambda t: {"ids": [[1]]}, "got a dict with ids=list(list(1))."),
+        (lambda t: {"ids": torch.zeros(1), "modality": "text"}, "got a dict with modality=str."),
     ]:
         source = source_of(path, tokenize=wrong, on_error="skip")
         assert got in said(lambda source=source: run(source, [0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
+from hookline.engine.pytree import describe
 from hookline.errors import InputError, warn
 from hookline.models.packages import in_short
 from hookline.util.imported import imported
@@ -110,10 +111,8 @@ class Tokenizing:
         if not isinstance(found, Mapping) or not all(
             isinstance(one, Tensor) for one in found.values()
         ):
-            held = next((f"a dict of {type(one).__name__}" for one in _values(found)), None)
             raise Refusal(
-                "tokenize must return a dict of tensors, got"
-                f" {held or type(found).__name__}."
+                f"tokenize must return a dict of tensors, got {_other_value(found)}."
                 "\nGive a tokenizer of transformers, or a function that pads to one length and"
                 " returns tensors."
             )
@@ -128,9 +127,13 @@ class Tokenizing:
         return dict(found)
 
 
-def _values(found: Any) -> Iterator[Any]:
-    if isinstance(found, Mapping):
-        yield from (one for one in found.values() if not isinstance(one, Tensor))
+def _other_value(result: Any) -> str:
+    """Describe the first value of a tokenizer's result that is not a tensor, or the result."""
+    if isinstance(result, Mapping):
+        for key, value in result.items():
+            if not isinstance(value, Tensor):
+                return f"a dict with {key}={describe.in_words(value)}"
+    return type(result).__name__
 
 
 def tokenizer_of(

@@ -53,7 +53,10 @@ def make_parent(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FolderError(f"{path} cannot be written: {error.strerror}.") from error
+        raise FolderError(
+            f"{path} cannot be written: {error.strerror}.\nGive to= a file in a folder that you may"
+            " write, such as to='runs/1.jsonl'."
+        ) from error
 
 
 @final
