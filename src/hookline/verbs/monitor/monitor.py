@@ -76,7 +76,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     @first.setter
     def first(self, number: int) -> None:
-        self._steps.first = checked_number("first", number)
+        self._steps.first = checked_number("line.first", number, "line.first = 1000")
         self._steps.every = self._steps.every
 
     @property
@@ -86,7 +86,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     @step.setter
     def step(self, number: int) -> None:
-        self._steps.set_number(checked_number("step", number))
+        self._steps.set_number(checked_number("line.step", number, "line.step = 1000"))
 
     def begin_step(self, number: int) -> None:
         """Begin a step that a trainer numbers, and at whose end an optimizer steps."""
@@ -154,7 +154,8 @@ def _log_of(steps: Steps) -> Callable[[dict[str, float | Tensor], int | None], N
                 "seen.log must be called while hl.monitor runs, got a monitor that has ended."
                 "\nCall it inside the block: with hl.monitor(model) as seen."
             )
-        live.log(numbers, None if step is None else checked_number("step", step))
+        code = "seen.log(loss=loss, step=1000)"
+        live.log(numbers, None if step is None else checked_number("step", step, code))
 
     return log
 
