@@ -44,7 +44,7 @@ def test_nan_is_a_number():
         (None, {"loss": torch.ones((), device="meta")}, "got loss="),
         (None, {"loss": None}, "got loss=None"),
         (None, {"loss": 10**400},
-         r"must fit into a float, got a larger loss.\nLog its logarithm: seen.log\(loss=math.log\(l"),
+         r"must fit into a float, got a larger loss.\nLog its logarithm: seen.log\(loss="),
         (None, {}, "seen.log must get a number, got none"),
         (0.5, {}, "numbers must be a dict of names and numbers"),
         ({1: 0.5}, {}, "a name of seen.log must be a text, got 1"),
