@@ -43,6 +43,8 @@ def test_nan_is_a_number():
         (None, {"loss": torch.ones((), dtype=torch.complex64)}, "got loss="),
         (None, {"loss": torch.ones((), device="meta")}, "got loss="),
         (None, {"loss": None}, "got loss=None"),
+        (None, {"loss": 10**400},
+         r"must fit into a float, got a larger loss.\nLog its logarithm: seen.log\(loss="),
         (None, {}, "seen.log must get a number, got none"),
         (0.5, {}, "numbers must be a dict of names and numbers"),
         ({1: 0.5}, {}, "a name of seen.log must be a text, got 1"),
@@ -71,7 +73,7 @@ def test_a_step_that_is_no_number_is_named_as_it_was_given(step):
         with pytest.raises(hl.AttachError) as caught:
             seen.log(loss=1.0, step=step)
     assert str(caught.value) == (
-        f"step= must be an integer from 0 on, got {step!r}."
+        f"step= must be an integer from 0 to 2**62, got {step!r}."
         "\nGive the number of a step: seen.log(loss=loss, step=12)."
     )
     with pytest.raises(hl.NotRecordedError, match="step '0' was not reported"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import numpy as np
@@ -98,10 +99,17 @@ def test_little_is_measured_without_a_compiler(monkeypatch):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", " ", "cc '", "false -v"])
 def test_without_a_compiler_there_is_no_function(compiler, monkeypatch):
     monkeypatch.setenv("CC", compiler)
     assert native_moments.__wrapped__() is None
+
+
+@pytest.mark.processes
+def test_a_compiler_may_be_given_with_arguments(monkeypatch):
+    compiler = os.environ.get("CC") or "cc"
+    monkeypatch.setenv("CC", f"env {compiler} -g0")
+    assert native_moments.__wrapped__() is not None
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 
 import pytest
@@ -48,3 +49,12 @@ def test_a_lock_ends_with_its_process_though_a_child_lives(tmp_path):
     os.write(to_child, b"e")
     assert answer() == b"e"
     other.close()
+
+
+def test_a_handle_that_nobody_holds_is_closed(tmp_path):
+    path = tmp_path / "x"
+    fcntl.flock(OwnHandle(path, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+    gc.collect()
+    again = OwnHandle(path, os.O_RDWR)
+    fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    again.close()

@@ -84,4 +84,10 @@ def _checked_number(name: str, value: Any) -> float | Tensor:
         )
     if isinstance(value, Tensor):
         return float(value.detach()) if value.is_cpu else value.detach().clone()
-    return float(value.reshape(())) if isinstance(value, np.ndarray) else float(value)
+    try:
+        return float(value.reshape(())) if isinstance(value, np.ndarray) else float(value)
+    except OverflowError:
+        raise InputError(
+            f"a number of seen.log must fit into a float, got a larger {name}."
+            f"\nLog its logarithm: seen.log({name}=math.log({name}))."
+        ) from None

@@ -229,7 +229,7 @@ def _logged_bytes(report: StepReport) -> bytes:
 def _read_logged(payload: Any) -> StepReport:
     fields = json.loads(bytes(payload))
     step, seconds, numbers = fields["step"], fields["seconds"], fields["numbers"]
-    if type(step) is not int or not abs(seconds) < _MOST_SECONDS:
+    if type(step) is not int or abs(step) >= 2**63 or not abs(seconds) < _MOST_SECONDS:
         raise ValueError("a step must have a number and a time")
     return StepReport.of_logged(step, seconds, {str(k): float(n) for k, n in numbers.items()})
 

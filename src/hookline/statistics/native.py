@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -67,8 +68,11 @@ class NativeMoments:
 @functools.cache
 def native_moments() -> NativeMoments | None:
     """Compile the functions; None where this is not possible."""
-    compiler = os.environ.get("CC") or "cc"
-    if os.name != "posix" or shutil.which(compiler) is None:
+    try:
+        compiler = shlex.split(os.environ.get("CC") or "cc")  # such as "ccache gcc"
+    except ValueError:  # a quote that is not closed
+        return None
+    if os.name != "posix" or not compiler or shutil.which(compiler[0]) is None:
         return None
     try:
         with tempfile.TemporaryDirectory(prefix="hookline-") as folder:
@@ -78,11 +82,11 @@ def native_moments() -> NativeMoments | None:
     return native if _is_right(native) else None
 
 
-def _compiled(compiler: str, folder: Path) -> str:
+def _compiled(compiler: Sequence[str], folder: Path) -> str:
     """Compile the library for this processor, or for any of its kind, and return its path."""
     library = str(folder / "moments.so")
     for option in (["-march=native"], ["-mcpu=native"], []):
-        command = [compiler, *_FLAGS, *option, str(_SOURCE), "-o", library]
+        command = [*compiler, *_FLAGS, *option, str(_SOURCE), "-o", library]
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,

@@ -57,6 +57,10 @@ class OwnHandle:
         if number >= 0:
             os.close(number)
 
+    def __del__(self) -> None:
+        """Close a descriptor that nobody holds, such as one whose closing Ctrl-C has stopped."""
+        self.close()
+
 
 def _close_all() -> None:
     for handle in list(_handles):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
+from hookline.engine.torch_private.graph.nodes import next_number
+from hookline.verbs.check.loss import NodeNumbers, _RunNodes
 
 X = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)) + 1
 IGNORED = torch.full((3,), -100)
@@ -170,6 +173,51 @@ def test_torch_is_left_as_it_was():
     with hl.check(linear()), hl.check(linear()):
         assert torch.autograd._engine_run_backward is not before
     assert torch.autograd._engine_run_backward is before
+
+
+def test_a_later_patch_of_torch_stays_and_is_called(monkeypatch):
+    model, n_calls = linear(), [0]
+    before = torch.autograd._engine_run_backward
+    with hl.check(model):
+        run = torch.autograd._engine_run_backward
+
+        def later(*args, **kwargs):
+            n_calls[0] += 1
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(torch.autograd, "_engine_run_backward", later)
+        with hl.check(model):
+            model(X).sum().backward()
+    with pytest.raises(hl.NonFiniteError, match="the loss made it, by log"), hl.check(model):
+        (model(X) * 0).log().sum().backward()
+    assert n_calls == [2]
+    monkeypatch.undo()
+    with hl.check(model):
+        assert torch.autograd._engine_run_backward is not before
+    assert torch.autograd._engine_run_backward is before
+
+
+def test_a_loss_of_sparse_tensors_is_left_alone():
+    model = linear()
+    with hl.check(model) as line:
+        model(X).to_sparse().backward(torch.ones(3, 4).to_sparse())
+    assert line.findings == []
+
+
+def test_a_thread_with_the_identifier_of_another_is_told_from_it():
+    numbers = NodeNumbers()
+
+    def nodes(n):
+        first = next_number()
+        for _ in range(n):
+            torch.ones(1, requires_grad=True).sum()
+        return first
+
+    first = nodes(5)
+    numbers._runs[threading.get_ident()] = [_RunNodes(first + 2, 10**9, True, None)]
+    numbers.add(first, is_finite=False)
+    assert numbers.find(first) is False
+    assert numbers.find(next_number()) is None
 
 
 def test_the_line_of_an_operation_under_anomaly_mode():

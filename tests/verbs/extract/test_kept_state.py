@@ -164,3 +164,18 @@ def test_what_changes_is_named_once(change):
     change(model)
     assert len(state.changed()) == 1
     assert state.changed() == []
+
+
+class Unreadable(dict):
+    def items(self):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_the_state_is_read_leaves_no_hooks(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model[0].table = Unreadable()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        hl.extract(model, torch.ones(4, 2), "0", tmp_path / "store", batch_size=2, progress=False)
+    assert caught.value is not None  # its traceback holds the frames of the call
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+    assert not model[0]._forward_hooks

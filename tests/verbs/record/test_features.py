@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
+from hookline.verbs.record.prefix import Prefix
 from zoo import Sized
 
 
@@ -313,3 +316,13 @@ def test_a_batch_that_does_not_reach_a_site_is_named(net, image):
         hl.features(Chooses(), iter(batches), "rare")
     with pytest.raises(hl.NotRecordedError, match="rare was selected, but has no value"):
         hl.features(Chooses(), iter(batches[::-1]), "rare")
+
+
+def test_a_model_whose_features_were_interrupted_runs_to_its_end():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    prefix = Prefix(model, "0", "features", {})
+    with pytest.warns(hl.HooklineWarning, match="line was dropped while its hooks were on"):
+        del prefix  # as where Ctrl-C came before the block
+        gc.collect()
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+    assert not model[0]._forward_hooks

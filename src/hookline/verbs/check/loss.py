@@ -116,6 +116,8 @@ class NodeNumbers:
         after = next_number()
         if after > first:
             runs = self._runs.setdefault(threading.get_ident(), [])
+            while runs and runs[-1].after > first:
+                runs.pop()  # of a thread that has ended, whose identifier this thread got
             runs.append(_RunNodes(first, after, is_finite, called_at))
             del runs[:-_MOST_RUNS]
 
@@ -204,7 +206,10 @@ class LossGraph:
 
     def _hook(self, node: Any) -> Callable[..., None]:
         def keep(passed: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-            size = sum(tensor.nbytes for tensor in (*passed, *given) if tensor is not None)
+            tensors = [tensor for tensor in (*passed, *given) if tensor is not None]
+            if any(tensor.layout is not torch.strided for tensor in tensors):
+                return  # sparse tensors do not know their size
+            size = sum(tensor.nbytes for tensor in tensors)
             if size <= self._room:
                 self._room -= size
                 self._given[node] = given

@@ -55,11 +55,14 @@ class Setup:
         keep, dtype = options.get("keep"), options.get("dtype")
         is_split = sharding(self.model) == "split"
         kept: Keep = {"copy": True} if is_split else {"keep": keep, "dtype": dtype, "copy": True}
-        prefix = Prefix(self.model, self.selector, "extract", kept)
-        mode = in_eval_mode(prefix.modules) if options.get("eval", True) else nullcontext()
         # Weights that are sharded change as they are gathered.
         state = None if sharding(self.model) else KeptState(self.model)
-        with prefix, mode:
+        is_eval = options.get("eval", True)
+        # The block begins at once: an error in between would leave hooks on the model.
+        with (
+            Prefix(self.model, self.selector, "extract", kept) as prefix,
+            in_eval_mode(prefix.modules) if is_eval else nullcontext(),
+        ):
             mask = options.get("mask", DEFAULT_MASK)
             gather = _Gather(keep, dtype) if is_split else None
             worker = Worker(prefix, self.source, options.get("inputs"), mask, gather, state)
@@ -68,7 +71,7 @@ class Setup:
         if changed:
             remedy = (
                 "Extract in one process, without an interruption, or reset it before each batch."
-                if options.get("eval", True)
+                if is_eval
                 else "Extract again without eval=False, and train the model afterwards."
             )
             warn(

@@ -20,6 +20,8 @@ MODULE_PORTS = tuple(port for port in PORTS if port != "grad")
 ALL_PORTS = (*MODULE_PORTS, *KINDS)
 DEFAULT_PORTS = ("output", "grad_output", *KINDS)
 
+_LAST_STEP = 2**62
+
 
 class Chosen(NamedTuple):
     """The sites that are monitored: those of modules, and those of parameters with their nodes."""
@@ -51,11 +53,12 @@ def checked_number(name: str, number: Any, example: str) -> int:
         example: code that gives a number.
 
     Raises:
-        AttachError: it is not an integer from 0 on.
+        AttachError: it is not an integer from 0 to 2**62; the files of a run hold no larger ones.
     """
-    if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
+    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
+    if not is_whole or not 0 <= number <= _LAST_STEP:
         raise AttachError(
-            f"{name} must be an integer from 0 on, got {number!r}."
+            f"{name} must be an integer from 0 to 2**62, got {number!r}."
             f"\nGive the number of a step: {example}."
         )
     return int(number)

@@ -71,10 +71,12 @@ def features(
         AttachError: the model cannot be hooked, or an option is invalid.
         TypeError: there is no such option.
     """
-    prefix = Prefix(model, selector, "features", options)
-    mode = in_eval_mode(prefix.modules) if eval else nullcontext()
     missing: list[Site] = []
-    with prefix, mode:
+    # The block begins at once: an error in between would leave hooks on the model.
+    with (
+        Prefix(model, selector, "features", options) as prefix,
+        in_eval_mode(prefix.modules) if eval else nullcontext(),
+    ):
         for number, batch in enumerate(_batches(model, inputs)):
             missing = prefix.run(batch)
             if missing and number:

@@ -29,6 +29,32 @@ class _Enough(BaseException):
 
 
 @final
+class _Progress:
+    """Track the sites that a run has reached. Hooks hold it, so it must not hold the line.
+
+    Args:
+        token: the token of the line.
+
+    Attributes:
+        missing: the sites that the run has not reached.
+        stops: whether the run ends when it has reached all.
+    """
+
+    __slots__ = ("missing", "stops", "token")
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.missing: set[Site] = set()
+        self.stops = True
+
+    def seen(self, site: Site) -> None:
+        """Note a site that the run has reached."""
+        self.missing.discard(site)
+        if self.stops and not self.missing:
+            raise _Enough(self.token)
+
+
+@final
 class Prefix:
     """A line that records sites, and ends each forward when all of them have fired.
 
@@ -45,11 +71,9 @@ class Prefix:
 
     def __init__(self, model: nn.Module, selector: Selector, verb: str, options: Keep) -> None:
         self._model = model
-        self._token = next(_tokens)
-        self._missing: set[Site] = set()
-        self._stops = True
+        self._progress = progress = _Progress(next(_tokens))
         self._recorder, line = start_recording(
-            model, selector, verb, ("output",), options, self._seen
+            model, selector, verb, ("output",), options, progress.seen
         )
         line.options.quiet = True
         self.sites = self._recorder.recording.sites
@@ -78,11 +102,11 @@ class Prefix:
 
         What fails behind the last site is not asked for, and no error.
         """
-        self._stops = False
+        self._progress.stops = False
         try:
             yield
         finally:
-            self._stops = True
+            self._progress.stops = True
 
     def run(self, inputs: Any) -> list[Site]:
         """Run the model on a batch; return the sites that it did not reach.
@@ -90,17 +114,18 @@ class Prefix:
         Args:
             inputs: the batch, as `hl.features` takes it.
         """
-        self._missing.update(self.sites)
+        missing = self._progress.missing
+        missing.update(self.sites)
         try:
             call(self._model, inputs)
         except _Enough as enough:
-            if enough.token != self._token:
+            if enough.token != self._progress.token:
                 raise
             self._stopped()
             # Its traceback holds every frame of the forward, and with them the activations.
             enough.__traceback__ = None
         except Exception as error:
-            if not self._missing:
+            if not missing:
                 self._stopped()
                 return []
             if isinstance(inputs, list):
@@ -109,13 +134,8 @@ class Prefix:
                 )
             note_failing_module(self._model, error)
             raise
-        return [site for site in self.sites if site in self._missing]
+        return [site for site in self.sites if site in missing]
 
     def _stopped(self) -> None:
         stop_all()  # passes of this line, and of outer lines that see the same forward
         reshard(self._model)
-
-    def _seen(self, site: Site) -> None:
-        self._missing.discard(site)
-        if self._stops and not self._missing:
-            raise _Enough(self._token)

@@ -7,6 +7,7 @@ in place of its own private one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, final
 
 import torch
@@ -27,21 +28,25 @@ class _BackwardHooks(dict[int, BackwardHook]):
 
     Attributes:
         run: the function that is called in the end: torch's own, or another patch of it.
+        is_patched: whether torch calls `_run_backward`, itself or by a patch that came later.
     """
 
     run: Callable[..., Any] = staticmethod(graph._engine_run_backward)
+    is_patched = False
 
     def __setitem__(self, key: int, hook: BackwardHook) -> None:
         super().__setitem__(key, hook)
-        if autograd._engine_run_backward is not _run_backward:
-            self.run = autograd._engine_run_backward
+        now = autograd._engine_run_backward
+        # A patch that came later calls this one; to call that one in turn would never end.
+        if now is graph._engine_run_backward or not self.is_patched:
+            self.run, self.is_patched = now, True
             autograd._engine_run_backward = _run_backward
 
     def pop(self, key: int, default: Any = None) -> Any:
         hook = super().pop(key, default)
         # A patch that came later goes on to call this one.
         if not self and autograd._engine_run_backward is _run_backward:
-            autograd._engine_run_backward = self.run
+            autograd._engine_run_backward, self.is_patched = self.run, False
         return hook
 
 
@@ -51,10 +56,7 @@ BACKWARD_HOOKS = _BackwardHooks()
 def _run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if backward_number() != -1:  # a checkpoint runs it inside another
         return BACKWARD_HOOKS.run(roots, *args, **kwargs)
-    ends: list[Callable[[], None]] = []
-    try:
-        ends += [hook(roots, args[0] if args else ()) for hook in tuple(BACKWARD_HOOKS.values())]
+    with ExitStack() as ends:
+        for hook in tuple(BACKWARD_HOOKS.values()):
+            ends.callback(hook(roots, args[0] if args else ()))
         return BACKWARD_HOOKS.run(roots, *args, **kwargs)
-    finally:
-        for end in ends:
-            end()
