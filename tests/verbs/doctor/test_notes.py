@@ -188,8 +188,8 @@ def test_of_a_distributed_model_the_inner_one_is_run_alone(tmp_path):
         assert found.model_type == "Linear"
         model(X).sum().backward()  # raises if the reducer still waits for the doctor's backward
         model(X).sum().backward()
-        # A reducer that outlives its group ends gloo's thread with the GIL held, and that thread may
-        # wait for the GIL.
+        # A reducer that outlives its group joins gloo's thread with the GIL held, and that thread
+        # may wait for the GIL.
         del model
     finally:
         dist.destroy_process_group()
