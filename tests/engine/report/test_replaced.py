@@ -377,3 +377,8 @@ def test_exactly_the_replaced_sites_are_told(changes, with_gradients):
             both_ways(model)
         assert len(caught) == bool(gone)
         assert {str(site) for site in line.report().replaced} == gone
+
+
+@pytest.mark.parametrize(("n_sites", "text"), [(3, "a, b, c"), (4, "a, b, c and 1 more")])
+def test_up_to_three_sites_are_named_and_others_counted(n_sites, text):
+    assert replaced._listed(["a", "b", "c", "d"][:n_sites]) == text
