@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.curves.logged import checked_logged
+from hookline.curves import StepReport
+from hookline.curves.logged import checked_logged, logged_of
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,12 @@ def test_a_step_that_is_no_number_is_named_as_it_was_given(step):
     )
     with pytest.raises(hl.NotRecordedError, match="step '0' was not reported"):
         seen.at("0")
+
+
+def test_a_name_that_was_not_logged_is_explained():
+    with pytest.raises(hl.NotRecordedError, match=r"^'loss' was not logged\.\nUse .*: none; log"):
+        logged_of([])["loss"]
+    logged = logged_of([StepReport.of_logged(0, 0.0, {"loss": 1.0})])
+    with pytest.raises(hl.NotRecordedError, match=r"\nUse one of the names that were: loss\.$"):
+        logged["typo"]
+    assert "typo" not in logged

@@ -13,7 +13,7 @@ from torch import Tensor
 from hookline.curves.step_reports import StepReport
 from hookline.engine import has_numbers
 from hookline.engine.pytree import describe
-from hookline.errors import InputError
+from hookline.errors import InputError, NotRecordedError
 
 
 class Logged(NamedTuple):
@@ -28,13 +28,23 @@ class Logged(NamedTuple):
     values: NDArray[np.float64]
 
 
+class LoggedByName(dict[str, Logged]):
+    """Hold the user's numbers by name, and explain a name that was not logged."""
+
+    def __missing__(self, name: str) -> Logged:
+        names = ", ".join(self) or "none; log one with seen.log(loss=loss)"
+        raise NotRecordedError(
+            f"{name!r} was not logged.\nUse one of the names that were: {names}."
+        )
+
+
 def logged_of(reports: Iterable[StepReport]) -> dict[str, Logged]:
     """Return the user's numbers by name. The number that was logged last for a step counts."""
     by_name: dict[str, dict[int, float]] = {}
     for report in reports:
         for name, number in report.logged.items():
             by_name.setdefault(name, {})[report.step] = number
-    return {name: _in_order(numbers) for name, numbers in by_name.items()}
+    return LoggedByName((name, _in_order(numbers)) for name, numbers in by_name.items())
 
 
 def _in_order(numbers: dict[int, float]) -> Logged:

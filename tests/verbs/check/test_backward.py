@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,3 +308,15 @@ def test_what_a_closure_drops_was_skipped():
     assert n_runs
     assert not line.findings
     assert all(one.isfinite().all() for one in model.parameters())
+
+
+def test_one_loss_is_that_of_a_device_thread_two_may_not_be():
+    line = hl.check(nn.Linear(2, 2))
+    checks, mine, other = line._backward, SimpleNamespace(thread=-1), SimpleNamespace(thread=-2)
+    for losses, expected in (([], None), ([mine], mine), ([mine, other], None)):
+        checks._losses = losses
+        assert checks._loss_here() is expected
+    mine.thread = threading.get_ident()
+    assert checks._loss_here() is mine
+    checks._losses = []
+    line.remove()

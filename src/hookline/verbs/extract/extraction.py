@@ -91,6 +91,8 @@ class Extraction:
         done = set(itertools.chain.from_iterable(self._ranks.each(lambda: list(self._shards))))
         if len(done) == self._n_written:
             return
+        if self._begun is not None:
+            _compare_environments(f"{self._place} was begun elsewhere", self._begun[1])
         n_bytes = self._batch_bytes * (self._job.n_batches or 0)
         with Progress(
             self._job, self._shards, self._ranks.n, n_bytes, shown=self._is_shown()
@@ -305,7 +307,6 @@ class Extraction:
                 + "\n  ".join(differences[:_MOST_NAMED])
                 + "\nGive a new folder, or the arguments that the store was begun with."
             )
-        _compare_environments(f"{self._place} was begun elsewhere", manifest["environment"])
         self._begun = begun, manifest["environment"]
         written = manifest["shards"]
         self._n_written = None if written is None else len(written["items"])
