@@ -208,8 +208,11 @@ def test_without_flock_a_writer_elsewhere_is_left_alone(tmp_path, without_flock,
         pass
 
 
-def test_without_flock_a_file_without_a_name_is_left_alone(tmp_path, without_flock):
+@pytest.mark.parametrize("process", [None, 10**30])
+def test_without_flock_a_file_without_a_name_is_left_alone(tmp_path, without_flock, process):
     (tmp_path / ".writer").touch()
+    if process is not None:
+        written_by(tmp_path, process=process)
     first, second = refused(tmp_path)
     assert first.endswith("is there, and names no process.")
     assert second == f"If none is writing, remove {tmp_path / '.writer'}, and start again."

@@ -28,7 +28,8 @@ except ImportError:  # not POSIX: no locks, so two writers are not noticed
     fcntl = None  # type: ignore[assignment]
 
 _LOCK, _WRITER = ".lock", ".writer"
-_OWNER = re.compile(r"process (\d+) on (.+)\n(\S*) (\S*)\n")
+# More digits no process has, and `os.kill` refuses them.
+_OWNER = re.compile(r"process (\d{1,9}) on (.+)\n(\S*) (\S*)\n")
 _OWNER_BYTES = 1024
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 _WITHOUT_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
