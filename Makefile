@@ -1,7 +1,8 @@
 # Each target does all its own set-up, on a machine with Python 3.11 or later and nothing else.
 #   make demo    the main job, on the network that is shipped in the package
-#   make test    checks, tests, the README's examples: what CI runs
+#   make test    checks, tests, the README's examples: the gate, which CI runs
 #   make quick   the tests that need no browser, no process and no compiler
+#   make full    the gate with more examples and larger models, inner doctests, mutants
 #   make check   ruff and mypy alone
 #   make mutants change the source in 60 places, and see whether a test notices
 #   make bench   the table of ratios, with rivals
@@ -20,7 +21,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --maxprocesses=8 \
   --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick check mutants bench docs clean
+.PHONY: demo test quick full check mutants bench docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -56,24 +57,37 @@ $(BENCH_VENV)/.bench: pyproject.toml constraints.txt
 demo: $(VENV)/.demo
 	$(VENV)/bin/hookline demo --out runs/demo
 	@echo
-	@echo "The documentation: docs/index.md, and by task docs/recipes.md."
+	@echo "The documentation: docs/recording.md and beside it, and by task docs/recipes.md."
 	@echo "As a site, in the browser and without a network: make docs, then open site/index.html."
 
-check: $(VENV)/.check
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+define RUFF
+$(VENV)/bin/ruff check .
+$(VENV)/bin/ruff format --check .
+endef
 
 # The page is tested in a real Chromium, Debian's.
-test: $(VENV)/.test
-	command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq chromium; }
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+define BROWSER
+command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq chromium; }
+endef
+
+check: $(VENV)/.check
+	$(RUFF)
 	$(VENV)/bin/mypy
+
+# mypy is one of the tests: it takes a minute, in which the other workers go on.
+test: $(VENV)/.test
+	$(BROWSER)
+	$(RUFF)
 	$(PYTEST)
 
 quick: $(VENV)/.test
 	$(PYTEST) -m "not compiles and not processes and not slow"
+
+full: $(VENV)/.test
+	$(BROWSER)
+	$(RUFF)
+	$(PYTEST) --hypothesis-profile=full
+	$(VENV)/bin/python tests/mutants.py
 
 mutants: $(VENV)/.test
 	$(VENV)/bin/python tests/mutants.py

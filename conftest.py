@@ -5,6 +5,8 @@ import io
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,12 +19,13 @@ from hookline.models import guess_input, load_demo_digits, load_input, load_mode
 # Examples of these inner functions are for reading: they want files, a network, another library
 # or a minute.
 collect_ignore_glob = [
-    "src/hookline/models/arrays.py",
+    "src/hookline/data/images.py",
+    "src/hookline/data/npy_files.py",
     "src/hookline/models/checkpoints.py",
     "src/hookline/models/from_*.py",
     "src/hookline/models/packages.py",
-    "src/hookline/models/pictures.py",
-    "src/hookline/models/_torch*.py",
+    "src/hookline/models/preprocessing.py",
+    "src/hookline/models/torch*.py",
     "src/hookline/models/demo/train.py",
     "src/hookline/cli/*.py",
     "src/hookline/integrations/*.py",
@@ -32,11 +35,12 @@ collect_ignore_glob = [
 ]
 
 
-# No deadline for an example: a busy machine is no fault of the code.
-settings.register_profile(
-    "unhurried", settings.get_profile(settings.get_current_profile_name()), deadline=None
-)
-settings.load_profile("unhurried")
+# `make test` tries 15 examples, `make full` more. Neither sets a deadline: a busy machine is not a
+# fault of the code.
+_USUAL = settings.get_profile(settings.get_current_profile_name())
+settings.register_profile("gate", _USUAL, max_examples=15, deadline=None)
+settings.register_profile("full", _USUAL, max_examples=200, deadline=None)
+settings.load_profile("gate")  # `--hypothesis-profile` loads another one later
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +75,11 @@ def _names_in_docstrings(request: pytest.FixtureRequest) -> None:
 # The fixtures that a test marks itself with, for `make quick` to leave out.
 MARK_OF_FIXTURE = {"fresh_dynamo": "compiles", "ranks": "processes", "browser": "processes"}
 SLOW = {"compiles", "processes", "slow"}
+# What takes a worker longest, and the rest of the workers would wait for.
+LONGEST = {
+    "test_on_ray.py", "test_typing.py", "test_readme.py", "test_docs_site.py",
+    "test_same_numbers.py", "test_compiled_gradients.py",
+}  # fmt: skip
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 _processes: list[str] = []
 
@@ -94,11 +103,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for fixture, mark in MARK_OF_FIXTURE.items():
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(mark)
+    if settings.get_current_profile_name() == "gate":
+        inner = [item for item in items if _is_inner_example(item)]
+        items[:] = [item for item in items if not _is_inner_example(item)]
+        config.hook.pytest_deselected(items=inner)
     if hasattr(config, "workerinput"):
         # Long files first, so that no worker begins one when the others are about to end.
         size = Counter(item.path for item in items)
         slow = Counter(item.path for item in items if SLOW & {m.name for m in item.iter_markers()})
-        items.sort(key=lambda item: (-slow[item.path], -size[item.path], str(item.path)))
+        items.sort(
+            key=lambda item: (
+                item.path.name not in LONGEST, -slow[item.path], -size[item.path], str(item.path)
+            )
+        )  # fmt: skip
+
+
+@cache
+def _public_definitions() -> tuple[str, ...]:
+    """Find where each public name is defined: the dotted names of its module and itself."""
+    public = [getattr(hl, name) for name in hl.__all__]
+    packages = [hl.models, *(value for value in public if isinstance(value, ModuleType))]
+    public += [getattr(package, name) for package in packages for name in package.__all__]
+    public = [value for value in public if hasattr(value, "__qualname__")]
+    return tuple(f"{value.__module__}.{value.__qualname__}" for value in public)
+
+
+def _is_inner_example(item: pytest.Item) -> bool:
+    """Whether an item is the example of a function that users do not call."""
+    if not isinstance(item, pytest.DoctestItem) or item.name == "hookline":
+        return False
+    return not any(f"{item.name}.".startswith(f"{own}.") for own in _public_definitions())
 
 
 @pytest.hookimpl(trylast=True)

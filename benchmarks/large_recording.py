@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hookline.recordings.manifest import FORMAT, MANIFEST, VERSION, checksum, sealed
+from hookline.files.sealed_json import MANIFEST, checksum, sealed
+from hookline.recordings.draft import RECORDING
 
 
 def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Path:
@@ -44,7 +45,7 @@ def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Pa
         for path in paths
     ]
     manifest = {
-        "format": FORMAT, "version": VERSION, "checksum": "0" * 16, "hookline": "0", "torch": "0",
+        **RECORDING.head(), "torch": "0",
         "model": "Large", "sites": sites,
         "modules": [[path, kind] for path, kind in holders.items()]
         + [[path, "Conv2d"] for path in paths],

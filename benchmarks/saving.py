@@ -21,7 +21,7 @@ from torch import nn
 
 import hookline as hl
 from benchmarks.timing import Clock, Contender, Plan, Result, run_rounds
-from hookline.recordings.tensor_file import TensorFile
+from hookline.files.safetensors_file import TensorFile
 
 _WITHOUT = "hookline, without checksums"
 _Guard = Callable[[], AbstractContextManager[object]]
@@ -98,7 +98,7 @@ def _recorded(n_values: int, size: int) -> hl.Recording:
 @contextlib.contextmanager
 def _unguarded() -> Iterator[None]:
     with (
-        mock.patch("hookline.recordings.tensor_file.checksum", _constant),
+        mock.patch("hookline.files.safetensors_file.checksum", _constant),
         mock.patch.object(TensorFile, "_check", _constant),
     ):
         yield

@@ -23,8 +23,8 @@ N_HIDDEN = 13  # pixels of 64: a fifth
 model = load_model("demo:digits").model
 images, _ = load_demo_digits()
 
-found = hl.cam(model, images, "block2", method="layercam")
-print(found)
+cam = hl.cam(model, images, "block2", method="layercam")
+print(cam)
 
 
 def rows(picture):
@@ -34,8 +34,8 @@ def rows(picture):
 
 
 for digit in (3, 7):
-    print(f"\nthe digit {digit}          what speaks for class {found.targets[digit]}")
-    pairs = zip(rows(images[digit, 0]), rows(found.maps[digit]), strict=True)
+    print(f"\nthe digit {digit}          what speaks for class {cam.targets[digit]}")
+    pairs = zip(rows(images[digit, 0]), rows(cam.maps[digit]), strict=True)
     print("\n".join(f"  {left}    {right}" for left, right in pairs))
 
 
@@ -44,16 +44,16 @@ def score_without(order):
     hidden = torch.zeros(8, 64, dtype=torch.bool).scatter(1, order[:, :N_HIDDEN], value=True)
     with torch.no_grad():
         scores = model(images.flatten(2).masked_fill(hidden[:, None], 0.0).view_as(images))
-    return scores.gather(1, torch.tensor(found.targets)[:, None]).mean().item()
+    return scores.gather(1, torch.tensor(cam.targets)[:, None]).mean().item()
 
 
 torch.manual_seed(0)
-pointed = score_without(found.maps.flatten(1).argsort(1, descending=True))
+pointed = score_without(cam.maps.flatten(1).argsort(1, descending=True))
 at_random = sum(score_without(torch.rand(8, 64).argsort(1)) for _ in range(20)) / 20
-print(f"\nmean score {found.scores.mean():.2f}")
+print(f"\nmean score {cam.scores.mean():.2f}")
 print(f"with the fifth of the pixels hidden that the map points at {pointed:.2f}")
 print(f"with a fifth hidden at random, 20 times {at_random:.2f}")
 
 if sys.argv[1:]:
-    found.save(sys.argv[1])
+    cam.save(sys.argv[1])
     print("written:", sys.argv[1])

@@ -15,19 +15,19 @@ from torch import nn
 import hookline as hl
 
 torch.manual_seed(0)
-mine = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+my_model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 theirs = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-seen, losses = [], []
+called, losses = [], []
 
 
 def show(what, module, values):
-    seen.append(module)
+    called.append(module)
     shapes = ", ".join(str(list(value.shape)) for value in values)
     print(f"  {what:12}  {type(module).__name__:10}  {shapes}")
 
 
-def run_mine():
-    mine(torch.randn(2, 4, requires_grad=True)).sum().backward()
+def run_my_model():
+    my_model(torch.randn(2, 4, requires_grad=True)).sum().backward()
 
 
 def train_theirs():
@@ -49,13 +49,13 @@ with hl.attach(hl.EVERYWHERE) as line:
     line.backward_pre(None, lambda module, grad_out: show("backward_pre", module, grad_out))
     line.backward(None, lambda module, grad_in, grad_out: show("backward", module, grad_in))
     other.start()
-    run_mine()
+    run_my_model()
     other.join()
 
 print(f"the other thread trained meanwhile: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-print("modules of its model that were seen here:", len(set(seen) & set(theirs.modules())))
+print("modules of its model that were seen here:", len(set(called) & set(theirs.modules())))
 
-seen.clear()
-run_mine()
-print("calls seen after the block:", len(seen))
-print("left behind:", hl.inventory(mine))  # global hooks included
+called.clear()
+run_my_model()
+print("calls seen after the block:", len(called))
+print("left behind:", hl.inventory(my_model))  # global hooks included

@@ -54,18 +54,18 @@ with tempfile.TemporaryDirectory() as folder:
     images = torch.stack([prepare(Image.open(file)) for file in files])
 labels = np.array([int(file.stem[-1]) for file in files])
 
-found = {"pixels": [], "layer4": [], "avgpool": []}
+parts_of = {"pixels": [], "layer4": [], "avgpool": []}
 with torch.inference_mode():
     for batch in images.split(40):
         feats = hl.features(resnet.model, batch, ["layer4", "avgpool"])
-        found["pixels"].append(torch.nn.functional.adaptive_avg_pool2d(batch, 8).flatten(1))
+        parts_of["pixels"].append(torch.nn.functional.adaptive_avg_pool2d(batch, 8).flatten(1))
         for layer in feats:
-            found[layer].append(feats[layer].flatten(1))
+            parts_of[layer].append(feats[layer].flatten(1))
 
 order = np.random.default_rng(0).permutation(N_IMAGES)
 known, held_out = order[N_HELD_OUT:], order[:N_HELD_OUT]
 print(f"{len(known)} known images, {len(held_out)} held out; right by chance: 10%")
-for name, parts in found.items():
+for name, parts in parts_of.items():
     x = torch.cat(parts).numpy()
     search = KNeighborsClassifier(n_neighbors=5).fit(x[known], labels[known])
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=1000))

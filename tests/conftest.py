@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hookline.statistics.native import native_moments
+from processes import ranks_of
 from zoo import BlockInRegion, Holder, Looped, SmallNet
 
 
@@ -17,6 +18,10 @@ from zoo import BlockInRegion, Holder, Looped, SmallNet
 def _compiled_moments() -> None:
     """Compile the function of moments before the first test, so that no test starts a compiler."""
     native_moments()
+
+
+# Two processes, started for the first test that asks for them, and kept for all files.
+ranks = pytest.fixture(scope="session")(ranks_of(2))
 
 
 @pytest.fixture

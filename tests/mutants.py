@@ -72,10 +72,9 @@ _COMPILED = ("test_compile_edits.py", "engine/line/test_compiled.py")
 TESTS_OF = {
     "engine/torch_private/distributed": (*_DISTRIBUTED, *_RANKS, *_OTHERS),
     "engine/compile/compiled_modules": _COMPILED,
-    "engine/compile/in_graph": _COMPILED,
-    "engine/gradients/ports": _DISTRIBUTED,
-    "engine/gradients/tap": _COMPILED,
-    "engine/distributed/shards": ("test_distributed_training.py",),
+    "engine/compile/graph_callback": _COMPILED,
+    "engine/gradients/in_graph": _COMPILED,
+    "engine/gradients/port_taps": _DISTRIBUTED,
     "util/locks": ("test_processes.py",),
     "engine/distributed/rendezvous": ("test_distributed.py", *_RANKS),
     "engine/memory/unversioned": ("test_distributed_values.py",),

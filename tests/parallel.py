@@ -51,7 +51,7 @@ def half(batch, rank):
 
 
 def llama(n_blocks=2):
-    from hookline.models._torchvision_import import import_torchvision
+    from hookline.models.torchvision_import import import_torchvision
 
     import_torchvision()  # transformers wants it, and it wants a guard
     import transformers

@@ -1,10 +1,12 @@
-"""Real processes for tests of distributed training: one gloo group, started once for a test file.
-
-    ranks = pytest.fixture(scope="module")(ranks_of(2))
+"""Real processes for tests of distributed training: one gloo group for a whole run of pytest.
 
     @on_ranks
-    def test_something(rank, folder):      # runs in each of the processes
+    def test_something(rank, folder):      # runs in each of the two processes
         ...
+
+The fixture `ranks` of `conftest.py` is the group. A file that needs another number of processes
+has a fixture of that name of its own: `ranks = pytest.fixture(scope="module")(ranks_of(1))`. After
+a process has died or hung, the next test has a new group.
 
 Run as a script, this file is such a process.
 """
@@ -28,7 +30,7 @@ IN_A_PROCESS = "HOOKLINE_TEST_RANK"
 
 
 def on_ranks(body):
-    """A test whose body runs in every process of its file's fixture `ranks`."""
+    """A test whose body runs in every process of the fixture `ranks`."""
     if IN_A_PROCESS in os.environ:
         return body
 
@@ -40,7 +42,7 @@ def on_ranks(body):
 
 
 def ranks_of(n: int, seconds: float = 60.0):
-    """What gives a file's processes, started when the first test asks for them."""
+    """The body of a fixture of processes, started when the first test asks for them."""
 
     def ranks():
         with Processes(n, seconds) as processes:

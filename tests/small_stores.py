@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hookline.recordings.tensor_file import DTYPES
-from hookline.stores.manifest import environment, write_manifest
-from hookline.stores.place import Place, place_of
+from hookline.files.place import Place, place_of
+from hookline.files.safetensors_file import DTYPES
+from hookline.stores.job import environment, write_manifest
 from hookline.stores.shard_file import Chunk, encode, name_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

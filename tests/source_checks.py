@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import hookline as hl
-from hookline.verbs.extract.inputs.sources import fingerprint
+from hookline.data import sources
+from hookline.data.batches import Loading
+from hookline.data.fingerprints import fingerprint
 
 
 class Squares(Dataset):
@@ -47,6 +49,10 @@ class Random(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()])
+
+
+def source_of(data, **options):
+    return sources.source_of(data, Loading(**options))
 
 
 def said(action) -> str:

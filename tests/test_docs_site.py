@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import hookline as hl
 from hookline.cli.app import app
-from hookline.models._torchvision_import import import_torchvision
 from hookline.models.packages import import_package
+from hookline.models.torchvision_import import import_torchvision
 from test_public_names import NAMES, SURFACES
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +86,8 @@ def public_names():
 
 LINE = ("remove", "report")
 ATTRIBUTES = {
-    f"hl.Recording.{name}": f"run.{name}" for name in ("lost", "modules", "ranks", "sites")
+    f"hl.Recording.{name}": f"run.{name}"
+    for name in ("lost", "modules", "ranks", "sites", "to_pandas")
 }
 ATTRIBUTES |= {f"hl.Recording.{name}": "hl.Recording" for name in MAPPING}
 
@@ -137,7 +138,7 @@ def test_the_tutorial_shows_what_its_cells_give(site):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_it_works_from_files_and_asks_no_other_machine(site, opened):
-    for name in ("index", "recipes", "tutorial", "regimes", "api/verbs", "examples/index"):
+    for name in ("index", "recipes", "tutorial", "where-it-works", "api/verbs", "examples/index"):
         page, asked, errors = opened(site / f"{name}.html")
         assert page.locator("h1").inner_text().strip()
     page.get_by_role("button", name="Search").first.click()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hookline.engine import OPEN
+
 SRC = Path(__file__).parent.parent / "src" / "hookline"
 FILES = sorted(SRC.rglob("*.py"))
 
@@ -21,23 +23,28 @@ ROOMS = [
     "hookline.verbs.profile", "hookline.verbs.monitor", "hookline.verbs.monitor.sinks",
     "hookline.verbs.record", "hookline.verbs.edit", "hookline.verbs.summary",
     "hookline.verbs.attach", "hookline.verbs.inventory", "hookline.verbs.shared",
-    "hookline.models", "hookline.stores", "hookline.recordings", "hookline.curves",
-    "hookline.statistics", "hookline.engine", "hookline.engine.line", "hookline.engine.report",
+    "hookline.opening", "hookline.data", "hookline.stores", "hookline.recordings",
+    "hookline.curves", "hookline.statistics", "hookline.models",
+    "hookline.engine", "hookline.engine.line", "hookline.engine.report",
     "hookline.engine.gradients", "hookline.engine.autograd", "hookline.engine.taps",
     "hookline.engine.compile", "hookline.engine.memory", "hookline.engine.passes",
     "hookline.engine.distributed", "hookline.engine.selection", "hookline.engine.pytree",
-    "hookline.engine.torch_private.graph", "hookline.engine.torch_private", "hookline.errors",
-    "hookline.display", "hookline.util",
+    "hookline.engine.torch_private.graph", "hookline.engine.torch_private", "hookline.files",
+    "hookline.errors", "hookline.display", "hookline.util",
 ]  # fmt: skip
 GROUND = {"hookline.errors", "hookline.display", "hookline.util"}
 # What a room may see of those below it, where that is not all.
 ONLY = {
+    "hookline.files": GROUND,
     "hookline.models": GROUND,
     "hookline.views": GROUND | {
-        "hookline.verbs.summary", "hookline.stores", "hookline.recordings", "hookline.curves",
-        "hookline.statistics", "hookline.engine", "hookline.engine.pytree",
+        "hookline.verbs.summary", "hookline.opening", "hookline.stores", "hookline.recordings",
+        "hookline.curves", "hookline.statistics", "hookline.engine", "hookline.engine.pytree",
+        "hookline.files",
     },
 }  # fmt: skip
+# Public names of what lies in several rooms: above all of them, and imported by none.
+FACES = {"hookline.models": "hookline"}
 # Functions that may import late: what is heavy, when it is asked for.
 ENTRY_POINTS = {"__getattr__", "main"}
 
@@ -48,6 +55,8 @@ def name_of(path: Path, src: Path = SRC) -> str:
 
 
 def room_of(module: str) -> str:
+    if module in FACES:
+        return FACES[module]
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
 
 
@@ -136,7 +145,7 @@ def test_every_room_is_there_and_every_folder_is_a_room():
         ("hookline.engine.line.line", "from hookline.verbs import record", "above it"),
         ("hookline.engine.pytree.tree", "from hookline.engine import Pass", "above it"),
         ("hookline.recordings.log", "import hookline.views", "above it"),
-        ("hookline.models.guess_input", "from hookline.engine import Site", "not to see"),
+        ("hookline.models.load_model", "from hookline.engine import Site", "not to see"),
         ("hookline.verbs.cam.cam", "def f():\n    import hookline.engine", "inside f()"),
     ],
 )
@@ -281,10 +290,32 @@ def test_private_names_of_torch_are_touched_in_one_room():
 def test_hooks_are_registered_in_one_file():
     for path in FILES:
         code = re.sub(r">>>.*", "", path.read_text())  # an example may register by hand
-        registers = re.findall(r"register_\w*hook\(|hooks\[key\] = ", code)
+        registers = re.findall(r"register_\w*hook\(|hooks\[(?:key|_FIRST_ID)\] = ", code)
         # torch_private puts hooks on what a pass computed: they go with its graph.
         allowed = path.name == "registration.py" or path.parent.name == "torch_private"
         assert not registers or allowed, path.name
+
+
+def past_the_face(here: str, text: str) -> list[str]:
+    """What a file outside the engine imports that the engine's face does not name."""
+    if room_of(here).startswith("hookline.engine"):
+        return []
+    meant = {"hookline.engine", *(f"hookline.engine.{name}" for name in OPEN)}
+    named = {module for module, _ in imports(ast.parse(text), MODULES)}
+    return sorted(name for name in named - meant if name.startswith("hookline.engine."))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_imported_past_the_face_of_the_engine(path):
+    assert past_the_face(name_of(path), path.read_text()) == []
+
+
+def test_an_import_past_the_face_is_found():
+    line, module = "from hookline.engine.line.line import Line", "hookline.engine.line.line"
+    assert past_the_face("hookline.verbs.summary", line) == [module]
+    assert past_the_face("hookline.engine.line.compiled", line) == []
+    assert past_the_face("hookline.verbs.summary", "from hookline.engine.pytree import tree") == []
+    assert not any("torch_private" in name for name in OPEN)
 
 
 def test_names_of_tests_are_short_enough_to_be_read():

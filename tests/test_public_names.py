@@ -192,10 +192,11 @@ SURFACES = {
     "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
     "Recording": (recorded, [
         *LOOK_UPS, "calls", "cat", "gradients", "lost", "model", "modules", "passes", "ranks",
-        "release", "report", "save", "sites", "stack",
+        "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
     ]),
     "PassRecord": (lambda: recorded().passes[0], [
-        *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order",
+        *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order", "to_dict",
+        "to_pandas",
     ]),
     "Report": (lambda: recorded().report(), [
         "ended", "excused", "fired", "model_type", "n_fired", "name", "notes", "other_contexts",
@@ -205,13 +206,13 @@ SURFACES = {
     "Store": (stored, [
         "cat", "dataset", "export", "files", "items", "job", "labels", "n_items", "n_rows", "names",
         "nbytes", "parts", "place", "release", "shuffled", "sites", "skipped", "statistics",
-        "tokens", "verify",
+        "to_dict", "to_pandas", "tokens", "verify",
     ]),
     "Column": (lambda: stored()["x"], [
         "dtype", "is_ragged", "lengths", "name", "nbytes", "ndim", "numpy", "of_item", "of_items",
         "padded", "shape",
     ]),
-    "Selection": (lambda: hl.select(nn.Linear(2, 2)), ["sites"]),
+    "Selection": (lambda: hl.select(nn.Linear(2, 2)), ["sites", "to_dict", "to_pandas"]),
     "Site": (lambda: hl.Site(""), [
         "aliases", "call", "is_gradient", "leaf", "module_type", "path", "port",
     ]),

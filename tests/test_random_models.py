@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import hookline as hl
 from hookline.engine.pytree import tree
+from thoroughness import examples
 
 WIDTH = 3
 
@@ -117,7 +118,7 @@ def same(one, other):
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models, st.integers(0, 99), st.data())
 def test_gradients_of_any_structure_are_autograds(model, seed, data):
     torch.manual_seed(seed)
@@ -140,7 +141,7 @@ def test_gradients_of_any_structure_are_autograds(model, seed, data):
             assert all(map(same, tensors, [grad for grad in wanted if grad is not None]))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models, st.data())
 def test_raw_hooks_without_effect_change_nothing_whatever_fails(model, data):
     torch.manual_seed(0)

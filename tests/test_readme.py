@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import tomllib
 from contextlib import chdir, redirect_stdout
@@ -14,8 +15,9 @@ from markdown.extensions.toc import slugify
 from typer.testing import CliRunner
 
 from hookline.cli.app import app
-from hookline.models._torchvision_import import import_torchvision
 from hookline.models.packages import import_package
+from hookline.models.torchvision_import import import_torchvision
+from thoroughness import tries
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -42,7 +44,7 @@ def test_the_python_examples_run_in_order_and_print_as_shown(tmp_path):
             if k + 1 < len(BLOCKS) and BLOCKS[k + 1][0] == "text":
                 assert out.getvalue() == BLOCKS[k + 1][1]
                 shown += 1
-    assert shown == 1
+    assert shown == 2
     assert not left_in(tmp_path)
 
 
@@ -64,9 +66,14 @@ def test_the_readme_is_short():
     assert long == []
 
 
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+# `test_docs_site.py` runs each recipe, too, without the others.
+PAGES = tries(PAGES, gate=[page for page in PAGES if page.name != "recipes.md"])
+
+
 # Lightning calls a name of torch's that torch has replaced.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.compiles
 @pytest.mark.processes  # inductor compiles in workers
 def test_the_docs_examples_run_in_order_and_print_as_shown(page, tmp_path):
@@ -119,7 +126,8 @@ def anchors(page):
 
 
 def test_every_link_leads_somewhere():
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+    for path in (*pages, *(ROOT / "docs").rglob("*.md")):
         for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^)#:]*)\)", path.read_text()):
             target = path.parent / link if link else path
             assert target.exists(), f"{path.name}: {link}"
@@ -127,13 +135,24 @@ def test_every_link_leads_somewhere():
                 assert anchor in anchors(target), f"{path.name}: {link}#{anchor}"
 
 
-def test_the_layout_in_the_docs_is_the_layout_on_disk():
-    drawn = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
-    for package in (ROOT / "src" / "hookline").rglob("__init__.py"):
-        room, *inner = package.parent.relative_to(ROOT / "src" / "hookline").parts or [""]
-        assert not room or f" {room}/" in drawn, room
-        if room in ("engine", "verbs") and inner:
-            assert f"│ {inner[0]} " in drawn or f"   {inner[0]} " in drawn, inner[0]
+def test_the_table_of_costs_is_made_from_the_measurements():
+    maker = runpy.run_path(str(ROOT / "benchmarks" / "summary.py"))
+    text, measured = (maker[name].read_text() for name in ("PAGE", "MEASURED"))
+    assert text == maker["page"](text, measured), "run python benchmarks/summary.py"
+
+
+def test_the_layout_in_the_docs_is_that_of_the_test_of_layers():
+    maker = runpy.run_path(str(ROOT / "docs" / "_site" / "layout.py"))
+    text = maker["PAGE"].read_text()
+    assert text == maker["page"](text), "run python docs/_site/layout.py"
+
+
+def test_the_files_that_the_architecture_names_are_there():
+    paths = [path.as_posix() for path in (ROOT / "src" / "hookline").rglob("*.py")]
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 5
+    for name in named:
+        assert (ROOT / name).exists() or any(path.endswith(f"/{name}") for path in paths), name
 
 
 def test_every_dependency_is_pinned_and_no_address_is_named():

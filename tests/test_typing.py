@@ -1,14 +1,16 @@
-"""What a type checker makes of a user's code: mypy, strict, on a file outside the package."""
+"""What a type checker makes of the package, and of a user's code outside it: mypy, strict."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from mypy import api
 
-pytestmark = pytest.mark.slow  # mypy reads torch, unless `make check` has
+pytestmark = pytest.mark.slow  # mypy reads torch, unless it has before
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,6 +73,15 @@ def check(tmp_path_factory):
         return [line.partition(".py:")[2] for line in out.splitlines()]
 
     return check
+
+
+@pytest.mark.processes
+def test_the_package_passes_mypy_strictly():
+    """First in this file: the others read the cache that it writes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_look_ups_have_the_types_that_they_say(check):

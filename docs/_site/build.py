@@ -1,10 +1,11 @@
 """Build the documentation as a site: `python docs/_site/build.py`, or `make docs`.
 
-The pages of `docs/` come as they are. The tutorial is executed. The scripts, the changelog and the
-notes for contributors become pages; the package becomes a list of its files. Links that leave
-`docs/` lead to these pages. The site is then checked: a broken link, a page that the navigation
-lacks, and anything that a browser would fetch from another machine are errors. `llms.txt` lists
-every section of the site, `llms-full.txt` holds the text of all pages.
+The pages of `docs/` come as they are, and the README as the first page. The tutorial is executed.
+The scripts, the changelog, the measurements and the notes for contributors become pages; the
+package becomes a list of its files. Links that leave `docs/` lead to these pages. The site is then
+checked: a broken link, a page that the navigation lacks, and anything that a browser would fetch
+from another machine are errors. `llms.txt` lists every section of the site, `llms-full.txt` holds
+the text of all pages.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import Any
 import nbformat
 import yaml
 from check import faults_of_links, faults_of_navigation
-from files import files_page
 from llms import write_texts
 from nbclient import NotebookClient
 
 import hookline as hl
 import hookline.models
+from files import files_page
 
 ROOT = Path(__file__).parent.parent.parent
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
@@ -49,6 +50,7 @@ def source_pages() -> dict[str, str]:
         "README.md": "index.md",
         "CHANGELOG.md": "changelog.md",
         "CONTRIBUTING.md": "contributing.md",
+        "benchmarks/README.md": "measurements.md",
         "src/hookline": "files.md",
         "examples/README.md": "examples/index.md",
         "examples/tutorial.ipynb": "tutorial.md",
@@ -111,7 +113,7 @@ def assemble(docs: Path, to: Path) -> None:
             )
         elif path.suffix == ".ipynb":
             target.write_text(within_site(tutorial_page(path, to), uri, source), "utf-8")
-        elif uri != "index.md":
+        else:
             target.write_text(within_site(path.read_text("utf-8"), uri, source), "utf-8")
 
 
@@ -208,7 +210,7 @@ def open_without_server(site: Path) -> None:
     (site / "404.html").unlink(missing_ok=True)
     for page in site.rglob("*.html"):
         home = posixpath.relpath("index.html", page.parent.relative_to(site).as_posix())
-        text = page.read_text("utf-8").replace("open_folder", "open")  # `hl.open`
+        text = page.read_text("utf-8")
         page.write_text(re.sub(r'href="\./(?:\.\.|\.)?"', f'href="{home}"', text), "utf-8")
 
 

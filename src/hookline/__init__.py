@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from hookline.engine import Selection as Selection
     from hookline.engine import Site as Site
     from hookline.engine import select as select
+    from hookline.opening import open as open
     from hookline.recordings import Recording as Recording
     from hookline.statistics import stats as stats
     from hookline.stores import Store as Store
-    from hookline.stores import open_folder as open
     from hookline.verbs.attach.raw_line import RawLine as RawLine
     from hookline.verbs.attach.raw_line import attach as attach
     from hookline.verbs.cam.cam import cam as cam
@@ -63,64 +63,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "EVERYWHERE",
-    "AmbiguousError",
-    "AttachError",
-    "ClassMaps",
-    "Curves",
-    "Diagnosis",
-    "Finding",
-    "FolderError",
-    "HooklineError",
-    "HooklineWarning",
-    "InputError",
-    "Inventory",
-    "Line",
-    "ModelError",
-    "NonFiniteError",
-    "NotRecordedError",
-    "OverwrittenError",
-    "Profile",
-    "RanksError",
-    "RawLine",
-    "Recording",
-    "Report",
-    "Selection",
-    "SelectionError",
-    "Site",
-    "SiteError",
-    "Store",
-    "StructureError",
-    "Summary",
-    "attach",
-    "cam",
-    "check",
-    "clip",
-    "doctor",
-    "edit",
-    "edits",
-    "extract",
-    "features",
-    "inventory",
-    "monitor",
-    "open",
-    "plots",
-    "profile",
-    "record",
-    "select",
-    "stats",
-    "summary",
-    "watch",
-]  # fmt: skip
-
 # Where each name is: imported on first use, since a program uses few of them.
 _MODULES = {
     "curves": "Curves",
     "engine": "EVERYWHERE Line Report Selection Site select",
+    "opening": "open",
     "recordings": "Recording",
     "statistics": "stats",
-    "stores": "Store open",
+    "stores": "Store",
     "verbs.attach.raw_line": "RawLine attach",
     "verbs.cam.cam": "cam",
     "verbs.cam.class_maps": "ClassMaps",
@@ -143,15 +93,18 @@ _MODULES = {
 }
 _OF_NAME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
+__all__ = list(_OF_NAME)
+__all__ += [name for name in globals() if name.endswith(("Error", "Warning"))]
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first access."""
     module = _OF_NAME.get(name)
     if module is None:
         raise AttributeError(f"module 'hookline' has no attribute {name!r}")
-    found = _find(f"hookline.{module}", "open_folder" if name == "open" else name)
-    globals()[name] = found
-    return found
+    value = _find(f"hookline.{module}", name)
+    globals()[name] = value
+    return value
 
 
 def _find(module: str, name: str) -> Any:

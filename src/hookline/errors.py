@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Collection
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -80,6 +81,28 @@ class NonFiniteError(HooklineError, FloatingPointError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.finding)
+
+
+def one_of(
+    name: str, got: Any, allowed: Collection[Any], fix: str, error: type[Exception] = InputError
+) -> None:
+    """Refuse an argument that is not one of a few values.
+
+    >>> one_of("order", "size", ("difference", "index"), "Write order='index'.")
+    Traceback (most recent call last):
+    hookline.errors.InputError: order must be 'difference' or 'index', got 'size'.
+    Write order='index'.
+    """
+    if got not in allowed:
+        texts = list(map(repr, allowed))
+        wanted = " or ".join(texts) if len(texts) < 3 else f"one of {', '.join(texts)}"
+        raise error(f"{name} must be {wanted}, got {got!r}.\n{fix}")
+
+
+def positive_integer(name: str, got: Any, fix: str, error: type[Exception] = InputError) -> None:
+    """Refuse an argument that is not a positive integer."""
+    if isinstance(got, bool) or not isinstance(got, int) or got < 1:
+        raise error(f"{name} must be a positive integer, got {got!r}.\n{fix}")
 
 
 class HooklineWarning(UserWarning):

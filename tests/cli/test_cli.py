@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import hookline as hl
 from hookline.cli.app import app
+from warm import run_python
 
 
 def run(*args: object, cwd: Path) -> SimpleNamespace:
@@ -32,12 +33,8 @@ def run(*args: object, cwd: Path) -> SimpleNamespace:
 def run_process(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hookline", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        check=False,
-        env={**os.environ, **env},
-    )
+        capture_output=True, text=True, cwd=cwd, check=False, env={**os.environ, **env},
+    )  # fmt: skip
 
 
 def complaint(done, code=2) -> str:
@@ -51,7 +48,7 @@ def complaint(done, code=2) -> str:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("demo")
-    return run_process("demo", "--out", "out", cwd=cwd), cwd / "out"
+    return run_python("-m", "hookline", "demo", "--out", "out", cwd=cwd), cwd / "out"
 
 
 @pytest.mark.slow
@@ -210,12 +207,12 @@ def test_whatever_is_given_as_a_model_is_refused_in_a_few_lines(traps):
 
 
 def test_a_folder_that_may_not_be_listed_is_refused(traps, monkeypatch):
-    def refuse(self):
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr("os.scandir", refuse)
     done = run("inspect", "demo:digits", str(traps), cwd="/")
-    assert "cannot be listed: PermissionError" in complaint(done)
+    assert "must be readable, got PermissionError" in complaint(done)
 
 
 def test_the_version_is_printed(tmp_path):

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 
 import numpy as np
@@ -28,8 +27,9 @@ from hookline.curves import (
     run_folder,
     run_version,
 )
-from hookline.curves.run_folder import _frame
-from hookline.engine.identity import recorded_model
+from hookline.curves.run_folder import _frame, read_statistic, spell_statistic
+from hookline.engine.model_fingerprint import recorded_model
+from warm import run_python
 
 STATISTICS = (hl.stats.moments(), hl.stats.histogram(), hl.stats.quantiles((0.1, 0.5)))
 
@@ -139,7 +139,7 @@ with hl.monitor(model, to=sys.argv[1]) as seen:
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="kills by a signal of POSIX")
 def test_a_killed_run_has_every_step_that_was_reported(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run")], check=False)
+    done = run_python("-c", KILLED, tmp_path / "run")
     assert done.returncode == -signal.SIGKILL
     found = hl.open(tmp_path / "run")
     assert found.steps.tolist() == list(range(20))
@@ -310,3 +310,31 @@ def test_a_run_in_memory_identifies_no_model():
     with hl.monitor(model, ports="output") as seen:
         model(torch.ones(1, 2))
     assert seen.model is None
+
+
+@pytest.mark.parametrize(
+    "statistic",
+    [
+        hl.stats.moments(compile=False),
+        hl.stats.histogram(low=0.1, high=10, per_octave=4),
+        hl.stats.quantiles((0.1, 0.9), error=0.1, low=1e-3),
+        hl.stats.covariance(),
+    ],
+    ids=lambda statistic: type(statistic).__name__,
+)
+def test_a_statistic_is_made_again_from_json(statistic):
+    again = read_statistic(json.loads(json.dumps(spell_statistic(statistic))))
+    x = torch.randn(20, 3)
+    slots = statistic.update(statistic.start(x), x)
+    torch.testing.assert_close(again.update(again.start(x), x), slots)
+    assert str(again.result(slots)) == str(statistic.result(slots))
+
+
+def test_one_of_a_users_class_gives_its_slots():
+    class Own:
+        pass
+
+    again = read_statistic(json.loads(json.dumps(spell_statistic(Own()))))
+    assert again.result(torch.ones(2)).tolist() == [1, 1]
+    with pytest.raises(hl.FolderError, match=r"the statistic Own must be known to measure"):
+        again.start(torch.ones(1))

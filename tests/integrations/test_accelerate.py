@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.models._torchvision_import import import_torchvision
+from hookline.models.torchvision_import import import_torchvision
 
 import_torchvision()  # which accelerate may import
 accelerate = pytest.importorskip("accelerate")
@@ -17,6 +17,7 @@ accelerate = pytest.importorskip("accelerate")
 from hookline.integrations.accelerate import monitor  # noqa: E402
 from processes import on_ranks, ranks_of  # noqa: E402
 
+# A group of their own: at the end of a training, Accelerate ends the group that it is in.
 ranks = pytest.fixture(scope="module")(ranks_of(2))
 
 pytestmark = [

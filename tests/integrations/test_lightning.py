@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.models._torchvision_import import import_torchvision
+from hookline.models.torchvision_import import import_torchvision
 
 import_torchvision()  # which Lightning imports
 lightning = pytest.importorskip("lightning.pytorch")

@@ -8,7 +8,7 @@ from PIL import Image
 
 from hookline.errors import ModelError
 from hookline.models import load_model
-from hookline.models._torchvision_import import import_torchvision
+from hookline.models.torchvision_import import import_torchvision
 
 
 def test_random_weights_have_published_preparation_and_labels(resnet18):

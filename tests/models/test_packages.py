@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 
@@ -9,6 +8,7 @@ import pytest
 from hookline.errors import InputError, ModelError
 from hookline.models import load_input, load_model
 from hookline.models.packages import import_package, in_short, is_reachable
+from warm import run_python
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,8 @@ def test_an_error_is_said_in_its_first_sentence():
     assert len(in_short(ValueError("word " * 1000))) < 200
 
 
-def run_python(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
-    )
+def printed_by(code: str) -> str:
+    result = run_python("-W", "error", "-c", code)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -76,7 +74,7 @@ def test_importing_models_imports_no_extra():
         "heavy = {'torchvision', 'timm', 'transformers', 'PIL', 'sklearn', 'huggingface_hub'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    assert run_python(code) == "[]"
+    assert printed_by(code) == "[]"
 
 
 @pytest.mark.processes
@@ -94,9 +92,7 @@ def test_without_a_network_the_hub_is_given_up_on_at_once():
         "    except ValueError as error:\n        print(error)\n"
         "    assert time.monotonic() - started < 8\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
     assert "hf:hookline/never-there: a folder of that name does not exist, the hub" in result.stdout
     assert "timm:resnet18: its weights cannot be fetched (no connection" in result.stdout

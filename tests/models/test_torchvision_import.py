@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from warm import run_python
 
 
 @pytest.mark.processes
@@ -13,14 +12,12 @@ def test_torchvision_is_imported_whole_after_a_failed_import():
         "import sys\n"
         "try:\n    import torchvision\n"
         "except RuntimeError:\n    pass\n"
-        "from hookline.models._torchvision_import import import_torchvision\n"
+        "from hookline.models.torchvision_import import import_torchvision\n"
         "vision = import_torchvision()\n"
         "assert vision is import_torchvision() is sys.modules['torchvision']\n"
         "import torchvision.transforms.v2\n"
         "print(vision.models.resnet18().fc.out_features)"
     )
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
-    )
+    result = run_python("-W", "error", "-c", code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "1000"

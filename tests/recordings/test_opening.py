@@ -19,7 +19,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine.pytree import tree
-from hookline.recordings.manifest import MANIFEST, sealed
+from hookline.files.sealed_json import MANIFEST, sealed
+from thoroughness import examples
 
 
 class Many(nn.Module):
@@ -94,7 +95,7 @@ def check_damaged(folder, expected):
         assert found == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     which=st.integers(0, 1),
     changes=st.lists(
@@ -182,7 +183,7 @@ def is_readable(opened, key):
 
 
 def test_verifying_reads_all_and_opening_reads_nothing(tmp_path, monkeypatch):
-    from hookline.recordings.tensor_file import TensorFile
+    from hookline.files.safetensors_file import TensorFile
 
     folder = recorded().save(tmp_path / "run")
     seen = []

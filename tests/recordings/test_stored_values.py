@@ -11,6 +11,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine.pytree import describe
+from hookline.files import safetensors_file
 
 
 def test_an_outline_tells_shapes_and_dtypes_without_the_data(holder, tmp_path):
@@ -138,13 +139,11 @@ def test_a_folder_that_was_moved_is_read_on_where_it_was_opened(tmp_path):
 
 
 def test_bytes_are_compared_again_only_when_the_file_has_changed(tmp_path, monkeypatch):
-    from hookline.recordings import tensor_file
-
     opened = opened_of([torch.ones(64)], tmp_path / "run")
     seen = []
-    count = tensor_file.checksum
+    count = safetensors_file.checksum
     monkeypatch.setattr(
-        tensor_file, "checksum", lambda data: (seen.append(len(data)), count(data))[1]
+        safetensors_file, "checksum", lambda data: (seen.append(len(data)), count(data))[1]
     )
     for _ in range(3):
         assert opened["v0"].sum() == 64

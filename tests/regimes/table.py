@@ -1,4 +1,4 @@
-"""The tables of docs/regimes.md, from the marks on the tests that prove their cells.
+"""The tables of docs/where-it-works.md, from the marks on the tests that prove their cells.
 
     @pytest.mark.cell("autocast", "record", "edit")                      # works
     @pytest.mark.cell("autocast", "statistics", note="In float32.")      # works, with a condition
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "regimes.md"
+PAGE = HERE.parent.parent / "docs" / "where-it-works.md"
+PROOFS = HERE / "README.md"
 BEGIN, END = "<!-- the tables: made by tests/regimes/table.py -->\n", "<!-- end -->\n"
 
 VERBS = (
@@ -26,8 +27,8 @@ VERBS = (
 # Each table's heading, the guides on it, and its rows in their order.
 GROUPS = {
     "Training and compilation": (
-        "[torch.compile](compile.md), [activation checkpointing](checkpointing.md),"
-        " [modes of torch](modes.md)",
+        "[torch.compile](#torchcompile), [activation checkpointing](#activation-checkpointing),"
+        " [autocast, no gradients](#autocast-and-runs-without-gradients)",
         "autocast",
         "torch.compile",
         "activation checkpointing",
@@ -38,7 +39,7 @@ GROUPS = {
         " `TorchFunctionMode`, `TorchDispatchMode`",
     ),
     "Many devices": (
-        "[several ranks](distributed.md), [a cluster](scale.md)",
+        "[several ranks](ranks.md), [a cluster](ranks.md#one-data-set-on-many-processes)",
         "DDP",
         "FSDP2",
         "tensor parallelism",
@@ -46,7 +47,7 @@ GROUPS = {
         "DataParallel",
     ),
     "Transformers": (
-        "[models of others](models-of-others.md)",
+        "[models of other libraries](inspecting.md#models-of-other-libraries)",
         "models of transformers",
         "encoder-decoders of transformers",
         "`generate` of transformers",
@@ -56,7 +57,7 @@ GROUPS = {
         "MultiheadAttention",
     ),
     "Models and modules": (
-        "[models of others](models-of-others.md)",
+        "[models of other libraries](inspecting.md#models-of-other-libraries)",
         "lazy modules, before their first run",
         "parametrized weights",
         "pruning; old `weight_norm` and `spectral_norm`",
@@ -69,7 +70,8 @@ GROUPS = {
         "deep copies of a model with hooks",
     ),
     "Tensors and quantisation": (
-        "[kinds of tensors](modes.md#kinds-of-tensors), [weights](models-of-others.md#weights)",
+        "[kinds of tensors](#kinds-of-tensors),"
+        " [weights](inspecting.md#weights-that-are-not-parameters)",
         "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors",
         "nested tensors",
         "packed sequences",
@@ -79,7 +81,7 @@ GROUPS = {
         "statically quantised",
     ),
     "torch.func and tracing": (
-        "[modes of torch](modes.md)",
+        "[torch.func](#torchfunc), [tracing](#tracing-and-export)",
         "torch.func.grad, vjp",
         "torch.func.vmap",
         "forward-mode AD",
@@ -91,7 +93,8 @@ GROUPS = {
         "meta device",
     ),
     "Threads and processes": (
-        "[threads, tasks, processes](models-of-others.md#threads-tasks-processes)",
+        "[threads and tasks](recording.md#threads-and-tasks),"
+        " [copies and processes](inspecting.md#copies-and-processes)",
         "several threads that share a model",
         "thread pools",
         "async tasks",
@@ -136,11 +139,11 @@ def _cells_of(path: Path) -> Iterator[Cell]:
 
 
 def tables(found: list[Cell]) -> str:
-    """Return a table for each group of regimes, with its notes below it, and the tests."""
+    """Return a table for each group of regimes, with its notes below it."""
     grouped = {regime for _, *regimes in GROUPS.values() for regime in regimes}
     if missing := [cell.regime for cell in found if cell.regime not in grouped]:
         raise ValueError(f"tests/regimes/table.py: no group in GROUPS has {missing[0]!r}")
-    parts, proofs = [], []
+    parts = []
     for heading, (guides, *regimes) in GROUPS.items():
         if not (mine := [cell for cell in found if cell.regime in regimes]):
             continue
@@ -153,16 +156,17 @@ def tables(found: list[Cell]) -> str:
             shown = [_cell([cell for cell in cells_of if verb in cell.verbs]) for verb in verbs]
             rows.append(f"| {regime} | " + " | ".join(shown) + " |")
             notes += _notes(regime, cells_of)
-            proofs.append(_proof(regime, cells_of))
-        legend = "Notes on `yes*` (works, with a condition) and `refused` (an error or a warning):"
-        lines = [legend, "", *notes, ""] if notes else []
+        lines = ["Notes:", "", *notes, ""] if notes else []
         parts += [f"## {heading}", "", f"Guides: {guides}.", "", *rows, "", *lines]
-    opening = [
-        '<details markdown="1">',
-        "<summary>The tests of each regime, in <code>tests/regimes/</code></summary>",
-        "",
-    ]
-    return "\n".join([*parts, *opening, *proofs, "", "</details>", ""])
+    return "\n".join(parts)
+
+
+def proofs(found: list[Cell]) -> str:
+    """Return the list of the tests of each regime."""
+    regimes = [regime for _, *regimes in GROUPS.values() for regime in regimes]
+    of_each = {name: [cell for cell in found if cell.regime == name] for name in regimes}
+    lines = [_proof(regime, cells_of) for regime, cells_of in of_each.items() if cells_of]
+    return "\n".join(["# The tests of each regime", "", *lines, ""])
 
 
 def _cell(proofs: list[Cell]) -> str:
@@ -214,3 +218,4 @@ def page(text: str, found: list[Cell]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(PAGE.read_text(), cells()))
+    PROOFS.write_text(proofs(cells()))

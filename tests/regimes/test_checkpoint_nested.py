@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from thoroughness import examples
 
 # Torch says it of each reentrant region that the first run of another one holds.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -75,7 +76,7 @@ PARTS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(PARTS)
 def test_gradients_recorded_are_those_without_checkpoints(parts):
     found = []
@@ -105,7 +106,7 @@ def raw(net, site, stack):
     return line
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(PARTS, LAYER, st.sampled_from(PORTS), st.sampled_from([*CHANGES, "raw hook"]))
 def test_gradients_changed_are_those_without_checkpoints(parts, n, port, change):
     n = n if n in layers_in(parts) else min(layers_in(parts))

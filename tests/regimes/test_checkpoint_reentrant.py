@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from thoroughness import examples
 
 # Torch says it of each reentrant region that the first run of another one holds.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -144,7 +145,9 @@ programs = st.builds(
     regions,
     regions,
 )
-all_sizes = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+all_sizes = settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 def train(steps, *, is_checkpointed, attach=()):

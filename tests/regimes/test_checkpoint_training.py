@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hookline as hl
-from hookline.models._torchvision_import import import_torchvision
+from hookline.models.torchvision_import import import_torchvision
 
 transformers = pytest.importorskip("transformers")
 import_torchvision()  # which transformers imports

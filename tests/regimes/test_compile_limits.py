@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 
-OPTIONS = {"backend": "aot_eager", "fullgraph": True}
+OPTIONS = {"backend": "eager", "fullgraph": True}
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
 
 
@@ -157,7 +157,7 @@ def test_a_sweep_of_lines_says_at_the_limit_what_to_do():
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_graph_limit_reached_is_explained_and_never_wrong(fullgraph):
     model = steps()
-    run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    run = torch.compile(model, backend="eager", fullgraph=fullgraph)
     run(X)
     h = model[1](model[0](X))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch._dynamo.utils import counters
 
 import hookline as hl
 from hookline.engine.pytree import tree
-from hookline.models._torchvision_import import import_torchvision
+from hookline.models.torchvision_import import import_torchvision
+from thoroughness import tries
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -24,7 +26,6 @@ pytestmark = [
 PORTS = ("grad_output", "grad_input")
 WIDTH = 4
 FORMS = ["whole", "layers", "pieces"]
-forms = pytest.mark.parametrize("form", FORMS)
 
 
 class Chunk(nn.Module):
@@ -149,18 +150,18 @@ def made(*layers, again=False):
     return Net(*layers, again=again).double(), torch.randn(2, 3, WIDTH, dtype=torch.float64)
 
 
-@forms
-@pytest.mark.parametrize(
-    "layers",
-    [
-        [("linear", "+")],
-        [("identity", "+"), ("linear", "", "keyword")],
-        [("linear relu linear", "+=")],
-        [("flat relu", "", "tuple")],
-        [("chunk", "+", "dict"), ("linear relu",)],
-    ],
-    ids=str,
-)
+PARTS = [
+    [("linear", "+")],
+    [("identity", "+"), ("linear", "", "keyword")],
+    [("linear relu linear", "+=")],
+    [("flat relu", "", "tuple")],
+    [("chunk", "+", "dict"), ("linear relu",)],
+]
+# In the gate each net in one form, and the forms in turn.
+NETS = tries(list(product(PARTS, FORMS)), gate=list(zip(PARTS, cycle(FORMS), strict=False)))
+
+
+@pytest.mark.parametrize(("layers", "form"), NETS, ids=str)
 def test_gradients_are_of_all_uses_and_before_later_writes(layers, form):
     net, x = made(*(Layer(*layer) for layer in layers), again=True)
     other, call = compiled(net, form)
@@ -389,7 +390,8 @@ layers = st.builds(
 
 @settings(
     # An example takes seconds: the same ones each time; search for more by hand.
-    max_examples=8, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate],
+    max_examples=tries(8, gate=3), derandomize=True, deadline=None,
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(st.lists(layers, min_size=1, max_size=3), st.booleans(), st.sampled_from(FORMS), st.data())
@@ -577,15 +579,11 @@ def without_dropouts(model):
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "backend"),
-    [
-        (resnet, "aot_eager"), (vit, "aot_eager"), (convnext, "aot_eager"),
-        (mobilenet, "aot_eager"), (gpt2, "aot_eager"), (llama, "aot_eager"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)  # fmt: skip
-def test_every_gradient_of_a_real_model_is_that_of_eager_code(make, backend):
+MODELS = tries([resnet, vit, convnext, mobilenet, gpt2, llama], gate=[resnet, gpt2])
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_every_gradient_of_a_real_model_is_that_of_eager_code(make):
     """Scaled by one, and then by others, as a graph takes these numbers as tensors."""
     import_torchvision()  # transformers imports it, and cannot where its operators are missing
     torch.manual_seed(0)
@@ -594,7 +592,7 @@ def test_every_gradient_of_a_real_model_is_that_of_eager_code(make, backend):
     for parameter in model.parameters():  # of some, the last layer's are zeros
         nn.init.normal_(parameter, std=0.3)
     x = x.double() if x.is_floating_point() else x
-    call = torch.compile(model, backend=backend, fullgraph=True)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
     own, found, _ = recorded(model, model, x)
     leaves = [path for path, part in model.named_modules() if not next(part.children(), None)]
     sites = sorted({site for site, _ in found if site.split(":")[0] in leaves})

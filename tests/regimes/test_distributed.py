@@ -23,10 +23,7 @@ from parallel import (
     sharded,
     tokens,
 )
-from processes import on_ranks, ranks_of
-
-ranks = pytest.fixture(scope="module")(ranks_of(2))
-
+from processes import on_ranks
 
 # -- data parallel ------------------------------------------------------------------------------
 

@@ -13,9 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
-from processes import Processes, on_ranks, ranks_of
-
-ranks = pytest.fixture(scope="module")(ranks_of(2))
+from processes import Processes, on_ranks
 
 
 def net():

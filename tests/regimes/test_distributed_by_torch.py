@@ -24,10 +24,9 @@ from torch.testing import assert_close
 import hookline as hl
 from by_torch import clipped_by_torch, measured, triple, tripled
 from parallel import conv_net, gated, half, images, loss_of, mesh, rows, sentences, sharded, stack
-from processes import on_ranks, ranks_of
+from processes import on_ranks
 
 HERE = Path(__file__).parent
-ranks = pytest.fixture(scope="module")(ranks_of(2))
 close = partial(assert_close, rtol=1e-4, atol=1e-5)
 
 

@@ -31,10 +31,7 @@ from parallel import (
     stack,
     tokens,
 )
-from processes import on_ranks, ranks_of
-
-ranks = pytest.fixture(scope="module")(ranks_of(2))
-
+from processes import on_ranks
 
 # -- tensor parallel ----------------------------------------------------------------------------
 

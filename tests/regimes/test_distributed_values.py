@@ -9,9 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hookline as hl
-from processes import on_ranks, ranks_of
-
-ranks = pytest.fixture(scope="module")(ranks_of(2))
+from processes import on_ranks
 
 
 class Summed(torch.autograd.Function):

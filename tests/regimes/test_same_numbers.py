@@ -1,5 +1,6 @@
 """A Llama of 12 blocks and a ResNet-34: the values and gradients of every block, compiled as eager.
 
+Inductor takes a minute for each, so that in the gate it compiles one block of a ResNet alone.
 Checkpointed and on many ranks they are compared in `test_checkpoint_training.py` and
 `test_distributed.py`.
 """
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.models import load_model
-from hookline.models._torchvision_import import import_torchvision
+from hookline.models.torchvision_import import import_torchvision
+from thoroughness import tries
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
 
@@ -29,12 +30,12 @@ INDUCTOR = pytest.param("inductor", marks=pytest.mark.processes)  # it compiles 
 
 
 @functools.cache
-def llama():
+def llama(n_blocks=12):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=12,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=n_blocks,
         num_attention_heads=4, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
@@ -45,9 +46,16 @@ def llama():
 
 
 @functools.cache
-def resnet34():
+def resnet34(n_blocks=(3, 4, 6, 3)):
+    """One with other numbers of blocks; the last stages may have none."""
+    from torchvision.models.resnet import BasicBlock, ResNet
+
     torch.manual_seed(0)
-    model = load_model("torchvision:resnet34", weights="none").model.eval()
+    model = ResNet(BasicBlock, [n or 1 for n in n_blocks]).eval()
+    for stage, n in enumerate(n_blocks, 1):
+        if n == 0:
+            setattr(model, f"layer{stage}", torch.nn.Identity())
+    model.fc = torch.nn.Linear(32 * 2 ** sum(map(bool, n_blocks)), 10)
     image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     return model, (lambda run: run(image).square().mean()), re.compile(r"^layer\d\.\d+$")
 
@@ -61,8 +69,22 @@ def recorded(make, run):
     return {**seen, **weights}
 
 
-@pytest.mark.parametrize("make", [llama, resnet34], ids=["llama", "resnet34"])
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def short_llama():
+    return llama(n_blocks=4)
+
+
+def one_block():
+    return resnet34((1, 0, 0, 0))
+
+
+CASES = tries(
+    [(llama, "aot_eager"), (llama, "inductor"), (resnet34, "aot_eager"), (resnet34, "inductor")],
+    gate=[(short_llama, "aot_eager"), (resnet34, "aot_eager"), (one_block, "inductor")],
+)
+
+
+@pytest.mark.processes  # inductor compiles in workers
+@pytest.mark.parametrize(("make", "backend"), CASES, ids=lambda of: getattr(of, "__name__", of))
 @pytest.mark.cell("torch.compile", "record", "gradients")
 def test_every_block_has_the_eager_models_values_and_gradients(make, backend):
     model = make()[0]

@@ -1,4 +1,4 @@
-"""The tables of docs/regimes.md say what the tests prove."""
+"""The tables of docs/where-it-works.md say what the tests prove."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ MAKER = runpy.run_path(str(Path(__file__).parent / "table.py"))
 def test_the_tables_are_up_to_date():
     text = MAKER["PAGE"].read_text()
     assert text == MAKER["page"](text, MAKER["cells"]()), "run python tests/regimes/table.py"
+    assert MAKER["PROOFS"].read_text() == MAKER["proofs"](MAKER["cells"]())
 
 
 def test_a_condition_and_a_refusal_are_shown_and_explained(tmp_path):
@@ -31,7 +32,8 @@ def test_a_condition_and_a_refusal_are_shown_and_explained(tmp_path):
     assert "- **autocast**, *statistics*: In float32.\n" in text
     assert "| nested tensors | refused |\n" in text
     assert "- **nested tensors**: `AttachError`: No.\n" in text
-    assert "- **nested tensors**: `test_one.py`: `test_no`\n" in text
+    proofs = MAKER["proofs"](MAKER["cells"](tmp_path))
+    assert "- **nested tensors**: `test_one.py`: `test_no`\n" in proofs
 
 
 def test_notes_of_one_regime_stand_together(tmp_path):

@@ -200,7 +200,7 @@ def test_a_run_on_the_meta_device_is_recorded_as_shapes(model, tmp_path):
         model(x).sum().backward()
     assert run["head"].is_meta
     assert run["inner:grad_output"].shape == (3, 4)
-    assert "meta or fake tensors, which have no numbers" in str(run.gradients())
+    assert "meta or fake tensors, which have no numbers" in " ".join(str(run.gradients()).split())
     assert not run.gradients().exploding
     run.save(tmp_path / "run")
     assert "head: Tensor[3, 2] float32 on meta, torch.strided" in run.lost

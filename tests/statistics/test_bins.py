@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
+from thoroughness import examples
 
 NUMBERS = st.lists(st.floats(width=32), min_size=1, max_size=40)
 
@@ -22,7 +23,7 @@ def result_of(statistic, *values):
     return statistic.result(slots)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(NUMBERS, st.sampled_from([1, 2, 16]))
 def test_a_histogram_counts_between_its_edges(numbers, per_octave):
     found = result_of(
@@ -68,7 +69,7 @@ def test_a_wide_histogram_still_fits_a_line():
 QS = (0.0, 0.01, 0.3, 0.5, 0.9, 1.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.one_of(st.floats(-1e9, -1e-9), st.just(0.0), st.floats(1e-9, 1e9)), min_size=1,

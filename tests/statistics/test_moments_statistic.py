@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import hookline as hl
 from hookline.statistics import compiled as compiled_reductions
 from hookline.statistics import moments_statistic
+from thoroughness import examples
 
 NUMBERS = st.floats(width=32)  # NaN, infinities, zeros of both signs and the largest are in it
 BATCHES = st.lists(st.lists(NUMBERS, max_size=8), min_size=1, max_size=5)
@@ -53,14 +54,14 @@ def assert_same(one, other, rel=1e-6):
     assert one.sum4 == pytest.approx(other.sum4, rel=rel)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(BATCHES)
 def test_batches_give_the_moments_of_the_whole(batches):
     tensors = [torch.tensor(batch) for batch in batches]
     assert_same(measure(*tensors), by_python([x for t in tensors for x in t.tolist()]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(BATCHES, BATCHES, BATCHES)
 def test_merging_is_associative_and_commutes(a, b, c):
     moments = hl.stats.moments()

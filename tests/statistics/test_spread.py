@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from hookline.statistics import spread
 from hookline.views import site_statistics
+from thoroughness import examples
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(NUMBERS, min_size=1, max_size=4), st.sampled_from([0.0, 1e9]))
 def test_parts_give_the_mean_and_deviation_of_the_whole(parts, offset):
     parts = [torch.tensor(part, dtype=torch.float64) + offset for part in parts]

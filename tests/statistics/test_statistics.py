@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.statistics import bins, to_numbers
-from processes import on_ranks, ranks_of
-
-ranks = pytest.fixture(scope="module")(ranks_of(2))
+from processes import on_ranks
+from thoroughness import examples
 
 MAKERS = {
     "moments": lambda: hl.stats.moments(compile=False),
@@ -45,7 +44,7 @@ def assert_same_slots(one, other):
 
 
 @each
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=4))
 def test_batches_give_the_slots_of_the_whole(statistic, batches):
     values = [rows_of(batch) for batch in batches]
@@ -54,7 +53,7 @@ def test_batches_give_the_slots_of_the_whole(statistic, batches):
 
 
 @each
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ROWS, ROWS, ROWS)
 def test_merging_is_associative_and_commutes(statistic, a, b, c):
     a, b, c = (slots_of(statistic, rows_of(rows)) for rows in (a, b, c))

@@ -21,8 +21,9 @@ from xxhash import xxh3_64_intdigest
 
 import hookline as hl
 from forks import child
-from hookline.recordings.manifest import sealed
+from hookline.files.sealed_json import sealed
 from hookline.stores import merge
+from thoroughness import examples
 
 ODD = [2**33, 2**62, 2**63, 2**70, -(2**70), 1e308, "F32", "item", "a:b[", "#1"]
 JSON = st.recursive(
@@ -115,7 +116,7 @@ def with_manifest(folder, data):
 
 
 @pytest.mark.parametrize("kind", ["store", "tokens", "recording"])
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_any_field_may_hold_anything(folders, kind, data):
     manifest = json.loads((folders / kind / "manifest.json").read_text())
@@ -135,7 +136,7 @@ def frames_of(content):
         at += 24 + length
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_any_field_of_a_layout_may_hold_anything(folders, data):
     content = (folders / "run" / "curves.bin").read_bytes()

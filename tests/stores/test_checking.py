@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.recordings.manifest import MANIFEST, sealed
+from hookline.files.place import place_of
+from hookline.files.sealed_json import MANIFEST, sealed
 from hookline.stores import Damage, open_store, repair, verify
-from hookline.stores.place import place_of
 from hookline.stores.shard_file import name_of
 from small_stores import write_store
 

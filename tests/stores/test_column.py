@@ -182,7 +182,7 @@ def test_few_files_are_mapped_at_once(store, most_mapped, monkeypatch):
     for row in rows:
         assert np.array_equal(copied["fc"][int(row)], PLAIN[row])
         assert copied["ids"][int(row)] == IDS[row]
-        assert len(copied._shards._held) <= most_mapped
+        assert len(copied._shards._open_shards) <= most_mapped
         assert all(len(one) <= most_mapped for one in copied._shards._mapped.values())
     assert np.array_equal(copied["fc"].numpy(rows), PLAIN[rows])
 

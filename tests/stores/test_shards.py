@@ -7,14 +7,18 @@ import pickle
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hookline as hl
+from hookline.files.place import LocalPlace, place_of
 from hookline.stores import open_store
 from hookline.stores import shards as shards_module
-from hookline.stores.place import LocalPlace, place_of
 from hookline.stores.shard_file import name_of
+from hookline.stores.shards import MISSING, Gatherer, Origins
 from small_stores import write_store
 
 VALUES = torch.arange(96.0).reshape(24, 4)
@@ -123,7 +127,7 @@ def test_a_released_store_reads_again(folder):
     store = hl.open(folder)
     kept = store["a"][:8]
     store.release()
-    assert not store._shards._held
+    assert not store._shards._open_shards
     assert torch.equal(store["a"][:8], kept)
 
 
@@ -132,13 +136,13 @@ def test_no_file_stays_open(folder):
     before = len(os.listdir("/proc/self/fd"))
     store = hl.open(folder, verify=True)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert len(store._shards._held) == 3
+    assert len(store._shards._open_shards) == 3
 
 
 def test_columns_share_one_mapping_of_a_file(folder):
     store = hl.open(folder)
     addresses = [store._shards.rows(0, store[name]._form).address for name in ("a", "b")]
-    data = store._shards._held[0].data
+    data = store._shards._open_shards[0].data
     start = data.__array_interface__["data"][0]
     assert all(start <= address < start + data.nbytes for address in addresses)
 
@@ -266,3 +270,43 @@ def test_what_cannot_be_read_now_is_not_called_damaged(folder, monkeypatch, erro
         ):
             store["a"][0]
     assert torch.equal(store["a"][:], VALUES)
+
+
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=3).map(tuple),
+    dtype=st.sampled_from(["u1", "?", "f2", "i4", "f8", "c8"]),
+    n_rows=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_rows_of_several_arrays_come_in_the_order_asked(shape, dtype, n_rows, data):
+    numbers = np.random.default_rng(0)
+    arrays = [numbers.integers(0, 2, (n, *shape)).astype(dtype) for n in n_rows]
+    place = st.integers(0, len(arrays) - 1).flatmap(
+        lambda k: st.tuples(st.just(k), st.integers(0, n_rows[k] - 1))
+    )
+    asked = data.draw(st.lists(place, max_size=12))
+    row_bytes = arrays[0][0].nbytes
+    addresses = [arrays[k].__array_interface__["data"][0] + row * row_bytes for k, row in asked]
+    found = Gatherer(shape, np.dtype(dtype))(np.array(addresses, np.int64))
+    assert found.dtype == dtype
+    assert found.shape == (len(asked), *shape)
+    for row, (k, number) in zip(found, asked, strict=True):
+        assert np.array_equal(row, arrays[k][number])
+    assert not any(np.shares_memory(found, array) for array in arrays)
+
+
+@pytest.mark.parametrize(
+    ("shape", "can"), [((), True), ((2**14,), True), ((2**14 + 1,), False), ((3, 0), False)]
+)
+def test_rows_that_are_too_large_or_empty_are_not_gathered(shape, can):
+    assert Gatherer.can(shape) is can
+    if can:
+        Gatherer(shape, np.dtype("f8"))
+
+
+def test_origins_hold_the_arrays_that_they_lead_to():
+    origins = Origins(3)
+    array = np.ones(4)
+    origins.add(1, array, 5)
+    assert origins.of_shard.tolist() == [MISSING, 5, MISSING]
+    assert origins._arrays[0] is array

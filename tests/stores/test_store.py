@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.recordings.manifest import MANIFEST
+from hookline.files.place import place_of
+from hookline.files.sealed_json import MANIFEST
 from hookline.stores import open_store
-from hookline.stores.place import place_of
 from small_stores import write_store
 
 VALUES = torch.arange(80.0).reshape(20, 4)
@@ -97,7 +97,7 @@ def test_a_store_without_token_ids_says_so(store, tmp_path):
 def test_the_table_shows_each_site(store):
     text = repr(store)
     assert text.startswith("Store of 3 sites, 20 items in 3 shards, ")
-    assert [line.split()[0] for line in text.splitlines()[2:]] == list(store.sites)
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == list(store.sites)
     assert "[20, 4]  float32  item" in text
     html = store._repr_html_()
     assert "<td>layer1.0</td>" in html

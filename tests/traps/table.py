@@ -1,4 +1,4 @@
-"""The list of tests of docs/traps.md, from the marks on the tests that are named for a trap.
+"""The list of tests of each row of docs/traps.md, from the marks on the tests that are for a trap.
 
     @pytest.mark.trap(17)
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parent.parent
-PAGE = TESTS.parent / "docs" / "traps.md"
+TRAPS = TESTS.parent / "docs" / "traps.md"
+PAGE = TESTS / "traps" / "README.md"
 BEGIN = "<!-- made by tests/traps/table.py -->\n"
 ROW = re.compile(r"^\| (\d+) \|", re.MULTILINE)
 NUMBERS = range(1, 46)
@@ -62,13 +63,11 @@ def tests_of(trap: int, found: list[Proof]) -> str:
 
 
 def page(text: str, found: list[Proof]) -> str:
-    """The page, with the tests of every row in the list at its end."""
+    """The page, with the tests of every row of docs/traps.md."""
     head, begin, _ = text.partition(BEGIN)
     traps = sorted({proof.trap for proof in found})
     lines = [f"- **{trap}**: {tests_of(trap, found)}" for trap in traps]
-    summary = "<summary>The tests of each row, in <code>tests/</code></summary>"
-    folded = ['<details markdown="1">', summary, "", *lines, "", "</details>", ""]
-    return head + begin + "\n" + "\n".join(folded)
+    return head + begin + "\n" + "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/traps.md has a row for each trap, and names its tests."""
+"""docs/traps.md has a row for each trap, and tests/traps/README.md names its tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_page_is_up_to_date():
 def test_every_trap_has_one_row_and_a_test():
     numbers = list(MAKER["NUMBERS"])
     assert sorted({proof.trap for proof in MAKER["proofs"]()}) == numbers
-    assert [int(row[1]) for row in MAKER["ROW"].finditer(MAKER["PAGE"].read_text())] == numbers
+    assert [int(row[1]) for row in MAKER["ROW"].finditer(MAKER["TRAPS"].read_text())] == numbers
 
 
 def test_tests_of_one_file_name_it_once_and_failing_ones_say_so(tmp_path):

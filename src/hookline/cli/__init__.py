@@ -5,15 +5,12 @@ from __future__ import annotations
 import io
 import sys
 
-from hookline.util.install import how_to_install
+from hookline.util.optional import how_to_install, load
 
 
 def main() -> None:
     """Run the command `hookline`, the entry point that pip installs."""
-    try:
-        import typer  # noqa: F401
-    except ImportError:
-        sys.exit(f"hookline: the command line needs typer.\n{how_to_install('cli')}")
+    load("typer", "hookline: the command line needs typer", how_to_install("cli"), SystemExit)
     from hookline.cli.app import app
 
     # Characters that stdout's encoding lacks are written as \\u65e5, as Python does on stderr.

@@ -14,17 +14,17 @@ import torch
 import typer
 
 import hookline as hl
-from hookline.cli.diagnosing import diagnose
 from hookline.cli.extracting import extract_by_name, moved, process_group
 from hookline.cli.inspecting import (
     Inspection,
+    diagnose,
     inputs_of,
     inspect,
     inspection_data,
+    profile_by_name,
     read_input,
     silence,
 )
-from hookline.cli.profiling import profile_by_name
 from hookline.cli.storing import store_app
 from hookline.cli.terminal import (
     AsJson,
@@ -34,19 +34,15 @@ from hookline.cli.terminal import (
     print_json,
     said_warnings,
     say,
+    show,
 )
 from hookline.cli.viewing import chosen_items, open_page, serve, serving_of, write_view
-from hookline.display.terminal import renderable
 from hookline.display.text import plural
 from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
-from hookline.verbs.check.kept import read as read_situation
-from hookline.verbs.doctor.diagnosis import diagnosis_parts
-from hookline.verbs.inventory import inventory_parts
-from hookline.verbs.profile.table import profile_parts
-from hookline.verbs.summary import summary_parts
+from hookline.verbs.check.situation import read as read_situation
 from hookline.views import terminal_plots
 
 app = typer.Typer(
@@ -70,8 +66,8 @@ InputName = Annotated[
     str,
     typer.Argument(
         metavar="INPUT",
-        help="an image or a folder of them, a .npy, .npz, .pt, .safetensors or .txt file, text,"
-        " or random:1x3x224x224",
+        help="an image or a folder of them, a file of arrays (.npy, .npz, .pt, .safetensors) or of"
+        " texts (.txt, .jsonl, .parquet), text, or random:1x3x224x224",
     ),
 ]
 Weights = Annotated[
@@ -79,8 +75,8 @@ Weights = Annotated[
 ]
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
         out.print(f"hookline {hl.__version__}, torch {torch.__version__}", markup=False)
         raise typer.Exit
 
@@ -104,14 +100,14 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
     """Inspect a small network that is shipped with hookline. No download."""
     with complaints():
         loaded, batch = _load("demo:digits", "demo", "default")
-        found = inspect(loaded, batch, None, out_folder)
+        inspection = inspect(loaded, batch, None, out_folder)
         facts = about()
-    out.print(renderable(summary_parts(found.summary)))
+    show(inspection.summary)
     out.print(
         f"\nA small convolutional network, trained on scikit-learn's digits"
         f" ({facts['accuracy']:.1%} right on {facts['n_test']} held-out ones), ran on eight digits."
     )
-    _say_where(found)
+    _say_where(inspection)
     out.print(
         "\nTry next:\n"
         f"  {_command()} summary demo:digits demo\n"
@@ -146,34 +142,34 @@ def inspect_command(
                 "--plot must be left out with --json, got both.\nLeave out one of the two."
             )
         loaded, batch = _load(model, source, weights)
-        found = inspect(loaded, batch, at, out_folder)
+        inspection = inspect(loaded, batch, at, out_folder)
     not_drawn = ""
     if as_json:
-        print_json(inspection_data(found, batch))
+        print_json(inspection_data(inspection, batch))
     else:
-        not_drawn = _print_inspection(found, batch, plot)
-    if open_it and found.page is not None:
-        open_page(found.page.resolve().as_uri())
-    if found.summary.failure:
+        not_drawn = _print_inspection(inspection, batch, plot)
+    if open_it and inspection.page is not None:
+        open_page(inspection.page.resolve().as_uri())
+    if inspection.summary.failure:
         before = (
             "The values before the failure were recorded."
-            if len(found.recording)
+            if len(inspection.recording)
             else "No selected site ran before the failure, so nothing was written."
         )
-        say(f"the forward failed in {found.summary.failure}\n{before}")
+        say(f"the forward failed in {inspection.summary.failure}\n{before}")
         raise typer.Exit(1)
-    silent = silence(found.recording.report(), is_chosen=bool(at))
+    silent = silence(inspection.recording.report(), is_chosen=bool(at))
     if silent:
         say(silent)
     if not_drawn:
         say(not_drawn)
-    if not_drawn or not len(found.recording):
+    if not_drawn or not len(inspection.recording):
         raise typer.Exit(1)
 
 
 def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
     """Print an inspection; return why nothing could be drawn, if so."""
-    out.print(renderable(summary_parts(inspection.summary, failure=False)))
+    show(inspection.summary, failure=False)
     out.print(f"\n{batch.description}", markup=False)
     n_rows = len(batch.images)
     if inspection.classes and n_rows > 1:
@@ -192,8 +188,8 @@ def extract_command(
         str,
         typer.Argument(
             metavar="DATA",
-            help="a folder of images or of a Hugging Face data set, or a .npy, .npz, .txt, .jsonl"
-            " or .parquet file; for demo:digits: demo",
+            help="a folder of images or of a Hugging Face data set, a file of arrays (.npy, .npz,"
+            " .pt, .safetensors) or of texts (.txt, .jsonl, .parquet); for demo:digits: demo",
         ),
     ],
     at: Annotated[
@@ -226,7 +222,7 @@ def extract_command(
             loaded = moved(load_model(model, weights=weights), device)
         store = extract_by_name(loaded, data, at, to, options)
         if is_heard:
-            out.print(str(store), markup=False)
+            show(store)
             out.print(f"\nRead it in Python: hl.open({to!r})", markup=False, soft_wrap=True)
 
 
@@ -253,7 +249,7 @@ def summary(
     if as_json:
         print_json(table.to_dict())
     else:
-        out.print(renderable(summary_parts(table, failure=False)))
+        show(table, failure=False)
     if table.failure:
         say(f"the forward failed in {table.failure}")
         raise typer.Exit(1)
@@ -285,21 +281,23 @@ def profile(
     with complaints():
         loaded, batch = _load(model, source, weights)
         with Busy("running the model", steps) as busy:
-            found = profile_by_name(loaded.model, batch, steps, backward=backward, busy=busy)
-        table = found.per_pass if depth is None else found.per_pass.fold(depth)
+            profiling = profile_by_name(loaded.model, batch, steps, backward=backward, busy=busy)
+        table = profiling.per_pass if depth is None else profiling.per_pass.fold(depth)
     if as_json:
         print_json({"input": batch.description, **table.to_dict()})
     else:
-        out.print(renderable(profile_parts(table, out.width)))
+        show(table)
     with complaints():
         files = [
-            write(path) for write, path in ((found.trace, trace), (found.flame, flame)) if path
+            write(path)
+            for write, path in ((profiling.trace, trace), (profiling.flame, flame))
+            if path
         ]
     for file in files:
         if not as_json:
             out.print(f"\nwritten: {file}", markup=False, soft_wrap=True)
-    if found.failure:
-        say(f"the run failed {found.failure}")
+    if profiling.failure:
+        say(f"the run failed {profiling.failure}")
         raise typer.Exit(1)
 
 
@@ -346,11 +344,11 @@ def hooks(model: ModelName, weights: Weights = "none", as_json: AsJson = False) 
     with complaints():
         with Busy(f"loading {model}"):
             loaded = load_model(model, weights=weights)
-        found = hl.inventory(loaded.model)
+        inventory = hl.inventory(loaded.model)
     if as_json:
-        print_json(found.to_dict())
+        print_json(inventory.to_dict())
     else:
-        out.print(renderable(inventory_parts(found)))
+        show(inventory)
 
 
 @app.command("doctor")
@@ -373,13 +371,13 @@ def doctor_command(
     with complaints():
         with Busy(f"loading {model}"):
             loaded = load_model(model, weights=weights)
-        found, said = diagnose(loaded, at, source, ports)
+        diagnosis, description = diagnose(loaded, at, source, ports)
     if as_json:
-        print_json({**found.to_dict(), "input": said})
+        print_json({**diagnosis.to_dict(), "input": description})
     else:
-        out.print(renderable(diagnosis_parts(found)))
-        out.print(f"\ninput: {said}", markup=False)
-    if not found.ok:
+        show(diagnosis)
+        out.print(f"\ninput: {description}", markup=False)
+    if not diagnosis.ok:
         raise typer.Exit(1)
 
 
@@ -394,15 +392,15 @@ def replay_command(
     """Show who made a NaN or an infinity; with the model, run that module alone once more."""
     with complaints():
         situation = read_situation(file)
-        found = None
+        finding = None
         if model is not None:
             with Busy(f"loading {model}"):
                 loaded = load_model(model, weights=weights)
-            found = situation.run(loaded.model, hl.check)
+            finding = situation.run(loaded.model, hl.check)
     out.print(str(situation.finding), markup=False, soft_wrap=True)
-    if found is not None:
+    if finding is not None:
         out.print("\nrun again:", markup=False)
-        out.print(str(found), markup=False, soft_wrap=True)
+        out.print(str(finding), markup=False, soft_wrap=True)
     elif model is not None:
         say("the module ran again, and all was finite: is it the model that the file is of?")
         raise typer.Exit(1)
@@ -414,10 +412,10 @@ def _meta_suggested() -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        what, _, remedy = str(error).partition("\n")
+        problem, _, remedy = str(error).partition("\n")
         if RANDOM not in remedy:
             raise
-        raise ModelError(f"{what}\nUse --meta: a summary needs no weights.\n{remedy}") from error
+        raise ModelError(f"{problem}\nUse --meta: a summary needs no weights.\n{remedy}") from error
 
 
 def _load(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
@@ -429,16 +427,16 @@ def _load(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
         return loaded, read_input(source, loaded)
 
 
-def _plot(found: Inspection) -> str:
+def _plot(inspection: Inspection) -> str:
     """Print plots of a recording; return the reason if nothing could be drawn."""
-    if not len(found.recording):
+    if not len(inspection.recording):
         return ""  # the caller reports an empty recording itself
     try:
-        shown = terminal_plots(found.recording)
+        drawing = terminal_plots(inspection.recording)
     except InputError as error:
         return str(error)
     out.print()
-    out.print(shown)
+    out.print(drawing)
     return ""
 
 
@@ -447,12 +445,12 @@ def _command() -> str:
     return "hookline" if shutil.which("hookline") else sys.argv[0]
 
 
-def _say_where(found: Inspection) -> None:
-    if found.page is None:
+def _say_where(inspection: Inspection) -> None:
+    if inspection.page is None:
         return
-    n = len(found.recording)
+    n = len(inspection.recording)
     out.print(
-        f"\n{plural(n, 'value')} in {found.folder}/ (hl.open reads them); look at:",
+        f"\n{plural(n, 'value')} in {inspection.folder}/ (hl.open reads them); look at:",
         markup=False,
     )
-    out.print(f"  {found.page}", markup=False, soft_wrap=True)
+    out.print(f"  {inspection.page}", markup=False, soft_wrap=True)

@@ -97,10 +97,10 @@ def moved(loaded: LoadedModel, device: str | None) -> LoadedModel:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(
             f"--dtype must be a floating dtype of torch, got {name}."
             "\nGive float32, float16 or bfloat16."
         )
-    return found
+    return dtype

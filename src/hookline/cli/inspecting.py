@@ -1,4 +1,4 @@
-"""The command `inspect`: run a model on an input; make a table, a recording and a page."""
+"""The commands that run a named model on an input: `inspect`, `doctor` and `profile`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.cli.terminal import Busy
 from hookline.display.text import plural
-from hookline.engine import Report
-from hookline.errors import HooklineWarning, InputError, SelectionError
-from hookline.models import Batch, LoadedModel, load_input
+from hookline.engine import PORTS, Report
+from hookline.engine.pytree import tree
+from hookline.errors import HooklineError, HooklineWarning, InputError, SelectionError
+from hookline.models import Batch, LoadedModel, guess_input, load_input
 from hookline.recordings import Recording, check_target
-from hookline.verbs.shared.run_model import Inputs
+from hookline.verbs.doctor.diagnosis import Diagnosis
+from hookline.verbs.profile.profile import Profile
+from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.summary import Summary
 from hookline.views.page import write_page
 
@@ -67,12 +71,11 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
     with Busy("writing the recording"):
         run.save(folder)
     classes = _classes(loaded, output[0]) if output else []
-    title = f"{loaded.name}"
     with Busy("writing the page"):
         page = write_page(
             run,
             folder / PAGE,
-            title=title,
+            title=loaded.name,
             subtitle=batch.description,
             summary=summary,
             images=batch.images,
@@ -106,12 +109,12 @@ def silence(report: Report, *, is_chosen: bool) -> str:
     some = len(silent) < len(report.fired)
     if not silent or (some and not is_chosen):
         return ""
-    shown = "; ".join(f"{site}: {report.why.get(site, '')}" for site in silent[:_N_SILENT])
+    reasons = "; ".join(f"{site}: {report.why.get(site, '')}" for site in silent[:_N_SILENT])
     more = f"; and {len(silent) - _N_SILENT} more" if len(silent) > _N_SILENT else ""
-    what = "nothing was recorded, so nothing was written"
+    text = "nothing was recorded, so nothing was written"
     if some:
-        what = f"{len(silent)} of {plural(len(report.fired), 'site')} never fired"
-    return f"{what}.\n{shown}{more}."
+        text = f"{len(silent)} of {plural(len(report.fired), 'site')} never fired"
+    return f"{text}.\n{reasons}{more}."
 
 
 def read_input(source: str, loaded: LoadedModel) -> Batch:
@@ -121,8 +124,8 @@ def read_input(source: str, loaded: LoadedModel) -> Batch:
         InputError: it cannot be read, or its tensors have no elements.
     """
     batch = load_input(source, loaded)
-    given = (*batch.args, *batch.kwargs.values())
-    tensors = [value for value in given if isinstance(value, Tensor)]
+    values = (*batch.args, *batch.kwargs.values())
+    tensors = [value for value in values if isinstance(value, Tensor)]
     if tensors and not any(tensor.numel() for tensor in tensors):
         raise InputError(
             f"the input must have at least one element, got {batch.description}."
@@ -136,6 +139,87 @@ def inputs_of(model: nn.Module, batch: Batch) -> Inputs:
     if not batch.kwargs:
         return batch.args
     return batch.kwargs if not batch.args else lambda: model(*batch.args, **batch.kwargs)
+
+
+def diagnose(
+    loaded: LoadedModel, at: list[str] | None, source: str | None, ports: str
+) -> tuple[Diagnosis, str]:
+    """Diagnose a model in eval mode, with gradients enabled.
+
+    Returns:
+        The diagnosis and a description of the input.
+
+    Raises:
+        HooklineError: the selector matches nothing, or the input cannot be read.
+    """
+    batch = guess_input(loaded) if source is None else read_input(source, loaded)
+    names = tuple(name.strip() for name in ports.split(","))
+    unknown = [name for name in names if name not in PORTS]
+    if unknown:
+        raise InputError(
+            f"--ports must be among {', '.join(PORTS)}, got {unknown[0]!r}."
+            "\nGive --ports output,grad_output, for instance."
+        )
+    with Busy("running the model"):
+        inputs = None if batch is None else inputs_of(loaded.model, batch)
+        diagnosis = hl.doctor(loaded.model, inputs, at or None, ports=names)
+    if batch is None:
+        text = "none given, and none could be guessed: give one, such as random:1x3x224x224"
+        return diagnosis, text
+    remark = " (a guess: give yours after the model)" if source is None else ""
+    return diagnosis, batch.description + remark
+
+
+def profile_by_name(
+    model: nn.Module, batch: Batch, steps: int, *, backward: bool, busy: Busy
+) -> Profile:
+    """Run a model several times, in eval mode, under `hl.profile`.
+
+    If the model raises, the profile holds what ran, and its `failure` names the module.
+
+    Args:
+        model: the model.
+        batch: the input.
+        steps: the number of passes.
+        backward: whether a backward follows each forward.
+        busy: told of each pass.
+
+    Raises:
+        HooklineError: no output has a gradient.
+    """
+    inputs = inputs_of(model, batch)
+    profiling = hl.profile(model)
+
+    def step() -> None:
+        output = call(model, inputs)
+        if backward:
+            _backward(output)
+            model.zero_grad()
+        busy.step()
+
+    try:
+        with eval_without_side_effects(model), profiling, torch.set_grad_enabled(backward):
+            for _ in range(steps):
+                step()
+    except Exception as error:
+        if isinstance(error, HooklineError) or profiling.failure is None:
+            raise
+    return profiling
+
+
+def _backward(output: object) -> None:
+    tensors = [
+        tensor
+        for tensor in tree.distinct(output)
+        if isinstance(tensor, Tensor) and tensor.requires_grad
+    ]
+    if not tensors:
+        raise InputError(
+            "with --backward, an output must be one that requires a gradient, got none."
+            "\nProfile without --backward, or unfreeze the model's parameters."
+        )
+    loss = torch.stack([tensor.abs().square().mean() for tensor in tensors]).sum()
+    torch.autograd.backward(loss)
 
 
 def _classes(loaded: LoadedModel, output: Any) -> list[tuple[str, float]]:

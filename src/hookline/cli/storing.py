@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import typer
 
-from hookline.cli.terminal import AsJson, Busy, complaints, out, print_json, say
+from hookline.cli.terminal import AsJson, Busy, complaints, out, print_json, say, show
 from hookline.display.text import plural
 from hookline.display.units import size
 from hookline.errors import InputError
-from hookline.statistics import Moments
 from hookline.stores import Store, merge, open_store, repair, verify
 from hookline.stores.exports import Format
 
@@ -31,11 +30,11 @@ def info(folder: Folder, as_json: AsJson = False) -> None:
     with complaints():
         store = open_store(folder)
         lines = _about(store)
-        data = _data(store) if as_json else {}
+        data = store.to_dict() if as_json else {}
     if as_json:
         print_json(data)
         return
-    out.print(str(store), markup=False)
+    show(store)
     out.print()
     for name, text in lines:
         out.print(f"  {name:12} {text}", markup=False, soft_wrap=True)
@@ -45,12 +44,12 @@ def info(folder: Folder, as_json: AsJson = False) -> None:
 def verify_command(folder: Folder) -> None:
     """Read all of a store and compare it with its checksums."""
     with complaints(), Busy(f"verifying {folder}"):
-        found = verify(folder)
-    for damage in found[:_MOST_SAID]:
+        damages = verify(folder)
+    for damage in damages[:_MOST_SAID]:
         out.print(str(damage), markup=False, soft_wrap=True)
-    if found:
+    if damages:
         say(
-            f"{plural(len(found), 'file')} of {folder} damaged or gone."
+            f"{plural(len(damages), 'file')} of {folder} damaged or gone."
             f"\nRun hookline store repair {folder}, then the same extraction again."
         )
         raise typer.Exit(1)
@@ -61,10 +60,10 @@ def verify_command(folder: Folder) -> None:
 def repair_command(folder: Folder) -> None:
     """Remove damaged shards, so that the same extraction makes them again."""
     with complaints(), Busy(f"repairing {folder}"):
-        done = repair(folder)
-    for damage in done.removed[:_MOST_SAID]:
+        repaired = repair(folder)
+    for damage in repaired.removed[:_MOST_SAID]:
         out.print(str(damage), markup=False, soft_wrap=True)
-    out.print(str(done), markup=False)
+    out.print(str(repaired), markup=False)
 
 
 @store_app.command("merge")
@@ -77,7 +76,7 @@ def merge_command(
     """Make one store of several: parts of one job, or the same sites of other data."""
     with complaints(), Busy(f"merging {plural(len(folders), 'store')}"):
         store = merge(folders, to)
-    out.print(str(store), markup=False)
+    show(store)
 
 
 @store_app.command("export")
@@ -100,37 +99,6 @@ def export_command(
         with Busy(f"exporting {folder}"):
             path = store.export(to, format_, *(at or []))  # type: ignore[arg-type]
     out.print(f"written: {path}", markup=False, soft_wrap=True)
-
-
-def _data(store: Store) -> dict[str, Any]:
-    """Return what a store says of its values and its job as plain values."""
-    return {
-        "folder": str(store.place),
-        "items": store.n_items,
-        "rows": store.n_rows,
-        "bytes": store.nbytes,
-        "skipped": store.skipped,
-        "job": store.job,
-        "sites": [
-            {
-                "site": name,
-                "shape": store[name].shape,
-                "dtype": str(store[name].dtype).removeprefix("torch."),
-                "bytes": store[name].nbytes,
-                "statistics": _numbers(store.statistics.get(name)),
-            }
-            for name in store.sites
-        ],
-    }
-
-
-def _numbers(moments: Moments | None) -> dict[str, Any] | None:
-    if moments is None:
-        return None
-    return {name: getattr(moments, name) for name in _NUMBERS}
-
-
-_NUMBERS = ("count", "non_finite", "zeros", "mean", "std", "rms", "min", "max")
 
 
 def _about(store: Store) -> list[tuple[str, str]]:

@@ -6,14 +6,16 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Timer
 from typing import Annotated, Any, final
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-from hookline.display.data import json_text
+from hookline.display.results import Result, json_text, printout_of, terminal_width
 from hookline.errors import HooklineError, HooklineWarning
 
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and only that")]
@@ -43,16 +45,31 @@ def said_warnings() -> Iterator[None]:
     """Print hookline's warnings as messages, without the line of code that caused them."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", HooklineWarning)
-        shown = warnings.showwarning
+        showwarning = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
             if issubclass(category, HooklineWarning):
                 say(str(message))
             else:
-                shown(message, category, *rest)
+                showwarning(message, category, *rest)
 
         warnings.showwarning = show  # type: ignore[assignment]
         yield
+
+
+def show(result: Result, *, failure: bool = True) -> None:
+    """Print a result as wide as the terminal, or 80 characters wide.
+
+    Args:
+        result: the result.
+        failure: whether to print its failure; False where a caller does so itself.
+    """
+    printout = printout_of(result)
+    printout = printout if failure else replace(printout, failure=())
+    for line in printout.lines(out.width if out.is_terminal else terminal_width()):
+        text = Text.assemble(*line)
+        text.rstrip()
+        out.print(text, soft_wrap=True)
 
 
 def print_json(data: Mapping[str, Any]) -> None:

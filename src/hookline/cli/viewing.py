@@ -17,7 +17,7 @@ from hookline.views.page import (
     write_curves_page,
     write_page,
 )
-from hookline.views.page.items import items_of
+from hookline.views.page.links import items_of
 
 
 def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | None:
@@ -43,11 +43,11 @@ def serving_of(
         HooklineError: a folder holds no readable recording or run (unless `wait`), no port is free,
             or an extra is missing.
     """
-    shelf = OpenRecordings(*(FolderSource(one, items) for one in folders))
+    shelf = OpenRecordings(*(FolderSource(folder, items) for folder in folders))
     if not wait or shelf.state():
         try:
             if shelf.run() is None:
-                shelf.shown()  # report a bad folder before serving, and make the first page fast
+                shelf.page()  # report a bad folder before serving, and make the first page fast
         except FolderError as error:
             if wait or not any(map(_may_be_written_yet, folders)):
                 raise
@@ -79,8 +79,10 @@ def write_view(folders: list[Path], items: tuple[int, ...] | None, out: Path) ->
     target = out if out.suffix == ".html" else out / "report.html"
     if is_run(folder):
         return write_curves_page(folder, target)
-    shown = FolderSource(folder, items).read()
-    return write_page(shown.recording, target, title=folder.resolve().name, subtitle=shown.about)
+    content = FolderSource(folder, items).read()
+    return write_page(
+        content.recording, target, title=folder.resolve().name, subtitle=content.about
+    )
 
 
 def serve(serving: Serving, folders: list[Path], open_browser: bool) -> None:

@@ -18,9 +18,3 @@ from hookline.curves.run_folder import run_version as run_version
 from hookline.curves.step_reports import LOGGED as LOGGED
 from hookline.curves.step_reports import Reports as Reports
 from hookline.curves.step_reports import StepReport as StepReport
-
-__all__ = [
-    "ABSENT", "LOGGED", "NO_TURN", "Curve", "Curves", "Entry", "Layout", "Logged", "Reports",
-    "RunFolder", "RunReader", "StepReport",
-    "is_run", "is_single", "logged_of", "numbers_of", "open_run", "run_version",
-]  # fmt: skip

@@ -194,7 +194,7 @@ def _block_numbers(
 
 
 @final
-class Columns:
+class CurveColumns:
     """Hold the numbers of one site by name; they grow with the reports.
 
     Args:

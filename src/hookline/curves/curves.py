@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.curves.columns import Columns
+from hookline.curves.columns import CurveColumns
 from hookline.curves.layout import Layout
 from hookline.curves.logged import Logged, checked_logged, logged_of
-from hookline.curves.overview import curves_html, curves_text
-from hookline.curves.step_reports import LOGGED, Source, StepReport, weight_of
-from hookline.engine.identity import RecordedModel
+from hookline.curves.overview import curves_printout, site_numbers
+from hookline.curves.step_reports import LOGGED, ReportSource, StepReport, weight_of
+from hookline.display.results import Printout, Result
+from hookline.engine.model_fingerprint import RecordedModel
 from hookline.errors import InputError, NotRecordedError, RanksError
 
 
@@ -36,7 +37,7 @@ class Curve:
         self.site = site
         self._reports = reports
         self._rank = rank
-        self._columns = Columns(site, rank)
+        self._columns = CurveColumns(site, rank)
 
     def __repr__(self) -> str:
         return f"Curve of {self.site}: {', '.join(self.names)}; {len(self._reports)} steps"
@@ -47,18 +48,20 @@ class Curve:
     @property
     def steps(self) -> NDArray[np.int64]:
         """The numbers of the steps."""
-        return np.array([one.step for one in self._reports], np.int64)
+        return np.array([report.step for report in self._reports], np.int64)
 
     @property
     def results(self) -> list[Any]:
         """The result of the first statistic at each step; None where the site had no value."""
-        return [next(iter(self._at(one)), None) for one in self._reports]
+        return [next(iter(self._at(report)), None) for report in self._reports]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the numbers."""
         names = [*self._grown().names]
-        names += ["ratio"] * any(one.ratio(self.site) is not None for one in self._reports[-1:])
+        names += ["ratio"] * any(
+            report.ratio(self.site) is not None for report in self._reports[-1:]
+        )
         return tuple(names)
 
     def __getattr__(self, name: str) -> NDArray[np.float64]:
@@ -76,14 +79,14 @@ class Curve:
     def _at(self, report: StepReport) -> list[Any]:
         return report.results(self.site, self._rank)
 
-    def _grown(self) -> Columns:
+    def _grown(self) -> CurveColumns:
         self._columns.grow(self._reports)
         return self._columns
 
     def _ratio(self) -> NDArray[np.float64]:
         """Return the ratio of an update's norm to the weight's at each step."""
         weight = weight_of(self.site)
-        columns = Columns("" if weight is None else weight, self._rank)
+        columns = CurveColumns("" if weight is None else weight, self._rank)
         columns.grow(self._reports)
         norms = columns.of("norm")
         with np.errstate(all="ignore"):
@@ -91,7 +94,7 @@ class Curve:
 
 
 @final
-class Curves:
+class Curves(Result):
     """The statistics that `hl.monitor` measured, by site and training step.
 
         >>> import hookline as hl
@@ -125,7 +128,7 @@ class Curves:
 
     def __init__(
         self,
-        source: Source,
+        source: ReportSource,
         rank: int | None = None,
         log: Callable[[dict[str, float | Tensor], int | None], None] | None = None,
     ) -> None:
@@ -179,7 +182,7 @@ class Curves:
 
         The steps that `every=` of `hl.monitor` skips are not measured.
         """
-        return np.array([one.step for one in self._source.read()], np.int64)
+        return np.array([report.step for report in self._source.read()], np.int64)
 
     @property
     def seconds(self) -> NDArray[np.float64]:
@@ -194,7 +197,7 @@ class Curves:
 
         Unix time counts the seconds since the first of January 1970, in UTC.
         """
-        return np.array([one.seconds for one in self._source.read()], np.float64)
+        return np.array([report.seconds for report in self._source.read()], np.float64)
 
     @property
     def model(self) -> RecordedModel | None:
@@ -224,7 +227,7 @@ class Curves:
 
         `rank` gives the numbers of one of them.
         """
-        return max((len(one.slots) for one in self._source.read()), default=1)
+        return max((len(report.slots) for report in self._source.read()), default=1)
 
     def __len__(self) -> int:
         return len(self._source.read())
@@ -360,17 +363,21 @@ class Curves:
             f"step {step!r} was not reported.\nUse one of curves.steps, {_ends(self.steps)}."
         )
 
-    def __repr__(self) -> str:
-        return curves_text(self._source.read(), self.sites, self._rank)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers of each site at its last step, and the steps, as plain values."""
+        return {"steps": self.steps.tolist(), "sites": self._table_rows()}
 
-    def _repr_html_(self) -> str:
-        return curves_html(self._source.read(), self.sites, self._rank)
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return site_numbers(self._source.read(), self.sites, self._rank)
+
+    def _printout(self) -> Printout:
+        return curves_printout(self._source.read(), self.sites, self._rank)
 
     @staticmethod
     def _find(text: str, sites: Sequence[str]) -> str | None:
         under = [site for site in sites if site.startswith((f"{text}:output[", f"{text}:output."))]
-        known = [one for one in (text, f"{text}:value") if one in sites]
-        return known[0] if known else under[0] if len(under) == 1 else None
+        names = [name for name in (text, f"{text}:value") if name in sites]
+        return names[0] if names else under[0] if len(under) == 1 else None
 
 
 def _explain(text: str, sites: Sequence[str]) -> str:
@@ -382,8 +389,8 @@ def _explain(text: str, sites: Sequence[str]) -> str:
     close = difflib.get_close_matches(text, sites, 4) or [
         site for site in sites if site.startswith(text)
     ]
-    shown = ", ".join(map(repr, close or sites[:4]))
-    return f"{text!r} has no curve among {len(sites)} sites.\nUse one of them, such as {shown}."
+    examples = ", ".join(map(repr, close or sites[:4]))
+    return f"{text!r} has no curve among {len(sites)} sites.\nUse one of them, such as {examples}."
 
 
 def _ends(steps: NDArray[np.int64]) -> str:

@@ -80,12 +80,12 @@ class Layout:
     @functools.cached_property
     def by_site(self) -> dict[str, list[tuple[Entry, slice]]]:
         """Return the entries of each site, with their place among the slots."""
-        found: dict[str, list[tuple[Entry, slice]]] = {}
+        by_site: dict[str, list[tuple[Entry, slice]]] = {}
         start = 0
         for entry in self.entries:
-            found.setdefault(entry.site, []).append((entry, slice(start, start + entry.width)))
+            by_site.setdefault(entry.site, []).append((entry, slice(start, start + entry.width)))
             start += entry.width
-        return found
+        return by_site
 
     def results(
         self, site: str, slots: NDArray[Any], rank: int | None, *, is_lenient: bool = False
@@ -98,22 +98,24 @@ class Layout:
             rank: the rank; None merges the ranks that count.
             is_lenient: whether a statistic that raises is left out, and said once.
         """
-        found = []
+        results = []
         for entry, place in self.by_site.get(site, ()):
             statistic = self.statistics[entry.statistic]
             counted = range(len(slots)) if entry.ranks is None else entry.ranks
-            ranks = [one for one in counted if one < len(slots)] if rank is None else [rank]
-            parts = [slots[one, place] for one in ranks]
-            there = [torch.from_numpy(one.copy()) for one in parts if is_there(one)]
-            if not there:
+            ranks = (
+                [number for number in counted if number < len(slots)] if rank is None else [rank]
+            )
+            parts = [slots[number, place] for number in ranks]
+            present = [torch.from_numpy(part.copy()) for part in parts if is_there(part)]
+            if not present:
                 continue
             try:
-                found.append(statistic.result(functools.reduce(statistic.merge, there)))
+                results.append(statistic.result(functools.reduce(statistic.merge, present)))
             except Exception as error:
                 if not is_lenient:
                     raise
                 self._tell(statistic, site, error)
-        return found
+        return results
 
     def _tell(self, statistic: Statistic[Any], site: str, error: Exception) -> None:
         if id(statistic) not in self._told:

@@ -86,11 +86,11 @@ def is_single(value: Any) -> bool:
 
 def _checked_number(name: str, value: Any) -> float | Tensor:
     if not is_single(value):
-        shown = describe.in_full(value) if isinstance(value, Tensor) else describe.in_words(value)
+        text = describe.in_full(value) if isinstance(value, Tensor) else describe.in_words(value)
         fix = f"{name}.mean()" if isinstance(value, Tensor) else f"float({name})"
         raise InputError(
             "a number of seen.log must be a number or a tensor of one element, got"
-            f" {name}={shown}.\nGive one number: seen.log({name}={fix})."
+            f" {name}={text}.\nGive one number: seen.log({name}={fix})."
         )
     if isinstance(value, Tensor):
         return float(value.detach()) if value.is_cpu else value.detach().clone()

@@ -42,26 +42,26 @@ def _parts(result: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(result)) if isinstance(result, tuple) else []
 
 
-def _of_moments(found: Moments) -> dict[str, float]:
-    is_any = found.finite > 0
+def _of_moments(moments: Moments) -> dict[str, float]:
+    is_any = moments.finite > 0
     return {
-        "mean": found.mean,
-        "std": found.std,
-        "min": found.min if is_any else math.nan,
-        "max": found.max if is_any else math.nan,
-        "norm": found.norm if is_any else math.nan,
-        "zero_share": found.zero_share,
-        "non_finite": float(found.non_finite),
+        "mean": moments.mean,
+        "std": moments.std,
+        "min": moments.min if is_any else math.nan,
+        "max": moments.max if is_any else math.nan,
+        "norm": moments.norm if is_any else math.nan,
+        "zero_share": moments.zero_share,
+        "non_finite": float(moments.non_finite),
     }
 
 
-def _of_quantiles(found: Quantiles) -> dict[str, float]:
-    is_any = found.count > found.non_finite
+def _of_quantiles(quantiles: Quantiles) -> dict[str, float]:
+    is_any = quantiles.count > quantiles.non_finite
     return {
-        **dict(zip(percentile_names(found.q), found.values, strict=True)),
-        "min": found.min if is_any else math.nan,
-        "max": found.max if is_any else math.nan,
-        "non_finite": float(found.non_finite),
+        **dict(zip(percentile_names(quantiles.q), quantiles.values, strict=True)),
+        "min": quantiles.min if is_any else math.nan,
+        "max": quantiles.max if is_any else math.nan,
+        "non_finite": float(quantiles.non_finite),
     }
 
 

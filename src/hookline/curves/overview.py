@@ -8,8 +8,8 @@ from typing import Any
 
 from hookline.curves.numbers import numbers_of
 from hookline.curves.step_reports import StepReport
-from hookline.display import html, units
-from hookline.display.terminal import Table, text_of
+from hookline.display import units
+from hookline.display.results import Heading, Printout
 from hookline.display.text import plural
 
 _MOST_ROWS = 40
@@ -19,47 +19,46 @@ _BARS = "▁▂▃▄▅▆▇█"
 _TREND_OF = ("std", "norm", "mean")
 
 
-def curves_text(reports: Sequence[StepReport], sites: Sequence[str], rank: int | None) -> str:
-    """Format curves as text."""
-    if not reports:
-        return "Curves: no step was reported yet"
-    names, rows = _table(reports, sites[:_MOST_ROWS], rank)
-    parts: list[Any] = [_title(reports, sites), Table(names, rows)]
-    if len(sites) > _MOST_ROWS:
-        parts.append(f"… and {len(sites) - _MOST_ROWS} more sites; curves.sites has all")
-    return text_of(parts, width=None)
-
-
-def curves_html(reports: Sequence[StepReport], sites: Sequence[str], rank: int | None) -> str:
-    """Format curves as HTML."""
-    if not reports:
-        return "<p>Curves: no step was reported yet</p>"
-    names, rows = _table(reports, sites[: html.MOST_ROWS], rank)
-    title = f"<b>{_title(reports, sites)}</b>"
-    return html.table(title, [name.lstrip(">") for name in names], rows, len(sites))
-
-
-def _title(reports: Sequence[StepReport], sites: Sequence[str]) -> str:
-    first, last = reports[0].step, reports[-1].step
-    steps = plural(len(reports), "step")
-    return f"Curves of {plural(len(sites), 'site')}: {steps}, {first} to {last}; the last:"
-
-
-def _table(
+def curves_printout(
     reports: Sequence[StepReport], sites: Sequence[str], rank: int | None
-) -> tuple[list[str], list[list[str]]]:
-    last = {site: _numbers(reports, site, rank) for site in sites}
-    names = list(dict.fromkeys(name for numbers in last.values() for name in numbers))
-    shown = _spread(reports, _TREND_STEPS)
-    rows = [
-        [
-            site,
-            *[units.measure(last[site].get(name)) for name in names],
-            _trend([_trended(one, site, rank) for one in shown]),
-        ]
+) -> Printout:
+    """Describe curves: a row for each site."""
+    if not reports:
+        return Printout(title="Curves", head=": no step was reported yet")
+    first, last = reports[0].step, reports[-1].step
+    steps = f"{plural(len(reports), 'step')}, {first} to {last}; the last:"
+    shown = sites[:_MOST_ROWS]
+    numbers = {site: _numbers(reports, site, rank) for site in shown}
+    names = list(dict.fromkeys(name for named in numbers.values() for name in named))
+    trend = _spread(reports, _TREND_STEPS)
+    columns = [
+        Heading(name or "value", "number", len(names) - place) for place, name in enumerate(names)
+    ]
+    return Printout(
+        title="Curves",
+        head=f" of {plural(len(sites), 'site')}: {steps}",
+        headings=[Heading("site", "path"), *columns, Heading("trend")],
+        rows=[
+            (
+                site,
+                *[units.measure(numbers[site].get(name)) for name in names],
+                _trend([_trended(report, site, rank) for report in trend]),
+            )
+            for site in shown
+        ],
+        n_rows=len(sites),
+        more="sites: curves.sites",
+    )
+
+
+def site_numbers(
+    reports: Sequence[StepReport], sites: Sequence[str], rank: int | None
+) -> list[dict[str, Any]]:
+    """Return the numbers of each site at the last step that has any."""
+    return [
+        {"site": site} | {name or "value": n for name, n in _numbers(reports, site, rank).items()}
         for site in sites
     ]
-    return ["site", *[f">{name or 'value'}" for name in names], "trend"], rows
 
 
 def _numbers(reports: Sequence[StepReport], site: str, rank: int | None) -> dict[str, float]:
@@ -67,11 +66,11 @@ def _numbers(reports: Sequence[StepReport], site: str, rank: int | None) -> dict
     for report in reversed(reports):
         results = report.results(site, rank)
         if results:
-            found = {
+            numbers = {
                 name: number for result in results for name, number in numbers_of(result).items()
             }
             ratio = report.ratio(site, rank)
-            return found if ratio is None else {**found, "ratio": ratio}
+            return numbers if ratio is None else {**numbers, "ratio": ratio}
     return {}
 
 

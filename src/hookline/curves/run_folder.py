@@ -17,25 +17,29 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Any, Never, final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from hookline.curves.curves import Curves
 from hookline.curves.layout import NO_TURN, Entry, Layout
-from hookline.curves.spelling import read_statistic, spell_statistic
 from hookline.curves.step_reports import StepReport
-from hookline.engine.identity import RecordedModel
+from hookline.engine.model_fingerprint import RecordedModel
 from hookline.errors import FolderError
-from hookline.util.deleted import is_deleted
+from hookline.files.open_regular import is_deleted, open_regular
+from hookline.statistics import Statistic, stats
+from hookline.statistics.covariance import CovarianceStatistic
+from hookline.statistics.histogram import HistogramStatistic
+from hookline.statistics.moments_statistic import MomentsStatistic
+from hookline.statistics.quantiles import QuantilesStatistic
 from hookline.util.locks import fork_safe_lock
-from hookline.util.open_regular import open_regular
 
 FILE = "curves.bin"
 _MAGIC = b"hlcurve1"
@@ -105,16 +109,16 @@ class RunFolder:
         self.model: RecordedModel | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            others = sorted(os.listdir(self.path))
+            names = sorted(os.listdir(self.path))
         except OSError as error:
             raise FolderError(
                 f"{self.path} cannot be written: {error.strerror}.\nGive to= a folder that you may"
                 " write, such as to='runs/1'."
             ) from error
-        if others:
+        if names:
             raise FolderError(
-                f"{self.path} must be empty, got files in it ({', '.join(others[:3])}"
-                f"{', …' * (len(others) > 3)}).\nGive each run a folder of its own."
+                f"{self.path} must be empty, got files in it ({', '.join(names[:3])}"
+                f"{', …' * (len(names) > 3)}).\nGive each run a folder of its own."
             )
         self._layout: Layout | None = None
         self._order: NDArray[np.int32] | None = None
@@ -235,18 +239,18 @@ def _read_logged(payload: Any) -> StepReport:
 
 
 def _read_layout(payload: Any) -> tuple[Layout, RecordedModel | None]:
-    found = json.loads(bytes(payload))
-    statistics = tuple(map(read_statistic, found["statistics"]))
+    fields = json.loads(bytes(payload))
+    statistics = tuple(map(read_statistic, fields["statistics"]))
     entries = [
         Entry(site, statistic, width, None if ranks is None else tuple(ranks))
-        for site, statistic, width, ranks in found["entries"]
+        for site, statistic, width, ranks in fields["entries"]
     ]
-    for one in entries:
-        numbers = (one.statistic, one.width, *(one.ranks or ()))
-        if not isinstance(one.site, str) or any(type(k) is not int or k < 0 for k in numbers):
+    for entry in entries:
+        numbers = (entry.statistic, entry.width, *(entry.ranks or ()))
+        if not isinstance(entry.site, str) or any(type(k) is not int or k < 0 for k in numbers):
             raise ValueError("an entry must be of a site and of numbers from 0 up")
-        _ = statistics[one.statistic]
-    return Layout(statistics, tuple(entries)), RecordedModel.from_json(found.get("model"))
+        _ = statistics[entry.statistic]
+    return Layout(statistics, tuple(entries)), RecordedModel.from_json(fields.get("model"))
 
 
 @final
@@ -437,13 +441,72 @@ def _head(file: int) -> bytes:
 
 
 def _version(file: int, head: bytes) -> str:
-    found = os.fstat(file)
+    status = os.fstat(file)
     has_step = len(head) == len(_MAGIC) + 2 * _HEADER.size
     first = f"{xxh3_64_intdigest(head):016x}" if has_step else ""
-    return f"run-{found.st_dev}-{found.st_ino}-{first}"
+    return f"run-{status.st_dev}-{status.st_ino}-{first}"
 
 
 def _bytes_from(file: int, offset: int, length: int) -> memoryview:
     if length < _MAPPED_BYTES:
         return memoryview(os.pread(file, length, offset))
     return memoryview(mmap.mmap(file, offset + length, access=mmap.ACCESS_READ))[offset:]
+
+
+# -- statistics as JSON ----------------------------------------------------------------------------
+
+# The statistics of `hl.stats` by the name of their function; what is written must stay readable.
+_KNOWN: dict[str, tuple[type, Callable[..., Any]]] = {
+    "moments": (MomentsStatistic, stats.moments),
+    "histogram": (HistogramStatistic, stats.histogram),
+    "quantiles": (QuantilesStatistic, stats.quantiles),
+    "covariance": (CovarianceStatistic, stats.covariance),
+}
+
+
+def spell_statistic(statistic: Any) -> dict[str, Any]:
+    """Describe a statistic as JSON."""
+    exact_type = type(statistic)
+    for name, (kind, _) in _KNOWN.items():
+        if exact_type is kind:
+            return {"name": name, "options": statistic.options}
+    return {"type": type(statistic).__name__}
+
+
+def read_statistic(spelled: Any) -> Statistic[Any]:
+    """Make a statistic from its description. One of a user's own class gives its slots alone."""
+    entry = _KNOWN.get(spelled.get("name"))
+    if entry is not None:
+        statistic: Statistic[Any] = entry[1](**spelled.get("options", {}))
+        return statistic
+    return UnknownStatistic(str(spelled.get("type", spelled.get("name"))))
+
+
+@final
+class UnknownStatistic:
+    """Stand for a statistic whose class is not known here: the results are the bare slots."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def start(self, value: Tensor) -> Never:
+        """Refuse: nothing can be measured by it."""
+        raise self._refusal("measure")
+
+    def update(self, slots: Tensor, value: Tensor) -> Never:
+        """Refuse: nothing can be measured by it."""
+        raise self._refusal("measure")
+
+    def merge(self, slots: Tensor, other: Tensor) -> Never:
+        """Refuse: only the class knows how slots add up."""
+        raise self._refusal("merge the ranks")
+
+    def result(self, slots: Tensor) -> Any:
+        """Return the slots as they are."""
+        return slots.numpy()
+
+    def _refusal(self, purpose: str) -> FolderError:
+        return FolderError(
+            f"the statistic {self._name} must be known to {purpose}, and the run's folder holds its"
+            " slots only.\nRead one rank's slots: curves.rank(0)[site].results."
+        )

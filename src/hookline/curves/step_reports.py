@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hookline.curves.layout import Layout
 from hookline.curves.numbers import numbers_of
-from hookline.engine.identity import RecordedModel
+from hookline.engine.model_fingerprint import RecordedModel
 from hookline.statistics.histogram import Histogram, HistogramStatistic
 
 LOGGED = "logged"  # stands for the site of the user's own numbers
@@ -99,7 +99,9 @@ class StepReport:
 
     def histograms(self) -> Iterator[tuple[str, Histogram]]:
         """Iterate over the histograms of the step that hold a finite number, by site."""
-        if not any(isinstance(one, HistogramStatistic) for one in self.layout.statistics):
+        if not any(
+            isinstance(statistic, HistogramStatistic) for statistic in self.layout.statistics
+        ):
             return
         for site in self.layout.by_site:
             for result in self.layout.results(site, self.slots, None, is_lenient=True):
@@ -117,8 +119,8 @@ class StepReport:
             return None
         norms = [
             numbers_of(result).get("norm", math.nan)
-            for one in (site, weight)
-            for result in self.results(one, rank)[:1]
+            for place in (site, weight)
+            for result in self.results(place, rank)[:1]
         ]
         return _ratio(*norms) if len(norms) == 2 else None
 
@@ -136,7 +138,7 @@ def _ratio(update: float, weight: float) -> float:
 _NOTHING = Layout((), ())
 
 
-class Source(Protocol):
+class ReportSource(Protocol):
     """Give reports, whose number may grow while they are read.
 
     Attributes:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import html
 import unicodedata
+from collections.abc import Sequence
 
 
-def plural(number: int, one: str, many: str | None = None) -> str:
+def plural(number: int, noun: str, nouns: str | None = None) -> str:
     """Return a number with its noun: `1 pass`, `2 passes`.
 
     >>> plural(2, "pass", "passes"), plural(1, "site")
     ('2 passes', '1 site')
     """
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def share_text(n_shown: int, total: int, noun: str, nouns: str | None = None) -> str:
+    """Format a share as `64 of 512 channels`, or `64 channels` if all are shown."""
+    whole = plural(total, noun, nouns)
+    return whole if n_shown == total else f"{n_shown:,} of {whole}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Join at most so many names by commas, and mark that there are more.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b, …'
+    """
+    return ", ".join(names[:most]) + ", …" * (len(names) > most)
 
 
 def first_line(error: BaseException) -> str:
@@ -52,3 +69,30 @@ def escape_invisible(text: str) -> str:
 
 
 _UNSEEN = ("Cc", "Cf", "Cs")  # Unicode categories: control, format, surrogate
+
+
+def escape_html(text: str) -> str:
+    """Escape a text for HTML, including characters that do not print.
+
+    >>> escape_html("<script>")
+    '&lt;script&gt;'
+    """
+    return html.escape(text if text.isprintable() else escape_invisible(text))
+
+
+def escape_unprintable(text: str) -> str:
+    """Escape all characters that do not print, newlines included.
+
+    >>> print(escape_unprintable("a\\nb"))
+    a\\nb
+    """
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def shorten(text: str, most: int) -> str:
+    """Shorten a text by cutting out its middle, because paths differ at their ends."""
+    text = escape_unprintable(text)
+    if len(text) <= most:
+        return text
+    tail = (most - 1) * 2 // 3
+    return f"{text[: most - 1 - tail]}…{text[-tail:]}"

@@ -1,166 +1,87 @@
 """The engine: sites and selections, lines and taps, passes, reports.
 
-Nothing here knows what a hook means. docs/architecture.md draws the rooms.
+Nothing here knows what a hook means. Code outside the engine imports the names below, and the
+modules that `OPEN` names. docs/architecture.md draws the rooms.
 """
 
-from hookline.engine.autograd.written_views import GradHook as GradHook
-from hookline.engine.autograd.written_views import hook_value as hook_value
-from hookline.engine.compile.in_graph import Callback as Callback
-from hookline.engine.compile.in_graph import SplitCallback as SplitCallback
-from hookline.engine.compile.in_graph import defaults_by_name as defaults_by_name
-from hookline.engine.compile.in_graph import graph_snapshot as graph_snapshot
-from hookline.engine.compile.in_graph import snapshot as snapshot
-from hookline.engine.compile.runs import CompiledRun as CompiledRun
-from hookline.engine.distributed.rendezvous import TIMEOUT_S as TIMEOUT_S
-from hookline.engine.distributed.rendezvous import gather_json as gather_json
-from hookline.engine.distributed.rendezvous import ranks_of as ranks_of
-from hookline.engine.distributed.rendezvous import say_by_rank as say_by_rank
-from hookline.engine.distributed.shards import local_shards as local_shards
-from hookline.engine.gradients.ports import GradOutputTap as GradOutputTap
-from hookline.engine.gradients.tap import GradientCallback as GradientCallback
-from hookline.engine.gradients.tap import PendingGradient as PendingGradient
-from hookline.engine.gradients.tap import guarded as guarded
-from hookline.engine.line.line import Bound as Bound
-from hookline.engine.line.line import Line as Line
-from hookline.engine.memory.read_only import call_read_only as call_read_only
-from hookline.engine.memory.unversioned import LINE as LINE
-from hookline.engine.memory.unversioned import Unversioned as Unversioned
-from hookline.engine.memory.unversioned import is_freed as is_freed
-from hookline.engine.memory.unversioned import makes_new_memory as makes_new_memory
-from hookline.engine.passes.checkpointing import same_draws as same_draws
-from hookline.engine.passes.checkpointing import stop_all as stop_all
-from hookline.engine.passes.modes import has_numbers as has_numbers
-from hookline.engine.passes.modes import innermost as innermost
-from hookline.engine.passes.modes import is_transformed as is_transformed
-from hookline.engine.passes.modes import plain as plain
-from hookline.engine.passes.modes import without_autocast as without_autocast
-from hookline.engine.passes.passes import Pass as Pass
-from hookline.engine.passes.passes import Passes as Passes
-from hookline.engine.pytree.opaque import every as every_tensor
-from hookline.engine.pytree.opaque import holder as tensor_holder
-from hookline.engine.report.replaced import Lapse as Lapse
-from hookline.engine.report.report import Report as Report
-from hookline.engine.report.report import facts as facts
-from hookline.engine.selection.ground import EVERYWHERE as EVERYWHERE
-from hookline.engine.selection.ground import Ground as Ground
-from hookline.engine.selection.selectors import Selection as Selection
-from hookline.engine.selection.selectors import Selector as Selector
-from hookline.engine.selection.selectors import as_written as as_written
-from hookline.engine.selection.selectors import check_ports as check_ports
-from hookline.engine.selection.selectors import parse_site as parse_site
-from hookline.engine.selection.selectors import ports_for as ports_for
-from hookline.engine.selection.selectors import select as select
-from hookline.engine.selection.site import PORTS as PORTS
-from hookline.engine.selection.site import ROOT as ROOT
-from hookline.engine.selection.site import Site as Site
-from hookline.engine.selection.site import path_text as path_text
-from hookline.engine.taps.base import Order as Order
-from hookline.engine.taps.base import Tap as Tap
-from hookline.engine.taps.base import no_callback as no_callback
-from hookline.engine.taps.forward import OutputTap as OutputTap
-from hookline.engine.torch_private.autograd import at_end_of_backward as at_end_of_backward
-from hookline.engine.torch_private.autograd import backward_number as backward_number
-from hookline.engine.torch_private.autograd import outer_backward as outer_backward
-from hookline.engine.torch_private.distributed import calls_of_sharded as calls_of_sharded
-from hookline.engine.torch_private.distributed import clone_locally as clone_locally
-from hookline.engine.torch_private.distributed import default_store as default_store
-from hookline.engine.torch_private.distributed import full_value as full_value
-from hookline.engine.torch_private.distributed import gathered as gathered
-from hookline.engine.torch_private.distributed import is_dtensor as is_dtensor
-from hookline.engine.torch_private.distributed import is_grouped as is_grouped
-from hookline.engine.torch_private.distributed import local_part as local_part
-from hookline.engine.torch_private.distributed import own_class as own_class
-from hookline.engine.torch_private.distributed import reshard as reshard
-from hookline.engine.torch_private.distributed import sharding as sharding
-from hookline.engine.torch_private.distributed import split_over as split_over
-from hookline.engine.torch_private.distributed import split_parameters as split_parameters
-from hookline.engine.torch_private.distributed import unwrapped as unwrapped
-from hookline.engine.torch_private.dynamo import while_tracing as while_tracing
-from hookline.engine.torch_private.graph.checkpoint import aside as aside
-from hookline.engine.torch_private.modes import is_of_older_vmap as is_of_older_vmap
-from hookline.engine.torch_private.modes import is_wrapped as is_wrapped
-from hookline.engine.torch_private.modes import without_older_vmap as without_older_vmap
-from hookline.engine.torch_private.modules import PYTHON_NODE as PYTHON_NODE
-from hookline.util.hidden import hides as hides
+# fmt: off
+# isort: off
+from hookline.engine.autograd.view_hooks import GradHook, hook_value
+from hookline.engine.compile.compiled_modules import Borders, inside_compiled, is_compiled
+from hookline.engine.compile.graph_callback import (
+    Callback, SplitCallback, defaults_by_name, graph_snapshot, snapshot,
+)
+from hookline.engine.compile.runs import CompiledRun
+from hookline.engine.distributed.rendezvous import TIMEOUT_S, gather_json, ranks_of, say_by_rank
+from hookline.engine.gradients.port_taps import GradInputTap, GradOutputTap, ParameterTap
+from hookline.engine.gradients.tap import (
+    GradientCallback, GradientTap, NO_BACKWARD, PendingGradient, guarded,
+)
+from hookline.engine.line.attachment import AtEnd, Attachment, surely
+from hookline.engine.line.handle import HookHandle
+from hookline.engine.line.line import Bound, Line
+from hookline.engine.line.registration import Node, Registrations
+from hookline.engine.memory.read_only import call_read_only
+from hookline.engine.memory.unversioned import LINE, Unversioned, is_freed, makes_new_memory
+from hookline.engine.passes.calls import Calls
+from hookline.engine.passes.checkpointing import same_draws, stop_all
+from hookline.engine.passes.modes import (
+    has_numbers, innermost, is_transformed, plain, without_autocast,
+)
+from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
+from hookline.engine.passes.rerun import repeated
+from hookline.engine.pytree.call_arguments import Arguments
+from hookline.engine.pytree.hidden_tensors import every_tensor, tensor_holder
+from hookline.engine.pytree.tree import local_shards
+from hookline.engine.report.replaced import Lapse
+from hookline.engine.report.report import Report, facts
+from hookline.engine.selection.module_tree import (
+    ModuleNode, ParameterNode, module_tree, require_model, walk,
+)
+from hookline.engine.selection.selectors import (
+    Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
+)
+from hookline.engine.selection.site import PORTS, ROOT, Site, path_text
+from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
+from hookline.engine.taps.base import (
+    AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, no_callback, walked_over,
+)
+from hookline.engine.taps.forward import OutputTap
+from hookline.engine.taps.optimizer_steps import OptimizerSteps, closure_of, parameter_ids
+from hookline.engine.torch_private.autograd import (
+    at_end_of_backward, backward_number, hook_gradient, hook_node, hook_node_before,
+    outer_backward, pop_saved_tensors_hooks, push_saved_tensors_hooks, version_counter,
+)
+from hookline.engine.torch_private.distributed import (
+    calls_of_sharded, clone_locally, default_store, full_value, gathered, is_dtensor,
+    is_grouped, local_part, reshard, sharding, split_over, split_parameters, unwrapped,
+)
+from hookline.engine.torch_private.dynamo import dynamo_config, has_compiled, while_tracing
+from hookline.engine.torch_private.graph.checkpoint import aside
+from hookline.engine.torch_private.graph.dispatch import storage_address, without_dispatch_modes
+from hookline.engine.torch_private.graph.nodes import (
+    at_end_of_inner_backward, kept_by, memory_of, next_number, nodes_below, nodes_of_loss,
+    number_of, running_node, saved_by, traced_node, workspace_of,
+)
+from hookline.engine.torch_private.graph.operations import OperationCounter
+from hookline.engine.torch_private.graph.shapes_only import (
+    ShapesOnly, flags_of, is_sharded, why_no_shapes,
+)
+from hookline.engine.torch_private.hooks import (
+    HOOK_DICTS, discard_hooks_of, global_hooks, hook_dict, tensor_hook_dict, tensor_hooks,
+)
+from hookline.engine.torch_private.inductor import compile_graph
+from hookline.engine.torch_private.modes import (
+    is_of_older_vmap, is_ordinary, is_wrapped, without_older_vmap,
+)
+from hookline.engine.torch_private.modules import (
+    PYTHON_NODE, buffers, has_forward, holds_compiled_call, is_leaf, is_scripted, parameters,
+    unwrap,
+)
+from hookline.util.hidden import hides
 
-__all__ = [
-    "EVERYWHERE",
-    "LINE",
-    "PORTS",
-    "PYTHON_NODE",
-    "ROOT",
-    "TIMEOUT_S",
-    "Bound",
-    "Callback",
-    "CompiledRun",
-    "GradHook",
-    "GradOutputTap",
-    "GradientCallback",
-    "Ground",
-    "Lapse",
-    "Line",
-    "Order",
-    "OutputTap",
-    "Pass",
-    "Passes",
-    "PendingGradient",
-    "Report",
-    "Selection",
-    "Selector",
-    "Site",
-    "SplitCallback",
-    "Tap",
-    "Unversioned",
-    "as_written",
-    "aside",
-    "at_end_of_backward",
-    "backward_number",
-    "call_read_only",
-    "calls_of_sharded",
-    "check_ports",
-    "clone_locally",
-    "default_store",
-    "defaults_by_name",
-    "every_tensor",
-    "facts",
-    "full_value",
-    "gather_json",
-    "gathered",
-    "graph_snapshot",
-    "guarded",
-    "has_numbers",
-    "hides",
-    "hook_value",
-    "innermost",
-    "is_dtensor",
-    "is_freed",
-    "is_grouped",
-    "is_of_older_vmap",
-    "is_transformed",
-    "is_wrapped",
-    "local_part",
-    "local_shards",
-    "makes_new_memory",
-    "no_callback",
-    "outer_backward",
-    "own_class",
-    "parse_site",
-    "path_text",
-    "plain",
-    "ports_for",
-    "ranks_of",
-    "reshard",
-    "same_draws",
-    "say_by_rank",
-    "select",
-    "sharding",
-    "snapshot",
-    "split_over",
-    "split_parameters",
-    "stop_all",
-    "tensor_holder",
-    "unwrapped",
-    "while_tracing",
-    "without_autocast",
-    "without_older_vmap",
-]  # fmt: skip
+# The modules that other rooms import by their own names.
+OPEN = (
+    "autograd.aliases", "autograd.module_backward", "model_fingerprint", "pytree.describe",
+    "pytree.leaves", "pytree.outlines", "pytree.tree", "report.why_silent", "taps.fast_path",
+)

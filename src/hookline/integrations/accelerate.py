@@ -71,7 +71,7 @@ class _Mirror:
 
     # -- as a tracker
 
-    def log(self, values: dict[str, Any], step: int | None = None, **others: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **unused: Any) -> None:
         """Keep numbers. The step of a tracker may count otherwise than the monitor."""
         single = {name: value for name, value in values.items() if is_single(value)}
         if self._curves is not None and single:

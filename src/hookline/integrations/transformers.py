@@ -47,7 +47,7 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         control: TrainerControl,
         model: Any = None,
         optimizer: Any = None,
-        **others: Any,
+        **unused: Any,
     ) -> None:
         """Attach the monitor."""
         every = max(int(state.logging_steps or 1), 1)
@@ -58,7 +58,7 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
             line.__enter__()
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
     ) -> None:
         """Tell the monitor the number of the step."""
         if self.line is not None:
@@ -70,14 +70,14 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, Any] | None = None,
-        **others: Any,
+        **unused: Any,
     ) -> None:
         """Keep the numbers that the `Trainer` logs."""
         numbers = {k: n for k, n in (logs or {}).items() if k in _KEPT or k.endswith("_loss")}
         self._log(numbers, state.global_step)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
     ) -> None:
         """Remove the monitor."""
         self._detach()
@@ -85,10 +85,10 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
 
 def _running(report_to: list[str]) -> list[Any]:
     """Return the modules of W&B and MLflow if they are reported to and have a running run."""
-    found = []
+    running = []
     wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")
     if "wandb" in report_to and wandb is not None and wandb.run is not None:
-        found.append(wandb)
+        running.append(wandb)
     if "mlflow" in report_to and mlflow is not None and mlflow.active_run() is not None:
-        found.append(mlflow)
-    return found
+        running.append(mlflow)
+    return running

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import HooklineError, ModelError
 from hookline.models.packages import in_short
-from hookline.models.places import absence, is_file, printable
+from hookline.util.local_paths import absence, is_file, printable
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
@@ -114,20 +114,20 @@ def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: s
         ModelError: keys are missing, unexpected or of another shape. The message names up to three
             of each.
     """
-    own = model.state_dict(keep_vars=True)
+    expected = model.state_dict(keep_vars=True)
     bare = {_without_wrappers(key): value for key, value in state.items()}
     # A model may have a submodule named `module`: then its keys fit with the prefix.
-    if len(own.keys() & bare.keys()) > len(own.keys() & state.keys()):
+    if len(expected.keys() & bare.keys()) > len(expected.keys() & state.keys()):
         state = bare
     reshaped = [
         f"{key}: {_say_shape(state[key])} in the file, {_say_shape(tensor)} in the model"
-        for key, tensor in own.items()
+        for key, tensor in expected.items()
         if key in state and _differs(tensor, state[key])
     ]
-    missing = [key for key in own if key not in state]
+    missing = [key for key in expected if key not in state]
     # Non-persistent buffers, which files of older releases may still hold.
-    computed = {name for name, _ in model.named_buffers()} - own.keys()
-    unexpected = [key for key in state if key not in own and key not in computed]
+    computed = {name for name, _ in model.named_buffers()} - expected.keys()
+    unexpected = [key for key in state if key not in expected and key not in computed]
     if not reshaped:
         try:
             # torch knows which keys older files may leave out (num_batches_tracked, ...).
@@ -135,8 +135,8 @@ def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: s
         except RuntimeError as error:
             raise ModelError(f"{source} does not fit {name}: {in_short(error)}") from error
         # A tied parameter has several keys; loading one of them loads the parameter.
-        loaded = {id(own[key]) for key in own if key in state}
-        missing = [key for key in result.missing_keys if id(own.get(key)) not in loaded]
+        loaded = {id(expected[key]) for key in expected if key in state}
+        missing = [key for key in result.missing_keys if id(expected.get(key)) not in loaded]
         unexpected = [key for key in result.unexpected_keys if key not in computed]
     problems = _say_problems(
         {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
@@ -151,17 +151,17 @@ def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: s
 
 def _say_problems(problems: dict[str, list[str]]) -> str:
     return "; ".join(
-        f"{len(keys)} {what} ({', '.join(keys[:_N_KEYS_NAMED])}"
+        f"{len(keys)} {problem} ({', '.join(keys[:_N_KEYS_NAMED])}"
         f"{', ...' if len(keys) > _N_KEYS_NAMED else ''})"
-        for what, keys in problems.items()
+        for problem, keys in problems.items()
         if keys
     )
 
 
-def _differs(own: Any, other: Any) -> bool:
-    if not isinstance(own, Tensor) or not isinstance(other, Tensor) or is_lazy(own):
+def _differs(expected: Any, other: Any) -> bool:
+    if not isinstance(expected, Tensor) or not isinstance(other, Tensor) or is_lazy(expected):
         return False
-    return own.shape != other.shape
+    return expected.shape != other.shape
 
 
 def _without_wrappers(key: str) -> str:

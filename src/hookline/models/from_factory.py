@@ -19,8 +19,8 @@ from torch import nn
 from hookline.errors import ModelError
 from hookline.models.loaded import LoadedModel
 from hookline.models.packages import in_short
-from hookline.models.pictures import guess_preprocess
-from hookline.models.places import absence, is_file, names_in, printable
+from hookline.models.preprocessing import guess_preprocess
+from hookline.util.local_paths import absence, is_file, names_in, printable
 
 _N_NAMES_LISTED = 8
 
@@ -44,8 +44,8 @@ def load_file_factory(file: str, factory: str) -> LoadedModel:
     """
     path = Path(file).expanduser()
     if not is_file(path):
-        there = [name for name in names_in(path.parent) if name.endswith(".py")]
-        close = difflib.get_close_matches(path.name, there, n=3, cutoff=0.7)
+        files = [name for name in names_in(path.parent) if name.endswith(".py")]
+        close = difflib.get_close_matches(path.name, files, n=3, cutoff=0.7)
         hint = f"Did you mean {', '.join(close)}?" if close else "Give the path of a Python file."
         raise ModelError(f"the file {printable(path)} {absence(path)}.\n{hint}")
     with _importable_from(path.resolve().parent):
@@ -105,37 +105,37 @@ def _run_file(path: Path) -> ModuleType:
 
 def _make(module: ModuleType, place: str, factory: str) -> LoadedModel:
     name = f"{place}:{factory}"
-    made = getattr(module, factory, None)
-    if made is None or not callable(made):
+    product = getattr(module, factory, None)
+    if product is None or not callable(product):
         raise _no_factory(module, place, factory)
     # The name may be a model itself; a class or a function is called.
-    if not isinstance(made, nn.Module):
+    if not isinstance(product, nn.Module):
         try:
-            made = made()
+            product = product()
         except (Exception, SystemExit) as error:
             fix = "Give a function without arguments that returns an nn.Module."
             raise _failed(f"{name}() without arguments failed", error, fix) from error
-    if not isinstance(made, nn.Module):
+    if not isinstance(product, nn.Module):
         raise ModelError(
-            f"{name} must return an nn.Module, got {type(made).__name__}.\n"
+            f"{name} must return an nn.Module, got {type(product).__name__}.\n"
             "End the factory with `return model`."
         )
-    return LoadedModel(name, made, guess_preprocess)
+    return LoadedModel(name, product, guess_preprocess)
 
 
 def _no_factory(module: ModuleType, place: str, factory: str) -> ModelError:
     public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-    own = [k for k in public if _is_own(vars(module)[k], module)]
+    names = [k for k in public if _is_own(vars(module)[k], module)]
     # A package re-exports names that its __init__ imports; a single file does not.
-    is_package = hasattr(module, "__path__")
-    names = [*own, *(name for name in public if name not in own)] if is_package else own
-    what = "cannot be called" if hasattr(module, factory) else "is not there"
+    if hasattr(module, "__path__"):
+        names = list(dict.fromkeys([*names, *public]))
+    state = "cannot be called" if hasattr(module, factory) else "is not there"
     close = difflib.get_close_matches(factory, public, n=1)
     listed = ", ".join(names[:_N_NAMES_LISTED])
     if len(names) > _N_NAMES_LISTED:
         listed += f" and {len(names) - _N_NAMES_LISTED} more"
     return ModelError(
-        f"{place}:{factory}: {factory} {what}.\n"
+        f"{place}:{factory}: {factory} {state}.\n"
         + (f"Did you mean {close[0]}? " if close else "")
         + (f"Callable names: {listed}." if names else "It defines no function or class.")
     )

@@ -18,7 +18,7 @@ from hookline.models.packages import (
     in_short,
     is_reachable,
 )
-from hookline.models.pictures import in_mode
+from hookline.models.preprocessing import in_mode
 
 # In timm's own order of preference.
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -20,7 +20,7 @@ from hookline.models.packages import (
     in_short,
     is_reachable,
 )
-from hookline.models.pictures import in_mode
+from hookline.models.preprocessing import in_mode
 
 
 def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
@@ -43,9 +43,9 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
     """
     name = f"torchvision:{model_name}"
     models = import_package("torchvision", name).models
-    known = models.list_models()
-    if model_name not in known:
-        raise unknown_name(name, model_name, known, "torchvision.models.list_models()")
+    names = models.list_models()
+    if model_name not in names:
+        raise unknown_name(name, model_name, names, "torchvision.models.list_models()")
     weights = getattr(models.get_model_weights(model_name), "DEFAULT", None)
     if default_weights and weights is None:
         raise ModelError(
@@ -64,14 +64,14 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
     return LoadedModel(name, model, preprocess, None, tuple(labels) if labels else None)
 
 
-def unknown_name(name: str, short: str, known: list[str], listing: str) -> ModelError:
+def unknown_name(name: str, short: str, names: list[str], listing: str) -> ModelError:
     """Return the error for a model that a library does not have, with the closest names."""
     library = name.partition(":")[0]
-    close = difflib.get_close_matches(short, known, n=4, cutoff=0.6)
+    close = difflib.get_close_matches(short, names, n=4, cutoff=0.6)
     hint = (
         f"Did you mean {', '.join(f'{library}:{match}' for match in close)}?"
         if close
-        else f"{listing} lists the {len(known)} that it has."
+        else f"{listing} lists the {len(names)} that it has."
     )
     return ModelError(f"{library} has no model {short!r}.\n{hint}")
 

@@ -20,7 +20,7 @@ from hookline.models.packages import (
     in_short,
     is_reachable,
 )
-from hookline.models.places import is_file, is_folder, printable
+from hookline.util.local_paths import is_file, is_folder, printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -167,10 +167,10 @@ def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, A
     hub = import_package("huggingface_hub", name)
     files = ("model.safetensors", "model.safetensors.index.json")
     try:
-        there = any(hub.file_exists(place, file) for file in files)
+        has_weights = any(hub.file_exists(place, file) for file in files)
     except Exception as error:  # errors of the hub's client have no stable common base
         raise cannot_fetch(name, "its weights", in_short(error)) from error
-    if not there:
+    if not has_weights:
         raise ModelError(
             f"{name} has no weights as .safetensors on the hub, the only kind read from there.\n"
             f"Download its checkpoint and use --weights FILE, or use {RANDOM}."

@@ -21,7 +21,7 @@ from hookline.models.from_timm import load_timm
 from hookline.models.from_torchvision import load_torchvision
 from hookline.models.from_transformers import load_transformers
 from hookline.models.loaded import LoadedModel
-from hookline.models.places import is_file, printable
+from hookline.util.local_paths import is_file, printable
 
 _FORMS = (
     "torchvision:NAME, timm:NAME, hf:NAME, hf:FOLDER, path/to/file.py:FACTORY, "
@@ -76,9 +76,9 @@ def _find_builder(name: str) -> Callable[..., LoadedModel]:
         return partial(_seeded, _load_demo, name)
     if scheme not in _SCHEMES and factory.isidentifier():
         if place.endswith(".py"):
-            return partial(_from_file, place, factory)
+            return partial(_of_factory, load_file_factory, place, factory)
         if _DOTTED.fullmatch(place) and not _misspelt(scheme):
-            return partial(_from_module, place, factory)
+            return partial(_of_factory, load_module_factory, place, factory)
     hint = _hint(name)
     raise ModelError(
         f"'{printable(name)}' does not name a model{f': {hint}' if hint else '.'}\n"
@@ -114,14 +114,11 @@ def _load_demo(name: str, *, default_weights: bool) -> LoadedModel:
     return LoadedModel(name, net, preprocess_digit, None, labels)
 
 
-def _from_file(place: str, factory: str, *, default_weights: bool) -> LoadedModel:
+def _of_factory(
+    load: Callable[..., LoadedModel], place: str, factory: str, *, default_weights: bool
+) -> LoadedModel:
     del default_weights  # the factory itself decides the weights
-    return load_file_factory(place, factory)
-
-
-def _from_module(place: str, factory: str, *, default_weights: bool) -> LoadedModel:
-    del default_weights  # as above
-    return load_module_factory(place, factory)
+    return load(place, factory)
 
 
 def _seeded(load: Callable[..., LoadedModel], rest: str, *, default_weights: bool) -> LoadedModel:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.display.text import escape_invisible, plural
+from hookline.display.text import escape_invisible, listed, plural
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,7 +48,9 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         """Return one line; the model's own repr and its labels would fill pages."""
-        n_parameters = sum(one.numel() for one in self.model.parameters() if not is_lazy(one))
+        n_parameters = sum(
+            parameter.numel() for parameter in self.model.parameters() if not is_lazy(parameter)
+        )
         takes = [
             kind
             for kind, function in (("pictures", self.preprocess), ("texts", self.tokenize))
@@ -86,9 +88,7 @@ class Batch:
 
 
 def _labels(labels: tuple[str, ...]) -> str:
-    first = ", ".join(map(repr, labels[:_N_LABELS_SHOWN]))
-    more = ", …" * (len(labels) > _N_LABELS_SHOWN)
-    return f"{plural(len(labels), 'label')} ({first}{more})"
+    return f"{plural(len(labels), 'label')} ({listed([*map(repr, labels)], _N_LABELS_SHOWN)})"
 
 
 def describe(value: Any) -> str:

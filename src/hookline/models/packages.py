@@ -10,8 +10,8 @@ from http import HTTPStatus
 from typing import Any
 
 from hookline.errors import HooklineError, ModelError
-from hookline.models._torchvision_import import import_torchvision
-from hookline.util.install import how_to_install
+from hookline.models.torchvision_import import import_torchvision
+from hookline.util.optional import how_to_install
 
 # The fix that errors give, for the command line and for Python.
 RANDOM = "--weights none for random weights (in Python: load_model(name, weights='none'))"
@@ -33,14 +33,13 @@ _PROBE_SECONDS = 10.0
 def import_package(
     package: str, needed_by: str, error_type: type[HooklineError] = ModelError
 ) -> Any:
-    """Import a package of one of hookline's extras.
+    """Import an optional package.
 
         >>> import_package("timm", "timm:resnet18").create_model("resnet18").num_classes
         1000
 
     Args:
-        package: "torchvision", "timm", "transformers", "huggingface_hub" or "PIL", or a
-            module inside one of them.
+        package: such as "torchvision" or "PIL", or a module inside a package.
         needed_by: the user's own words, for the message.
         error_type: the class of the error to raise.
 
@@ -61,7 +60,7 @@ def import_package(
             raise error_type(_broken(root, needed_by, error)) from error
         raise error_type(
             f"{needed_by} needs the package {'pillow' if root == 'PIL' else root}, which is"
-            f" not installed.\n{how_to_install(_EXTRAS[root])}"
+            f" not installed.\n{_install(root)}"
         ) from error
     except (ImportError, RuntimeError, OSError) as error:
         raise error_type(_broken(root, needed_by, error)) from error
@@ -104,10 +103,10 @@ def is_reachable(url: str) -> bool:
         return False
 
 
-def cannot_fetch(name: str, what: str, reason: str) -> ModelError:
+def cannot_fetch(name: str, subject: str, reason: str) -> ModelError:
     """Return the error for weights or a configuration that cannot be downloaded."""
     return ModelError(
-        f"{name}: {what} cannot be fetched ({reason}).\n"
+        f"{name}: {subject} cannot be fetched ({reason}).\n"
         f"Use {RANDOM}, or --weights FILE for a checkpoint on this disk."
     )
 
@@ -122,6 +121,11 @@ def _is_installed(package: str) -> bool:
 def _broken(package: str, needed_by: str, error: BaseException) -> str:
     return (
         f"{needed_by} needs the package {package}, which is installed but cannot be imported:\n"
-        f"{in_short(error)}\n"
-        f"{how_to_install(_EXTRAS[package], options='--force-reinstall')}"
+        f"{in_short(error)}\n{_install(package, '--force-reinstall')}"
     )
+
+
+def _install(package: str, options: str = "") -> str:
+    if package in _EXTRAS:
+        return how_to_install(_EXTRAS[package], options=options)
+    return f"Install it: {' '.join(['pip install', *filter(None, [options]), package])}"

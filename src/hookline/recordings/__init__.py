@@ -1,5 +1,7 @@
 """Recordings in memory and on disk. A folder holds data only, never code."""
 
+from hookline.recordings.draft import check_target as check_target
+from hookline.recordings.draft import place_of_recording as place_of_recording
 from hookline.recordings.encoding import Fields as Fields
 from hookline.recordings.encoding import NotSaved as NotSaved
 from hookline.recordings.gradients import GradientFlow as GradientFlow
@@ -11,19 +13,3 @@ from hookline.recordings.recording import Recording as Recording
 from hookline.recordings.stamps import Beside as Beside
 from hookline.recordings.stamps import Unknowable as Unknowable
 from hookline.recordings.stamps import stamp as stamp
-from hookline.recordings.target_folder import check_target as check_target
-
-__all__ = [
-    "Beside",
-    "Fields",
-    "GradientFlow",
-    "GradientRow",
-    "NotSaved",
-    "PartialGradients",
-    "PassRecord",
-    "Recording",
-    "Unknowable",
-    "check_target",
-    "open_recording",
-    "stamp",
-]  # fmt: skip

@@ -28,6 +28,9 @@ STORABLE = frozenset({
 })
 # fmt: on
 
+StoreTensor = Callable[[Tensor], str]
+Lost = Callable[[str], None]
+
 # Marks a tensor that was one rank's shard of a DTensor.
 SHARD = "shard"
 
@@ -54,23 +57,21 @@ class Fields(dict[str, Any]):
 class NotSaved:
     """A placeholder for a part of a value that could not be saved; its repr describes the part."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, description: str) -> None:
+        self.what = description
 
     def __repr__(self) -> str:
         return f"<not saved: {self.what}>"
 
 
-def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
+def encode(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     """Encode a value as JSON.
 
-    Args:
-        value: the value.
-        put: stores a tensor and returns its name.
-        lost: is called with a description of each part that cannot be saved as it is.
+    `store_tensor` stores a tensor and returns its name. `lost` is called with a description of each
+    part that cannot be saved as it is.
     """
     if isinstance(value, Tensor):
-        return _encode_tensor(value, put, lost)
+        return _encode_tensor(value, store_tensor, lost)
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -81,15 +82,15 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
         return {"size": list(value)}
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: str(value).removeprefix("torch.")}
-    return _encode_parts(value, put, lost)
+    return _encode_parts(value, store_tensor, lost)
 
 
-def _lost(what: str, lost: Callable[[str], None]) -> dict[str, Any]:
-    lost(what)
-    return {"lost": what}
+def _lost(description: str, lost: Lost) -> dict[str, Any]:
+    lost(description)
+    return {"lost": description}
 
 
-def _encode_parts(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
+def _encode_parts(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     kind = _kind_of(value)
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Fields):
@@ -108,7 +109,9 @@ def _encode_parts(value: Any, put: Callable[[Tensor], str], lost: Callable[[str]
         kind = "fields"
         lost(f"the named tuple {type_name} of {len(parts)} fields, which became Fields")
     keys = _keys([key for key, _ in parts], lost)
-    encoded = [[key, encode(part, put, lost)] for key, (_, part) in zip(keys, parts, strict=True)]
+    encoded = [
+        [key, encode(part, store_tensor, lost)] for key, (_, part) in zip(keys, parts, strict=True)
+    ]
     return {kind: encoded, "type": type_name}
 
 
@@ -129,7 +132,7 @@ _BASES: dict[str, type] = {
 }  # fmt: skip
 
 
-def _keys(keys: list[Any], lost: Callable[[str], None]) -> list[Any]:
+def _keys(keys: list[Any], lost: Lost) -> list[Any]:
     """Encode the keys of a value as distinct JSON keys; report keys that became text to `lost`."""
     encoded = []
     texts = {key for key in keys if isinstance(key, str)}
@@ -166,7 +169,7 @@ def _no_tensor(tensor: Any) -> Any:
     raise TypeError("a tensor cannot be part of a key")
 
 
-def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
+def _encode_tensor(value: Tensor, store_tensor: StoreTensor, lost: Lost) -> Any:
     # Decoded, a shard is a plain tensor; ranks must not reduce shards as if they were the whole.
     of_shard = {SHARD: True} if is_dtensor(value) else {}
     value = local_part(value)
@@ -176,8 +179,8 @@ def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[
     if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype is torch.complex128:
-        return {"complex": put(torch.view_as_real(tensor)), **of_shard}
-    return {"tensor": put(tensor), **of_shard}
+        return {"complex": store_tensor(torch.view_as_real(tensor)), **of_shard}
+    return {"tensor": store_tensor(tensor), **of_shard}
 
 
 def _is_storable(tensor: Tensor) -> bool:
@@ -237,10 +240,10 @@ def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, str(name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"not a dtype: {name!r}")
-    return found
+    return dtype
 
 
 # Kinds that hold no tensor.
@@ -249,21 +252,17 @@ _OF_DATA: dict[str, Callable[[Any], Any]] = {
     "size": torch.Size,
     "device": lambda name: torch.device(str(name)),
     "dtype": _dtype,
-    "lost": lambda what: NotSaved(str(what)),
+    "lost": lambda description: NotSaved(str(description)),
 }
 
 
 def _members(values: list[Any]) -> set[Any]:
-    """Return the members as a set.
-
-    Raises:
-        ValueError: a member is not hashable, or occurs twice.
-    """
+    """Return the members as a set."""
     try:
-        found: set[Any] = _distinct(set(values), values)
+        members: set[Any] = _distinct(set(values), values)
     except TypeError as error:
         raise ValueError(f"not the members of a set: {error}") from None
-    return found
+    return members
 
 
 # Containers without keys.

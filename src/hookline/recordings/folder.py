@@ -1,54 +1,74 @@
-"""Write a recording as a folder of a JSON manifest and safetensors files, and read it.
+"""Write a recording as a JSON manifest and safetensors files, and read it.
 
-    manifest.json            sites, passes, structures, the report; names every tensor
-    values-*.safetensors     the tensors, in files of about 2 GiB
+    manifest.json                    sites, passes, structures, the report; names every tensor
+    values-TOKEN-NUMBER.safetensors  the tensors, in files of about 2 GiB
 
-The folder is written under a temporary name beside its target and then renamed. A crash at any
-moment leaves either no recording or a whole one. The manifest has checksums of itself, of each
-file's header and of each tensor. Nothing is pickled, and nothing in a folder is executed.
+The recordings of several ranks are folders with such files, and a manifest beside them:
+
+    manifest.json                    names the ranks' folders, each with its manifest's checksum
+    rank0-TOKEN/, rank1-TOKEN/, …    one recording each
+
+The manifest is written last: a crash at any moment leaves either no recording or a whole one. It
+has checksums of itself, of each file's header and of each tensor. Nothing is pickled, and nothing
+in a folder is executed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import secrets
-import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hookline.display.text import first_line
-from hookline.engine import PORTS, Report, Site, as_written
-from hookline.engine.identity import RecordedModel
-from hookline.errors import FolderError
+from hookline.engine import (
+    PORTS,
+    Report,
+    Site,
+    as_written,
+    gather_json,
+    is_grouped,
+    ranks_of,
+    say_by_rank,
+)
+from hookline.engine.model_fingerprint import RecordedModel
+from hookline.errors import FolderError, HooklineError, RanksError
+from hookline.files.place import LocalPlace, Place
+from hookline.files.reading import DAMAGE, reading
+from hookline.files.safetensors_file import encode_tensors
+from hookline.files.sealed_json import MANIFEST, checksum_of, sealed, unsealed
+from hookline.recordings.draft import RANK, RECORDING, Draft, check_target, target_of
 from hookline.recordings.encoding import encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients
-from hookline.recordings.manifest import DAMAGE, MANIFEST, REMEDY, sync, write_manifest
-from hookline.recordings.stored_values import Files, Stored
-from hookline.recordings.target_folder import check_target, move_into_place, name_of_part, part
-from hookline.recordings.tensor_file import write_tensors
+from hookline.recordings.stored_values import REMEDY, Files, Stored
 
-_FILE_BYTES = 2 * 1024**3
 _MOST_RUNS = 10**9  # of a key: `fc#pass999999999`
 _FILE_TENSORS = 100_000  # their header takes about 8 MB
 
 
 @final
 class _Writer:
-    """A buffer of tensors that writes a file whenever it is full."""
+    """A buffer of tensors that writes a file whenever it is full.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    The names of the files have the token of the draft in them: an open older recording must not
+    read the new files.
+    """
+
+    def __init__(self, place: Place, token: str) -> None:
+        self._place, self._token = place, token
         self._pending: list[Tensor] = []
         self._bytes = 0
         self.sums: dict[str, list[str]] = {}
-        # File names are new for each recording: an open older one must not read the new files.
-        self._token = secrets.token_hex(4)
-        self._file = self._file_name()
-        self._known: dict[tuple[Any, ...], str] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
         self._alive: list[Tensor] = []  # a freed tensor's address could be reused by another
 
     def put(self, tensor: Tensor) -> str:
@@ -56,15 +76,15 @@ class _Writer:
         identity = (
             tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device,
         )  # fmt: skip
-        name = self._known.get(identity)
+        name = self._names.get(identity)
         if name is not None and tensor.numel():
             return name
-        name = self._known[identity] = f"{self._file}/{len(self._pending)}"
+        name = self._names[identity] = f"{self._file_name()}/{len(self._pending)}"
         self._alive.append(tensor)
         data = tensor.cpu().contiguous()
         self._pending.append(data)
         self._bytes += data.nbytes
-        if self._bytes >= _FILE_BYTES or len(self._pending) >= _FILE_TENSORS:
+        if self._bytes >= self._place.most_bytes or len(self._pending) >= _FILE_TENSORS:
             self.flush()
         return name
 
@@ -74,66 +94,58 @@ class _Writer:
     def flush(self) -> None:
         """Write the buffered tensors to a file."""
         if self._pending:
-            self.sums[self._file] = write_tensors(self._folder / self._file, self._pending)
-            self._file = self._file_name()
-        self._pending, self._bytes, self._known, self._alive = [], 0, {}, []
+            chunks, sums = encode_tensors(self._pending)
+            name = self._file_name()
+            self._place.create(name, chunks)
+            self.sums[name] = sums
+        self._pending, self._bytes, self._names, self._alive = [], 0, {}, []
 
 
-def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
-    """Write a recording's folder and replace an older recording there.
-
-    Returns:
-        The folder's path.
+def write(folder: str | os.PathLike[str], contents: Contents) -> Path | str:
+    """Write a recording, replace an older one there, and return the folder's path or URL.
 
     Raises:
         FolderError: the folder holds other files, or the disk is full or read-only. Nothing is
             left half-written.
     """
-    check_target(folder)
-    # Resolved, so that "." has a name and a symlink is followed.
-    target = Path(os.path.realpath(folder))
+    place = target_of(folder)
     try:
-        with part(target, name_of_part(target)) as building:
-            try:
-                write_contents(building, contents)
-                move_into_place(building, target)
-            finally:
-                shutil.rmtree(building, ignore_errors=True)
+        with Draft(place) as draft:
+            draft.commit(write_contents(place, draft.token, contents))
     except FolderError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise FolderError(
-            f"cannot write the recording {target}: {first_line(error)}."
+            f"cannot write the recording {path_of(place)}: {first_line(error)}."
             "\nNothing was left behind. Choose a writable folder, on a disk with free space."
         ) from error
-    return target
+    return path_of(place)
 
 
-def read(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> Contents:
-    """Parse a manifest; the values are read on look-up.
+def path_of(place: Place) -> Path | str:
+    """Return the path of a folder, or its URL."""
+    return place.folder if isinstance(place, LocalPlace) else str(place)
 
-    Raises:
-        FolderError: the manifest is damaged.
-    """
-    path = Path(folder)
+
+def read(place: Place, manifest: Mapping[str, Any]) -> Contents:
+    """Parse a manifest; the values are read on look-up."""
     try:
-        return _read_contents(path, manifest)
+        return _read_contents(place, manifest)
     except DAMAGE as error:
         raise FolderError(
-            f"{path / MANIFEST} is damaged: {type(error).__name__} {first_line(error)}.\n{REMEDY}"
+            f"{place}/{MANIFEST} is damaged: {type(error).__name__} {first_line(error)}.\n{REMEDY}"
         ) from error
 
 
-def write_contents(folder: Path, contents: Contents) -> str:
-    """Write a recording into a folder that nobody reads yet, and sync it to disk.
+def write_contents(place: Place, token: str, contents: Contents) -> bytes:
+    """Write a recording's tensors to files that no manifest names yet, and return the manifest.
 
-    Returns:
-        The manifest's checksum.
+    The names of the files have the token in them.
 
     Raises:
         OSError, ValueError, RecursionError: the recording cannot be written.
     """
-    writer = _Writer(folder)
+    writer = _Writer(place, token)
     lost: list[str] = list(contents.lost)
     notes = [partial(_note, lost, str(site)) for site in contents.sites]
     passes = []
@@ -171,16 +183,62 @@ def write_contents(folder: Path, contents: Contents) -> str:
         "checksums": writer.sums,
         "passes": passes,
     }  # fmt: skip
-    found = write_manifest(folder, manifest)
-    sync(folder)
-    return found
+    return manifest_bytes(manifest)
 
 
-def _note(lost: list[str], site: str, what: str) -> None:
-    lost.append(f"{site}: {what}")
+def manifest_bytes(body: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest with these keys after those that all manifests have."""
+    return sealed({**RECORDING.head(), "torch": str(torch.__version__), **body})
 
 
-def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
+def read_manifest(place: Place) -> dict[str, Any]:
+    """Read the manifest of a place and verify its checksum.
+
+    Raises:
+        FileNotFoundError: the manifest does not exist.
+        FolderError: it has another version, is damaged, cannot be read now, or belongs to another
+            program.
+    """
+    path = f"{place}/{MANIFEST}"
+    try:
+        with reading(path):
+            data = place.read(MANIFEST)
+        manifest: dict[str, Any] = json.loads(data, object_hook=_Sites().note)
+    except DAMAGE as error:
+        raise FolderError(f"{path} cannot be read: {first_line(error)}.\n{REMEDY}") from error
+    RECORDING.check(manifest, place)
+    try:
+        unsealed(data)
+    except ValueError as error:
+        raise FolderError(f"{path} is damaged: {error}.\n{REMEDY}") from error
+    return manifest
+
+
+class _Sites:
+    """The set of sites that a manifest has listed so far.
+
+    Duplicates are refused while parsing: a file that repeats a site 300,000 times takes seconds.
+    """
+
+    def __init__(self) -> None:
+        self._sites: set[Any] = set()
+
+    def note(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Note the site of a JSON object; other objects are returned unchanged."""
+        if "path" in row and "port" in row:
+            leaf = tuple(row.get("leaf", ()))
+            site = row["path"], row["port"], leaf, row.get("call")
+            if site in self._sites:
+                raise ValueError(f"each site must be listed once, got {str(Site(*site))!r} twice")
+            self._sites.add(site)
+        return row
+
+
+def _note(lost: list[str], site: str, part: str) -> None:
+    lost.append(f"{site}: {part}")
+
+
+def _read_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
     by_text: dict[str, Site] = {}
     for site in map(_read_site, manifest["sites"]):
         text = str(site)
@@ -188,23 +246,23 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
             raise ValueError(f"each site must be listed once, got {text!r} twice")
         by_text[text] = site
     sites = tuple(by_text.values())
-    files = Files(folder, manifest["checksums"])
+    files = Files(place, manifest["checksums"])
     passes = []
     for row in manifest["passes"]:
         if row["failed"] not in (None, True, False):
             raise ValueError("the failed state of a pass must be null, true or false")
         entries = [_read_entry(files, sites, *value) for value in row["values"]]
         passes.append((_number(row["number"]), row["failed"], entries))
-    kept = manifest["report"]
+    fields = manifest["report"]
     report = Report(
-        name=str(kept["name"]),
+        name=str(fields["name"]),
         model_type=str(manifest["model"]),
-        passes=int(kept["passes"]),
-        other_contexts=int(kept["other_contexts"]),
+        passes=int(fields["passes"]),
+        other_contexts=int(fields["other_contexts"]),
         ended=True,
-        fired=tuple(zip(sites, map(int, kept["fired"]), strict=True)),
-        why={_named(text, by_text): str(why) for text, why in kept["why"].items()},
-        excused=frozenset(_named(text, by_text) for text in kept["excused"]),
+        fired=tuple(zip(sites, map(int, fields["fired"]), strict=True)),
+        why={_named(text, by_text): str(why) for text, why in fields["why"].items()},
+        excused=frozenset(_named(text, by_text) for text in fields["excused"]),
     )
     modules = tuple((str(p), str(t)) for p, t in manifest["modules"])
     lost = [str(item) for item in manifest["lost"]]
@@ -234,11 +292,7 @@ def _read_entry(
 
 
 def _number(value: Any) -> int:
-    """Return the number of a pass or of a call, as a key may have it.
-
-    Raises:
-        ValueError: it is not such a number.
-    """
+    """Return the number of a pass or of a call, as a key may have it."""
     if type(value) is not int or not 0 <= value < _MOST_RUNS:
         raise ValueError(f"the number of a pass or call must be from 0 up, got {value!r:.80}")
     return value
@@ -256,3 +310,141 @@ def _read_site(row: Mapping[str, Any]) -> Site:
     if not is_sound:
         raise ValueError(f"not a site: {row!r:.80}")
     return Site(row["path"], row["port"], tuple(leaf), call, tuple(aliases), row["type"])
+
+
+def is_one_of_many(group: Any) -> bool:
+    """Return whether this process is one of several ranks of a group."""
+    return is_grouped() and dist.get_world_size(group) > 1
+
+
+def write_ranks(
+    folder: str | os.PathLike[str], find: Any, sites: tuple[Site, ...], group: Any, timeout: float
+) -> tuple[Path | str, Contents]:
+    """Write this rank's recording into the folder of all ranks. A collective.
+
+    `find` returns this rank's recording as plain data, or raises. `sites` are those that this rank
+    selected.
+
+    Raises:
+        RanksError: a rank is missing, or named another folder, or selected other sites.
+        FolderError: a rank could not write. Nothing is left behind.
+    """
+    question = f"run.save({os.fspath(folder)!r})"
+    meeting = _Meeting(question, ranks_of(group, question), timeout)
+    contents, error = None, None
+    place = target_of(folder)
+    draft = Draft(place, leads=dist.get_rank() == meeting.ranks[0])
+    try:
+        check_target(folder)
+        contents = find()
+    except (HooklineError, OSError) as caught:
+        error = caught
+    answer = {
+        "sites": [str(site) for site in sites],
+        "model": "" if contents is None else _digest(contents),
+        "token": draft.token,
+    }
+    answers = meeting.share(answer, error)
+    _check_sites(meeting, answers)
+    assert contents is not None
+    draft.token = answers[0]["token"]
+    with ExitStack() as stack:
+        sums = _write_part(meeting, stack, draft, place, contents)
+        _commit(meeting, draft, place, sums)
+    return path_of(place), contents
+
+
+@final
+@dataclass(frozen=True)
+class _Meeting:
+    """The global ranks that save one folder together, and the call as code, for messages."""
+
+    question: str
+    ranks: list[int]
+    timeout: float
+
+    def share(self, answer: dict[str, Any], error: Exception | None) -> list[dict[str, Any]]:
+        """Exchange a dict between all ranks. A collective."""
+        answer = {**answer, "error": None if error is None else _line(error)}
+        answers = gather_json(self.question, answer, self.ranks, self.timeout)
+        if any(answer["error"] for answer in answers):
+            texts = [answer["error"] or "is ready" for answer in answers]
+            raise FolderError(
+                f"{self.question}: nothing was written. {say_by_rank(self.ranks, texts)}."
+                "\nFix the error named above, or save one rank's recording only: alone=True."
+            ) from error
+        return answers
+
+
+def _write_part(
+    meeting: _Meeting, stack: ExitStack, draft: Draft, place: Place, contents: Contents
+) -> list[str]:
+    """Write this rank's part, wait for the other ranks, and return all manifests' checksums."""
+    error: Exception | None = None
+    checksum = ""
+    try:
+        stack.enter_context(draft)
+        part = place / _name_of(dist.get_rank(), draft)
+        manifest = write_contents(part, draft.token, contents)
+        part.write(MANIFEST, [manifest])
+        checksum = checksum_of(manifest)
+    except (HooklineError, OSError, ValueError, RecursionError) as caught:
+        error = caught
+    return [answer["checksum"] for answer in meeting.share({"checksum": checksum}, error)]
+
+
+def _commit(meeting: _Meeting, draft: Draft, place: Place, sums: list[str]) -> None:
+    """Write the manifest of all parts on the first rank; all ranks learn whether that worked."""
+    error: Exception | None = None
+    first = meeting.ranks[0]
+    if dist.get_rank() == first:
+        parts = dict(zip([_name_of(rank, draft) for rank in meeting.ranks], sums, strict=True))
+        try:
+            unseen = [name for name in parts if name not in place.names()]
+            if unseen:
+                raise FolderError(
+                    f"rank {first} does not see the folders of other ranks"
+                    f" ({', '.join(unseen[:4])}): the folder must be on a disk that all ranks share"
+                )
+            draft.commit(manifest_bytes({"ranks": parts}))
+        except (HooklineError, OSError) as caught:
+            error = caught
+    meeting.share({}, error)
+
+
+def _name_of(rank: int, draft: Draft) -> str:
+    return f"rank{rank}-{draft.token}"
+
+
+def _check_sites(meeting: _Meeting, answers: list[dict[str, Any]]) -> None:
+    """Check that ranks with the same model selected the same sites; pipeline stages may differ."""
+    if (
+        len({answer["model"] for answer in answers}) == 1
+        and len({tuple(answer["sites"]) for answer in answers}) > 1
+    ):
+        texts = [", ".join(answer["sites"][:8]) for answer in answers]
+        raise RanksError(
+            f"{meeting.question}: the ranks selected different sites of the same model:"
+            f" {say_by_rank(meeting.ranks, texts)}.\nSelect the same sites on every rank, or save"
+            " one rank's recording only: alone=True."
+        )
+
+
+def read_ranks(manifest: Any) -> dict[str, str]:
+    """Return the names of the ranks' folders, each with its manifest's checksum.
+
+    Raises:
+        ValueError: `write_ranks` did not write this manifest.
+    """
+    ranks = manifest["ranks"]
+    if not isinstance(ranks, dict) or not ranks or not all(map(RANK.fullmatch, ranks)):
+        raise ValueError(f"ranks must be the folders of one rank or more, got {ranks!r:.80}")
+    return ranks
+
+
+def _digest(contents: Contents) -> str:
+    return hashlib.sha256(json.dumps(contents.modules).encode()).hexdigest()[:12]
+
+
+def _line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from hookline.display.data import Tabular
-from hookline.display.text import escape_invisible
+from hookline.display.results import Heading, Printout, Result
 from hookline.engine import Report, as_written, has_numbers
 from hookline.engine.pytree import tree
 from hookline.errors import NotRecordedError
@@ -57,7 +56,7 @@ class GradientRow:
 
 
 @final
-class GradientFlow(Tabular):
+class GradientFlow(Result):
     """A table of gradients in registration order: print it, or iterate over its rows."""
 
     def __init__(self, rows: tuple[GradientRow, ...]) -> None:
@@ -92,22 +91,21 @@ class GradientFlow(Tabular):
         """Return the rows and the sites that are dead or exploding, as plain values."""
         return {"dead": self.dead, "exploding": self.exploding, "rows": self._table_rows()}
 
-    def _table_rows(self) -> list[dict[str, Any]]:
-        return [asdict(row) for row in self.rows]
+    def _printout(self) -> Printout:
+        return Printout(
+            headings=_HEADINGS,
+            rows=[_cells(row) for row in self.rows],
+            notes=[_verdict(self)],
+            more="sites: .rows",
+            is_compact=True,
+        )
 
-    def __str__(self) -> str:
-        head = ("site", "n", "norm", "grad/weight", "largest", "zeros", "")
-        rows = [head, *map(_cells, self.rows)]
-        widths = [max(len(row[column]) for row in rows) for column in range(6)]
-        lines = [
-            "  ".join(
-                [f"{row[0]:{widths[0]}}", *(f"{row[k]:>{widths[k]}}" for k in range(1, 6)), row[6]]
-            ).rstrip()
-            for row in rows
-        ]
-        return escape_invisible("\n".join([*lines, _verdict(self)]))
 
-    __repr__ = __str__
+_HEADINGS = (
+    Heading("site", "path"), Heading("n", "number", 3), Heading("norm", "number"),
+    Heading("grad/weight", "number"), Heading("largest", "number", 2),
+    Heading("zeros", "number", 1), Heading("state", "prose"),
+)  # fmt: skip
 
 
 def _cells(row: GradientRow) -> tuple[str, ...]:
@@ -124,12 +122,12 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
 def _verdict(flow: GradientFlow) -> str:
     if flow.rows and not any(row.count for row in flow.rows):
         return "no gradient was seen: call backward() inside the block, on the model's output"
-    found = [
+    parts = [
         f"{len(sites)} {name}: {', '.join(sites[:4])}{', …' if len(sites) > 4 else ''}"
         for name, sites in (("exploding", flow.exploding), ("dead", flow.dead))
         if sites
     ]
-    return "; ".join(found) if found else "no gradient is dead or exploding"
+    return "; ".join(parts) if parts else "no gradient is dead or exploding"
 
 
 def gradient_flow(log: Log, report: Report) -> GradientFlow:
@@ -144,12 +142,14 @@ def gradient_flow(log: Log, report: Report) -> GradientFlow:
             "no gradients were recorded.\nRecord those of the parameters, hl.record(model,"
             " ports='grad'), or of the activations, ports=('grad_output', 'grad_input')."
         )
-    found: dict[int, list[Entry]] = {number: [] for number in numbers}
+    by_site: dict[int, list[Entry]] = {number: [] for number in numbers}
     for current in log.passes:
-        for number, entries in found.items():
-            entries += [one for one in log.entries(current, number) if one.backward is not None]
-    ran = any(found.values())
-    rows = [_row(log, number, found[number], report, ran) for number in numbers]
+        for number, entries in by_site.items():
+            entries += [
+                entry for entry in log.entries(current, number) if entry.backward is not None
+            ]
+    ran = any(by_site.values())
+    rows = [_row(log, number, by_site[number], report, ran) for number in numbers]
     usual = {
         port: sorted(norms)[len(norms) // 2]
         for port in ("grad", "grad_input", "grad_output")
@@ -163,9 +163,13 @@ def gradient_flow(log: Log, report: Report) -> GradientFlow:
     )
 
 
-def _norms(rows: list[GradientRow], wanted: list[bool]) -> list[float]:
-    pairs = zip(rows, wanted, strict=True)
-    return [row.norm for row, is_wanted in pairs if is_wanted and 0 < row.norm < math.inf]
+def _is_gradient(entry: Entry) -> bool:
+    return entry.backward is not None
+
+
+def _norms(rows: list[GradientRow], chosen: list[bool]) -> list[float]:
+    pairs = zip(rows, chosen, strict=True)
+    return [row.norm for row, is_chosen in pairs if is_chosen and 0 < row.norm < math.inf]
 
 
 def _row(log: Log, number: int, entries: list[Entry], report: Report, ran: bool) -> GradientRow:

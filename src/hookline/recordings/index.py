@@ -97,10 +97,10 @@ class Index:
         """
         if not isinstance(key, str | Site):
             raise NotRecordedError(self._not_a_site(key))
-        found = self.get(key)
-        if found is None:
+        lookup = self.get(key)
+        if lookup is None:
             raise NotRecordedError(self._not_selected(key))
-        return found
+        return lookup
 
     def get(self, key: Key) -> Lookup | None:
         """Parse a key; return None if its site was not selected.
@@ -108,9 +108,9 @@ class Index:
         Raises:
             SelectionError: the key is malformed.
         """
-        asked, runs = self._split(key)
-        found = asked if isinstance(asked, int) else self._covering(asked, runs)
-        return None if found is None else self._lookup(found, asked, runs)
+        named, runs = self._split(key)
+        index = named if isinstance(named, int) else self._covering(named, runs)
+        return None if index is None else self._lookup(index, named, runs)
 
     def _split(self, key: Key) -> tuple[int | Site, dict[str, int]]:
         """Split a key into the index of a recorded site, or a site, and its run suffixes."""
@@ -128,38 +128,38 @@ class Index:
     def _covering(self, site: Site, runs: dict[str, int]) -> int | None:
         call = runs.get("", site.call)
         for index in self._by_place.get((site.path, site.port), ()):
-            kept = self._sites[index]
-            covers = site.leaf[: len(kept.leaf)] == kept.leaf
-            if covers and kept.call in (None, call):
+            recorded = self._sites[index]
+            covers = site.leaf[: len(recorded.leaf)] == recorded.leaf
+            if covers and recorded.call in (None, call):
                 return index
         # A tensor that was given by name has a single port, so the key may omit it.
         at_grad = self._by_place.get((site.path, "grad"), ())
         return at_grad[0] if at_grad and site == Site(site.path) else None
 
-    def _lookup(self, index: int, asked: int | Site, runs: dict[str, int]) -> Lookup:
-        kept = self._sites[index]
-        site = kept if isinstance(asked, int) else asked
+    def _lookup(self, index: int, named: int | Site, runs: dict[str, int]) -> Lookup:
+        recorded = self._sites[index]
+        site = recorded if isinstance(named, int) else named
         if "" in runs:
             site = replace(site, call=runs[""])
-        if site.port != kept.port:  # a tensor by name, whose key omits the port
-            site = replace(site, port=kept.port)
-        leaf = site.leaf[len(kept.leaf) :]
-        call = site.call if kept.call is None else None
+        if site.port != recorded.port:  # a tensor by name, whose key omits the port
+            site = replace(site, port=recorded.port)
+        leaf = site.leaf[len(recorded.leaf) :]
+        call = site.call if recorded.call is None else None
         return Lookup(index, site, leaf, call, runs.get("pass"), runs.get("backward"))
 
-    def _part(self, asked: Site, runs: dict[str, int]) -> Lookup | None:
+    def _part(self, named: Site, runs: dict[str, int]) -> Lookup | None:
         """Parse a path such as `block.logits` as a leaf of the value of `block`, if it has one."""
-        names = asked.path.split(".")
+        names = named.path.split(".")
         for n_names in range(len(names) - 1, -1, -1):
             path = ".".join(names[:n_names])
-            leaf = (*map(_leaf_key, names[n_names:]), *asked.leaf)
-            site = replace(asked, path="" if path == ROOT else path, leaf=leaf)
+            leaf = (*map(_leaf_key, names[n_names:]), *named.leaf)
+            site = replace(named, path="" if path == ROOT else path, leaf=leaf)
             index = self._covering(site, runs)
             if index is None or self._has_leaf is None:
                 continue
-            found = self._lookup(index, site, runs)
-            if self._has_leaf(index, found.leaf):
-                return found
+            lookup = self._lookup(index, site, runs)
+            if self._has_leaf(index, lookup.leaf):
+                return lookup
         return None
 
     def _not_a_site(self, key: Any) -> str:
@@ -171,28 +171,28 @@ class Index:
         )
 
     def _not_selected(self, key: Key) -> str:
-        text, (asked, runs) = str(key), self._split(key)
-        path = asked.path if isinstance(asked, Site) else ""
-        part = self._part(asked, runs) if isinstance(asked, Site) else None
+        text, (named, runs) = str(key), self._split(key)
+        path = named.path if isinstance(named, Site) else ""
+        part = self._part(named, runs) if isinstance(named, Site) else None
         if part is not None:
             return (
                 f"{text!r} was never selected, but {path_text(part.site.path)} has a part of this"
                 f" name in its {part.site.port}.\nWrite {str(part)!r}."
             )
         same_path = [
-            kept_key
-            for kept_key, kept in zip(self.keys, self._sites, strict=True)
-            if path in (kept.path, *kept.aliases)
+            recorded_key
+            for recorded_key, recorded in zip(self.keys, self._sites, strict=True)
+            if path in (recorded.path, *recorded.aliases)
         ]
         names = list(self._by_text)
         if same_path:
-            there = f"; recorded there: {listed(same_path)}."
+            hint = f"; recorded there: {listed(same_path)}."
         elif close := closest(text, names):
-            there = f". Did you mean {listed(close)}?"
+            hint = f". Did you mean {listed(close)}?"
         else:
-            there = f"; recorded: {plural(len(names), 'site')}, such as {listed(names)}."
+            hint = f"; recorded: {plural(len(names), 'site')}, such as {listed(names)}."
         return (
-            f"{text!r} was never selected{there}"
+            f"{text!r} was never selected{hint}"
             "\nLook up one that was, or select this one too when recording."
         )
 

@@ -20,130 +20,116 @@ _N_FORMS_SHOWN = 3
 _LISTED = "dim=None) for a list of all values"
 
 
-def stacked(log: Log, asked: Lookup) -> Tensor:
+def stacked(log: Log, lookup: Lookup) -> Tensor:
     """Stack one value of each pass along a new first dimension.
-
-    Args:
-        log: the recording's log.
-        asked: the key.
 
     Raises:
         AmbiguousError: a pass has several calls.
         StructureError: the values are not tensors of one shape.
     """
-    passes = log.by_pass(asked)
-    _refuse_several_calls(log, asked, passes, "stacked")
+    passes = log.by_pass(lookup)
+    _refuse_several_calls(log, lookup, passes, "stacked")
     values = [calls[0] for calls in passes]
     shapes = _shapes(values)
     if shapes is None or len(shapes) > 1:
         raise StructureError(
-            f"{str(asked)!r} must be a tensor of one shape in all passes to be stacked, got"
-            f" {_forms(values)}.\nWrite {way_to_join(log, asked)}."
+            f"{str(lookup)!r} must be a tensor of one shape in all passes to be stacked, got"
+            f" {_forms(values)}.\nWrite {way_to_join(log, lookup)}."
         )
-    return _joined(asked, values, None)
+    return _joined(lookup, values, None)
 
 
-def concatenated(log: Log, asked: Lookup, dim: int) -> Tensor:
-    """Concatenate one value of each pass, in order, along an existing dimension.
-
-    Args:
-        log: the recording's log.
-        asked: the key.
-        dim: the dimension, along which the sizes may differ. 0-d tensors become a 1-d tensor.
+def concatenated(log: Log, lookup: Lookup, dim: int) -> Tensor:
+    """Concatenate one value of each pass, in order. 0-d tensors become a 1-d tensor.
 
     Raises:
         AmbiguousError: a pass has several calls.
         StructureError: the values are not tensors, differ in another dimension, or lack `dim`.
     """
-    passes = log.by_pass(asked)
-    _refuse_several_calls(log, asked, passes, "concatenated", dim)
+    passes = log.by_pass(lookup)
+    _refuse_several_calls(log, lookup, passes, "concatenated", dim)
     values = [calls[0] for calls in passes]
     shapes = _shapes(values)
     if shapes is not None and _fits(shapes, dim):
-        return _joined(asked, values, dim if shapes[0] else None)
+        return _joined(lookup, values, dim if shapes[0] else None)
     if shapes is not None and not any(_has(shape, dim) for shape in shapes):
-        wanted = f"dim must be a dimension of the values at {str(asked)!r}"
-        got = f"dim={dim} for {_forms(values)}"
+        expected = f"dim must be a dimension of the values at {str(lookup)!r}"
+        actual = f"dim={dim} for {_forms(values)}"
     else:
-        wanted = f"the values at {str(asked)!r} must be tensors that differ in dimension {dim} only"
-        got = _forms(values)
-    raise StructureError(f"{wanted}, got {got}.\nWrite {way_to_join(log, asked)}.")
+        expected = (
+            f"the values at {str(lookup)!r} must be tensors that differ in dimension {dim} only"
+        )
+        actual = _forms(values)
+    raise StructureError(f"{expected}, got {actual}.\nWrite {way_to_join(log, lookup)}.")
 
 
 def way_to_join(
-    log: Log, asked: Lookup, read: Read | None = None, *, dim: int | None = None
+    log: Log, lookup: Lookup, read: Read | None = None, *, dim: int | None = None
 ) -> str:
     """Return the code that joins a site's values, with a description of its result.
 
-    Args:
-        log: the recording's log.
-        asked: the key.
-        read: returns an entry's value, as in `Log.values`.
-        dim: the dimension of the failed call, which is suggested if it fits.
+    `read` returns an entry's value. `dim` is that of a failed call; it is suggested if it fits.
     """
-    passes = log.by_pass(asked, read)
-    all_listed = f"run.cat({str(asked)!r}, {_LISTED}"
+    passes = log.by_pass(lookup, read)
+    all_listed = f"run.cat({str(lookup)!r}, {_LISTED}"
     if any(len(calls) > 1 for calls in passes):
-        one = log.first_call(asked)
-        code, is_part = _code(one, [calls[0] for calls in log.by_pass(one, read)], dim)
-        what = "one tensor of one call" if is_part else "one call"
+        first_call = log.first_call(lookup)
+        code, is_part = _code(
+            first_call, [calls[0] for calls in log.by_pass(first_call, read)], dim
+        )
+        result = "one tensor of one call" if is_part else "one call"
     else:
-        code, is_part = _code(asked, [calls[0] for calls in passes], dim)
+        code, is_part = _code(lookup, [calls[0] for calls in passes], dim)
         if code and not is_part:
             return f"{code} for all" + " in one tensor" * code.startswith("run.cat")
-        what = "one of its tensors"
-    return f"{code} for {what}, or {all_listed}" if code else all_listed
+        result = "one of its tensors"
+    return f"{code} for {result}, or {all_listed}" if code else all_listed
 
 
-def _code(asked: Lookup, values: Sequence[Any], dim: int | None) -> tuple[str, bool]:
-    """Return the code that joins one value of each pass, or one tensor within each value.
+def _code(lookup: Lookup, values: Sequence[Any], dim: int | None) -> tuple[str, bool]:
+    """Return the code that joins one value of each pass, and whether it joins a tensor within them.
 
-    Returns:
-        The code, empty if the values cannot be joined, and whether it joins a tensor within them.
+    The code is empty if the values cannot be joined.
     """
     shapes = _shapes(values)
     if shapes is not None:
         if dim is None and len(shapes) == 1:
-            return f"run.stack({str(asked)!r})", False
+            return f"run.stack({str(lookup)!r})", False
         dims = [*([] if dim is None else [dim]), *range(max(len(shapes[0]), 1))]
         dim = next((dim for dim in dims if _fits(shapes, dim)), None)
         if dim is not None:
-            return f"run.cat({str(asked)!r}{f', dim={dim}' if dim else ''})", False
+            return f"run.cat({str(lookup)!r}{f', dim={dim}' if dim else ''})", False
     for leaf, _ in tree.tensors(values[0]):
         if not leaf:
             break
         if _all_have(values, leaf) and (
-            (parts := _shapes([leaves.get(value, leaf, str(asked)) for value in values]))
+            (parts := _shapes([leaves.get(value, leaf, str(lookup)) for value in values]))
             is not None
             and _fits(parts, 0)
         ):
-            return f"run.cat({asked.at(leaf)!r})", True
+            return f"run.cat({lookup.at(leaf)!r})", True
     return "", False
 
 
 def _refuse_several_calls(
-    log: Log, asked: Lookup, passes: Sequence[Sequence[Any]], how: str, dim: int | None = None
+    log: Log, lookup: Lookup, passes: Sequence[Sequence[Any]], how: str, dim: int | None = None
 ) -> None:
-    """Refuse to join the calls of one pass: the rows would not match the rows of the inputs.
-
-    Raises:
-        AmbiguousError: a pass has several calls.
-    """
+    """Refuse to join the calls of one pass: the rows would not match the rows of the inputs."""
     most = max(map(len, passes))
     if most > 1:
         raise AmbiguousError(
-            f"{str(asked)!r} must have one call in each pass to be {how}, got {most} in a pass."
-            f"\nWrite {way_to_join(log, asked, dim=dim)}."
+            f"{str(lookup)!r} must have one call in each pass to be {how}, got {most} in a pass."
+            f"\nWrite {way_to_join(log, lookup, dim=dim)}."
         )
 
 
-def _joined(asked: Lookup, values: list[Tensor], dim: int | None) -> Tensor:
+def _joined(lookup: Lookup, values: list[Tensor], dim: int | None) -> Tensor:
     try:
         return torch.stack(values) if dim is None else torch.cat(values, dim)
     except RuntimeError as error:  # several devices, or a layout that torch cannot join
         raise StructureError(
-            f"the values at {str(asked)!r} cannot be joined: {str(error).splitlines()[0]}"
-            f"\nWrite run.cat({str(asked)!r}, {_LISTED}."
+            f"the values at {str(lookup)!r} cannot be joined: {str(error).splitlines()[0]}"
+            f"\nWrite run.cat({str(lookup)!r}, {_LISTED}."
         ) from error
 
 
@@ -173,7 +159,7 @@ def _has(shape: tuple[int, ...], dim: int) -> bool:
 
 
 def _all_have(values: Sequence[Any], leaf: tree.Leaf) -> bool:
-    return all(any(one == leaf for one, _ in tree.tensors(value)) for value in values)
+    return all(any(path == leaf for path, _ in tree.tensors(value)) for value in values)
 
 
 def _forms(values: Sequence[Any]) -> str:

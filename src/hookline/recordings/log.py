@@ -74,17 +74,27 @@ class Log:
         has_leaf = weakref.WeakMethod(self._has_leaf)
 
         def has(index: int, leaf: tree.Leaf) -> bool:
-            known = has_leaf()
-            return known is not None and known(index, leaf)
+            find_leaf = has_leaf()
+            return find_leaf is not None and find_leaf(index, leaf)
 
         return Index(self.sites, has)
 
     def take(self) -> list[Pass]:
         """Remove all passes and return them."""
-        taken, self.passes[:] = self.passes[:], []
-        for current in taken:
+        passes, self.passes[:] = self.passes[:], []
+        for current in passes:
             self._sorted.pop(id(current), None)  # another pass may get this id
-        return taken
+        return passes
+
+    def drop_repeats(self) -> None:
+        """Drop what the last pass has noted after each site had a value."""
+        missing = set(range(len(self.sites)))
+        log = self.passes[-1].log if self.passes else []
+        for position, noted in enumerate(log):
+            missing.discard(noted[0])
+            if not missing:
+                del log[position + 1 :]
+                return
 
     def _has_leaf(self, index: int, leaf: tree.Leaf) -> bool:
         """Return whether the first value of a site has a leaf. No tensor data is read."""
@@ -101,12 +111,14 @@ class Log:
         """List a site's entries in a pass. Values are numbered in order; gradients have calls."""
         log = current.log
         if len(log) <= _SEARCHED:
-            noted = [one for one in tuple(log) if one[0] == index]
+            noted = [fields for fields in tuple(log) if fields[0] == index]
         else:
             noted = self._by_site(current).get(index, [])
         return [
-            Entry(index, one[1], one[2], call) if len(one) < 4 or one[3] is None else Entry(*one)
-            for call, one in enumerate(noted)
+            Entry(index, fields[1], fields[2], call)
+            if len(fields) < 4 or fields[3] is None
+            else Entry(*fields)
+            for call, fields in enumerate(noted)
         ]
 
     def _by_site(self, current: Pass) -> dict[int, list[Noted]]:
@@ -115,59 +127,52 @@ class Log:
         if length != len(current.log):
             noted = tuple(current.log)
             by_site = {}
-            for one in noted:
-                by_site.setdefault(one[0], []).append(one)
+            for fields in noted:
+                by_site.setdefault(fields[0], []).append(fields)
             self._sorted[id(current)] = (len(noted), by_site)
         return by_site
 
     def backwards(self, current: Pass) -> list[int]:
         """List the autograd runs that brought gradients to a pass, in order."""
-        found = (Entry(*entry).backward for entry in tuple(current.log))
-        return list(dict.fromkeys(run for run in found if run is not None))
+        runs = (Entry(*entry).backward for entry in tuple(current.log))
+        return list(dict.fromkeys(run for run in runs if run is not None))
 
     def fired(self, current: Pass, backward: int | None) -> list[tuple[int, int, int | None]]:
         """List the sites that fired, in firing order, as (index, call, autograd run).
 
         The run is None for a value, and for a gradient that no run was to bring.
         """
-        seen: Counter[int] = Counter()
-        found = []
+        n_calls: Counter[int] = Counter()
+        fired = []
         for entry in (Entry(*noted) for noted in tuple(current.log)):
             if backward is not None and entry.backward != backward:
                 continue
-            call = seen[entry.site] if entry.call is None else entry.call
-            found.append((entry.site, call, entry.backward))
-            seen[entry.site] += 1
-        return found
+            call = n_calls[entry.site] if entry.call is None else entry.call
+            fired.append((entry.site, call, entry.backward))
+            n_calls[entry.site] += 1
+        return fired
 
     def find(
-        self, asked: Lookup, among: Pass | None = None, backward: int | None = None
+        self, lookup: Lookup, among: Pass | None = None, backward: int | None = None
     ) -> list[tuple[Pass, list[Entry]]]:
         """Find a site's entries in each pass that has any. No value is read.
 
-        Args:
-            asked: the key.
-            among: search only this pass; None searches every pass.
-            backward: search only this autograd run; None searches every run.
+        `among` and `backward` limit the search to one pass and to one autograd run.
 
         Raises:
             NotRecordedError: no pass has an entry of the site.
         """
-        found = list(self._search(asked, self.passes if among is None else [among], backward))
-        if not found:
-            raise self.never(asked, among)
-        return found
+        passes = list(self._search(lookup, self.passes if among is None else [among], backward))
+        if not passes:
+            raise self.never(lookup, among)
+        return passes
 
     def values(
-        self, asked: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
+        self, lookup: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
     ) -> list[Any]:
         """Return the values of a site's entries in a pass, in the order of the calls.
 
-        Args:
-            asked: the key.
-            current: the pass.
-            entries: the entries that `find` returned for it.
-            read: returns an entry's value: `outline`, or by default `check`.
+        `read` returns an entry's value: `outline`, or by default `check`.
 
         Raises:
             AmbiguousError: the site has gradients of several autograd runs, and the key names none.
@@ -177,84 +182,80 @@ class Log:
             runs = {entry.backward for entry in entries} - {None}
             if len(runs) > 1:
                 raise AmbiguousError(
-                    f"{str(asked)!r} has a gradient of each of {len(runs)} backward passes."
-                    f"\nWrite run.passes[{current.number}].backwards[0][{str(asked)!r}] for one."
+                    f"{str(lookup)!r} has a gradient of each of {len(runs)} backward passes."
+                    f"\nWrite run.passes[{current.number}].backwards[0][{str(lookup)!r}] for one."
                 )
             entries = sorted(entries, key=_call)
-        found = list(map(read or self.check, entries))
-        if asked.leaf:
-            return [leaves.get(value, asked.leaf, str(asked)) for value in found]
-        return found
+        values = list(map(read or self.check, entries))
+        if lookup.leaf:
+            return [leaves.get(value, lookup.leaf, str(lookup)) for value in values]
+        return values
 
     def single(
-        self, asked: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
+        self, lookup: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
     ) -> Any:
         """Return the only value of a site in a pass.
 
         Raises:
             AmbiguousError: the site ran several times.
         """
-        found = self.values(asked, current, entries, read)
-        if len(found) > 1:
-            key, calls = str(asked), sorted(map(_call, entries))
-            first, last = str(asked.of_call(calls[0])), str(asked.of_call(calls[-1]))
+        values = self.values(lookup, current, entries, read)
+        if len(values) > 1:
+            key, calls = str(lookup), sorted(map(_call, entries))
+            first, last = str(lookup.of_call(calls[0])), str(lookup.of_call(calls[-1]))
             raise AmbiguousError(
-                f"{key!r} ran {len(found)} times in pass {current.number}."
+                f"{key!r} ran {len(values)} times in pass {current.number}."
                 f"\nWrite {first!r} to {last!r} for one call, or .calls({key!r}) for all."
             )
-        return found[0]
+        return values[0]
 
-    def by_pass(self, asked: Lookup, read: Read | None = None) -> list[list[Any]]:
+    def by_pass(self, lookup: Lookup, read: Read | None = None) -> list[list[Any]]:
         """Return a site's values, call by call, for each pass that has any.
 
         Raises:
             NotRecordedError, AmbiguousError, OverwrittenError: as in `find` and `values`.
         """
         # A generator, so that the entries of 100,000 passes are not held at once.
-        passes = self._search(asked, self.passes)
-        found = [self.values(asked, *one, read) for one in passes]
-        if not found:
-            raise self.never(asked)
-        return found
+        passes = self._search(lookup, self.passes)
+        values = [self.values(lookup, *pass_entries, read) for pass_entries in passes]
+        if not values:
+            raise self.never(lookup)
+        return values
 
-    def first_call(self, asked: Lookup) -> Lookup:
+    def first_call(self, lookup: Lookup) -> Lookup:
         """Return the key of the first call of a site that ran several times in a pass."""
-        entries = next(found for _, found in self._search(asked, self.passes) if len(found) > 1)
-        return asked.of_call(min(map(_call, entries)))
+        entries = next(calls for _, calls in self._search(lookup, self.passes) if len(calls) > 1)
+        return lookup.of_call(min(map(_call, entries)))
 
-    def one_of_several(self, asked: Lookup, current: Pass, entries: list[Entry]) -> Lookup:
-        """Return a key that names the first value of a site in a pass.
-
-        Args:
-            asked: the key.
-            current: the pass.
-            entries: the entries that `find` returned for it.
-        """
-        runs = list(dict.fromkeys(one.backward for one in entries if one.backward is not None))
+    def one_of_several(self, lookup: Lookup, current: Pass, entries: list[Entry]) -> Lookup:
+        """Return a key that names the first of a site's entries in a pass."""
+        runs = list(
+            dict.fromkeys(entry.backward for entry in entries if entry.backward is not None)
+        )
         if len(runs) > 1:
-            asked = asked._replace(backward=self.backwards(current).index(runs[0]))
+            lookup = lookup._replace(backward=self.backwards(current).index(runs[0]))
             entries = [entry for entry in entries if entry.backward == runs[0]]
-        return asked.of_call(min(map(_call, entries))) if len(entries) > 1 else asked
+        return lookup.of_call(min(map(_call, entries))) if len(entries) > 1 else lookup
 
     def has(self, key: Key, among: Pass | None = None, backward: int | None = None) -> bool:
         """Return whether a site has a value in a pass, or in any pass. No value is read."""
-        asked = self.index.get(key)
+        lookup = self.index.get(key)
         passes = self.passes if among is None else [among]
-        return asked is not None and any(self._search(asked, passes, backward))
+        return lookup is not None and any(self._search(lookup, passes, backward))
 
     def _search(
-        self, asked: Lookup, passes: Iterable[Pass], backward: int | None = None
+        self, lookup: Lookup, passes: Iterable[Pass], backward: int | None = None
     ) -> Iterator[tuple[Pass, list[Entry]]]:
         for current in passes:
-            if asked.pass_number not in (None, current.number):
+            if lookup.pass_number not in (None, current.number):
                 continue
-            entries = self.entries(current, asked.number)
-            if asked.call is not None:
-                entries = [entry for entry in entries if entry.call == asked.call]
+            entries = self.entries(current, lookup.number)
+            if lookup.call is not None:
+                entries = [entry for entry in entries if entry.call == lookup.call]
             if backward is not None:
                 entries = [entry for entry in entries if entry.backward in (None, backward)]
-            if asked.backward is not None:
-                run = dict(enumerate(self.backwards(current))).get(asked.backward, -1)
+            if lookup.backward is not None:
+                run = dict(enumerate(self.backwards(current))).get(lookup.backward, -1)
                 entries = [entry for entry in entries if entry.backward == run]
             if entries:
                 yield current, entries
@@ -332,53 +333,53 @@ class Log:
             ]
         self._sorted.clear()
 
-    def never(self, asked: Lookup, among: Pass | None = None) -> NotRecordedError:
+    def never(self, lookup: Lookup, among: Pass | None = None) -> NotRecordedError:
         """Return the error that says why a site has no value."""
-        site = self.sites[asked.number]
+        site = self.sites[lookup.number]
         passes = self.passes if among is None else [among]
-        if asked.pass_number is not None and passes:
-            passes = [one for one in passes if one.number == asked.pass_number]
+        if lookup.pass_number is not None and passes:
+            passes = [current for current in passes if current.number == lookup.pass_number]
             if not passes:
-                return NotRecordedError(self._no_pass(asked, among))
-        found = [entry for one in passes for entry in self.entries(one, asked.number)]
-        if found and (asked.backward is not None or asked.call is not None):
-            return NotRecordedError(self._no_run(asked, passes, found))
+                return NotRecordedError(self._no_pass(lookup, among))
+        entries = [entry for current in passes for entry in self.entries(current, lookup.number)]
+        if entries and (lookup.backward is not None or lookup.call is not None):
+            return NotRecordedError(self._no_run(lookup, passes, entries))
         report = self._report()
         why = None if report is None else report().why.get(site)
         if why is None:
             why = "it did not fire in this pass" if self.passes else "the model has not run"
         return NotRecordedError(f"{site} was selected, but has no value: {why}.")
 
-    def _no_run(self, asked: Lookup, passes: list[Pass], found: list[Entry]) -> str:
+    def _no_run(self, lookup: Lookup, passes: list[Pass], entries: list[Entry]) -> str:
         """Say that a site has values, and none of the backward pass or call that is named."""
-        if asked.backward is not None:
-            there = max(len(self.backwards(one)) for one in passes)
+        if lookup.backward is not None:
+            n_backwards = max(len(self.backwards(current)) for current in passes)
             return (
-                f"{str(asked)!r} must name a backward pass that brought its gradient, got backward"
-                f" {asked.backward} of {there}.\nWrite run.passes[{passes[0].number}].backwards for"
-                " those that ran."
+                f"{str(lookup)!r} must name a backward pass that brought its gradient, got backward"
+                f" {lookup.backward} of {n_backwards}.\nWrite"
+                f" run.passes[{passes[0].number}].backwards for those that ran."
             )
-        site, last = self.sites[asked.number], max(entry.call or 0 for entry in found)
+        site, last = self.sites[lookup.number], max(entry.call or 0 for entry in entries)
         where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
         calls = f"its calls are #0 to #{last}" if last else "its only call is #0"
         return (
-            f"{site} ran {_times(last + 1)} {where}, so {calls}, got #{asked.call}."
+            f"{site} ran {_times(last + 1)} {where}, so {calls}, got #{lookup.call}."
             f"\nThe last one is {f'{site}#{last}'!r}."
         )
 
-    def _no_pass(self, asked: Lookup, among: Pass | None) -> str:
+    def _no_pass(self, lookup: Lookup, among: Pass | None) -> str:
         if among is not None:
             return (
-                f"{str(asked)!r} must name this pass, which is pass {among.number}."
-                f"\nWrite run[{str(asked)!r}]."
+                f"{str(lookup)!r} must name this pass, which is pass {among.number}."
+                f"\nWrite run[{str(lookup)!r}]."
             )
         ran = plural(len(self.passes), "pass", "passes")
-        message = f"{str(asked)!r} must name one of the {ran} that ran, from 0 on."
-        anywhere = asked._replace(pass_number=None)
-        having = [one.number for one, _ in self._search(anywhere, self.passes)]
+        message = f"{str(lookup)!r} must name one of the {ran} that ran, from 0 on."
+        anywhere = lookup._replace(pass_number=None)
+        having = [current.number for current, _ in self._search(anywhere, self.passes)]
         if not having:
             return message
-        last = asked._replace(pass_number=having[-1])
+        last = lookup._replace(pass_number=having[-1])
         return f"{message}\nWrite {str(last)!r} for the last in which it has a value."
 
 

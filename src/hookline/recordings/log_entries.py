@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from hookline.engine import Report, Site
-from hookline.engine.identity import RecordedModel
+from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.pytree import outlines
 
 

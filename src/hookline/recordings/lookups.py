@@ -75,13 +75,13 @@ class Lookups(Mapping[str, Any]):
         value = self[key]
         if isinstance(value, Tensor):
             return value
-        asked = self._resolve(key)
-        leaves = [asked.at(leaf) for leaf, _ in tree.tensors(value)]
-        shown = ", ".join(f"{self._name}.tensor({leaf!r})" for leaf in leaves[:_N_LEAVES_SHOWN])
+        lookup = self._resolve(key)
+        leaves = [lookup.at(leaf) for leaf, _ in tree.tensors(value)]
+        examples = ", ".join(f"{self._name}.tensor({leaf!r})" for leaf in leaves[:_N_LEAVES_SHOWN])
         more = f" or {len(leaves) - _N_LEAVES_SHOWN} more" * (len(leaves) > _N_LEAVES_SHOWN)
         raise StructureError(
-            f"the value at {str(asked)!r} must be one tensor, got {describe.in_words(value)}."
-            f"\nWrite {shown + more if leaves else f'{self._name}[{str(asked)!r}]'}."
+            f"the value at {str(lookup)!r} must be one tensor, got {describe.in_words(value)}."
+            f"\nWrite {examples + more if leaves else f'{self._name}[{str(lookup)!r}]'}."
         )
 
     def leaves(self, key: Key) -> dict[str, Tensor]:
@@ -105,8 +105,8 @@ class Lookups(Mapping[str, Any]):
             NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
         """
         value = self[key]
-        asked = self._resolve(key)
-        return {asked.at(leaf): tensor for leaf, tensor in tree.tensors(value)}
+        lookup = self._resolve(key)
+        return {lookup.at(leaf): tensor for leaf, tensor in tree.tensors(value)}
 
     def full(
         self, key: Key, dim: int | None = None, *, group: Any = None, timeout: float = TIMEOUT_S
@@ -146,7 +146,7 @@ class Lookups(Mapping[str, Any]):
         """
         question = f"{self._name}.full({str(key)!r}, dim={dim})"
         if ranks := self._of_ranks():
-            return joined([one[key] for one in ranks], dim, question)
+            return joined([rank[key] for rank in ranks], dim, question)
         ask = Collective(question, self._log.sites, group, timeout)
         return full(ask, lambda: self._only(key, self._log.whole), dim)
 
@@ -186,7 +186,7 @@ class Lookups(Mapping[str, Any]):
         """
         question = f"{self._name}.reduced({str(key)!r}, op={op!r})"
         if ranks := self._of_ranks():
-            is_sharded = any(one._holds_shard(key) for one in ranks)
-            return combined([one[key] for one in ranks], op, question, is_sharded=is_sharded)
+            is_sharded = any(rank._holds_shard(key) for rank in ranks)
+            return combined([rank[key] for rank in ranks], op, question, is_sharded=is_sharded)
         ask = Collective(question, self._log.sites, group, timeout)
         return reduced(ask, lambda: self._only(key, self._log.whole), op)

@@ -3,90 +3,77 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.recordings.folder import read
+from hookline.files.place import LocalPlace, Place
+from hookline.files.sealed_json import MANIFEST
+from hookline.recordings.folder import read, read_manifest, read_ranks
 from hookline.recordings.log_entries import Contents
-from hookline.recordings.manifest import MANIFEST, REMEDY, read_manifest
 from hookline.recordings.pass_record import pass_of
-from hookline.recordings.rank_folder import read_ranks
 from hookline.recordings.recording import Recording
-from hookline.recordings.target_folder import path_of, recovered
+from hookline.recordings.stored_values import REMEDY
 
 
-def open_recording(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording:
-    """Open a recording that was saved with `run.save(folder)`.
+def open_recording(place: Place, *, verify: bool = False) -> Recording:
+    """Open a recording that `run.save` wrote. `hl.open` says how its values are read.
 
-        >>> import hookline as hl
-        >>> model = nn.Linear(2, 3)
-        >>> with hl.record(model) as run:
-        ...     _ = model(torch.zeros(1, 2))
-        >>> hl.open(run.save(tmp_path / "run"))["(root)"].shape
-        torch.Size([1, 3])
-
-    Values are memory-mapped on look-up and keep their dtypes. The first look-up of a value verifies
-    its checksum. If all ranks of a distributed job saved the folder, a single process can open it
-    without a process group: `run.ranks[1]["fc"]`, `run.full("fc", dim=0)`,
-    `run.reduced("fc:grad_output")`.
-
-    Do not write to the folder's files while they are open. A look-up detects changed files. If a
-    file is truncated after a look-up, reading that value kills the process (SIGBUS). `run.save`
-    writes new files, so it may replace the recording at any time.
-
-    Args:
-        folder: the folder that was written.
-        verify: verify the checksums of all values now. This reads the whole folder.
-
-    Returns:
-        The recording, with the same look-ups as the saved one.
+    `verify` verifies the checksums of all values now, which reads all files.
 
     Raises:
-        FolderError: the folder holds no recording, one of another version, or a damaged one.
+        FolderError: the place holds no recording, one of another version, or a damaged one.
     """
-    path = path_of(folder)
+    _check_folder(place)
     try:
-        recording, parts = _open(path)
-    except (FileNotFoundError, NotADirectoryError):
-        # Another process may be renaming it, or was killed between two renames.
-        with recovered(path):
-            recording, parts = _open_at_rest(path)
-    if verify:
-        _verify(parts)
+        recording, parts = _open(place)
+    except FileNotFoundError:
+        with place.turn():  # another process may have replaced it meanwhile
+            recording, parts = _open_at_rest(place)
+    for contents in parts if verify else ():
+        for _, _, entries in contents.passes:
+            for entry in entries:
+                entry.value.verify()
     return recording
 
 
-def _open_at_rest(path: Path) -> tuple[Recording, list[Contents]]:
-    """Open a folder under the lock that keeps other writers from replacing it."""
+def _check_folder(place: Place) -> None:
+    """Check that a local place is a folder."""
     try:
-        return _open(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if os.path.exists(path / MANIFEST):
-            raise FolderError(f"{path} is damaged: {first_line(error)}.\n{REMEDY}") from error
-        reason = (
-            "the folder does not exist" if not os.path.exists(path) else f"it has no {MANIFEST}"
-        )
-        reason = "it is a file" if os.path.isfile(path) else reason
-        raise FolderError(
-            f"{path} is not a recording, a store or a run: {reason}."
-            "\nGive the folder that run.save, hl.extract or hl.monitor wrote."
-        ) from None
+        if not isinstance(place, LocalPlace) or stat.S_ISDIR(os.stat(place.folder).st_mode):
+            return
+        raise _not_opened(place, "it is a file")
+    except (FileNotFoundError, NotADirectoryError):
+        raise _not_opened(place, "the folder does not exist") from None
+    except PermissionError:
+        return  # reading it says what is wrong
 
 
-def _open(path: Path) -> tuple[Recording, list[Contents]]:
-    """Open a folder as it is: return the recording and the contents of each rank's folder.
+def _open_at_rest(place: Place) -> tuple[Recording, list[Contents]]:
+    """Open a place under the lock that keeps writers from replacing the recording."""
+    try:
+        return _open(place)
+    except FileNotFoundError as error:
+        if MANIFEST in place.names():
+            raise FolderError(f"{place} is damaged: {first_line(error)}.\n{REMEDY}") from error
+        raise _not_opened(place, f"it has no {MANIFEST}") from None
 
-    Raises:
-        FileNotFoundError, NotADirectoryError: the folder does not exist or is being replaced.
-        FolderError: the recording has another version or is damaged.
-    """
-    manifest = read_manifest(path)
+
+def _not_opened(place: Place, reason: str) -> FolderError:
+    return FolderError(
+        f"{place} is not a recording, a store or a run: {reason}."
+        "\nGive the folder that run.save, hl.extract or hl.monitor wrote."
+    )
+
+
+def _open(place: Place) -> tuple[Recording, list[Contents]]:
+    """Open a place as it is: return the recording and the contents of each rank's folder."""
+    manifest = read_manifest(place)
     if "ranks" in manifest:
-        return _open_ranks(path, manifest)
-    contents = read(path, manifest)
+        return _open_ranks(place, manifest)
+    contents = read(place, manifest)
     return _recording_of(contents), [contents]
 
 
@@ -99,27 +86,20 @@ def _recording_of(contents: Contents) -> Recording:
     return recording
 
 
-def _open_ranks(folder: Path, manifest: Mapping[str, Any]) -> tuple[Recording, list[Contents]]:
+def _open_ranks(place: Place, manifest: Mapping[str, Any]) -> tuple[Recording, list[Contents]]:
     try:
         ranks = read_ranks(manifest)
     except ValueError as error:
-        raise FolderError(f"{folder} is damaged: {error}.\n{REMEDY}") from error
+        raise FolderError(f"{place} is damaged: {error}.\n{REMEDY}") from error
     parts = []
     for name, expected in ranks.items():
-        one = read_manifest(folder / name)
-        if one["checksum"] != expected:
+        of_rank = read_manifest(place / name)
+        if of_rank["checksum"] != expected:
             raise FileNotFoundError(f"{name} must be of the same recording as {MANIFEST}")
-        parts.append(read(folder / name, one))
+        parts.append(read(place / name, of_rank))
     opened = tuple(map(_recording_of, parts))
-    sites = tuple(dict.fromkeys(site for one in opened for site in one.sites))
+    sites = tuple(dict.fromkeys(site for rank in opened for site in rank.sites))
     recording = Recording(sites, opened[0].report(), opened[0].modules)
     recording.ranks = opened
-    recording.lost = list(dict.fromkeys(what for one in opened for what in one.lost))
+    recording.lost = list(dict.fromkeys(text for rank in opened for text in rank.lost))
     return recording, parts
-
-
-def _verify(parts: list[Contents]) -> None:
-    for contents in parts:
-        for _, _, entries in contents.passes:
-            for entry in entries:
-                entry.value.verify()

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, final, overload
 
+from hookline.display.results import Printout, Result
 from hookline.display.text import plural
 from hookline.engine import Pass, Site, hides
 from hookline.recordings.index import Key, Lookup, run_text
 from hookline.recordings.log import Log, Read
 from hookline.recordings.log_entries import Entry
 from hookline.recordings.lookups import Lookups
-from hookline.recordings.overview import pass_text
+from hookline.recordings.overview import of_pass, pass_printout, site_rows
 
 
 @final
 @hides("calls_as_placed", "outline", "one_of_several")
-class PassRecord(Lookups):
+class PassRecord(Lookups, Result):
     """One pass (run of the model) of a recording, with the look-ups of the recording.
 
     Iteration yields the keys of the sites that fired, in registration order. If a module ran
@@ -78,8 +79,8 @@ class PassRecord(Lookups):
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        asked = self._resolve(key)
-        return "", str(self._log.one_of_several(asked, *self._found(asked)))
+        lookup = self._resolve(key)
+        return "", str(self._log.one_of_several(lookup, *self._found(lookup)))
 
     def calls(self, key: Key) -> list[Any]:
         """Return the values of every call of a site in this pass, in order.
@@ -87,8 +88,8 @@ class PassRecord(Lookups):
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        asked = self._resolve(key)
-        return self._log.values(asked, *self._found(asked))
+        lookup = self._resolve(key)
+        return self._log.values(lookup, *self._found(lookup))
 
     def calls_as_placed(self, key: Key) -> list[Any]:
         """Return what `calls` does, with each DTensor as it is and not this rank's shard of it.
@@ -96,22 +97,32 @@ class PassRecord(Lookups):
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        asked = self._resolve(key)
-        return self._log.values(asked, *self._found(asked), self._log.whole)
+        lookup = self._resolve(key)
+        return self._log.values(lookup, *self._found(lookup), self._log.whole)
 
     def __iter__(self) -> Iterator[str]:
-        fired = sorted(dict.fromkeys(self._fired()), key=lambda one: (one[0], one[1], one[2] or 0))
+        fired = sorted(
+            dict.fromkeys(self._fired()), key=lambda call: (call[0], call[1], call[2] or 0)
+        )
         return iter(dict.fromkeys(self._keys(fired)))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def __repr__(self) -> str:
-        return pass_text(self._log, self._pass, self._backward)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the printed table as plain values: `sites` has a dict for each site that fired."""
+        return {"number": self.number, "failed": self.failed, "sites": self._table_rows()}
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        noted = of_pass(self._pass, self._backward)
+        return site_rows(self._log, sorted({entry[0] for entry in noted}), [noted])
+
+    def _printout(self) -> Printout:
+        return pass_printout(self._log, self._pass, self._backward)
 
     def _only(self, key: Key, read: Read | None = None) -> Any:
-        asked = self._resolve(key)
-        return self._log.single(asked, *self._found(asked), read)
+        lookup = self._resolve(key)
+        return self._log.single(lookup, *self._found(lookup), read)
 
     @property
     def _name(self) -> str:
@@ -120,8 +131,8 @@ class PassRecord(Lookups):
             return name
         return f"{name}.backwards[{self._log.backwards(self._pass).index(self._backward)}]"
 
-    def _found(self, asked: Lookup) -> tuple[Pass, list[Entry]]:
-        return self._log.find(asked, self._pass, self._backward)[0]
+    def _found(self, lookup: Lookup) -> tuple[Pass, list[Entry]]:
+        return self._log.find(lookup, self._pass, self._backward)[0]
 
     def _fired(self) -> list[tuple[int, int, int | None]]:
         return self._log.fired(self._pass, self._backward)
@@ -134,13 +145,13 @@ class PassRecord(Lookups):
             calls.setdefault(index, set()).add(call)
             runs.setdefault(index, set()).add(run)
         numbers = {run: number for number, run in enumerate(self._log.backwards(self._pass))}
-        found = []
+        keys = []
         for index, call, run in fired:
             text = self._log.index.keys[index] + (f"#{call}" if len(calls[index]) > 1 else "")
             if self._backward is None and run is not None and len(runs[index] - {None}) > 1:
                 text += run_text(numbers[run], None)
-            found.append(text)
-        return found
+            keys.append(text)
+        return keys
 
 
 @final

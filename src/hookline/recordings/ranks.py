@@ -7,7 +7,8 @@ value therefore raises an error on every rank instead of a hang.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -27,7 +28,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, RanksError
-from hookline.recordings.tensor_file import flat_bytes
+from hookline.files.safetensors_file import flat_bytes
 
 OPS = ("mean", "sum", "max", "min")
 
@@ -50,10 +51,7 @@ class Collective:
     timeout: float
 
     def check_ranks_match(self, find: Callable[[], Any]) -> tuple[Any, list[list[dict[str, Any]]]]:
-        """Check that all ranks have values of the same structure. A collective.
-
-        Returns:
-            This rank's value, and for each rank the descriptions of its tensors.
+        """Return this rank's value, and for each rank descriptions of its tensors. A collective.
 
         Raises:
             RanksError: on every rank, if a rank has no such value or one of another structure.
@@ -64,22 +62,22 @@ class Collective:
             value = find()
         except HooklineError as caught:
             error = caught
-        said = {
+        answer = {
             "sites": [str(site) for site in self.sites],
             "error": None if error is None else str(error).partition("\n")[0],
             "parts": [_describe(part) for part in _parts(value)],
         }
-        everyone = gather_json(self.question, said, ranks, self.timeout)
-        if any(one["error"] for one in everyone):
-            raise RanksError(self._refusal(ranks, everyone)) from error
-        parts = [one["parts"] for one in everyone]
+        answers = gather_json(self.question, answer, ranks, self.timeout)
+        if any(rank["error"] for rank in answers):
+            raise RanksError(self._refusal(ranks, answers)) from error
+        parts = [rank["parts"] for rank in answers]
         _check_kinds(self.question, ranks, parts)
         return value, parts
 
-    def _refusal(self, ranks: list[int], everyone: list[dict[str, Any]]) -> str:
-        errors = [one["error"] or "has it" for one in everyone]
+    def _refusal(self, ranks: list[int], answers: list[dict[str, Any]]) -> str:
+        errors = [answer["error"] or "has it" for answer in answers]
         message = f"{self.question} needs a value on every rank. {say_by_rank(ranks, errors)}"
-        selected = [", ".join(one["sites"][:8]) or "nothing" for one in everyone]
+        selected = [", ".join(answer["sites"][:8]) or "nothing" for answer in answers]
         if len(set(selected)) > 1:
             message += f"\nSelected: {say_by_rank(ranks, selected)}."
         return (
@@ -87,41 +85,38 @@ class Collective:
             " module, as in a pipeline, pass their group as group=."
         )
 
-    def wait(self, work: Any) -> None:
-        """Wait for a collective.
-
-        Raises:
-            RanksError: a rank was lost during the collective.
-        """
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Turn the error of a rank that is lost in the block into a RanksError."""
         try:
-            work.wait(timedelta(seconds=self.timeout))
+            yield
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise RanksError(
+                f"{self.question}: a rank was lost while values were exchanged"
+                f" ({str(error).splitlines()[0][:120]}).\nLook at the output of the other ranks:"
+                " one died or called another collective."
+            ) from error
 
-    def lost(self, error: BaseException) -> RanksError:
-        """Return the error for a rank that was lost during a collective."""
-        return RanksError(
-            f"{self.question}: a rank was lost while values were exchanged"
-            f" ({str(error).splitlines()[0][:120]}).\nLook at the output of the other ranks: one"
-            " died or called another collective."
-        )
+    def wait(self, work: Any) -> None:
+        """Wait for a collective."""
+        work.wait(timedelta(seconds=self.timeout))
 
 
 def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
     """Gather a value of which each rank has a part. A collective."""
     value, parts = ask.check_ranks_match(find)
-    _check_dim(ask, [[part for part in one if part["kind"] == "plain"] for one in parts], dim)
+    _check_dim(
+        ask, [[part for part in of_rank if part["kind"] == "plain"] for of_rank in parts], dim
+    )
     number = iter(range(len(parts[0])))
 
     def gather(tensor: Tensor) -> Tensor:
         index = next(number)
         if not is_dtensor(tensor):
-            shapes = [one[index]["shape"] for one in parts]
+            shapes = [of_rank[index]["shape"] for of_rank in parts]
             return torch.cat(_gather(ask, tensor, shapes), dim or 0)
-        try:
+        with ask.exchanging():
             return full_value(tensor)
-        except RuntimeError as error:
-            raise ask.lost(error) from error
 
     return tree.map_tensors(gather, value)
 
@@ -141,11 +136,8 @@ def _reduce(ask: Collective, tensor: Tensor, op: str) -> Tensor:
         n_ranks = dist.get_world_size(ask.group)
         return _combine(_gather(ask, tensor, [list(tensor.shape)] * n_ranks), op)
     total = _wide(tensor, op).to(_device(ask.group), copy=True).contiguous()
-    try:
-        work = dist.all_reduce(total, group=ask.group, async_op=True)
-    except RuntimeError as error:
-        raise ask.lost(error) from error
-    ask.wait(work)
+    with ask.exchanging():
+        ask.wait(dist.all_reduce(total, group=ask.group, async_op=True))
     total = total.to(tensor.device)
     return total / dist.get_world_size(ask.group) if op == "mean" else total
 
@@ -162,16 +154,12 @@ def joined(values: Sequence[Any], dim: int | None, question: str) -> Any:
 def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool) -> Any:
     """Reduce the values of all ranks of an opened recording, as `reduced` does.
 
-    Args:
-        values: the value of each rank.
-        op: the reduction.
-        question: the look-up as code, for messages.
-        is_sharded: whether the values were shards of DTensors.
+    `is_sharded` tells whether the values were shards of DTensors.
     """
     check_op(op)
     parts = [[_describe(part) for part in _parts(value)] for value in values]
     if is_sharded:
-        parts = [[{**part, "kind": "dtensor"} for part in one] for one in parts]
+        parts = [[{**part, "kind": "dtensor"} for part in of_rank] for of_rank in parts]
     ranks = list(range(len(values)))
     _check_kinds(question, ranks, parts)
     _check_shapes(question, ranks, parts)
@@ -183,14 +171,12 @@ def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool)
 
 
 def _check_kinds(question: str, ranks: list[int], parts: Sequence[list[dict[str, Any]]]) -> None:
-    """Refuse values that are not of one structure, dtype and number of dimensions.
-
-    Raises:
-        RanksError: they are not.
-    """
-    kinds = [[(part["kind"], part["dtype"], len(part["shape"])) for part in one] for one in parts]
+    """Refuse values that are not of one structure, dtype and number of dimensions."""
+    kinds = [
+        [(part["kind"], part["dtype"], len(part["shape"])) for part in of_rank] for of_rank in parts
+    ]
     if any(kind != kinds[0] for kind in kinds):
-        texts = [", ".join(map(_text, one)) or "no tensor" for one in parts]
+        texts = [", ".join(map(_text, of_rank)) or "no tensor" for of_rank in parts]
         raise RanksError(
             f"{question}: the ranks' values are not of one kind: {say_by_rank(ranks, texts)}."
             "\nRecord the same sites with the same options on every rank."
@@ -198,14 +184,10 @@ def _check_kinds(question: str, ranks: list[int], parts: Sequence[list[dict[str,
 
 
 def _check_shapes(question: str, ranks: list[int], parts: Sequence[list[dict[str, Any]]]) -> None:
-    """Refuse to reduce shards of DTensors, and tensors of several shapes.
-
-    Raises:
-        RanksError: the values are such.
-    """
-    for one in zip(*parts, strict=True):
-        shapes = [_text(part) for part in one]
-        if one[0]["kind"] == "dtensor":
+    """Refuse to reduce shards of DTensors, and tensors of several shapes."""
+    for column in zip(*parts, strict=True):
+        shapes = [_text(part) for part in column]
+        if column[0]["kind"] == "dtensor":
             raise RanksError(
                 f"{question} reduces a value that every rank has, got a DTensor, whose shards"
                 " are different parts.\nGather it with run.full(...) and reduce the result, or"
@@ -221,11 +203,7 @@ def _check_shapes(question: str, ranks: list[int], parts: Sequence[list[dict[str
 
 
 def check_op(op: str) -> None:
-    """Refuse an unknown reduction.
-
-    Raises:
-        ValueError: op is not one of `OPS`.
-    """
+    """Check that a reduction is one of `OPS`."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}.")
 
@@ -254,14 +232,14 @@ def _number_dtype(value: float) -> torch.dtype:
 
 
 def _parts(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     tree.map_tensors(note, value)  # the same order as when they are gathered
-    return found
+    return tensors
 
 
 def _describe(tensor: Tensor) -> dict[str, Any]:
@@ -276,12 +254,12 @@ def _text(part: dict[str, Any]) -> str:
 
 
 def _check_dim(ask: Collective, parts: list[list[dict[str, Any]]], dim: int | None) -> None:
-    for one in zip(*parts, strict=True):
-        shapes = [part["shape"] for part in one]
-        there = " and ".join(dict.fromkeys(str(shape) for shape in shapes))
+    for column in zip(*parts, strict=True):
+        shapes = [part["shape"] for part in column]
+        texts = " and ".join(dict.fromkeys(str(shape) for shape in shapes))
         if dim is None:
             raise AmbiguousError(
-                f"{ask.question}: each rank has a plain tensor, {there}, so dim must say how to"
+                f"{ask.question}: each rank has a plain tensor, {texts}, so dim must say how to"
                 " join them.\nWrite dim=0 if each rank has a part of the batch (DDP, FSDP), or the"
                 " dimension that tensor parallelism splits, such as dim=-1.\nIf all ranks have the"
                 " same tensor, look it up on one rank."
@@ -289,13 +267,13 @@ def _check_dim(ask: Collective, parts: list[list[dict[str, Any]]], dim: int | No
         n_dims = len(shapes[0])
         if not -n_dims <= dim < n_dims:
             raise ValueError(
-                f"{ask.question}: dim must be a dimension of {there}, got {dim}."
+                f"{ask.question}: dim must be a dimension of {texts}, got {dim}."
                 "\nReduce a number of each rank instead: run.reduced(..., op='mean')."
             )
         rest = [[n for k, n in enumerate(shape) if k != dim % n_dims] for shape in shapes]
-        if any(one != rest[0] for one in rest):
+        if any(column != rest[0] for column in rest):
             raise ValueError(
-                f"{ask.question}: {there} cannot be joined along dimension {dim}: they also differ"
+                f"{ask.question}: {texts} cannot be joined along dimension {dim}: they also differ"
                 " in other dimensions."
             )
 
@@ -306,17 +284,14 @@ def _gather(ask: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Te
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = flat_bytes(real.contiguous()).to(_device(ask.group))
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
-    mine = flat.new_zeros(max(sizes))  # all_gather needs one size, so all pad to the largest
-    mine[: flat.numel()] = flat
-    found = [torch.empty_like(mine) for _ in sizes]
-    if mine.numel():
-        try:
-            work = dist.all_gather(found, mine, group=ask.group, async_op=True)
-        except RuntimeError as error:
-            raise ask.lost(error) from error
-        ask.wait(work)
+    padded = flat.new_zeros(max(sizes))  # all_gather needs one size, so all pad to the largest
+    padded[: flat.numel()] = flat
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    if padded.numel():
+        with ask.exchanging():
+            ask.wait(dist.all_gather(gathered, padded, group=ask.group, async_op=True))
     whole = []
-    for part, size, shape in zip(found, sizes, shapes, strict=True):
+    for part, size, shape in zip(gathered, sizes, shapes, strict=True):
         data = part[:size].view(real.dtype)
         if tensor.is_complex():
             data = torch.view_as_complex(data.view(-1, 2))

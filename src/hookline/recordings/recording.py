@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final, overload
 
 from torch import Tensor, nn
 
-from hookline.display.html import MOST_ROWS, escape, table
-from hookline.display.text import first_line, plural
+from hookline.display.results import Printout, Result
+from hookline.display.text import first_line
 from hookline.engine import (
     TIMEOUT_S,
     Pass,
@@ -27,24 +28,23 @@ from hookline.engine import (
     is_grouped,
     is_transformed,
 )
-from hookline.engine.identity import RecordedModel, recorded_model
+from hookline.engine.model_fingerprint import RecordedModel, recorded_model
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
-from hookline.recordings.folder import write
+from hookline.recordings.folder import is_one_of_many, write, write_ranks
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.joining import concatenated, stacked, way_to_join
 from hookline.recordings.log import Log, Read, note_copied, note_transformed
 from hookline.recordings.log_entries import Contents, Entry
 from hookline.recordings.lookups import Lookups
-from hookline.recordings.overview import recording_facts, recording_rows, recording_text
+from hookline.recordings.overview import MOST_PASSES, recording_printout, site_rows
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
-from hookline.recordings.rank_folder import is_one_of_many, write_ranks
 from hookline.recordings.stored_values import Stored
 
 
 @final
-@hides("begin_pass", "finish", "identify", "one_of_several", "take")
-class Recording(Lookups):
+@hides("begin_pass", "drop_repeats", "finish", "identify", "one_of_several", "take")
+class Recording(Lookups, Result):
     """A mapping from sites to recorded values.
 
         >>> import hookline as hl
@@ -130,6 +130,10 @@ class Recording(Lookups):
         """Remove all passes from the recording, and return them."""
         return [PassRecord(self._log, current) for current in self._log.take()]
 
+    def drop_repeats(self) -> None:
+        """Drop what the last pass has recorded after each site had a value."""
+        self._log.drop_repeats()
+
     @property
     def model(self) -> RecordedModel | None:
         """Identify the model by its `fingerprint`, and by the `versions` of packages.
@@ -186,29 +190,28 @@ class Recording(Lookups):
         return self._only(key)
 
     def _only(self, key: Key, read: Read | None = None) -> Any:
-        asked = self._log.index.find(key)
-        found = self._log.find(asked)
-        if len(found) > 1:
+        lookup = self._log.index.find(key)
+        passes = self._log.find(lookup)
+        if len(passes) > 1:
             raise AmbiguousError(
-                f"{str(asked)!r} has a value in each of {len(found)} passes.\nWrite"
-                f" {self._in_pass(asked, *found[0])} for one of them{self._or_joined(asked)}."
+                f"{str(lookup)!r} has a value in each of {len(passes)} passes.\nWrite"
+                f" {self._in_pass(lookup, *passes[0])} for one of them{self._or_joined(lookup)}."
             )
-        return self._log.single(asked, *found[0], read)
+        return self._log.single(lookup, *passes[0], read)
 
     def __iter__(self) -> Iterator[str]:
         if self.ranks:
-            return iter(dict.fromkeys(key for one in self.ranks for key in one))
+            return iter(dict.fromkeys(key for rank in self.ranks for key in rank))
         passes = list(self.passes)
         if len(passes) == 1:
             return iter(passes[0])
-        keys = [list(one) for one in passes]
-        n_passes = Counter(
-            index for one in keys for index in {self._log.index.find(key).number for key in one}
-        )
+        find = self._log.index.find
+        keys = [(record.number, [(key, find(key).number) for key in record]) for record in passes]
+        n_passes = Counter(site for _, pairs in keys for site in {site for _, site in pairs})
         return (
-            f"{key}#pass{one.number}" if n_passes[self._log.index.find(key).number] > 1 else key
-            for one, found in zip(passes, keys, strict=True)
-            for key in found
+            f"{key}#pass{number}" if n_passes[site] > 1 else key
+            for number, pairs in keys
+            for key, site in pairs
         )
 
     def __len__(self) -> int:
@@ -217,7 +220,7 @@ class Recording(Lookups):
     def __contains__(self, key: object) -> bool:
         """Return whether a site has one or more values."""
         if self.ranks:
-            return any(key in one for one in self.ranks)
+            return any(key in rank for rank in self.ranks)
         return isinstance(key, str | Site) and self._log.has(key)
 
     def one_of_several(self, key: Key) -> tuple[str, str]:
@@ -228,10 +231,10 @@ class Recording(Lookups):
             AmbiguousError: the site has values on several ranks.
         """
         log = self._log_with(key)
-        asked = log.index.find(key)
-        (current, entries), *others = log.find(asked)
-        code = f".passes[{current.number}]" if others else ""
-        return code, str(log.one_of_several(asked, current, entries))
+        lookup = log.index.find(key)
+        (current, entries), *later = log.find(lookup)
+        code = f".passes[{current.number}]" if later else ""
+        return code, str(log.one_of_several(lookup, current, entries))
 
     def calls(self, key: Key) -> list[Any]:
         """Return a list of a site's values in one pass, with a value for each call of the module.
@@ -256,15 +259,15 @@ class Recording(Lookups):
         """
         if self.ranks:
             return self._of_rank(key).calls(key)
-        asked = self._log.index.find(key)
-        found = self._log.find(asked)
-        if len(found) > 1:
+        lookup = self._log.index.find(key)
+        passes = self._log.find(lookup)
+        if len(passes) > 1:
             raise AmbiguousError(
-                f"{str(asked)!r} ran in {len(found)} passes.\nWrite"
-                f" run.passes[{found[0][0].number}].calls({str(asked)!r}) for one of them, or"
-                f" run.cat({str(asked)!r}, dim=None) for a list of all values."
+                f"{str(lookup)!r} ran in {len(passes)} passes.\nWrite"
+                f" run.passes[{passes[0][0].number}].calls({str(lookup)!r}) for one of them, or"
+                f" run.cat({str(lookup)!r}, dim=None) for a list of all values."
             )
-        return self._log.values(asked, *found[0])
+        return self._log.values(lookup, *passes[0])
 
     def stack(self, key: Key) -> Tensor:
         """Stack a site's values along a new first dimension, one value for each pass.
@@ -326,10 +329,10 @@ class Recording(Lookups):
                 another dimension.
         """
         log = self._log_with(key)
-        asked = log.index.find(key)
+        lookup = log.index.find(key)
         if dim is None:
-            return [value for calls in log.by_pass(asked) for value in calls]
-        return concatenated(log, asked, dim)
+            return [value for calls in log.by_pass(lookup) for value in calls]
+        return concatenated(log, lookup, dim)
 
     def gradients(self) -> GradientFlow:
         """Measure the recorded gradients: their norms, and which are dead or exploding.
@@ -366,8 +369,9 @@ class Recording(Lookups):
             ...     _ = model(torch.zeros(4, 2))
             >>> print(run.report())
             hl.record on Sequential: 2 sites, 1 pass, 2 fired, 0 never; ended
-              0      1 x  Linear
-              1      1 x  ReLU
+              site  type    fired
+              0     Linear      1
+              1     ReLU        1
 
         Returns:
             The report: print it, or read its attributes.
@@ -383,7 +387,7 @@ class Recording(Lookups):
         alone: bool = False,
         group: Any = None,
         timeout: float = TIMEOUT_S,
-    ) -> Path:
+    ) -> Path | Any:
         """Write the recording to a folder atomically; `hl.open(folder)` reads it.
 
             >>> model = nn.Linear(2, 3)
@@ -399,13 +403,14 @@ class Recording(Lookups):
         `run.lost`.
 
         Args:
-            folder: the folder. For several ranks it must be on a disk that all of them share.
+            folder: the folder, or a URL of fsspec such as `s3://bucket/run`. For several ranks
+                the folder must be on a disk that all of them share.
             alone: True writes this rank's recording only, without waiting for other ranks.
             group: the process group whose ranks save together; None means all ranks.
             timeout: the time that ranks wait for one another, in seconds.
 
         Returns:
-            The folder's path.
+            The folder's path; of a URL the text.
 
         Raises:
             FolderError: the folder holds other files, or the disk is full or read-only.
@@ -445,8 +450,8 @@ class Recording(Lookups):
         A file that was read stays mapped until it is closed, and counts as memory of this process.
         The next look-up opens the file again. Values that are still referenced stay valid.
         """
-        for one in self.ranks:
-            one.release()
+        for rank in self.ranks:
+            rank.release()
         for current in self._log.passes:
             for entry in current.log:
                 if isinstance(entry[1], Stored):
@@ -473,32 +478,40 @@ class Recording(Lookups):
         for number, failed, log in copies:
             self._log.passes.append(pass_of(number, failed, log))
 
-    def __repr__(self) -> str:
-        if self.ranks:
-            return f"Recording of {len(self.ranks)} ranks: run.ranks[0] is {self.ranks[0]!r}"
-        return recording_text(self._log, len(self.lost))
+    def to_dict(self) -> dict[str, Any]:
+        """Return the printed table as plain values: `sites` has a dict for each site.
 
-    def _repr_html_(self) -> str:
-        """Return the notebook table: the facts of the text, each site's type, and what is lost."""
+        Shapes and dtypes are those of the first 100 passes. `calls` is a text: "3", or "1 to 3"
+        where passes differ.
+
+        Raises:
+            AmbiguousError: the recording holds several ranks; write `run.ranks[0].to_dict()`.
+        """
+        return {
+            "model": self.report().model_type,
+            "passes": len(self.passes),
+            "sites": self._table_rows(),
+        }
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        self._refuse_of_ranks("table")
+        passes = [tuple(current.log) for current in self._log.passes]
+        return site_rows(self._log, range(len(self.sites)), passes)
+
+    def _printout(self) -> Printout:
         if self.ranks:
-            return f"<pre>{escape(repr(self))}</pre>"
+            printout = self.ranks[0]._printout()
+            head = f" of {len(self.ranks)} ranks: run.ranks[0] is {printout.title}{printout.head}"
+            return replace(printout, head=head)
         first: dict[Site, tuple[PassRecord, int]] = {}
-        for record in self.passes[:1000]:
+        for record in self.passes[:MOST_PASSES]:
             for site, call in record.fired():
                 first.setdefault(site, (record, call))
-        shown = self.sites[:MOST_ROWS]
-        names, cells, notes = recording_rows(self._log, MOST_ROWS)
-        remarks = [_remark(*first[site], site) if site in first else "" for site in shown]
-        rows = [
-            [row[0], site.module_type, *row[1:], remark]
-            for row, site, remark in zip(cells, shown, remarks, strict=True)
-        ]
-        names = [names[0], "type", *names[1:], "~remark"]
-        if not any(remarks):
-            rows, names = [row[:-1] for row in rows], names[:-1]
-        facts = f"{plural(len(self.sites), 'site')}, {recording_facts(self._log, len(self.lost))}"
-        head = f"<b>Recording</b> of {escape(f'{self.report().model_type}: {facts}')}"
-        return table(head, names, rows, len(self.sites), notes)
+
+        def remark(site: Site) -> str:
+            return _remark(*first[site], site) if site in first else ""
+
+        return recording_printout(self._log, self.report().model_type, len(self.lost), remark)
 
     @property
     def _name(self) -> str:
@@ -513,20 +526,20 @@ class Recording(Lookups):
     def _log_with(self, key: Key) -> Log:
         return self._of_rank(key)._log if self.ranks else self._log
 
-    def _in_pass(self, asked: Lookup, current: Pass, entries: list[Entry]) -> str:
+    def _in_pass(self, lookup: Lookup, current: Pass, entries: list[Entry]) -> str:
         """Return the code that looks up a site's first value in a pass."""
-        key = self._log.one_of_several(asked, current, entries)
+        key = self._log.one_of_several(lookup, current, entries)
         return f"run.passes[{current.number}][{str(key)!r}]"
 
-    def _or_joined(self, asked: Lookup) -> str:
+    def _or_joined(self, lookup: Lookup) -> str:
         try:
-            return f", or {way_to_join(self._log, asked, self._log.outline)}"
+            return f", or {way_to_join(self._log, lookup, self._log.outline)}"
         except AmbiguousError:  # several backward passes cannot be joined
             return ""
 
     def _of_rank(self, key: Key) -> Recording:
         """Return the recording of the only rank on which a site has a value."""
-        having = [rank for rank, one in enumerate(self.ranks) if key in one]
+        having = [rank for rank, recording in enumerate(self.ranks) if key in recording]
         if len(having) > 1:
             raise AmbiguousError(
                 f"{str(key)!r} has a value on each of {len(having)} ranks."
@@ -536,11 +549,11 @@ class Recording(Lookups):
             )
         return self.ranks[having[0] if having else 0]
 
-    def _refuse_of_ranks(self, what: str) -> None:
+    def _refuse_of_ranks(self, attribute: str) -> None:
         if self.ranks:
             raise AmbiguousError(
-                f"this recording holds {len(self.ranks)} ranks, and each has its own {what}."
-                f"\nWrite run.ranks[0].{what} for one of them."
+                f"this recording holds {len(self.ranks)} ranks, and each has its own {attribute}."
+                f"\nWrite run.ranks[0].{attribute} for one of them."
             )
 
 

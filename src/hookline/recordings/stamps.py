@@ -71,10 +71,10 @@ def _versions(tensors: Iterable[Tensor]) -> tuple[int | None, ...]:
     return tuple([None if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    one, other = local_part(one), local_part(other)
-    if one.shape != other.shape or one.dtype is not other.dtype:
+def _are_equal(tensor: Tensor, copy: Tensor) -> bool:
+    tensor, copy = local_part(tensor), local_part(copy)
+    if tensor.shape != copy.shape or tensor.dtype is not copy.dtype:
         return False
-    if torch.equal(one, other):
+    if torch.equal(tensor, copy):
         return True
-    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+    return bool(torch.isclose(tensor, copy, rtol=0, atol=0, equal_nan=True).all())

@@ -6,7 +6,7 @@ Tensors are memory-mapped on look-up. Their shapes and dtypes are in the files' 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, final
 
 from torch import Tensor
@@ -14,30 +14,34 @@ from torch import Tensor
 from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError, OverwrittenError
+from hookline.files.mapped_file import State
+from hookline.files.place import Place
+from hookline.files.reading import DAMAGE, UnreadableError, reading
+from hookline.files.safetensors_file import TensorFile
 from hookline.recordings.encoding import decode, holds_shard
-from hookline.recordings.manifest import DAMAGE, REMEDY
-from hookline.recordings.reading import UnreadableError, reading
-from hookline.recordings.tensor_file import TensorFile
+
+# The fix that errors about damage give.
+REMEDY = "Copy the folder again from a whole one, or record it again."
 
 
 @final
 class Files:
-    """The tensor files of one folder, each opened once, on first use.
+    """The tensor files of one place, each opened once, on first use.
 
     Args:
-        folder: the folder.
+        place: the place.
         sums: for each file the checksums in the manifest: of its header and of each tensor.
     """
 
-    def __init__(self, folder: Path, sums: Mapping[str, Sequence[str]]) -> None:
-        self.folder = folder
+    def __init__(self, place: Place, sums: Mapping[str, Sequence[str]]) -> None:
+        self.place = place
         self._sums = sums
         self._opened: dict[str, TensorFile] = {}
         # A tensor needs no second verification while its file is unchanged.
-        self._verified: dict[str, tuple[tuple[int, ...], set[str]]] = {}
+        self._verified: dict[str, tuple[State | None, set[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Files, (self.folder, self._sums)
+        return Files, (self.place, self._sums)
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor by its name in the manifest; repeated calls return the same tensor."""
@@ -67,10 +71,10 @@ class Files:
         return opened, key
 
     def _open(self, file: str) -> TensorFile:
-        if Path(file).name != file or file in ("", ".", ".."):
+        if PurePath(file).name != file or file in ("", ".", ".."):
             raise ValueError(f"a tensor's file must lie in the folder, got {file!r}")
-        with reading(str(self.folder / file)):
-            opened = TensorFile(self.folder / file, self._sums[file])
+        with reading(f"{self.place}/{file}"):
+            opened = TensorFile(self.place.open(file), self._sums[file])
         state, verified = self._verified.get(file, (None, opened.verified))
         if state == opened.state:
             opened.verified = verified
@@ -80,13 +84,7 @@ class Files:
 
 @final
 class Stored:
-    """A value in a folder, memory-mapped by `load()`.
-
-    Args:
-        files: the folder's files.
-        data: the encoded value from the manifest.
-        site: the value's site, for errors.
-    """
+    """An encoded value of a manifest, whose tensors are read by `load()`. `site` is for errors."""
 
     __slots__ = ("_data", "_files", "_site")
 
@@ -112,19 +110,11 @@ class Stored:
             ) from None
 
     def outline(self) -> Any:
-        """Return the value with meta tensors; no tensor data is read.
-
-        Raises:
-            FolderError: the folder is gone or damaged.
-        """
+        """Return the value with meta tensors; no tensor data is read."""
         return self._decode(self._files.outline)
 
     def verify(self) -> None:
-        """Compare the value's bytes with their checksums.
-
-        Raises:
-            FolderError: the folder is gone or damaged.
-        """
+        """Compare the value's bytes with their checksums."""
         self._decode(self._files.verified)
 
     def holds_shard(self) -> bool:
@@ -142,7 +132,7 @@ class Stored:
             raise
         except (*DAMAGE, OSError) as error:
             raise FolderError(
-                f"{str(self._site)!r} cannot be read: {self._files.folder} is damaged, gone, or"
+                f"{str(self._site)!r} cannot be read: {self._files.place} is damaged, gone, or"
                 f" replaced since it was opened: {first_line(error)}."
                 f"\n{REMEDY} If it was replaced, open it again."
             ) from error

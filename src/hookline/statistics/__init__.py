@@ -4,5 +4,3 @@ from hookline.statistics.moments import Moments as Moments
 from hookline.statistics.moments import merged as merged
 from hookline.statistics.moments_statistic import measure as measure
 from hookline.statistics.statistic import Statistic as Statistic
-
-__all__ = ["Moments", "Statistic", "measure", "merged"]

@@ -94,8 +94,8 @@ class LogBins:
         return torch.cat([slots[:-_N_EXTREMES] + other[:-_N_EXTREMES], extremes])
 
     def _add(self, slots: Tensor, values: Tensor) -> Tensor:
-        one = torch.ones((), dtype=torch.float64, device=values.device)
-        slots = slots.index_add(0, self._bins(values).to(torch.int64), one.expand(values.shape))
+        unit = torch.ones((), dtype=torch.float64, device=values.device)
+        slots = slots.index_add(0, self._bins(values).to(torch.int64), unit.expand(values.shape))
         is_finite = values.abs() < math.inf
         extremes = torch.stack(
             [
@@ -108,10 +108,10 @@ class LogBins:
 
     def _bins(self, values: Tensor) -> Tensor:
         """Return the place of each number among the slots, by its bits."""
-        integer, mantissa, one, infinity = _LAYOUTS[values.dtype]
+        integer, mantissa, bias, infinity = _LAYOUTS[values.dtype]
         bits = values.contiguous().view(integer)
         magnitude = bits & ((1 << (8 * values.dtype.itemsize - 1)) - 1)
-        offset = (one + self._first) << self._bits
+        offset = (bias + self._first) << self._bits
         bins = ((magnitude >> (mantissa - self._bits)) - offset).clamp(-1, self._n) + 2
         bins = torch.where(magnitude == 0, 0, bins)
         bins = self.zero + torch.where(bits < 0, -bins, bins)

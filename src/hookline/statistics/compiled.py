@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import type_and_line
-from hookline.engine.torch_private.inductor import compile_graph
+from hookline.engine import compile_graph
 from hookline.errors import warn
 from hookline.util.locks import fork_safe_lock
 
@@ -40,7 +40,7 @@ class CompiledReduction:
     def __init__(self, function: Reduction, n_slots: int) -> None:
         self._function = function
         self._n_slots = n_slots
-        self._compiled: dict[tuple[Any, ...], Reduction | None] = {}
+        self.reductions: dict[tuple[Any, ...], Reduction | None] = {}
         self._lock = fork_safe_lock()
         self._has_warned = False
 
@@ -54,14 +54,14 @@ class CompiledReduction:
             compile: whether to compile the function now, which takes seconds.
         """
         key = (values.dtype, values.device, torch.get_num_threads())
-        found = self._compiled.get(key)
-        if found is None and compile and key not in self._compiled:
+        reduction = self.reductions.get(key)
+        if reduction is None and compile and key not in self.reductions:
             with self._lock:
-                if key not in self._compiled:
-                    self._compiled[key] = None  # also if a warning is raised as an error
-                    self._compiled[key] = self._try_to_compile(values)
-                found = self._compiled[key]
-        return found
+                if key not in self.reductions:
+                    self.reductions[key] = None  # also if a warning is raised as an error
+                    self.reductions[key] = self._try_to_compile(values)
+                reduction = self.reductions[key]
+        return reduction
 
     def _try_to_compile(self, values: Tensor) -> Reduction | None:
         try:
@@ -105,20 +105,20 @@ def _check_lengths(values: Any) -> None:
 
 def _in_a_new_thread(function: Callable[[], Reduction]) -> Reduction:
     """Call a function in a thread that has no mode of this one: autocast, inference, dispatch."""
-    done: list[Reduction | BaseException] = []
+    results: list[Reduction | BaseException] = []
 
     def run() -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # importing inductor uses deprecated parts of torch
-                done.append(function())
+                results.append(function())
         except BaseException as error:
-            done.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run, name="hookline-compile")
     thread.start()
     thread.join()
-    (result,) = done
+    (result,) = results
     if isinstance(result, BaseException):
         raise result
     return result

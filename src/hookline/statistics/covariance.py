@@ -100,10 +100,10 @@ class CovarianceStatistic:
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:
         """Merge two sets of slots, by the formula of Chan, Golub and LeVeque."""
         n = _n_features(slots)
-        mine, others = slots[0] - slots[1], other[0] - other[1]
-        share = others / (mine + others).clamp(min=1)
+        count, other_count = slots[0] - slots[1], other[0] - other[1]
+        share = other_count / (count + other_count).clamp(min=1)
         apart = other[2 : 2 + n] - slots[2 : 2 + n]
-        between = torch.outer(apart, apart) * (mine * share)
+        between = torch.outer(apart, apart) * (count * share)
         return torch.cat(
             [
                 slots[:2] + other[:2],

@@ -79,13 +79,13 @@ class Histogram:
         if not filled:
             return text
         n = filled[-1] + 1 - filled[0]
-        each = -(-n // _MOST_BARS)  # bins to a bar
-        shown = [
-            sum(self.counts[start : start + each])
-            for start in range(filled[0], filled[-1] + 1, each)
+        per_bar = -(-n // _MOST_BARS)  # bins to a bar
+        counts = [
+            sum(self.counts[start : start + per_bar])
+            for start in range(filled[0], filled[-1] + 1, per_bar)
         ]
-        top = max(shown)
-        bars = "".join(_BARS[-(-7 * count // top)] if count else " " for count in shown)
+        top = max(counts)
+        bars = "".join(_BARS[-(-7 * count // top)] if count else " " for count in counts)
         ends = (measure(self.edges[place]) for place in (filled[0], filled[-1] + 1))
         return f"{text}\n{next(ends)} {bars} {next(ends)}"
 

@@ -7,7 +7,7 @@ bits, whatever the number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -61,10 +61,10 @@ class Moments:
         flat = np.ascontiguousarray(numbers).reshape(-1)
         if len(flat) <= _BLOCK:
             return _of_block(flat)
-        found = Moments()
+        moments = Moments()
         for start in range(0, len(flat), _BLOCK):
-            found = found + _of_block(flat[start : start + _BLOCK])
-        return found
+            moments = moments + _of_block(flat[start : start + _BLOCK])
+        return moments
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(
@@ -133,10 +133,10 @@ class Moments:
         text = f"{self.count:,} elements, {self.zeros:,} zeros, {self.non_finite:,} non-finite"
         if not self.finite:
             return text
-        shown = ", ".join(
+        numbers = ", ".join(
             f"{name} {measure(getattr(self, name))}" for name in ("mean", "std", "min", "max")
         )
-        return f"{text}\n{shown}"
+        return f"{text}\n{numbers}"
 
     def as_json(self) -> list[Any]:
         """Return the fields as a list that JSON can hold: null stands for a missing extreme."""
@@ -184,6 +184,13 @@ def _of_block(block: NDArray[Any]) -> Moments:
         )
 
 
-def merged(one: Mapping[str, Moments], other: Mapping[str, Moments]) -> dict[str, Moments]:
+def moments_of_each(arrays: Iterable[NDArray[Any]]) -> list[Moments]:
+    """Measure each of many arrays of real numbers."""
+    return [Moments.of(numbers) for numbers in arrays]
+
+
+def merged(moments: Mapping[str, Moments], other: Mapping[str, Moments]) -> dict[str, Moments]:
     """Add up the moments of two mappings, key by key."""
-    return {key: one.get(key, Moments()) + other.get(key, Moments()) for key in {**one, **other}}
+    return {
+        key: moments.get(key, Moments()) + other.get(key, Moments()) for key in {**moments, **other}
+    }

@@ -87,14 +87,14 @@ def _compiled(compiler: Sequence[str], folder: Path) -> str:
     library = str(folder / "moments.so")
     for option in (["-march=native"], ["-mcpu=native"], []):
         command = [*compiler, *_FLAGS, *option, str(_SOURCE), "-o", library]
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=False,
             timeout=_MOST_SECONDS,
         )
-        if not done.returncode:
+        if not process.returncode:
             break
     return library
 

@@ -72,10 +72,10 @@ class Quantiles:
 
     def __str__(self) -> str:
         pairs = zip(self.q, self.values, strict=True)
-        shown = ", ".join(f"{100 * q:g} % {measure(value)}" for q, value in pairs)
+        numbers = ", ".join(f"{100 * q:g} % {measure(value)}" for q, value in pairs)
         return (
             f"{self.count:,} elements, {self.non_finite:,} non-finite"
-            f"\nwithin {100 * self.error:.2g} %: {shown}"
+            f"\nwithin {100 * self.error:.2g} %: {numbers}"
         )
 
 
@@ -149,7 +149,7 @@ class QuantilesStatistic:
         """Return the number that stands for each bin: the relative error is that of both edges."""
         edges = self._bins.edges()
         upper = [0.0, *(2 * a * b / (a + b) for a, b in itertools.pairwise(edges[1:-1])), math.nan]
-        return [*(-one for one in reversed(upper[1:])), 0.0, 0.0, *upper]
+        return [*(-middle for middle in reversed(upper[1:])), 0.0, 0.0, *upper]
 
 
 def _is_from_0_to_1(number: Any) -> bool:

@@ -18,7 +18,7 @@ CHUNK_NUMEL = 64 * 1024**2 // 8
 # Larger sparse tensors (1 GiB as dense float32) are not made dense.
 DENSE_NUMEL = 2**28
 
-_ORDINARY = frozenset((Tensor, nn.Parameter))  # not a subclass such as a fake tensor
+ORDINARY = frozenset((Tensor, nn.Parameter))  # not a subclass such as a fake tensor
 
 
 def to_measure(value: Tensor) -> Iterable[Tensor]:
@@ -30,7 +30,7 @@ def to_measure(value: Tensor) -> Iterable[Tensor]:
     """
     if torch.compiler.is_compiling():
         return (value.detach(),)
-    if (type(value) not in _ORDINARY or value.is_meta) and not has_numbers(value):
+    if (type(value) not in ORDINARY or value.is_meta) and not has_numbers(value):
         raise StructureError(
             f"the value of a statistic must have data, got {describe.in_full(value)}."
             '\nMove the model to a device before it runs: model.to_empty(device="cpu").'

@@ -9,11 +9,5 @@ from hookline.stores.data_sets import ShuffledRows as ShuffledRows
 from hookline.stores.data_sets import StoreDataset as StoreDataset
 from hookline.stores.excerpt import excerpt as excerpt
 from hookline.stores.merging import merge as merge
-from hookline.stores.opening import open_folder as open_folder
 from hookline.stores.store import Store as Store
 from hookline.stores.store import open_store as open_store
-
-__all__ = [
-    "Column", "Damage", "Repair", "ShuffledRows", "Store", "StoreDataset", "excerpt", "merge",
-    "open_folder", "open_store", "repair", "verify",
-]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, final
 
@@ -12,40 +12,8 @@ from torch import Tensor
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, StructureError, warn
-from hookline.recordings.tensor_file import DTYPES
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@final
-@dataclass(frozen=True)
-class ColumnForm:
-    """The form of a column.
-
-    Args:
-        name: the site, as it is written.
-        dtype: the name of its dtype, as safetensors writes it.
-        shape: the shape of one row.
-        per: whether an item has one row, or each of its tokens has.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    per: Literal["item", "token"]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the form as the manifest holds it."""
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "per": self.per}
-
-    @staticmethod
-    def from_json(row: Mapping[str, Any]) -> ColumnForm:
-        """Read what `as_json` made."""
-        return ColumnForm(row["name"], row["dtype"], tuple(row["shape"]), row["per"])
-
-    def empty(self) -> Tensor:
-        """Return a column without rows."""
-        return torch.empty(0, *self.shape, dtype=DTYPES[self.dtype])
+from hookline.files.safetensors_file import DTYPE_NAMES
+from hookline.stores.shard_file import ColumnForm
 
 
 @final
@@ -64,7 +32,7 @@ class Tokens:
     ids: Tensor | None
 
 
-class Calls(Protocol):
+class PassValues(Protocol):
     """A pass: the values at its sites."""
 
     def calls(self, key: Site) -> list[Any]:
@@ -72,7 +40,7 @@ class Calls(Protocol):
 
 
 def columns_of(
-    one: Calls,
+    record: PassValues,
     sites: Sequence[Site],
     n_items: int,
     tokens: Tokens | None,
@@ -81,7 +49,7 @@ def columns_of(
     """Take the columns out of one pass.
 
     Args:
-        one: the pass.
+        record: the pass.
         sites: the wanted sites.
         n_items: how many items the batch has.
         tokens: its tokens, for rows a token.
@@ -95,62 +63,62 @@ def columns_of(
         StructureError: a value has no row an item or token, or another form than before.
     """
     columns: dict[str, Tensor] = {}
-    found: dict[str, ColumnForm] = {}
+    forms_here: dict[str, ColumnForm] = {}
     without = []
     for site in sites:
-        tensors = list(tree.tensors(_only(one, site)))
+        tensors = list(tree.tensors(_only(record, site)))
         if not tensors:
             without.append(str(site))
         for leaf, tensor in tensors:
             name = str(replace(site, leaf=site.leaf + leaf))
             _check_dense(name, tensor)
-            known = None if forms is None else forms.get(name)
-            rows, per = _rows(name, tensor, n_items, tokens, known)
-            form = ColumnForm(name, _NAMES[rows.dtype], tuple(rows.shape[1:]), per)
-            if forms is not None and form != known:
-                raise StructureError(_changed(name, known, form))
-            columns[name], found[name] = rows, form
+            form_before = None if forms is None else forms.get(name)
+            rows, per = _rows(name, tensor, n_items, tokens, form_before)
+            form = ColumnForm(name, DTYPE_NAMES[rows.dtype], tuple(rows.shape[1:]), per)
+            if forms is not None and form != form_before:
+                raise StructureError(_changed(name, form_before, form))
+            columns[name], forms_here[name] = rows, form
     missing = [name for name in forms or () if name not in columns]
     if missing:
         raise StructureError(
             f"{missing[0]} must have a value for each batch, got none.\nSelect the leaf that is"
             " there for each batch, or give the batches apart to two stores."
         )
-    if not found:
+    if not forms_here:
         raise StructureError(
             f"a selected site must have a tensor, got none at {', '.join(map(str, sites[:3]))}."
             "\nSelect a site whose value has tensors; a function keep= must return tensors."
         )
     if without and forms is None:
         warn(f"{', '.join(without[:3])} has no tensor in the first batch, so it gets no column.")
-    return columns, found
+    return columns, forms_here
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
-    """Check that a tensor can be stored.
-
-    Raises:
-        StructureError: it is sparse, nested, quantised or without data, or of an unknown dtype.
-    """
+    """Check that a tensor can be stored."""
     if tensor.is_nested:
-        got, remedy = "a nested one", "keep=lambda t: t.to_padded_tensor(0.0)"
+        actual, remedy = "a nested one", "keep=lambda t: t.to_padded_tensor(0.0)"
     elif tensor.layout is not torch.strided:
-        got, remedy = f"a {str(tensor.layout)[6:]} one", "keep=lambda t: t.to_dense()"
+        actual, remedy = f"a {str(tensor.layout)[6:]} one", "keep=lambda t: t.to_dense()"
     elif tensor.is_quantized:
-        got, remedy = f"one of {tensor.dtype}", "keep=lambda t: t.dequantize()"
-    elif tensor.dtype not in _NAMES:
-        got, remedy = f"one of {tensor.dtype}", "keep=, a function that converts it"
+        actual, remedy = f"one of {tensor.dtype}", "keep=lambda t: t.dequantize()"
+    elif tensor.dtype not in DTYPE_NAMES:
+        actual, remedy = f"one of {tensor.dtype}", "keep=, a function that converts it"
     elif tensor.is_meta:
-        got, remedy = "one on the meta device", "a model with weights: model.to_empty(device='cpu')"
+        actual, remedy = (
+            "one on the meta device",
+            "a model with weights: model.to_empty(device='cpu')",
+        )
     else:
         return
     raise StructureError(
-        f"{name} must be a dense tensor of a dtype that safetensors has, got {got}.\nGive {remedy}."
+        f"{name} must be a dense tensor of a dtype that safetensors has, got {actual}."
+        f"\nGive {remedy}."
     )
 
 
-def _only(one: Calls, site: Site) -> Any:
-    calls = one.calls(site)
+def _only(record: PassValues, site: Site) -> Any:
+    calls = record.calls(site)
     if len(calls) > 1:
         raise AmbiguousError(
             f"{site} must run once a batch, got {len(calls)} calls."
@@ -160,33 +128,30 @@ def _only(one: Calls, site: Site) -> Any:
 
 
 def _rows(
-    name: str, tensor: Tensor, n_items: int, tokens: Tokens | None, known: ColumnForm | None
+    name: str, tensor: Tensor, n_items: int, tokens: Tokens | None, form: ColumnForm | None
 ) -> tuple[Tensor, Literal["item", "token"]]:
     """Return a value's rows, and whether they are of items or of tokens.
 
     A batch may have as many tokens as a value has anything else: the first batch then decides.
-
-    Raises:
-        StructureError: its first dimension is neither.
     """
-    before = known.per if known is not None and tensor.shape[1:] == known.shape else None
+    before = form.per if form is not None and tensor.shape[1:] == form.shape else None
     if before == "item" and len(tensor) == n_items:
         return tensor, "item"
     if tokens is not None:
         # Of one token for each item there are as many rows of tokens as of items.
         may_be_flat = before == "token" or tokens.mask.numel() != n_items
-        if known is None:
+        if form is None:
             _check_clear(name, tensor, tokens)
-        found = _token_rows(tensor, tokens, may_be_flat=may_be_flat)
-        if found is not None:
-            return found, "token"
+        rows = _token_rows(tensor, tokens, may_be_flat=may_be_flat)
+        if rows is not None:
+            return rows, "token"
     if tensor.ndim > 0 and len(tensor) == n_items:
         return tensor, "item"
-    wanted = f"a row for each of the {n_items} items of the batch"
+    expected = f"a row for each of the {n_items} items of the batch"
     if tokens is not None:
-        wanted += f", or for each token: {list(tokens.mask.shape)}"
+        expected += f", or for each token: {list(tokens.mask.shape)}"
     raise StructureError(
-        f"{name} must have {wanted}, got {describe.in_words(tensor)}."
+        f"{name} must have {expected}, got {describe.in_words(tensor)}."
         "\nSelect another leaf, or give keep= a function that makes such rows."
     )
 
@@ -196,9 +161,6 @@ def _check_clear(name: str, tensor: Tensor, tokens: Tokens) -> None:
 
     Such are scores of shape (items, tokens), and attention of shape (items, heads, tokens, ...) in
     a batch that has as many tokens as heads.
-
-    Raises:
-        StructureError: it is one of these.
     """
     shape = tokens.mask.shape
     may_be_heads = tensor.ndim > 3 and tensor.shape[2] == shape[1]
@@ -216,10 +178,7 @@ def _check_clear(name: str, tensor: Tensor, tokens: Tokens) -> None:
 def _token_rows(tensor: Tensor, tokens: Tokens, *, may_be_flat: bool) -> Tensor | None:
     """Return the rows of tokens without padding; None if a value has none.
 
-    Args:
-        tensor: the value.
-        tokens: the tokens of the batch.
-        may_be_flat: whether the tokens of all items may follow each other in the first dimension.
+    `may_be_flat` allows the tokens of all items to follow each other in the first dimension.
     """
     shape = tokens.mask.shape
     if tensor.ndim > 2 and tensor.shape[:2] == shape:
@@ -240,16 +199,57 @@ def _of_tokens(tensor: Tensor, tokens: Tokens) -> Tensor:
     return tensor[tokens.mask.to(tensor.device)]
 
 
-def _changed(name: str, known: ColumnForm | None, form: ColumnForm) -> str:
-    if known is None:
+def _changed(name: str, before: ColumnForm | None, form: ColumnForm) -> str:
+    if before is None:
         return (
             f"{name} must have a value for each batch, got none for the first."
             "\nSelect the leaf that is there for each batch."
         )
     remedy = "Give keep= a function that makes rows of one shape."
-    if known.shape != form.shape and known.dtype == form.dtype:
+    if before.shape != form.shape and before.dtype == form.dtype:
         remedy += " If its rows are tokens, give mask=, the key of the mask in the batch."
     return (
-        f"{name} must have rows of {list(known.shape)} {known.dtype} an {known.per}, as in the"
+        f"{name} must have rows of {list(before.shape)} {before.dtype} an {before.per}, as in the"
         f" first batch, got {list(form.shape)} {form.dtype} an {form.per}.\n{remedy}"
     )
+
+
+@final
+class Offload:
+    """Copies values to the CPU: from a GPU into pinned memory, on a stream of its own.
+
+    Args:
+        device: the device of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous CPU tensor that holds no more memory than its rows."""
+        tensor = tensor.detach().contiguous()
+        if self._stream is None or not tensor.is_cuda:
+            tensor = tensor.cpu()
+            is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+            return tensor.clone() if is_part else tensor
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+        # The allocator may reuse the memory only when this stream is done with it.
+        tensor.record_stream(self._stream)
+        return copy
+
+    def ready(self) -> Callable[[], None]:
+        """Return a function that waits until the values copied so far are on the CPU."""
+        if self._stream is None:
+            return _nothing
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event.synchronize
+
+
+def _nothing() -> None:
+    """Wait for nothing: the values are on the CPU already."""

@@ -9,13 +9,19 @@ from typing import Any, Literal, NamedTuple
 
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError
-from hookline.recordings.manifest import DAMAGE, MANIFEST
-from hookline.recordings.reading import DamagedError, UnreadableError, reading
-from hookline.stores.batch_columns import ColumnForm
-from hookline.stores.job import Job
-from hookline.stores.manifest import read_manifest, write_manifest
-from hookline.stores.place import Place, place_of
-from hookline.stores.shard_file import LENGTH, OWN, Shard, name_of, number_of, read_shard
+from hookline.files.place import Place, as_place
+from hookline.files.reading import DAMAGE, DamagedError, UnreadableError, reading
+from hookline.files.sealed_json import MANIFEST
+from hookline.stores.job import Job, read_manifest, write_manifest
+from hookline.stores.shard_file import (
+    LENGTH,
+    OWN,
+    ColumnForm,
+    Shard,
+    name_of,
+    number_of,
+    read_shard,
+)
 from hookline.stores.store import NAMES
 
 LOOP = "passes of a loop"  # the kind of data that cannot be run again
@@ -49,11 +55,11 @@ class Repair(NamedTuple):
     manifest: bool
 
     def __str__(self) -> str:
-        made = "The manifest was made again from the shards. " if self.manifest else ""
+        head = "The manifest was made again from the shards. " if self.manifest else ""
         if not self.removed:
-            return made + ("The store is whole." if made else "Nothing is damaged.")
+            return head + ("The store is whole." if head else "Nothing is damaged.")
         return (
-            f"{made}{plural(len(self.removed), 'damaged shard')} removed or gone. Start the same"
+            f"{head}{plural(len(self.removed), 'damaged shard')} removed or gone. Start the same"
             " hl.extract again: it makes them."
         )
 
@@ -79,15 +85,15 @@ def verify(where: str | os.PathLike[str] | Place) -> list[Damage]:
         FolderError: it holds no store, or one of another version; or a file cannot be read now, so
             that nothing is known of it.
     """
-    place = _place(where)
-    manifest, damage = _manifest(place)
-    shards, damaged = _shards(place, manifest)
+    place = as_place(where)
+    manifest, damage = _read_manifest(place)
+    shards, damaged = _read_shards(place, manifest)
     if manifest is None and not shards and not damaged:
         raise FolderError(
             f"{place} is not a store: it has no {MANIFEST} and no shards."
             "\nGive the folder that hl.extract wrote."
         )
-    return [*damage, *damaged, *_names(place)]
+    return [*damage, *damaged, *_check_names(place)]
 
 
 def repair(where: str | os.PathLike[str] | Place) -> Repair:
@@ -115,14 +121,14 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
             now. Or what is damaged cannot be made again: both the manifest and a shard, or a shard
             of `hl.record(..., to=folder)`. Nothing is changed.
     """
-    place = _place(where)
+    place = as_place(where)
     # The lock would leave a file in a folder that holds something else.
     if not any(name == MANIFEST or number_of(name) is not None for name in place.names()):
         raise _nothing_whole(place)
-    _manifest(place)  # refuses what something else has written
+    _read_manifest(place)  # refuses what something else has written
     with place.locked():
-        manifest, _ = _manifest(place)
-        shards, damaged = _shards(place, manifest)
+        manifest, _ = _read_manifest(place)
+        shards, damaged = _read_shards(place, manifest)
         if manifest is None and not shards:
             raise _nothing_whole(place)
         if manifest is None:
@@ -145,16 +151,8 @@ def _nothing_whole(place: Place) -> FolderError:
     return FolderError(f"{place} is not a store, or no shard of it is whole.\nExtract it again.")
 
 
-def _place(where: str | os.PathLike[str] | Place) -> Place:
-    return place_of(where) if isinstance(where, str | os.PathLike) else where
-
-
-def _manifest(place: Place) -> tuple[dict[str, Any] | None, list[Damage]]:
-    """Read the manifest; a damaged one is None, like a missing one.
-
-    Raises:
-        FolderError: it is of another version, or of something else.
-    """
+def _read_manifest(place: Place) -> tuple[dict[str, Any] | None, list[Damage]]:
+    """Read the manifest; a damaged one is None, like a missing one."""
     try:
         manifest = read_manifest(place)
     except FolderError as error:
@@ -165,17 +163,15 @@ def _manifest(place: Place) -> tuple[dict[str, Any] | None, list[Damage]]:
     return manifest, [Damage(MANIFEST, _GONE)] if manifest is None else []
 
 
-def _shards(place: Place, manifest: Mapping[str, Any] | None) -> tuple[list[Shard], list[Damage]]:
-    """Read all shards: those that are whole, and those that are damaged or gone.
-
-    Raises:
-        UnreadableError: a shard cannot be read now.
-    """
+def _read_shards(
+    place: Place, manifest: Mapping[str, Any] | None
+) -> tuple[list[Shard], list[Damage]]:
+    """Read all shards: those that are whole, and those that are damaged or gone."""
     written = None if manifest is None else manifest["shards"]
-    there = {name for name in place.names() if number_of(name) is not None}
+    names = {name for name in place.names() if number_of(name) is not None}
     expected = set() if written is None else {name_of(k) for k in range(len(written["seals"]))}
     whole, damaged = [], []
-    for name in sorted(there | expected):
+    for name in sorted(names | expected):
         try:
             shard = read_shard(place, name, verify=True)
             if written is not None:
@@ -192,11 +188,7 @@ def _shards(place: Place, manifest: Mapping[str, Any] | None) -> tuple[list[Shar
 
 
 def _check_listed(shard: Shard, name: str, written: Mapping[str, Any]) -> None:
-    """Compare a shard with what the manifest says of it.
-
-    Raises:
-        DamagedError: they differ.
-    """
+    """Compare a shard with what the manifest says of it."""
     number = number_of(name) or 0
     if number >= len(written["seals"]):
         raise DamagedError("the manifest does not list it")
@@ -204,7 +196,7 @@ def _check_listed(shard: Shard, name: str, written: Mapping[str, Any]) -> None:
         raise DamagedError(f"its seal must be {written['seals'][number]}, got {shard.seal}")
 
 
-def _names(place: Place) -> list[Damage]:
+def _check_names(place: Place) -> list[Damage]:
     try:
         with reading(f"{place}/{NAMES}"):
             data = place.read(NAMES)
@@ -217,11 +209,7 @@ def _names(place: Place) -> list[Damage]:
 
 
 def _check_all_there(place: Place, shards: Sequence[Shard], damaged: Sequence[Damage]) -> None:
-    """Check that shards are whole, and one behind the other.
-
-    Raises:
-        FolderError: one is missing or damaged.
-    """
+    """Check that shards are whole, and one behind the other."""
     why = str(damaged[0]) if damaged else ""
     stop = 0
     for number, shard in enumerate(shards):

@@ -14,10 +14,9 @@ from torch import Tensor, from_numpy
 from hookline.display.text import plural
 from hookline.engine import hides
 from hookline.errors import StructureError
-from hookline.recordings.tensor_file import DTYPES
-from hookline.stores.gather_rows import MISSING, Gatherer
-from hookline.stores.shard_file import LENGTH, numpy_dtype, tensor_of
-from hookline.stores.shards import Form, Mapped, Shards, find
+from hookline.files.safetensors_file import DTYPES
+from hookline.stores.shard_file import LENGTH, ColumnForm, numpy_dtype, tensor_of
+from hookline.stores.shards import MISSING, Gatherer, Mapped, Shards, find
 
 _MOST_AT_ONCE = 8192  # rows: they may lie in as many files
 
@@ -57,7 +56,7 @@ class Column:
         FolderError: by `column[index]`: a shard is gone or damaged.
     """
 
-    def __init__(self, shards: Shards, form: Form) -> None:
+    def __init__(self, shards: Shards, form: ColumnForm) -> None:
         self._shards, self._form = shards, form
         self._begin()
 
@@ -78,10 +77,10 @@ class Column:
         if self._shards.is_mapped and Gatherer.can(self._form.shape):
             self._gatherer = Gatherer(self._form.shape, self._numpy_dtype)
 
-    def __getstate__(self) -> tuple[Shards, Form]:
+    def __getstate__(self) -> tuple[Shards, ColumnForm]:
         return self._shards, self._form
 
-    def __setstate__(self, state: tuple[Shards, Form]) -> None:
+    def __setstate__(self, state: tuple[Shards, ColumnForm]) -> None:
         self._shards, self._form = state
         self._begin()
 
@@ -148,8 +147,8 @@ class Column:
             shard = bisect_right(self._stops, index)
             mapped = self._simple.get(shard)
             if mapped is not None:
-                found: NDArray[Any] = mapped.array[index - self._starts[shard]].copy()
-                return found
+                row: NDArray[Any] = mapped.array[index - self._starts[shard]].copy()
+                return row
         if not self._is_plain:
             raise StructureError(
                 f"{self.name} must have a dtype that NumPy has, got {self.dtype}."
@@ -160,8 +159,8 @@ class Column:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
             raise ValueError("a column must be copied to become an array: leave out copy=False.")
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype, copy=False)
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     # -- items of several rows ------------------------------------------------------------------
 
@@ -180,7 +179,7 @@ class Column:
             StructureError: the rows of this column are items, not tokens.
         """
         self._check_ragged("lengths")
-        return Column(self._shards, Form(LENGTH, "I64", (), False))
+        return Column(self._shards, ColumnForm(LENGTH, "I64", (), "item"))
 
     def of_item(self, item: int) -> Tensor:
         """Return the rows of one item, of shape `(tokens, ...)`.
@@ -249,12 +248,12 @@ class Column:
             FolderError: a shard is gone or damaged.
         """
         rows = [self._item(item, copied=False) for item in self._positions(items)]
-        lengths = np.array([len(one) for one in rows], np.int64)
+        lengths = np.array([len(tokens) for tokens in rows], np.int64)
         longest = int(lengths.max(initial=0))
-        found = np.zeros((len(rows), longest, *self._form.shape), self._numpy_dtype)
-        for target, one in zip(found, rows, strict=True):
-            target[: len(one)] = one
-        return self.tensor(found), from_numpy(np.arange(longest) < lengths[:, None])
+        padded = np.zeros((len(rows), longest, *self._form.shape), self._numpy_dtype)
+        for target, tokens in zip(padded, rows, strict=True):
+            target[: len(tokens)] = tokens
+        return self.tensor(padded), from_numpy(np.arange(longest) < lengths[:, None])
 
     def _item(self, item: int, *, copied: bool = True) -> NDArray[Any]:
         self._check_ragged("of_item")
@@ -269,14 +268,14 @@ class Column:
 
     def _positions(self, items: Any) -> list[int]:
         n_items = self._shards.item_stops[-1] if len(self._shards) else 0
-        found: list[int] = positions(items, n_items, "items").reshape(-1).tolist()
-        return found
+        numbers: list[int] = positions(items, n_items, "items").reshape(-1).tolist()
+        return numbers
 
-    def _check_ragged(self, what: str) -> None:
+    def _check_ragged(self, attribute: str) -> None:
         if not self._form.per_token:
             raise StructureError(
-                f"{self.name} must have a row for each token for {what}, got one for each item."
-                f"\nWrite store[{self.name!r}][item]."
+                f"{self.name} must have a row for each token for {attribute}, got one for each"
+                f" item.\nWrite store[{self.name!r}][item]."
             )
 
     # -- rows -----------------------------------------------------------------------------------
@@ -287,8 +286,8 @@ class Column:
         if rows is Ellipsis or rows is None or (isinstance(index, tuple) and not index):
             return self._own(self._slice(slice(None), ())[index])
         is_basic = all(
-            one is None or one is Ellipsis or isinstance(one, slice) or type(one) is int
-            for one in rest
+            part is None or part is Ellipsis or isinstance(part, slice) or type(part) is int
+            for part in rest
         )
         if isinstance(rows, slice):
             if is_basic:
@@ -296,11 +295,11 @@ class Column:
             return self._own(self._slice(rows, ())[(slice(None), *_as_arrays(rest))])
         rows = positions(rows, self._length, "rows")
         if is_basic:
-            found = self._gather(rows.reshape(-1), tuple(rest))
-            return found.reshape((*rows.shape, *found.shape[1:]))
-        found = self._gather(rows.reshape(-1), ())
+            values = self._gather(rows.reshape(-1), tuple(rest))
+            return values.reshape((*rows.shape, *values.shape[1:]))
+        values = self._gather(rows.reshape(-1), ())
         places = np.arange(rows.size).reshape(rows.shape) if rows.ndim else 0
-        return self._own(found[(places, *_as_arrays(rest))])
+        return self._own(values[(places, *_as_arrays(rest))])
 
     def _slice(self, rows: slice, rest: tuple[Any, ...]) -> NDArray[Any]:
         """Copy the rows of a slice, shard by shard."""
@@ -309,12 +308,12 @@ class Column:
         target = values
         if span.step < 0:
             span, target = span[::-1], values[::-1]
-        done = 0
-        while done < len(span):
-            shard, first = find(self._stops, span[done])
-            part = self.array(shard)[first :: span.step][: len(span) - done]
-            target[done : done + len(part)] = part[(slice(None), *rest)] if rest else part
-            done += len(part)
+        n_copied = 0
+        while n_copied < len(span):
+            shard, first = find(self._stops, span[n_copied])
+            part = self.array(shard)[first :: span.step][: len(span) - n_copied]
+            target[n_copied : n_copied + len(part)] = part[(slice(None), *rest)] if rest else part
+            n_copied += len(part)
         return values
 
     def _gather(self, rows: NDArray[np.int64], rest: tuple[Any, ...]) -> NDArray[Any]:
@@ -373,8 +372,8 @@ class Column:
 
     def rows(self, shard: int) -> Mapped:
         """Return the rows of a shard where they are mapped, and their address."""
-        found = self._mapped.get(shard)
-        return self._shards.rows(shard, self._form) if found is None else found
+        mapped = self._mapped.get(shard)
+        return self._shards.rows(shard, self._form) if mapped is None else mapped
 
     def _own(self, array: NDArray[Any]) -> NDArray[Any]:
         return np.array(array, order="C")
@@ -394,13 +393,10 @@ class Column:
         )
 
 
-def positions(index: Any, length: int, what: str) -> NDArray[np.int64]:
-    """Return indices as an array of numbers from 0.
+def positions(index: Any, length: int, word: str) -> NDArray[np.int64]:
+    """Return a number, a slice, numbers or a mask as an array of numbers from 0.
 
-    Args:
-        index: a number, a slice, numbers, or a mask.
-        length: how many rows or items there are.
-        what: the word for them.
+    `length` is the number of rows or items, and `word` the word for them.
 
     Raises:
         IndexError: one is out of range, or they are neither integers nor a mask.
@@ -409,31 +405,31 @@ def positions(index: Any, length: int, what: str) -> NDArray[np.int64]:
         return np.arange(*index.indices(length))
     if isinstance(index, Tensor):
         index = index.detach().cpu().numpy()
-    found = np.asarray(index)
-    if found.dtype == np.bool_ and found.ndim == 1:
-        if len(found) != length:
-            raise IndexError(f"a mask of {what} must have {length:,} values, got {len(found):,}.")
-        return np.flatnonzero(found)
-    if found.size == 0 and isinstance(index, Sequence):
-        found = found.astype(np.int64)
-    if found.dtype.kind not in "iu":
+    numbers = np.asarray(index)
+    if numbers.dtype == np.bool_ and numbers.ndim == 1:
+        if len(numbers) != length:
+            raise IndexError(f"a mask of {word} must have {length:,} values, got {len(numbers):,}.")
+        return np.flatnonzero(numbers)
+    if numbers.size == 0 and isinstance(index, Sequence):
+        numbers = numbers.astype(np.int64)
+    if numbers.dtype.kind not in "iu":
         raise IndexError(
             f"an index must be of integers, a slice or a mask of booleans, got {index!r}."
-            f"\nGive the numbers of {what}, such as [0, 5], or a slice such as [:100]."
+            f"\nGive the numbers of {word}, such as [0, 5], or a slice such as [:100]."
         )
-    if found.dtype.kind == "u":
-        found = np.minimum(found.astype(np.uint64), 2**63 - 1)  # else it would become negative
-    found = found.astype(np.int64, copy=False)
-    if not found.size or found.view(np.uint64).max() < length:
-        return found  # the common case, in one look: a negative number would be a large one
-    is_outside = (found < -length) | (found >= length)
+    if numbers.dtype.kind == "u":
+        numbers = np.minimum(numbers.astype(np.uint64), 2**63 - 1)  # else it would become negative
+    numbers = numbers.astype(np.int64, copy=False)
+    if not numbers.size or numbers.view(np.uint64).max() < length:
+        return numbers  # the common case, in one look: a negative number would be a large one
+    is_outside = (numbers < -length) | (numbers >= length)
     if is_outside.any():
         raise IndexError(
-            f"{what} must be below {length:,}, the number of {what}, got"
-            f" {int(found[is_outside].flat[0]):,}."
+            f"{word} must be below {length:,}, the number of {word}, got"
+            f" {int(numbers[is_outside].flat[0]):,}."
         )
-    return np.where(found < 0, found + length, found)
+    return np.where(numbers < 0, numbers + length, numbers)
 
 
 def _as_arrays(rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(one.detach().cpu().numpy() if isinstance(one, Tensor) else one for one in rest)
+    return tuple(part.detach().cpu().numpy() if isinstance(part, Tensor) else part for part in rest)

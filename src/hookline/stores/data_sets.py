@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hookline.errors import InputError
 from hookline.stores.column import Column, positions
-from hookline.stores.epochs import Epochs
 from hookline.stores.shards import Shards
 
 Rows = Tensor | dict[str, Tensor]
@@ -61,19 +61,19 @@ class StoreDataset(Dataset[Any]):
         if any(column.is_ragged != self._per_token for column in self._columns):
             rows = positions(index, len(self), "rows")
             items = self._shards.items_of(rows.reshape(-1)).reshape(rows.shape)
-        found = {
+        values = {
             column.name: column[index if column.is_ragged == self._per_token else items]
             for column in self._columns
         }
-        return next(iter(found.values())) if self._is_single else found
+        return next(iter(values.values())) if self._is_single else values
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Read the rows of a batch at once, for the DataLoader, which stacks them."""
-        found = self[indices]
-        if isinstance(found, Tensor):
-            return list(found.unbind())
-        parts = [column.unbind() for column in found.values()]
-        return [dict(zip(found, row, strict=True)) for row in zip(*parts, strict=True)]
+        batch = self[indices]
+        if isinstance(batch, Tensor):
+            return list(batch.unbind())
+        parts = [column.unbind() for column in batch.values()]
+        return [dict(zip(batch, row, strict=True)) for row in zip(*parts, strict=True)]
 
 
 class Shuffle(NamedTuple):
@@ -136,10 +136,10 @@ class ShuffledRows(IterableDataset[Any]):
         for name in ("batch_size", "shards"):
             number = getattr(how, name)
             if not (type(number) is int and number > 0) and (name, number) != ("batch_size", None):
-                wanted = "a positive integer" + " or None" * (name == "batch_size")
+                expected = "a positive integer" + " or None" * (name == "batch_size")
                 example = 256 if name == "batch_size" else 16
                 raise InputError(
-                    f"{name} must be {wanted}, got {number!r}.\nGive {name}={example}."
+                    f"{name} must be {expected}, got {number!r}.\nGive {name}={example}."
                 )
         self._columns, self._how = tuple(columns), how
         self._dataset = StoreDataset(store_shards, columns, is_single=is_single)
@@ -207,7 +207,7 @@ class ShuffledRows(IterableDataset[Any]):
         rest = np.empty(0, np.int64)
         for group in _grouped(pieces, self._how.shards):
             # Held while rows of them are read, so that nothing is downloaded twice.
-            held = [column.array(piece.shard) for piece in group for column in self._columns]
+            arrays = [column.array(piece.shard) for piece in group for column in self._columns]
             rows = np.concatenate([self._rows_of(piece) for piece in group])
             numbers.shuffle(rows)
             rows = np.concatenate([rest, rows])
@@ -215,7 +215,7 @@ class ShuffledRows(IterableDataset[Any]):
             for start in range(0, whole, size):
                 yield self._batch(rows[start : start + size])
             rest = rows[whole:]
-            del held
+            del arrays
         if len(rest):
             yield self._batch(rest)
 
@@ -245,3 +245,50 @@ def _grouped(pieces: Sequence[_Piece], most: int) -> Iterator[Sequence[_Piece]]:
     n_groups = math.ceil(len(pieces) / most)
     for number in range(n_groups):
         yield pieces[len(pieces) * number // n_groups : len(pieces) * (number + 1) // n_groups]
+
+
+_N_SLOTS = 1024
+_LOW = 2**32 - 1
+
+
+@final
+class Epochs:
+    """Counts the iterations over a data set, in this process or by all workers of a loader.
+
+    The workers of one epoch must agree on its number, also where some are ended early. They cannot
+    ask the process that started them. So each writes to memory that all share: a number that the
+    loader draws for the epoch, and the epoch, in one write. A worker that finds the loader's number
+    takes the epoch beside it; else it begins the next.
+    """
+
+    def __init__(self) -> None:
+        # In the lower half of a slot the count of begun epochs, in the upper the loader's number.
+        self._slots = torch.zeros(_N_SLOTS, dtype=torch.int64)
+        self._slots.share_memory_()  # type: ignore[no-untyped-call]
+        self._n_begun_here = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._slots.share_memory_()  # type: ignore[no-untyped-call]
+
+    def set(self, epoch: int) -> None:
+        """Choose the epoch that begins next."""
+        self._slots.fill_(epoch)
+
+    def begin(self) -> int:
+        """Return the number of the epoch that begins with this iteration."""
+        worker = get_worker_info()
+        slots: list[int] = self._slots.tolist()
+        n_begun = max(slot & _LOW for slot in slots)
+        if worker is None:
+            self._slots[0] = n_begun + 1
+            return n_begun
+        # Workers that persist keep their seed, so their own count tells epochs apart.
+        seed = worker.seed - worker.id + self._n_begun_here * 0x9E3779B97F4A7C15
+        self._n_begun_here += 1
+        mark = (seed ^ seed >> 32) & 0x7FFFFFFF | 1
+        for slot in slots:
+            if slot >> 32 == mark:
+                return (slot & _LOW) - 1
+        self._slots[1 + worker.id % (_N_SLOTS - 1)] = mark << 32 | n_begun + 1
+        return n_begun

@@ -43,6 +43,6 @@ def excerpt(store: Store, items: Sequence[int]) -> Recording:
         why={},
         excused=frozenset(),
     )
-    found = Recording(sites, report)
-    found.begin_pass(pass_of(0, False, log))
-    return found
+    recording = Recording(sites, report)
+    recording.begin_pass(pass_of(0, False, log))
+    return recording

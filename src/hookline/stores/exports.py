@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
@@ -18,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from hookline.display.text import first_line
-from hookline.errors import FolderError, InputError, StructureError
+from hookline.errors import FolderError, InputError, StructureError, one_of
 from hookline.stores.column import Column
 from hookline.stores.shard_file import LENGTH, numpy_dtype
-from hookline.util.install import how_to_install
+from hookline.util.optional import how_to_install, load
 
 Format = Literal["parquet", "datasets", "npy", "zarr", "lance"]
 
@@ -35,31 +34,18 @@ _EXACT = {
 }  # fmt: skip
 
 
-class _Package(NamedTuple):
-    """A package that a format needs.
-
-    Args:
-        module: what is imported.
-        name: what is installed.
-        install: how, in words.
-    """
-
-    module: str
-    name: str
-    install: str
-
-
-_PYARROW = _Package("pyarrow", "pyarrow", how_to_install("store"))
+# What is imported, what is installed, and how.
+_PYARROW = "pyarrow", "pyarrow", how_to_install("store")
 _PACKAGES = {
     "parquet": (_PYARROW,),
-    "datasets": (_PYARROW, _Package("datasets", "datasets", "Run pip install datasets")),
-    "zarr": (_Package("zarr", "zarr", "Run pip install zarr"),),
-    "lance": (_PYARROW, _Package("lance", "pylance", "Run pip install pylance")),
+    "datasets": (_PYARROW, ("datasets", "datasets", "Run pip install datasets")),
+    "zarr": (("zarr", "zarr", "Run pip install zarr"),),
+    "lance": (_PYARROW, ("lance", "pylance", "Run pip install pylance")),
     "npy": (),
 }
 
 
-class Source(NamedTuple):
+class ExportedColumns(NamedTuple):
     """Hold the columns to export.
 
     Args:
@@ -73,26 +59,12 @@ class Source(NamedTuple):
     texts: Mapping[str, NDArray[Any]]
 
 
-def export(source: Source, to: str | os.PathLike[str], format: Format) -> Path:
-    """Write columns in another format; `Store.export` says how.
-
-    Args:
-        source: the columns.
-        to: a new file or folder.
-        format: the name of the format.
-
-    Raises:
-        InputError: there is no such format, or its package is not installed.
-        StructureError: the format does not have a dtype.
-        FolderError: `to` exists, or cannot be written.
-    """
-    if format not in _PACKAGES:
-        raise InputError(
-            f"format must be one of {', '.join(map(repr, _PACKAGES))}, got {format!r}."
-            "\nGive one of them: store.export('features.parquet', 'parquet')."
-        )
-    for package in _PACKAGES[format]:
-        _import(package, format)
+def export(source: ExportedColumns, to: str | os.PathLike[str], format: Format) -> Path:
+    """Write columns to a new file or folder in another format; `Store.export` says how."""
+    fix = "Give one of them: store.export('features.parquet', 'parquet')."
+    one_of("format", format, _PACKAGES, fix)
+    for module, package, install in _PACKAGES[format]:
+        load(module, f"{package} must be installed to export to {format}", install, InputError)
     path = Path(to)
     if path.exists():
         raise FolderError(f"{path} must not exist yet to export to it.\nGive a new name.")
@@ -111,16 +83,6 @@ def export(source: Source, to: str | os.PathLike[str], format: Format) -> Path:
             ) from error
         raise
     return path
-
-
-def _import(package: _Package, format: str) -> Any:
-    try:
-        return import_module(package.module)
-    except ImportError as error:
-        raise InputError(
-            f"{package.name} must be installed to export to {format}, got: {first_line(error)}."
-            f"\n{package.install}"
-        ) from error
 
 
 # -- what is written ------------------------------------------------------------------------------
@@ -150,7 +112,7 @@ def _row_bytes(column: Column) -> int:
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-def _write_npy(source: Source, path: Path) -> None:
+def _write_npy(source: ExportedColumns, path: Path) -> None:
     """Write an .npy file for each column, which `np.load(..., mmap_mode="r")` maps."""
     path.mkdir()
     names = {}
@@ -168,7 +130,7 @@ def _write_npy(source: Source, path: Path) -> None:
     (path / "columns.json").write_text(json.dumps(names, indent=1))
 
 
-def _write_zarr(source: Source, path: Path) -> None:
+def _write_zarr(source: ExportedColumns, path: Path) -> None:
     """Write a Zarr group with an array for each column."""
     import zarr
 
@@ -196,7 +158,7 @@ def _with_lengths(columns: Sequence[Column]) -> list[Column]:
 # -- tables ---------------------------------------------------------------------------------------
 
 
-def _write_parquet(source: Source, path: Path) -> None:
+def _write_parquet(source: ExportedColumns, path: Path) -> None:
     from pyarrow import parquet
 
     # pandas makes arrays of objects of nested lists, which NumPy cannot stack.
@@ -207,7 +169,7 @@ def _write_parquet(source: Source, path: Path) -> None:
             writer.write_batch(batch)
 
 
-def _write_lance(source: Source, path: Path) -> None:
+def _write_lance(source: ExportedColumns, path: Path) -> None:
     import lance
     import pyarrow as pa
 
@@ -218,7 +180,7 @@ def _write_lance(source: Source, path: Path) -> None:
     lance.write_dataset(reader, str(path), schema=schema, mode="create")
 
 
-def _write_datasets(source: Source, path: Path) -> None:
+def _write_datasets(source: ExportedColumns, path: Path) -> None:
     """Write a folder that `datasets.load_from_disk` opens."""
     import pyarrow as pa
     from datasets import DatasetInfo, Features
@@ -239,12 +201,10 @@ def _write_datasets(source: Source, path: Path) -> None:
     (path / "state.json").write_text(json.dumps(state))
 
 
-def _schema(source: Source, *, is_flat: bool = False) -> Any:
+def _schema(source: ExportedColumns, *, is_flat: bool = False) -> Any:
     """Return the Arrow schema: a column of rows is of fixed size, one of tokens a list of them.
 
-    Args:
-        source: the columns.
-        is_flat: write a row of several dimensions as one list, and its shape into the metadata.
+    `is_flat` makes a row of several dimensions one list, and notes its shape in the metadata.
     """
     import pyarrow as pa
 
@@ -254,9 +214,9 @@ def _schema(source: Source, *, is_flat: bool = False) -> Any:
         kind = pa.from_numpy_dtype(_arrow_dtype(column))
         for size in (math.prod(shape),) * bool(shape) if is_flat else reversed(shape):
             kind = pa.list_(kind, size)
-        about = {"shape": json.dumps(shape)} if is_flat and len(shape) > 1 else None
+        metadata = {"shape": json.dumps(shape)} if is_flat and len(shape) > 1 else None
         kind = pa.list_(kind) if column.is_ragged else kind
-        fields.append(pa.field(column.name, kind, metadata=about))
+        fields.append(pa.field(column.name, kind, metadata=metadata))
     fields += [pa.field(name, pa.string()) for name in source.texts]
     return pa.schema(fields)
 
@@ -272,11 +232,11 @@ def _arrow_dtype(column: Column) -> np.dtype[Any]:
             f"{column.name} must have rows of one or more numbers, got {list(column.shape[1:])}."
             "\nExport to 'npy' or 'zarr', or leave the site out: store.export(to, format, 'fc')."
         )
-    found: np.dtype[Any] = numpy_dtype(_dtype(column))
-    return found
+    dtype: np.dtype[Any] = numpy_dtype(_dtype(column))
+    return dtype
 
 
-def _batches(source: Source, schema: Any) -> Iterator[Any]:
+def _batches(source: ExportedColumns, schema: Any) -> Iterator[Any]:
     """Yield record batches of a row an item."""
     import pyarrow as pa
 
@@ -305,15 +265,15 @@ def _arrow(numbers: NDArray[Any], kind: Any, lengths: NDArray[np.int64] | None) 
     while pa.types.is_fixed_size_list(kind):
         kinds.append(kind)
         kind = kind.value_type
-    found = pa.array(numbers.reshape(-1), kind)
+    array = pa.array(numbers.reshape(-1), kind)
     while kinds:
         outer = kinds.pop()
         if pa.types.is_fixed_size_list(outer):
-            found = pa.FixedSizeListArray.from_arrays(found, type=outer)
+            array = pa.FixedSizeListArray.from_arrays(array, type=outer)
         elif lengths is not None:
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            found = pa.ListArray.from_arrays(offsets, found, type=outer)
-    return found
+            array = pa.ListArray.from_arrays(offsets, array, type=outer)
+    return array
 
 
 def _printable(text: str) -> str:
@@ -344,7 +304,7 @@ def _items(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, sli
         before = start
 
 
-_WRITERS: dict[str, Callable[[Source, Path], None]] = {
+_WRITERS: dict[str, Callable[[ExportedColumns, Path], None]] = {
     "parquet": _write_parquet,
     "datasets": _write_datasets,
     "npy": _write_npy,

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
-from hookline.recordings.tensor_file import DTYPES, flat_bytes
+from hookline.files.safetensors_file import DTYPE_NAMES, DTYPES, flat_bytes
 
 # The values of a column are dealt to so many sums, with arbitrary signs. A prime: the sums cut
 # across any dimension.
 _N_SUMS = 31
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _TF32, _BF16 = 2.0**-10, 2.0**-7  # the rounding of products at lower precision
 # The greatest distance of whole numbers of one model on other hardware, such as of an argmax.
 _INTEGERS_ELSEWHERE = 0.5
@@ -44,13 +43,7 @@ class Computing(NamedTuple):
 
     @staticmethod
     def of(device: str, dtypes: Iterable[torch.dtype], *, is_split: bool) -> Computing:
-        """Return the description of a model.
-
-        Args:
-            device: the type of its device.
-            dtypes: the dtypes of its parameters, and those of autocast.
-            is_split: tensor parallelism splits the weights.
-        """
+        """Return the description of a model with parameters, or an autocast, of these dtypes."""
         precision = {"highest": 0.0, "high": _TF32, "medium": _BF16}
         rounding = max(
             precision[torch.get_float32_matmul_precision()],
@@ -74,28 +67,20 @@ class Difference(NamedTuple):
 
 
 def summary_of(columns: Mapping[str, Tensor], computing: Computing) -> dict[str, Any]:
-    """Return the columns of a batch in a few numbers, for JSON.
-
-    Args:
-        columns: the columns, on the CPU.
-        computing: the rounding of the model's operations.
-    """
-    about: dict[str, Any] = {"device": computing.device, "rounding": computing.rounding}
+    """Return the columns of a batch, which are on the CPU, in a few numbers, for JSON."""
+    facts: dict[str, Any] = {"device": computing.device, "rounding": computing.rounding}
     if computing.is_split:
-        about["split"] = True
-    return {**about, "columns": {name: _numbers_of(rows) for name, rows in columns.items()}}
+        facts["split"] = True
+    return {**facts, "columns": {name: _numbers_of(rows) for name, rows in columns.items()}}
 
 
 def difference(
     was: Mapping[str, Any], now: Mapping[str, Any], *, is_same_place: bool
 ) -> Difference:
-    """Compare two summaries of a first batch.
+    """Compare the summary of a first batch that a store was begun with, and that of this call.
 
-    Args:
-        was: the one that a store was begun with.
-        now: the one of this call.
-        is_same_place: True for the same versions, hardware and settings. Equal values then have
-            equal bits, but for the alignment of memory.
+    `is_same_place` tells that versions, hardware and settings are the same. Equal values then have
+    equal bits, but for the alignment of memory.
     """
     is_exact = is_same_place and was["device"] == now["device"]
     is_exact = is_exact and "split" not in was and "split" not in now
@@ -140,7 +125,7 @@ def _numbers_of(tensor: Tensor) -> dict[str, Any]:
     n_digits = 17 if tensor.dtype.itemsize >= 8 else 9
     sums = np.einsum("i,ij->j", _signs(len(rows)), rows, dtype=np.float64).tolist()
     return {
-        "dtype": _NAMES[tensor.dtype],
+        "dtype": DTYPE_NAMES[tensor.dtype],
         "digest": digest.hexdigest(),
         "not_finite": n_not_finite,
         "norm": _shortened(math.sqrt(square), n_digits),

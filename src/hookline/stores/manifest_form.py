@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hookline.recordings.tensor_file import DTYPES
+from hookline.files.safetensors_file import DTYPES
 
 _MOST = 2**62  # of rows, and of the bytes of a row: NumPy counts in 63 bits
 _WORDS: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
@@ -18,10 +18,7 @@ _LISTS = ("batches", "items", "rows", "sizes")
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Check the fields of a store's manifest.
-
-    Args:
-        manifest: the manifest, as JSON gives it.
+    """Check the fields of a store's manifest, as JSON gives it.
 
     Raises:
         ValueError: a field is missing or of another form. The message names it.
@@ -96,10 +93,10 @@ def _check_counts(shards: Mapping[str, Any], columns: list[dict[str, Any]]) -> N
     for column in columns:
         row_bytes = math.prod(column["shape"]) * DTYPES[column["dtype"]].itemsize
         n_bytes[column["per"]] += row_bytes
-    wanted = sum(shards["items"]) * n_bytes["item"] + sum(shards["rows"]) * n_bytes["token"]
-    if wanted > sum(shards["sizes"]):
+    least_bytes = sum(shards["items"]) * n_bytes["item"] + sum(shards["rows"]) * n_bytes["token"]
+    if least_bytes > sum(shards["sizes"]):
         raise ValueError(
-            f"shards.sizes must add up to {wanted:,} bytes for the listed rows, got"
+            f"shards.sizes must add up to {least_bytes:,} bytes for the listed rows, got"
             f" {sum(shards['sizes']):,}"
         )
 
@@ -129,5 +126,5 @@ def _check_texts(values: list[Any], where: str) -> None:
         raise _wrong(where, "a list of texts", wrong)
 
 
-def _wrong(where: str, wanted: str, value: Any) -> ValueError:
-    return ValueError(f"{where} must be {wanted}, got {value!r:.80}")
+def _wrong(where: str, expected: str, value: Any) -> ValueError:
+    return ValueError(f"{where} must be {expected}, got {value!r:.80}")

@@ -9,14 +9,13 @@ from typing import Any
 
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError, StructureError
-from hookline.recordings.reading import DamagedError
+from hookline.files.place import LocalPlace, Place, as_place
+from hookline.files.reading import DamagedError
+from hookline.files.safetensors_file import head_size
 from hookline.stores.first_batch import difference
-from hookline.stores.job import exact
-from hookline.stores.manifest import read_manifest, write_manifest
-from hookline.stores.place import LocalPlace, Place, place_of
+from hookline.stores.job import exact, read_manifest, write_manifest
 from hookline.stores.shard_file import (
     Shard,
-    head_size,
     name_of,
     number_of,
     read_shard,
@@ -62,8 +61,7 @@ def merge(
         FolderError: one is not a store, is damaged, or misses shards; `to` is not empty.
         StructureError: there is no store, or they differ in their model, sites or options.
     """
-    sources = [place_of(one) if isinstance(one, str | os.PathLike) else one for one in places]
-    target = place_of(to) if isinstance(to, str | os.PathLike) else to
+    sources, target = list(map(as_place, places)), as_place(to)
     if not sources:
         raise StructureError("merge must have one or more stores, got none.\nGive their folders.")
     manifests = [_manifest_of(place) for place in sources]
@@ -71,17 +69,17 @@ def merge(
     with target.locked():
         if target.names():
             raise FolderError(f"{target} must be empty to merge into.\nGive a new folder.")
-        job, about = manifests[0]["job"], manifests[0]["environment"]
+        job, made_on = manifests[0]["job"], manifests[0]["environment"]
         if all(exact(manifest["job"]) == exact(job) for manifest in manifests[1:]):
             _check_values(sources, [manifest["job"] for manifest in manifests])
             shards = _of_one_job(sources, manifests, target)
         else:
-            shards = _one_behind_the_other(sources, manifests, target)
+            shards = _concatenate(sources, manifests, target)
             parts = [manifest["job"] for manifest in manifests]
             n_items = sum(shard.items for shard in shards)
             data = {"kind": "merged", "parts": [part["data"] for part in parts]}
             job = {**job, "data": data, "n_items": n_items}
-        write_manifest(target, job, about, shards)
+        write_manifest(target, job, made_on, shards)
     return open_store(target)
 
 
@@ -93,11 +91,7 @@ def _manifest_of(place: Place) -> dict[str, Any]:
 
 
 def _check_alike(places: Sequence[Place], manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Check that stores are of the same model, sites and options.
-
-    Raises:
-        StructureError: they differ in one.
-    """
+    """Check that stores are of the same model, sites and options."""
     job = exact(manifests[0]["job"])
     for place, manifest in zip(places, manifests, strict=True):
         other = exact(manifest["job"])
@@ -111,11 +105,7 @@ def _check_alike(places: Sequence[Place], manifests: Sequence[Mapping[str, Any]]
 
 
 def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) -> None:
-    """Check that the stores of one job have the same values for its first batch.
-
-    Raises:
-        StructureError: they differ by more than rounding.
-    """
+    """Check that the stores of one job have the same values for its first batch."""
     first_batches = [
         (place, job["first_batch"])
         for place, job in zip(places, jobs, strict=True)
@@ -135,50 +125,44 @@ def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) ->
 def _of_one_job(
     places: Sequence[Place], manifests: Sequence[Mapping[str, Any]], target: Place
 ) -> list[Shard]:
-    """Gather the shards of one job, each from the first store that has it.
-
-    Raises:
-        FolderError: one is missing, or damaged.
-    """
-    found: dict[int, tuple[Place, Shard]] = {}
+    """Gather the shards of one job, each from the first store that has it."""
+    by_number: dict[int, tuple[Place, Shard]] = {}
     for place in places:
         for name in place.names():
             number = number_of(name)
             if number is None:
                 continue
             shard = _read(place, name)
-            _, known = found.setdefault(number, (place, shard))
-            if known.seal != shard.seal:
+            _, first = by_number.setdefault(number, (place, shard))
+            if first.seal != shard.seal:
                 raise FolderError(
-                    f"{found[number][0]} and {place} must hold the same {name}, got other values."
-                    "\nLeave one of the stores out."
+                    f"{by_number[number][0]} and {place} must hold the same {name}, got other"
+                    " values.\nLeave one of the stores out."
                 )
-    _check_complete(manifests, [found[number][1] for number in sorted(found)])
-    for number, (place, _) in sorted(found.items()):
+    _check_complete(manifests, [by_number[number][1] for number in sorted(by_number)])
+    for number, (place, _) in sorted(by_number.items()):
         _link(place, target, name_of(number))
     for place in places:
         if NAMES in place.names():
             _link(place, target, NAMES)
             break
-    return [found[number][1] for number in sorted(found)]
+    return [by_number[number][1] for number in sorted(by_number)]
 
 
 def _check_complete(manifests: Sequence[Mapping[str, Any]], shards: Sequence[Shard]) -> None:
-    """Check that no shard of a job is missing.
-
-    Raises:
-        FolderError: one is.
-    """
+    """Check that no shard of a job is missing."""
     job = manifests[0]["job"]
-    known = [len(one["shards"]["seals"]) for one in manifests if one["shards"] is not None]
-    if job["n_items"] is not None and not known:
-        known = [-(-job["n_items"] // (job["batch_size"] * job["shard_batches"]))]
-    if not known:
+    counts = [
+        len(manifest["shards"]["seals"]) for manifest in manifests if manifest["shards"] is not None
+    ]
+    if job["n_items"] is not None and not counts:
+        counts = [-(-job["n_items"] // (job["batch_size"] * job["shard_batches"]))]
+    if not counts:
         raise FolderError(
             "stores of data without a length must be finished to be merged, got none that is."
             "\nFinish one of them: start its hl.extract again."
         )
-    missing = sorted({*range(max(known))} - {shard.number for shard in shards})
+    missing = sorted({*range(max(counts))} - {shard.number for shard in shards})
     if missing:
         raise FolderError(
             f"stores of one job must hold all of its shards to be merged, got"
@@ -187,14 +171,10 @@ def _check_complete(manifests: Sequence[Mapping[str, Any]], shards: Sequence[Sha
         )
 
 
-def _one_behind_the_other(
+def _concatenate(
     places: Sequence[Place], manifests: Sequence[Mapping[str, Any]], target: Place
 ) -> list[Shard]:
-    """Copy the shards of finished stores, with new numbers.
-
-    Raises:
-        FolderError: a store is not finished, or a shard is damaged.
-    """
+    """Copy the shards of finished stores, with new numbers."""
     for place, manifest in zip(places, manifests, strict=True):
         if manifest["shards"] is None:
             raise FolderError(

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -24,11 +26,16 @@ from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from hookline.display.text import first_line
-from hookline.recordings.manifest import DAMAGE
-from hookline.recordings.reading import DamagedError, reading
-from hookline.recordings.tensor_file import DTYPES, flat_bytes
+from hookline.files.place import Place
+from hookline.files.reading import DAMAGE, DamagedError, reading
+from hookline.files.safetensors_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    flat_bytes,
+    framed,
+    head_size,
+)
 from hookline.statistics import Moments
-from hookline.stores.place import Place
 
 # Columns of the store itself. "@" begins no path of a module.
 ITEM, LENGTH, TOKEN = "@item", "@length", "@token"
@@ -37,13 +44,48 @@ OWN = (ITEM, LENGTH, TOKEN)
 _NAME = re.compile(r"shard-(\d{8})\.safetensors")
 _BLANK = b"0" * 32
 _SEAL = re.compile(rb'seal\\": \\"([0-9a-f]{32})')
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # NumPy has no such dtypes: their bytes are unsigned integers there.
 _UNSIGNED = {1: np.uint8, 2: np.uint16}
 _REAL = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool,
 })  # fmt: skip
+
+
+@final
+@dataclass(frozen=True)
+class ColumnForm:
+    """The form of a column.
+
+    Args:
+        name: the site, as it is written, or one of the store's own columns.
+        dtype: the name of its dtype, as safetensors writes it.
+        shape: the shape of one row.
+        per: whether an item has one row, or each of its tokens has.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    per: Literal["item", "token"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the form as the manifest holds it."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "per": self.per}
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> ColumnForm:
+        """Read what `as_json` made."""
+        return ColumnForm(row["name"], row["dtype"], tuple(row["shape"]), row["per"])
+
+    @property
+    def per_token(self) -> bool:
+        """Tell whether each token has a row."""
+        return self.per == "token"
+
+    def empty(self) -> Tensor:
+        """Return a column without rows."""
+        return torch.empty(0, *self.shape, dtype=DTYPES[self.dtype])
 
 
 class Chunk(NamedTuple):
@@ -121,17 +163,12 @@ def name_of(number: int) -> str:
 
 def number_of(name: str) -> int | None:
     """Return the number of the shard in a file; None for another file."""
-    found = _NAME.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def encode(number: int, chunks: Sequence[Chunk], job: str = "") -> tuple[list[Any], Shard]:
-    """Make a shard of the rows of consecutive batches.
-
-    Args:
-        number: the number of the shard.
-        chunks: the rows of its batches, in order.
-        job: the digest of the job that it is of.
+    """Make a shard of the rows of consecutive batches, for the job of a digest.
 
     Returns:
         The bytes of its file as buffers, and its description. Equal rows give equal bytes.
@@ -151,12 +188,12 @@ def encode(number: int, chunks: Sequence[Chunk], job: str = "") -> tuple[list[An
             end += piece.nbytes
         sums[name] = digest.hexdigest()
         entries[name] = {
-            "dtype": _DTYPE_NAMES[first.dtype],
+            "dtype": DTYPE_NAMES[first.dtype],
             "shape": [sum(map(len, parts[name])), *first.shape[1:]],
             "data_offsets": [start, end],
         }
         buffers += data
-    about = {
+    description = {
         "seal": _BLANK.decode(), "job": job, "number": number,
         "batches": [chunks[0].batch, chunks[-1].batch + 1],
         "items": sum(len(chunk.items) for chunk in chunks),
@@ -167,9 +204,9 @@ def encode(number: int, chunks: Sequence[Chunk], job: str = "") -> tuple[list[An
             for name in names
             if name not in OWN and parts[name][0].dtype in _REAL
         },
-        "skipped": [list(one) for chunk in chunks for one in chunk.skipped],
+        "skipped": [list(item) for chunk in chunks for item in chunk.skipped],
     }  # fmt: skip
-    head = _sealed(about, entries)
+    head = _sealed(description, entries)
     return [head, *buffers], decode(head, len(head) + end)
 
 
@@ -181,8 +218,8 @@ def _columns(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
     """Return the parts of each column, the store's own included."""
     parts = {name: [chunk.columns[name] for chunk in chunks] for name in chunks[0].columns}
     parts[ITEM] = [torch.tensor(chunk.items, dtype=torch.int64) for chunk in chunks]
-    known = [chunk.lengths for chunk in chunks if chunk.lengths is not None]
-    lengths = [torch.tensor(one, dtype=torch.int64) for one in known]
+    per_item = [chunk.lengths for chunk in chunks if chunk.lengths is not None]
+    lengths = [torch.tensor(of_chunk, dtype=torch.int64) for of_chunk in per_item]
     tokens = [chunk.tokens for chunk in chunks if chunk.tokens is not None]
     return {
         **parts,
@@ -191,91 +228,75 @@ def _columns(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
     }
 
 
-def _sealed(about: Mapping[str, Any], entries: Mapping[str, Any]) -> bytes:
+def _sealed(description: Mapping[str, Any], entries: Mapping[str, Any]) -> bytes:
     """Return the 8 bytes of length and the header, with its checksum filled in."""
-    text = json.dumps({"__metadata__": {"hookline": json.dumps(about)}, **entries}).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    head = framed(json.dumps({"__metadata__": {"hookline": json.dumps(description)}, **entries}))
     at = head.index(_BLANK)
     return head[:at] + xxh3_128_hexdigest(head).encode() + head[at + len(_BLANK) :]
 
 
-def head_size(first: bytes) -> int:
-    """Return the length of the header, itself included, from a file's first 8 bytes."""
-    return 8 + int.from_bytes(first[:8], "little")
-
-
 def decode(head: bytes, size: int) -> Shard:
-    """Read the description of a shard, and verify its checksum.
+    """Read the description of a shard from its header, and verify the header's checksum.
 
-    Args:
-        head: the file's first bytes, to the end of the header.
-        size: the bytes of the whole file.
+    `head` has the file's first bytes, to the end of the header; `size` is that of the whole file.
 
     Raises:
         ValueError, KeyError, TypeError: the header is damaged, or the file has another size.
     """
-    found = _SEAL.search(head)
-    if found is None:
+    match = _SEAL.search(head)
+    if match is None:
         raise ValueError("it must have the header of a shard")
-    blank = head[: found.start(1)] + _BLANK + head[found.end(1) :]
+    blank = head[: match.start(1)] + _BLANK + head[match.end(1) :]
     seal = xxh3_128_hexdigest(blank)
-    if seal.encode() != found[1]:
-        raise ValueError(f"the checksum of its header must be {found[1].decode()}, got {seal}")
+    if seal.encode() != match[1]:
+        raise ValueError(f"the checksum of its header must be {match[1].decode()}, got {seal}")
     header = json.loads(head[8:])
-    about = json.loads(header.pop("__metadata__")["hookline"])
+    description = json.loads(header.pop("__metadata__")["hookline"])
     spans = {}
     for name, entry in header.items():
         start, stop = (len(head) + offset for offset in entry["data_offsets"])
-        spans[name] = Span(entry["dtype"], tuple(entry["shape"]), start, stop, about["sums"][name])
-    wanted = max((span.stop for span in spans.values()), default=len(head))
-    if wanted != size:
-        raise ValueError(f"it must be {wanted} bytes long, got {size}")
-    first, last = about["batches"]
+        spans[name] = Span(
+            entry["dtype"], tuple(entry["shape"]), start, stop, description["sums"][name]
+        )
+    end = max((span.stop for span in spans.values()), default=len(head))
+    if end != size:
+        raise ValueError(f"it must be {end} bytes long, got {size}")
+    first, last = description["batches"]
     return Shard(
-        about["number"], (first, last), about["items"], about["rows"], size, seal, spans,
-        {name: Moments.from_json(fields) for name, fields in about["statistics"].items()},
-        [(item, text) for item, text in about["skipped"]],
-        about["job"],
+        description["number"], (first, last), description["items"], description["rows"], size,
+        seal, spans,
+        {name: Moments.from_json(fields) for name, fields in description["statistics"].items()},
+        [(item, text) for item, text in description["skipped"]],
+        description["job"],
     )  # fmt: skip
 
 
 def renumbered(head: bytes, size: int, number: int, first_batch: int) -> tuple[bytes, Shard]:
-    """Give a shard another number; its columns stay as they are.
-
-    Args:
-        head: the file's first bytes, to the end of the header.
-        size: the bytes of the whole file.
-        number: the new number.
-        first_batch: the new number of its first batch.
+    """Give a shard another number and first batch; its columns stay as they are.
 
     Returns:
         The new header, and the description of the shard with it.
     """
     header = json.loads(head[8:])
-    about = json.loads(header.pop("__metadata__")["hookline"])
-    first, last = about["batches"]
+    description = json.loads(header.pop("__metadata__")["hookline"])
+    first, last = description["batches"]
     batches = [first_batch, first_batch + last - first]
-    about.update(seal=_BLANK.decode(), job="", number=number, batches=batches)
-    new = _sealed(about, header)
+    description.update(seal=_BLANK.decode(), job="", number=number, batches=batches)
+    new = _sealed(description, header)
     return new, decode(new, len(new) + size - len(head))
 
 
 def check(span: Span, data: NDArray[np.uint8]) -> None:
-    """Compare a column's bytes with their checksum.
-
-    Raises:
-        ValueError: they differ.
-    """
-    found = xxh3_128_hexdigest(data.data)
-    if found != span.sum:
-        raise ValueError(f"its checksum must be {span.sum}, got {found}")
+    """Compare a column's bytes with their checksum."""
+    actual = xxh3_128_hexdigest(data.data)
+    if actual != span.sum:
+        raise ValueError(f"its checksum must be {span.sum}, got {actual}")
 
 
 def array_of(span: Span, data: NDArray[np.uint8]) -> NDArray[Any]:
     """Return a column's bytes as an array; a dtype that NumPy lacks is unsigned integers."""
-    found: NDArray[Any] = data.view(numpy_dtype(DTYPES[span.dtype])).reshape(span.shape)
-    return found
+    array: NDArray[Any] = data.view(numpy_dtype(DTYPES[span.dtype])).reshape(span.shape)
+    return array
 
 
 def numpy_dtype(dtype: torch.dtype) -> Any:
@@ -297,20 +318,15 @@ def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def _moments(tensors: Sequence[Tensor]) -> Moments:
-    found = Moments()
+    moments = Moments()
     for tensor in tensors:
         array = tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
-        found = found + Moments.of(array)
-    return found
+        moments = moments + Moments.of(array)
+    return moments
 
 
 def read_shard(place: Place, name: str, *, verify: bool = False) -> Shard:
-    """Read the description of a shard in a place.
-
-    Args:
-        place: where the store is.
-        name: the name of the file.
-        verify: compare the bytes of all columns with their checksums, too.
+    """Read the description of a shard in a place; `verify` also compares the bytes of all columns.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -334,3 +350,58 @@ def _read_shard(place: Place, name: str, *, verify: bool) -> Shard:
     for span in shard.spans.values() if verify else ():
         check(span, place.view(name, span.start, span.stop))
     return shard
+
+
+@final
+class Writer:
+    """Writes shards in the order in which they are given, at most `waiting` behind.
+
+    Leaving the block waits for all of them. A shard that cannot be written raises in the next
+    `put`, or at the end of the block.
+
+    Args:
+        place: where the store is.
+        written: called in the thread with each shard that is on disk.
+        job: the digest of the job that the shards are of.
+        waiting: how many shards may wait, one that is being written included. This bounds memory.
+    """
+
+    def __init__(
+        self, place: Place, written: Callable[[Shard], None], *, job: str = "", waiting: int = 2
+    ) -> None:
+        self._place = place
+        self._written = written
+        self._job = job
+        self._waiting = waiting
+        self._pool = ThreadPoolExecutor(1, "hookline-writer")
+        self._running: deque[Future[None]] = deque()
+
+    def put(self, number: int, chunks: Sequence[Chunk], ready: Callable[[], None]) -> None:
+        """Have a shard of some batches written; wait if too many are waiting.
+
+        `ready` is called in the thread, to wait until the rows are on the CPU.
+
+        Raises:
+            FolderError: an earlier shard could not be written.
+        """
+        while len(self._running) >= self._waiting or (self._running and self._running[0].done()):
+            self._running.popleft().result()
+        self._running.append(self._pool.submit(self._write, number, chunks, ready))
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                while self._running:
+                    self._running.popleft().result()
+        finally:
+            # What already waits is written also after an error: it need not be computed again.
+            self._pool.shutdown()
+
+    def _write(self, number: int, chunks: Sequence[Chunk], ready: Callable[[], None]) -> None:
+        ready()
+        buffers, shard = encode(number, chunks, self._job)
+        self._place.write(name_of(number), buffers)
+        self._written(shard)

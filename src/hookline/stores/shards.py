@@ -7,6 +7,7 @@ one that was mapped first is unmapped: Linux lets a process map 65,530.
 from __future__ import annotations
 
 import errno
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,19 +20,17 @@ from numpy.typing import NDArray
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.recordings.manifest import DAMAGE
-from hookline.recordings.reading import reading
-from hookline.recordings.tensor_file import DTYPES
-from hookline.stores.gather_rows import Origins
-from hookline.stores.place import LocalPlace, Place
+from hookline.files.place import LocalPlace, Place
+from hookline.files.reading import DAMAGE, reading
+from hookline.files.safetensors_file import DTYPES, head_size
 from hookline.stores.shard_file import (
     LENGTH,
+    ColumnForm,
     Shard,
     Span,
     array_of,
     check,
     decode,
-    head_size,
     name_of,
     numpy_dtype,
 )
@@ -39,22 +38,7 @@ from hookline.util.locks import fork_safe_lock
 
 MOST_MAPPED = 16_000  # files
 MOST_DOWNLOADED = 256 * 2**20  # bytes, of a store that is not on this machine
-
-
-class Form(NamedTuple):
-    """The form of a column.
-
-    Args:
-        name: the site, as it is written, or one of the store's own columns.
-        dtype: its dtype, as safetensors writes it.
-        shape: the shape of one row.
-        per_token: whether each token has a row; else each item has one.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    per_token: bool
+_LISTS = ("places", "numbers", "sizes", "seals", "n_items", "n_rows")  # with an entry a shard
 
 
 class Mapped(NamedTuple):
@@ -69,7 +53,7 @@ class Mapped(NamedTuple):
     address: int
 
 
-class _Held(NamedTuple):
+class _OpenShard(NamedTuple):
     """A shard in memory: its description, and its file; None if only columns are downloaded."""
 
     shard: Shard
@@ -102,18 +86,12 @@ class Shards:
     @staticmethod
     def joined(parts: Iterable[Shards]) -> Shards:
         """Return the shards of several stores as one; nothing is copied or read."""
-        found = Shards.__new__(Shards)
-        found.places, found.numbers, found.sizes, found.seals = [], [], [], []
-        found.n_items, found.n_rows = [], []
-        for part in parts:
-            found.places += part.places
-            found.numbers += part.numbers
-            found.sizes += part.sizes
-            found.seals += part.seals
-            found.n_items += part.n_items
-            found.n_rows += part.n_rows
-        found._begin()
-        return found
+        stores = list(parts)
+        joined = Shards.__new__(Shards)
+        for name in _LISTS:
+            setattr(joined, name, [entry for part in stores for entry in getattr(part, name)])
+        joined._begin()
+        return joined
 
     def _begin(self) -> None:
         # The first item and row after each shard.
@@ -126,7 +104,7 @@ class Shards:
         self._mapped: dict[str, dict[int, Mapped]] = {}
         self._origins: dict[str, Origins] = {}
         self._stops: dict[int, NDArray[np.int64]] = {}
-        self._held: dict[int, _Held] = {}
+        self._open_shards: dict[int, _OpenShard] = {}
         self._alive: WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = WeakValueDictionary()
         self._downloaded: dict[int, int] = {}  # bytes, by shard
         # What was verified needs no second look while its file is unchanged.
@@ -137,8 +115,7 @@ class Shards:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is mapped: another process maps it again."""
-        kept = ("places", "numbers", "sizes", "seals", "n_items", "n_rows")
-        return {name: getattr(self, name) for name in kept}
+        return {name: getattr(self, name) for name in _LISTS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -154,76 +131,68 @@ class Shards:
 
     def origins_of(self, column: str) -> Origins:
         """Return where the rows of a column are mapped now."""
-        found = self._origins.get(column)
-        if found is None:
-            found = self._origins.setdefault(column, Origins(len(self)))
-        return found
+        origins = self._origins.get(column)
+        if origins is None:
+            origins = self._origins.setdefault(column, Origins(len(self)))
+        return origins
 
-    def rows(self, shard: int, form: Form) -> Mapped:
+    def rows(self, shard: int, form: ColumnForm) -> Mapped:
         """Return a column's rows in a shard, verified on first use. Do not write to them.
 
         Raises:
             FolderError: the shard is gone or damaged.
         """
-        found = self.mapped_of(form.name).get(shard)
-        if found is not None:
-            return found
-        with self._lock, self._looking(shard):
+        mapped = self.mapped_of(form.name).get(shard)
+        if mapped is not None:
+            return mapped
+        with self._lock, self._noticing_damage(shard):
             return self._read(shard, form)
 
     def stops_of_items(self, shard: int) -> NDArray[np.int64]:
         """Return the row after the last of each item of a shard, counted within the shard."""
         stops = self._stops.get(shard)
         if stops is None:
-            stops = np.cumsum(self.rows(shard, Form(LENGTH, "I64", (), False)).array)
+            stops = np.cumsum(self.rows(shard, ColumnForm(LENGTH, "I64", (), "item")).array)
             self._stops[shard] = stops
         return stops
 
     def items_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the item that each row belongs to, for rows that are tokens."""
         shards = np.searchsorted(self.row_stops, rows, "right")
-        found = np.empty_like(rows)
+        items = np.empty_like(rows)
         for shard in np.unique(shards).tolist():
-            here = shards == shard
-            within = rows[here] - (self.row_stops[shard - 1] if shard else 0)
+            is_in_shard = shards == shard
+            within = rows[is_in_shard] - (self.row_stops[shard - 1] if shard else 0)
             before = self.item_stops[shard - 1] if shard else 0
-            found[here] = before + np.searchsorted(self.stops_of_items(shard), within, "right")
-        return found
+            items[is_in_shard] = before + np.searchsorted(
+                self.stops_of_items(shard), within, "right"
+            )
+        return items
 
     def describe(self, shard: int) -> Shard:
-        """Return the description of a shard.
+        """Return the description of a shard."""
+        with self._lock, self._noticing_damage(shard):
+            return self._open(shard).shard
 
-        Raises:
-            FolderError: the shard is gone or damaged.
-        """
-        with self._lock, self._looking(shard):
-            return self._hold(shard).shard
-
-    def check_form(self, form: Form) -> None:
-        """Check that each shard has the rows of a column that the manifest lists.
-
-        Raises:
-            FolderError: a shard has others, is gone or damaged.
-        """
+    def check_form(self, form: ColumnForm) -> None:
+        """Check that each shard has the rows of a column that the manifest lists."""
         for shard in range(len(self)):
-            with self._lock, self._looking(shard):
-                n_rows = (self.n_rows if form.per_token else self.n_items)[shard]
-                if n_rows:
-                    _checked(self._hold(shard).shard.spans.get(form.name), form, n_rows)
+            with self._lock, self._noticing_damage(shard):
+                if n_rows := self._n_rows(shard, form):
+                    _checked(self._open(shard).shard.spans.get(form.name), form, n_rows)
+
+    def _n_rows(self, shard: int, form: ColumnForm) -> int:
+        return int((self.n_rows if form.per_token else self.n_items)[shard])
 
     def release(self) -> None:
         """Unmap all files. Arrays that are still referenced stay valid."""
         with self._lock:
-            for shard in list(self._held):
+            for shard in list(self._open_shards):
                 self._drop(shard)
 
     @contextmanager
-    def _looking(self, shard: int) -> Iterator[None]:
-        """Forget a shard that turns out to be damaged, so that a mended shard is read again.
-
-        Raises:
-            FolderError: the shard is gone or damaged, or cannot be read now.
-        """
+    def _noticing_damage(self, shard: int) -> Iterator[None]:
+        """Forget a shard that turns out to be damaged, so that a mended shard is read again."""
         try:
             with reading(self.name(shard)):
                 yield
@@ -234,20 +203,20 @@ class Shards:
         except DAMAGE as error:
             raise self._damaged(shard, f"is damaged: {first_line(error)}") from error
 
-    def _read(self, shard: int, form: Form) -> Mapped:
-        held = self._hold(shard)
-        n_rows = (self.n_rows if form.per_token else self.n_items)[shard]
-        span = held.shard.spans.get(form.name)
+    def _read(self, shard: int, form: ColumnForm) -> Mapped:
+        opened = self._open(shard)
+        n_rows = self._n_rows(shard, form)
+        span = opened.shard.spans.get(form.name)
         if span is None and not n_rows:  # all of its items were skipped
             empty = np.empty((0, *form.shape), numpy_dtype(DTYPES[form.dtype]))
             return self.mapped_of(form.name).setdefault(shard, Mapped(empty, 0))
         span = _checked(span, form, n_rows)
-        if held.data is None:
+        if opened.data is None:
             data = self._download(shard, form.name, span)
         else:
-            data = held.data[span.start : span.stop]
+            data = opened.data[span.start : span.stop]
         _, verified = self._verified[shard]
-        if form.name not in verified or held.state is None:
+        if form.name not in verified or opened.state is None:
             try:
                 check(span, data)
             except ValueError as error:
@@ -255,20 +224,20 @@ class Shards:
                 raise ValueError(f"{form.name!r}: {error}") from None
             verified.add(form.name)
         array = array_of(span, data)
-        found = Mapped(array, array.__array_interface__["data"][0])
-        self.mapped_of(form.name)[shard] = found
-        return found
+        mapped = Mapped(array, array.__array_interface__["data"][0])
+        self.mapped_of(form.name)[shard] = mapped
+        return mapped
 
-    def _hold(self, shard: int) -> _Held:
+    def _open(self, shard: int) -> _OpenShard:
         """Map a shard's file, or download its description."""
-        held = self._held.get(shard)
-        if held is not None:
-            return held
+        opened = self._open_shards.get(shard)
+        if opened is not None:
+            return opened
         place, file = self.places[shard], self._file(shard)
         data, state = None, None
         if isinstance(place, LocalPlace):
-            while len(self._held) >= MOST_MAPPED:
-                self._drop(next(iter(self._held)))
+            while len(self._open_shards) >= MOST_MAPPED:
+                self._drop(next(iter(self._open_shards)))
             state = place.state(file)
             data = self._map(place, file)
             size, first = len(data), data[:8].tobytes()
@@ -279,13 +248,13 @@ class Shards:
             read = first + place.read(file, 8, min(head_size(first), size))
         if size != self.sizes[shard]:
             raise ValueError(f"it must be {self.sizes[shard]:,} bytes long, got {size:,}")
-        found = decode(read, size)
-        if found.seal != self.seals[shard]:
-            raise ValueError(f"its seal must be {self.seals[shard]}, got {found.seal}")
+        description = decode(read, size)
+        if description.seal != self.seals[shard]:
+            raise ValueError(f"its seal must be {self.seals[shard]}, got {description.seal}")
         if self._verified.get(shard, (None,))[0] != state or state is None:
             self._verified[shard] = state, set()
-        held = self._held[shard] = _Held(found, data, state)
-        return held
+        opened = self._open_shards[shard] = _OpenShard(description, data, state)
+        return opened
 
     def _map(self, place: LocalPlace, file: str) -> NDArray[np.uint8]:
         size = place.size(file)
@@ -293,7 +262,7 @@ class Shards:
             return place.view(file, 0, size)
         except RuntimeError as error:
             # Others in this process have used up its mappings: give ours back, and try once more.
-            if f"({errno.ENOMEM})" not in str(error) or not self._held:
+            if f"({errno.ENOMEM})" not in str(error) or not self._open_shards:
                 raise
             self.release()
             return place.view(file, 0, size)
@@ -311,10 +280,10 @@ class Shards:
         """Forget what was downloaded first, for columns that are not on this machine."""
         self._downloaded[shard] = self._downloaded.get(shard, 0) + n_bytes
         while sum(self._downloaded.values()) > MOST_DOWNLOADED and len(self._downloaded) > 1:
-            self._drop(next(one for one in self._downloaded if one != shard))
+            self._drop(next(number for number in self._downloaded if number != shard))
 
     def _drop(self, shard: int) -> None:
-        self._held.pop(shard, None)
+        self._open_shards.pop(shard, None)
         self._downloaded.pop(shard, None)
         self._stops.pop(shard, None)
         self._origins.clear()
@@ -338,12 +307,8 @@ def find(stops: list[int], index: int) -> tuple[int, int]:
     return shard, index - (stops[shard - 1] if shard else 0)
 
 
-def _checked(span: Span | None, form: Form, n_rows: int) -> Span:
-    """Return the span of a column in a shard.
-
-    Raises:
-        ValueError: the shard has none, or of another form.
-    """
+def _checked(span: Span | None, form: ColumnForm, n_rows: int) -> Span:
+    """Return the span of a column in a shard."""
     if span is None:
         raise ValueError(f"it must hold {form.name!r}")
     if span.dtype != form.dtype or span.shape != (n_rows, *form.shape):
@@ -352,3 +317,62 @@ def _checked(span: Span | None, form: Form, n_rows: int) -> Span:
             f" of {list(span.shape)}"
         )
     return span
+
+
+MISSING = np.iinfo(np.int64).min  # the origin of rows that are not mapped
+_FIRST = 64  # an array cannot begin at address 0
+_MEMORY_BYTES = 2**48  # no process of a 64-bit system has more
+_MOST_NUMBERS = 2**14  # of a row: NumPy computes the bytes of the whole array in 63 bits
+
+
+@final
+class Gatherer:
+    """Copies rows of one shape and dtype from wherever they lie in this process."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._shape, self._dtype = shape, dtype
+        self._shift = dtype.itemsize.bit_length() - 1
+        self._memory = np.asarray(_Memory(math.prod(shape) * dtype.itemsize, dtype.itemsize))
+
+    @staticmethod
+    def can(shape: tuple[int, ...]) -> bool:
+        """Tell whether rows of a shape can be gathered; copy larger ones one by one."""
+        return 0 < math.prod(shape) <= _MOST_NUMBERS
+
+    def __call__(self, addresses: NDArray[np.int64]) -> NDArray[Any]:
+        """Copy the rows at these addresses, which are changed. The caller holds their arrays."""
+        addresses -= _FIRST
+        addresses >>= self._shift
+        rows = self._memory[addresses]
+        return rows.view(self._dtype).reshape(len(rows), *self._shape)
+
+
+@final
+class Origins:
+    """The addresses of the rows of each shard, for all that is mapped.
+
+    It holds the arrays: what a reader finds here stays mapped until the reader lets go of this,
+    even if another thread drops the shard. So shards are only ever added.
+    """
+
+    def __init__(self, n_shards: int) -> None:
+        self.of_shard = np.full(n_shards, MISSING)
+        self._arrays: list[NDArray[Any]] = []
+
+    def add(self, shard: int, array: NDArray[Any], origin: int) -> None:
+        """Add a shard: its rows, and the address at which row 0 of the store would begin."""
+        self._arrays.append(array)
+        self.of_shard[shard] = origin
+
+
+class _Memory:
+    """The memory of this process in NumPy's array interface: rows of bytes that overlap."""
+
+    def __init__(self, row_bytes: int, number_bytes: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{row_bytes}",
+            "data": (_FIRST, True),
+            "shape": ((_MEMORY_BYTES - _FIRST - row_bytes) // number_bytes,),
+            "strides": (number_bytes,),
+        }

@@ -12,8 +12,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.display.html import MOST_ROWS, escape, table
-from hookline.display.text import escape_invisible, first_line, plural
+from hookline.display.results import Heading, Printout, Result
+from hookline.display.text import first_line, plural
 from hookline.display.units import measure, size
 from hookline.engine import Site, parse_site
 from hookline.errors import (
@@ -23,25 +23,31 @@ from hookline.errors import (
     SelectionError,
     StructureError,
 )
+from hookline.files.place import Place, as_place
+from hookline.files.reading import DAMAGE, reading
+from hookline.files.sealed_json import MANIFEST
 from hookline.recordings.index import closest, listed
-from hookline.recordings.manifest import DAMAGE, MANIFEST
-from hookline.recordings.reading import reading
 from hookline.statistics import Moments, merged
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
-from hookline.stores.exports import Format, Source, export
-from hookline.stores.manifest import read_manifest
-from hookline.stores.place import Place, place_of
-from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, number_of
-from hookline.stores.shards import Form, Shards
+from hookline.stores.exports import ExportedColumns, Format, export
+from hookline.stores.job import read_manifest
+from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, ColumnForm, number_of
+from hookline.stores.shards import Shards
 
 NAMES = "names.json"
-_MOST_SITES = 24
-_COLUMNS = ("site", "shape", "dtype", "a row for each", ">mean", ">std", ">not finite", ">size")
+_MOST_ROWS = 60
+_MOST_LINES = 24
+_NUMBERS = ("count", "non_finite", "zeros", "mean", "std", "rms", "min", "max")
+_HEADINGS = (
+    Heading("site", "path"), Heading("shape", "structure"), Heading("dtype"),
+    Heading("a row for each", gives_way=3), Heading("mean", "number"), Heading("std", "number"),
+    Heading("not finite", "number", 2), Heading("size", "number", 1),
+)  # fmt: skip
 
 
 @final
-class Store:
+class Store(Result):
     """The values of a data set at some sites: `store[site]` is read like an array.
 
         >>> store = hl.open(tmp_path / "features")
@@ -163,14 +169,16 @@ class Store:
             self._columns[TOKEN] = Column(self._shards, form)
         return self._columns[TOKEN]
 
-    def _token_form(self) -> Form | None:
+    def _token_form(self) -> ColumnForm | None:
         if self.parts:
-            found = {part._token_form() for part in self.parts if part.n_rows}
-            return found.pop() if len(found) == 1 else None
+            forms = {part._token_form() for part in self.parts if part.n_rows}
+            return forms.pop() if len(forms) == 1 else None
         for shard in range(len(self._shards)):
             if self._shards.n_rows[shard]:
                 span = self._shards.describe(shard).spans.get(TOKEN)
-                return None if span is None else Form(TOKEN, span.dtype, span.shape[1:], True)
+                return (
+                    None if span is None else ColumnForm(TOKEN, span.dtype, span.shape[1:], "token")
+                )
         return None
 
     @property
@@ -188,8 +196,8 @@ class Store:
             AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].job`.
         """
         self._check_single("job")
-        found: Mapping[str, Any] = self._manifest["job"]
-        return found
+        job: Mapping[str, Any] = self._manifest["job"]
+        return job
 
     @cached_property
     def names(self) -> Sequence[str] | None:
@@ -318,7 +326,7 @@ class Store:
         joined._place, joined._manifest, joined.parts = stores[0]._place, {}, stores
         joined._forms = stores[0]._forms
         joined.statistics = reduce(merged, (store.statistics for store in stores))
-        joined.skipped = [one for store in stores for one in store.skipped]
+        joined.skipped = [item for store in stores for item in store.skipped]
         joined._begin(Shards.joined(store._shards for store in stores))
         return joined
 
@@ -388,8 +396,8 @@ class Store:
         return ShuffledRows(self._shards, columns, how, is_single=is_single)
 
     def _columns_of(self, sites: Sequence[str | Site]) -> tuple[list[Column], bool]:
-        found = {name: self[name] for name in map(self._name_of, sites or self.sites)}
-        return list(found.values()), len(sites or self.sites) == 1
+        columns = {name: self[name] for name in map(self._name_of, sites or self.sites)}
+        return list(columns.values()), len(sites or self.sites) == 1
 
     def export(self, to: str | os.PathLike[str], format: Format, *sites: str | Site) -> Path:
         """Write the values in another format, without holding the whole store in memory.
@@ -431,14 +439,14 @@ class Store:
             NotRecordedError: the store has no such site.
         """
         columns, _ = self._columns_of(sites)
-        own = [self.items]
+        own_columns = [self.items]
         if any(column.is_ragged for column in columns) and self._token_form() is not None:
-            own.append(self.tokens)
+            own_columns.append(self.tokens)
         named = {column.name for column in columns}
-        columns += [column for column in own if column.name not in named]
+        columns += [column for column in own_columns if column.name not in named]
         texts = {"@file": self.files, "@label": self.labels}
         text_columns = {name: column for name, column in texts.items() if column is not None}
-        return export(Source(columns, self.n_items, text_columns), to, format)
+        return export(ExportedColumns(columns, self.n_items, text_columns), to, format)
 
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.
@@ -467,11 +475,7 @@ class Store:
         self._shards.release()
 
     def _name_of(self, site: str | Site) -> str:
-        """Return the name of a site's column, however the site is written.
-
-        Raises:
-            NotRecordedError: the store has no such site. SelectionError: it is malformed.
-        """
+        """Return the name of a site's column, however the site is written."""
         if isinstance(site, str) and site in self._columns:
             return site
         if site == TOKEN:
@@ -481,31 +485,31 @@ class Store:
                 f"a key must be a site, got {site!r}.\nGive as the key the site itself, such as"
                 f" {next(iter(self.sites), 'layer1')!r}; rows are in store[site][rows]."
             )
-        asked = parse_site(site) if isinstance(site, str) else site
-        found = self._by_site.get(asked)
-        if found is None:
-            raise NotRecordedError(self._not_stored(asked))
-        return found
+        parsed = parse_site(site) if isinstance(site, str) else site
+        name = self._by_site.get(parsed)
+        if name is None:
+            raise NotRecordedError(self._not_stored(parsed))
+        return name
 
-    def _not_stored(self, asked: Site) -> str:
-        same_path = [name for site, name in self._by_site.items() if site.path == asked.path]
+    def _not_stored(self, site: Site) -> str:
+        same_path = [name for stored, name in self._by_site.items() if stored.path == site.path]
         if same_path:
-            there = f"; stored there: {listed(same_path)}."
-        elif close := closest(str(asked), list(self.sites)):
-            there = f". Did you mean {listed(close)}?"
+            hint = f"; stored there: {listed(same_path)}."
+        elif close := closest(str(site), list(self.sites)):
+            hint = f". Did you mean {listed(close)}?"
         else:
             n_sites = plural(len(self.sites), "site")
-            there = f"; stored: {n_sites}, such as {listed(list(self.sites))}."
+            hint = f"; stored: {n_sites}, such as {listed(list(self.sites))}."
         return (
-            f"{str(asked)!r} was never selected{there}"
+            f"{str(site)!r} was never selected{hint}"
             "\nLook up one that was, or select this one too when extracting."
         )
 
-    def _check_single(self, what: str) -> None:
+    def _check_single(self, attribute: str) -> None:
         if self.parts:
             raise AmbiguousError(
-                f"this store joins {len(self.parts)} stores, and each has its own {what}."
-                f"\nWrite store.parts[0].{what} for one of them."
+                f"this store joins {len(self.parts)} stores, and each has its own {attribute}."
+                f"\nWrite store.parts[0].{attribute} for one of them."
             )
 
     # -- how it shows itself --------------------------------------------------------------------
@@ -520,38 +524,56 @@ class Store:
             f" in {plural(len(self._shards), 'shard')}, {size(self.nbytes)}: {self._where()}"
         )
 
-    def _rows(self) -> list[list[str]]:
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sites with their forms and statistics, and the job, as plain values."""
+        return {
+            "folder": self._where(),
+            "items": self.n_items,
+            "rows": self.n_rows,
+            "bytes": self.nbytes,
+            "skipped": self.skipped,
+            "job": self.job,
+            "sites": self._table_rows(),
+        }
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "site": name,
+                "shape": self._columns[name].shape,
+                "dtype": str(self._columns[name].dtype).removeprefix("torch."),
+                "bytes": self._columns[name].nbytes,
+                "statistics": _numbers(self.statistics.get(name)),
+            }
+            for name in self.sites
+        ]
+
+    def _printout(self) -> Printout:
         rows = []
-        for name in self.sites[:MOST_ROWS]:
-            column, found = self._columns[name], self.statistics.get(name, Moments())
-            has_any = found.finite > 0
-            rows.append([
+        for name in self.sites[:_MOST_ROWS]:
+            column, moments = self._columns[name], self.statistics.get(name, Moments())
+            mean, std = (moments.mean, moments.std) if moments.finite else (None, None)
+            rows.append((
                 name, f"{list(column.shape)}", str(column.dtype).removeprefix("torch."),
-                "token" if column.is_ragged else "item",
-                measure(found.mean if has_any else None), measure(found.std if has_any else None),
-                f"{found.non_finite:,}", size(column.nbytes),
-            ])  # fmt: skip
-        return rows
+                "token" if column.is_ragged else "item", measure(mean), measure(std),
+                f"{moments.non_finite:,}", size(column.nbytes),
+            ))  # fmt: skip
+        return Printout(
+            title="Store",
+            head=f" of {self._head()}",
+            headings=_HEADINGS,
+            rows=rows,
+            n_rows=len(self.sites),
+            most_lines=_MOST_LINES,
+            more="sites: store.sites",
+            is_compact=True,
+        )
 
-    def __repr__(self) -> str:
-        names = [name.lstrip(">") for name in _COLUMNS]
-        cells = [names, *self._rows()[:_MOST_SITES]]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
-        lines = [f"Store of {self._head()}"]
-        for row in cells:
-            texts = [
-                text.rjust(width) if column > 3 else text.ljust(width)
-                for column, (text, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append(f"  {'  '.join(texts)}".rstrip())
-        if len(self.sites) > _MOST_SITES:
-            lines.append(f"  … and {len(self.sites) - _MOST_SITES:,} more sites: store.sites")
-        return escape_invisible("\n".join(lines))
 
-    def _repr_html_(self) -> str:
-        """Return the notebook table: each site, its form and its statistics."""
-        head = f"<b>Store</b> of {escape(self._head())}"
-        return table(head, _COLUMNS, self._rows(), len(self.sites))
+def _numbers(moments: Moments | None) -> dict[str, Any] | None:
+    if moments is None:
+        return None
+    return {name: getattr(moments, name) for name in _NUMBERS}
 
 
 def open_store(where: str | os.PathLike[str] | Place, *, verify: bool = False) -> Store:
@@ -568,7 +590,7 @@ def open_store(where: str | os.PathLike[str] | Place, *, verify: bool = False) -
     Raises:
         FolderError: there is no store, it is not finished or of another version, or it is damaged.
     """
-    place = place_of(where) if isinstance(where, str | os.PathLike) else where
+    place = as_place(where)
     manifest = read_manifest(place)
     if manifest is None:
         raise _without_manifest(place)
@@ -578,31 +600,26 @@ def open_store(where: str | os.PathLike[str] | Place, *, verify: bool = False) -
     return store
 
 
-def _forms(job: Mapping[str, Any]) -> Iterator[Form]:
-    forms = [
-        Form(row["name"], row["dtype"], tuple(row["shape"]), row["per"] == "token")
-        for row in job["columns"]
-    ]
+def _forms(job: Mapping[str, Any]) -> Iterator[ColumnForm]:
+    forms = list(map(ColumnForm.from_json, job["columns"]))
     yield from forms
-    yield Form(ITEM, "I64", (), False)
+    yield ColumnForm(ITEM, "I64", (), "item")
     if any(form.per_token for form in forms):
-        yield Form(LENGTH, "I64", (), False)
+        yield ColumnForm(LENGTH, "I64", (), "item")
 
 
-def _check_same(one: Store, other: Store) -> None:
-    """Compare the columns of two stores.
-
-    Raises:
-        StructureError: they differ.
-    """
-    ours, theirs = ({form.name: form for form in store._forms} for store in (one, other))
-    for name in [*ours, *theirs]:
-        if ours.get(name) != theirs.get(name):
+def _check_same(first: Store, other: Store) -> None:
+    """Compare the columns of two stores."""
+    first_forms, other_forms = (
+        {form.name: form for form in store._forms} for store in (first, other)
+    )
+    for name in [*first_forms, *other_forms]:
+        if first_forms.get(name) != other_forms.get(name):
             texts = [
                 f"none in {store._where()}"
                 if form is None
                 else f"{store[name]!r} in {store._where()}"
-                for store, form in ((one, ours.get(name)), (other, theirs.get(name)))
+                for store, form in ((first, first_forms.get(name)), (other, other_forms.get(name)))
             ]
             raise StructureError(
                 f"stores that are joined must have the same columns, got {', '.join(texts)}."
@@ -622,9 +639,9 @@ def _unfinished(place: Place) -> FolderError:
 
 
 def _without_manifest(place: Place) -> FolderError:
-    found = _n_shards(place)
-    if found:
-        return _damaged(place, f"its {MANIFEST} is gone; {plural(found, 'shard')} left")
+    n_shards = _n_shards(place)
+    if n_shards:
+        return _damaged(place, f"its {MANIFEST} is gone; {plural(n_shards, 'shard')} left")
     return FolderError(
         f"{place} is not a store: it has no {MANIFEST}.\nGive the folder that hl.extract wrote."
     )

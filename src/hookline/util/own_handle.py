@@ -25,10 +25,6 @@ class OwnHandle:
     >>> handle.is_open
     False
 
-    Args:
-        path: the file or folder.
-        flags: the flags of `os.open`.
-
     Raises:
         OSError: the file cannot be opened.
     """

@@ -13,13 +13,20 @@ from typing import Any, final
 
 from torch import nn
 
-from hookline.display.data import Tabular
-from hookline.display.terminal import Part, Table, Words, text_of
+from hookline.display.results import Cell, Heading, Printout, Result
 from hookline.display.text import plural
-from hookline.engine.selection.module_tree import require_model, walk
-from hookline.engine.selection.site import path_text
-from hookline.engine.taps.base import RootTap, Tap, is_inert
-from hookline.engine.torch_private.hooks import HOOK_DICTS, global_hooks, hook_dict, tensor_hooks
+from hookline.engine import (
+    HOOK_DICTS,
+    RootTap,
+    Tap,
+    global_hooks,
+    hook_dict,
+    is_inert,
+    path_text,
+    require_model,
+    tensor_hooks,
+    walk,
+)
 
 
 @final
@@ -45,8 +52,8 @@ class HookEntry:
 
 
 @final
-@dataclass(frozen=True)
-class Inventory(Tabular):
+@dataclass(frozen=True, repr=False)
+class Inventory(Result):
     """Every hook on a model. Print it, iterate over it, or take its length.
 
         >>> model = nn.Linear(2, 2)
@@ -78,10 +85,26 @@ class Inventory(Tabular):
     def _table_rows(self) -> list[dict[str, Any]]:
         return [asdict(entry) for entry in self.entries]
 
-    def __str__(self) -> str:
-        return text_of(inventory_parts(self), width=None)
+    def _printout(self) -> Printout:
+        if not self.entries:
+            return Printout(head=f"no hooks on {plural(self.modules, 'module')}")
+        rows: list[list[Cell]] = [
+            [
+                path_text(entry.path),
+                entry.kind,
+                [(entry.owner, "bold" if entry.owner == "yours" else "")],
+                entry.function,
+                [(entry.where, "dim")],
+            ]
+            for entry in self
+        ]
+        return Printout(headings=_HEADINGS, rows=rows, more="hooks; iterate for all")
 
-    __repr__ = __str__
+
+_HEADINGS = (
+    Heading("path", "path"), Heading("kind"), Heading("owner"), Heading("function", "path"),
+    Heading("where", "path"),
+)  # fmt: skip
 
 
 def inventory(model: nn.Module) -> Inventory:
@@ -107,23 +130,6 @@ def inventory(model: nn.Module) -> Inventory:
     return Inventory(tuple(_entries(nodes)), len(nodes))
 
 
-def inventory_parts(found: Inventory) -> list[Part]:
-    """Describe an inventory for the terminal, as a table of hooks and owners."""
-    if not found.entries:
-        return [f"no hooks on {plural(found.modules, 'module')}"]
-    rows: list[list[Words]] = [
-        [
-            path_text(entry.path),
-            entry.kind,
-            [(entry.owner, "bold" if entry.owner == "yours" else "")],
-            entry.function,
-            [(entry.where, "dim")],
-        ]
-        for entry in found
-    ]
-    return [Table(["path", "kind", "owner", "function", "where"], rows)]
-
-
 def _entries(nodes: list[Any]) -> Iterator[HookEntry]:
     for kind, hook in global_hooks():
         yield _entry("(every module)", kind, hook)
@@ -141,7 +147,7 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
     inner = getattr(hook, "func", None) or getattr(hook, "hook", None) or hook
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, Tap | RootTap):
-        return HookEntry(path, kind, "hookline", _label(owner), "")
+        return HookEntry(path, kind, "hookline", _label(owner, inner.__name__), "")
     code: Any = inner
     if not (inspect.isfunction(inner) or inspect.ismethod(inner)):
         code = type(inner)
@@ -156,11 +162,11 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
     return HookEntry(path, kind, _owner(module, file), name, where)
 
 
-def _label(owner: Tap | RootTap) -> str:
+def _label(owner: Tap | RootTap, method: str) -> str:
     if is_inert(owner):
         return "inert (of a copy): does nothing, is removed when first called"
     if isinstance(owner, RootTap):
-        return f"pass {owner.rank.name.lower()}s"
+        return f"pass {method}s"
     return f"{owner.rank.name.lower()} {owner.site}"
 
 

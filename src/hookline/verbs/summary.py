@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.display.data import Tabular
-from hookline.display.html import MOST_ROWS, escape, table
-from hookline.display.terminal import Grid, Part, Table, Words, text_of
+from hookline.display.results import Cell, Heading, Printout, Result
 from hookline.display.units import count, size
-from hookline.engine import Line, Order, Pass, Site
+from hookline.engine import Line, OperationCounter, Order, Pass, Site, require_model
 from hookline.engine.pytree import describe, tree
-from hookline.engine.selection.module_tree import require_model
-from hookline.engine.torch_private.graph.operations import OperationCounter
 from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
-from hookline.verbs.shared.run_model import Inputs, call, eval_without_side_effects, without_list
+from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.run_model import Inputs, call, without_list
 
 
 @final
@@ -72,8 +69,8 @@ class Row:
 
 
 @final
-@dataclass
-class Summary(Tabular):
+@dataclass(repr=False)
+class Summary(Result):
     """The table that `hl.summary` makes. Print it, or read `rows` and the totals.
 
         >>> table = hl.summary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(4, 2))
@@ -81,6 +78,20 @@ class Summary(Tabular):
         (9, 48, {'float32'})
         >>> [(row.path, row.output) for row in table.rows]
         [('', '[4, 3]'), ('0', '[4, 3]'), ('1', '[4, 3]')]
+        >>> print(table)
+        module  type        input  output  parameters  FLOPs  memory
+        ------------------------------------------------------------
+        (root)  Sequential  [4,2]  [4,3]            9     48    48 B
+          0     Linear      [4,2]  [4,3]            9     48    48 B
+          1     ReLU        [4,3]  [4,3]                        48 B
+        <BLANKLINE>
+        Parameters         9, all trainable
+        Parameter memory   36 B
+        Buffers            0 B
+        Input              32 B
+        Activations        96 B
+        FLOPs              48
+        Output dtype       float32 throughout
 
     `flops` is the number of floating-point operations of the whole run; a multiply-add counts as
     two. `dtypes` is the set of the dtypes of the modules' outputs.
@@ -136,43 +147,32 @@ class Summary(Tabular):
         facts = {"model": self.model_type} | {name: getattr(self, name) for name in names}
         return {**facts, "flops": self.flops, "rows": self._table_rows()}
 
-    def _table_rows(self) -> list[dict[str, Any]]:
-        return [asdict(row) for row in self.rows]
-
-    def __str__(self) -> str:
-        """Show every module and the totals, at full width.
-
-        >>> print(summary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(4, 2)))
-        module  type        input  output  parameters  FLOPs  memory
-        ------------------------------------------------------------
-        (root)  Sequential  [4,2]  [4,3]            9     48    48 B
-          0     Linear      [4,2]  [4,3]            9     48    48 B
-          1     ReLU        [4,3]  [4,3]                        48 B
-        <BLANKLINE>
-        Parameters         9, all trainable
-        Parameter memory   36 B
-        Buffers            0 B
-        Input              32 B
-        Activations        96 B
-        FLOPs              48
-        Output dtype       float32 throughout
-        """
-        return text_of(summary_parts(self), width=None)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Show the modules, indented, and the totals in a notebook."""
-        modules, totals = _modules(self), _totals(self)
-        rows = [[_plain(cell) for cell in row] for row in modules.rows[:MOST_ROWS]]
-        facts = "; ".join(f"{label} {_plain(text)}" for label, text in totals.rows)
-        head = f"<b>{escape(self.model_type)}</b>: {escape(facts)}"
-        if self.without_formula:
-            head += f"<br>{escape(missing_formulas(self.without_formula))}"
-        if self.failure:
-            head += f"; <b>the run failed</b> in {escape(self.failure)}"
-        names = [name.replace("^", "") for name in modules.names]
-        return table(head, names, rows, len(self.rows))
+    def _printout(self) -> Printout:
+        paths_run = [path for row in self.rows if row.calls for path in (row.path, *row.aliases)]
+        holders = {path[:at] for path in paths_run for at, char in enumerate(path) if char == "."}
+        has_dtypes = len(self.dtypes) > 1
+        notes = [missing_formulas(self.without_formula)] * bool(self.without_formula)
+        return Printout(
+            headings=_HEADINGS,
+            rows=[
+                (
+                    indented_name(row),
+                    row.type_and_calls,
+                    _compact(row.input),
+                    _output(row, row.path in holders) if self.ran else "",
+                    row.dtype if has_dtypes else "",
+                    f"{row.parameters:,}" if row.parameters else "",
+                    count(row.flops) if row.flops else "",
+                    size(row.output_bytes) if row.output_bytes else "",
+                )
+                for row in self.rows
+            ],
+            totals=_totals(self),
+            notes=[[(note, "dim")] for note in notes],
+            failure=("The run failed", self.failure) if self.failure else (),
+            quiet={place for place, row in enumerate(self.rows) if self.ran and not row.calls},
+            more="modules: .rows",
+        )
 
 
 def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
@@ -320,30 +320,15 @@ def _to_meta_if(model: nn.Module, inputs: Any) -> Any:
     return tree.map_tensors(lambda t: t.to("meta"), inputs)
 
 
+_HEADINGS = (
+    Heading("module", "path"), Heading("type"), Heading("input", "structure", 3),
+    Heading("output", "structure"), Heading("dtype", gives_way=4),
+    Heading("parameters", "number", 5), Heading("FLOPs", "number", 2),
+    Heading("memory", "number", 1),
+)  # fmt: skip
 _SHAPE = re.compile(r"\[[\d, ]*\]")
 _N_ALIASES_SHOWN = 2
 _N_OPERATIONS_SHOWN = 3
-
-
-def summary_parts(found: Summary, *, failure: bool = True) -> list[Part]:
-    """Describe a summary for the terminal: the modules, the totals, and the failure.
-
-        >>> len(summary_parts(summary(nn.Linear(2, 3))))
-        2
-
-    A module that ran twice is written `ReLU x2`. A dtype that all outputs share stands in the
-    totals; several dtypes get a column.
-
-    Args:
-        found: the summary.
-        failure: whether to describe the failure of the run; False where a caller does so itself.
-    """
-    parts: list[Part] = [_modules(found), _totals(found)]
-    if found.without_formula:
-        parts.append([(missing_formulas(found.without_formula), "dim")])
-    if found.failure and failure:
-        parts.append([("The run failed", "bold red"), (f"\n{found.failure}", "red")])
-    return parts
 
 
 def missing_formulas(operations: Sequence[str]) -> str:
@@ -356,50 +341,17 @@ def missing_formulas(operations: Sequence[str]) -> str:
     )
 
 
-def _modules(found: Summary) -> Table:
-    has_dtypes = len(found.dtypes) > 1
-    # In a narrow terminal, names (^) are folded before the numbers beside them are cut.
-    names = ["^module", "^type"]
-    if found.ran:
-        names += ["~input", "~output", *["dtype"] * has_dtypes]
-    names += [">parameters"]
-    if found.ran:
-        names += [">FLOPs", ">memory"]
-    paths_run = [path for row in found.rows if row.calls for path in (row.path, *row.aliases)]
-    holders = {path[:at] for path in paths_run for at, char in enumerate(path) if char == "."}
-    rows = []
-    for row in found.rows:
-        cells: list[Words] = [indented_name(row), row.type_and_calls]
-        if found.ran:
-            cells += [_compact(row.input), _output(row, row.path in holders)]
-            cells += [row.dtype] * has_dtypes
-        cells += [_number(row.parameters)]
-        if found.ran:
-            cells += [_number(row.flops, count), _number(row.output_bytes, size)]
-        rows.append(cells)
-    quiet = {place for place, row in enumerate(found.rows) if found.ran and not row.calls}
-    return Table(names, rows, quiet)
-
-
-def indented_name(row: Row) -> Words:
+def indented_name(row: Row) -> Cell:
     """Return the last part of a module's path, indented by its depth, with its other paths."""
     indent = "  " * row.depth
     if not row.aliases:
         return indent + row.name
     more = len(row.aliases) - _N_ALIASES_SHOWN
     shared = ", ".join(row.aliases[:_N_ALIASES_SHOWN]) + f" and {more} more" * (more > 0)
-    return [(indent + row.name, ""), (f"\n{indent}  shared with {shared}", "dim")]
+    return [(indent + row.name, ""), (f"{indent}  shared with {shared}", "dim")]
 
 
-def _plain(words: Words) -> str:
-    """Write words of the terminal for a notebook, which folds spaces and line breaks."""
-    text = words if isinstance(words, str) else "".join(part for part, _ in words)
-    line, *more = text.splitlines() or [""]
-    depth = (len(line) - len(line.lstrip(" "))) // 2
-    return ", ".join(["\u2003\u2003" * depth + line.lstrip(" "), *(part.strip() for part in more)])
-
-
-def _output(row: Row, holds_one_that_ran: bool) -> Words:
+def _output(row: Row, holds_one_that_ran: bool) -> Cell:
     if row.calls:
         return _compact(row.output)
     if row.input:  # it was called and has not returned
@@ -413,27 +365,23 @@ def _compact(form: str) -> str:
     return _SHAPE.sub(lambda shape: shape[0].replace(" ", ""), form)
 
 
-def _number(number: int, text: Callable[[int], str] = "{:,}".format) -> str:
-    return text(number) if number else ""
-
-
-def _totals(found: Summary) -> Grid:
-    if found.trainable == found.parameters:
-        trainable = "all trainable" if found.parameters else ""
+def _totals(table: Summary) -> list[tuple[str, Cell]]:
+    if table.trainable == table.parameters:
+        trainable = "all trainable" if table.parameters else ""
     else:
-        trainable = f"{found.trainable:,} trainable" if found.trainable else "none trainable"
-    rows = [
-        ("Parameters", ", ".join(filter(None, [f"{found.parameters:,}", trainable]))),
-        ("Parameter memory", size(found.parameter_bytes)),
-        ("Buffers", size(found.buffer_bytes)),
+        trainable = f"{table.trainable:,} trainable" if table.trainable else "none trainable"
+    rows: list[tuple[str, Cell]] = [
+        ("Parameters", ", ".join(filter(None, [f"{table.parameters:,}", trainable]))),
+        ("Parameter memory", size(table.parameter_bytes)),
+        ("Buffers", size(table.buffer_bytes)),
     ]
-    if found.ran:
+    if table.ran:
         rows += [
-            ("Input", size(found.input_bytes)),
-            ("Activations", size(found.activation_bytes)),
+            ("Input", size(table.input_bytes)),
+            ("Activations", size(table.activation_bytes)),
         ]
         # The root's FLOPs are counted when it returns, so a run that raised has none.
-        rows += [("FLOPs", count(found.flops))] * (not found.failure)
-        if len(found.dtypes) == 1:
-            rows += [("Output dtype", f"{found.dtypes.pop()} throughout")]
-    return Grid(rows, gap=3)
+        rows += [("FLOPs", count(table.flops))] * (not table.failure)
+        if len(table.dtypes) == 1:
+            rows += [("Output dtype", f"{table.dtypes.pop()} throughout")]
+    return rows

@@ -7,6 +7,7 @@ are drawn as shades of characters.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -19,11 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from hookline.display.colours import BLUE_RED, VIRIDIS, colour
+from hookline.display.text import shorten
 from hookline.display.units import measure, share
 from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
-from hookline.views.plots.reducing import Array, histogram, short, smaller, some_of
-from hookline.views.plots.values import Value, arrange, chosen_values, drawable, not_drawn
+from hookline.recordings.walk import Value, chosen_values, not_drawn
+from hookline.statistics.of_values import Array, histogram
+from hookline.views.pixels import shares, smaller
+from hookline.views.plots.arranging import arrange, drawable, some_of
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _SHADES = " ░▒▓█"
@@ -83,50 +87,45 @@ def spark(counts: Array, bars: str = _BARS) -> str:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class _Spark:
     """Bars of counts, in characters that the output supports; fewer bars in a narrow column."""
 
-    def __init__(self, counts: Array) -> None:
-        self._counts = counts
+    counts: Array
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         bars = _ASCII_BARS if options.ascii_only else _BARS
-        each = math.ceil(len(self._counts) / max(1, options.max_width))
-        sums = np.add.reduceat(self._counts, range(0, len(self._counts), each))
+        stride = math.ceil(len(self.counts) / max(1, options.max_width))
+        sums = np.add.reduceat(self.counts, range(0, len(self.counts), stride))
         yield Text(spark(sums, bars), style="cyan")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(min(8, options.max_width), len(self._counts))
+        return Measurement(min(8, options.max_width), len(self.counts))
 
 
 @final
-class Maps:
-    """Maps side by side, as many as fit. Each character shows two cells, one above the other.
+@dataclass(frozen=True, slots=True)
+class _Maps:
+    """Maps side by side, as many as fit. Each character shows two cells, one above the other."""
 
-    Args:
-        title: the line above the maps.
-        maps: the maps, shape `(n, height, width)`.
-    """
-
-    def __init__(self, title: str, maps: Array) -> None:
-        self._title = title
-        self._maps = maps
+    title: str
+    maps: Array  # of shape (n, height, width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        n, height, width = self._maps.shape
+        n, height, width = self.maps.shape
         fit = min(n, max(1, (options.max_width + 1) // (width + 1)))
-        yield Text(f"{self._title}, the first {fit}", style="bold")
+        yield Text(f"{self.title}, the first {fit}", style="bold")
         # Under NO_COLOR rich would print the half blocks without colours, which show nothing.
         # Legacy encodings lack half blocks.
         shades = _ASCII_SHADES if options.ascii_only else _SHADES
         has_colours = not (console.color_system is None or console.no_color or options.ascii_only)
-        signed = bool((self._maps < 0).any())
-        shares = [_shares(one, signed) for one in self._maps[:fit]]
+        signed = bool((self.maps < 0).any())
+        positions = [_shares(drawn, signed) for drawn in self.maps[:fit]]
         anchors = BLUE_RED if signed else VIRIDIS
         for row in range(0, height, 2):
-            for k, one in enumerate(shares):
-                lower = one[row + 1] if row + 1 < height else one[row] * math.nan
-                pairs = list(zip(one[row], lower, strict=True))
+            for k, drawn in enumerate(positions):
+                lower = drawn[row + 1] if row + 1 < height else drawn[row] * math.nan
+                pairs = list(zip(drawn[row], lower, strict=True))
                 if has_colours:
                     is_last = row + 1 >= height
                     yield from (Segment("▀", _style(*pair, anchors, is_last)) for pair in pairs)
@@ -143,13 +142,13 @@ def _table(values: list[Value]) -> Table:
         table.add_column(name, justify="right" if is_number else "left",
                          no_wrap=not name.startswith("histogram"))  # fmt: skip
     for value in values:
-        counts, _, found = histogram(value.tensor, _BINS)
-        bad = f"{found.non_finite:,} NaN or infinite" if found.non_finite else ""
+        counts, _, numbers = histogram(value.tensor, _BINS)
+        bad = f"{numbers.non_finite:,} NaN or infinite" if numbers.non_finite else ""
         table.add_row(
-            Text(short(value.label, 48)),
+            Text(shorten(value.label, 48)),
             _Spark(counts),
-            *(Text(measure(number)) for number in (found.min, found.max, found.mean)),
-            Text(share(found.zeros)),
+            *(Text(measure(number)) for number in (numbers.min, numbers.max, numbers.mean)),
+            Text(share(numbers.zeros)),
             Text(bad, style="bold red"),
         )
     return table
@@ -163,25 +162,21 @@ def _has_maps(value: Value) -> bool:
     return tensor.dim() == 4 and min(tensor.shape[2:]) >= 4
 
 
-def _maps(value: Value) -> Maps:
-    found = arrange(value, None, 0)
-    drawn = smaller(found.data[:16], _SIDE).numpy()
-    form = "x".join(map(str, found.data.shape[1:]))
-    return Maps(f"{value.label}: {found.data.shape[0]} channels of {form}", drawn)
+def _maps(value: Value) -> _Maps:
+    arranged = arrange(value, None, 0)
+    drawn = smaller(arranged.data[:16], _SIDE).numpy()
+    form = "x".join(map(str, arranged.data.shape[1:]))
+    return _Maps(f"{value.label}: {arranged.data.shape[0]} channels of {form}", drawn)
 
 
 def _shares(numbers: Array, signed: bool) -> Array:
     """Scale numbers to positions from 0 to 1 in a colour map; NaN stays NaN."""
-    numbers = np.asarray(numbers, np.float64) / 2  # halved, so that high - low cannot overflow
     finite = numbers[np.isfinite(numbers)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if signed:
         high = max(abs(low), abs(high))
         low = -high
-    span = (high - low) or 1.0
-    held: Any = np.where(np.isfinite(numbers), numbers, np.nan)
-    shares: Array = (held - low) / span
-    return shares
+    return shares(np.asarray(numbers, np.float64), low, high)
 
 
 def _style(upper: float, lower: float, anchors: Any, is_last: bool) -> Style:

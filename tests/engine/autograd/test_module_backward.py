@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
+from thoroughness import examples
 from zoo import Asking, Residual
 
 
@@ -439,7 +440,7 @@ class Between(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:hl.record.*no gradient flowed back")  # to an unused parameter
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     structures,
     structures,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -18,8 +16,11 @@ from torch._dynamo.utils import counters
 import hookline as hl
 from hookline.engine.compile.compiled_modules import Borders
 from hookline.engine.line import compiled as module
+from hookline.engine.line.compiled import note_on, stale_forward
+from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Tap
 from meeting import Meanwhile, ToldLock
+from warm import run_python
 from zoo import Step, steps
 
 # Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
@@ -38,8 +39,8 @@ def whole_and_put_back(fresh_dynamo):
     assert not counters["graph_break"]
 
 
-def compiled(model, form, backend="aot_eager", fullgraph=True):
-    """The model, compiled in one of the ways there are."""
+def compiled(model, form, backend="eager", fullgraph=True):
+    """The model, compiled in one of the ways there are; for gradients by `aot_eager`."""
     options = {"backend": backend, "fullgraph": fullgraph}
     if form == "whole":
         return torch.compile(model, **options)
@@ -111,7 +112,7 @@ def test_lines_come_and_go_and_cost_one_graph(form, is_compiled_before):
 def test_a_line_on_the_compiled_object_is_the_same(form):
     model = steps()
     expected = recorded(model, model, ("output", "grad_output"))
-    run = compiled(model, form)
+    run = compiled(model, form, "aot_eager")
     run(X)
     assert same(recorded(run, run, ("output", "grad_output")), expected)
     assert is_bare(model)
@@ -163,7 +164,7 @@ def test_edits_are_made_inside_the_graph_a_sweep_is_one_graph(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_edited_inside_the_graph(form):
     model = steps()
-    run = compiled(model, form)
+    run = compiled(model, form, "aot_eager")
 
     def gradients(call):
         model.zero_grad()
@@ -181,7 +182,7 @@ def test_gradients_are_edited_inside_the_graph(form):
 @torch._functorch.config.patch(donated_buffer=False)  # or torch allows no retain_graph
 def test_passes_stay_apart_when_backward_comes_later(form):
     model = steps()
-    run = compiled(model, form)
+    run = compiled(model, form, "aot_eager")
     with hl.record(model, "1", ports="grad_output") as seen:
         first, second = run(X), run(X * 2)
         second.square().sum().backward()
@@ -280,7 +281,7 @@ class Parts(nn.Module):
 def test_any_structure_comes_out_of_the_graph(kind):
     torch.manual_seed(0)
     model = Holds(kind)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run = torch.compile(model, backend="eager", fullgraph=True)
     with hl.record(model, "inner", ports=("output", "input")) as seen:
         run(X)
     with hl.record(model, "inner", ports=("output", "input")) as expected:
@@ -293,7 +294,7 @@ def test_any_structure_comes_out_of_the_graph(kind):
 
 def test_raw_hooks_are_traced():
     model = steps()
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run = torch.compile(model, backend="eager", fullgraph=True)
     run(X)
     with hl.attach(model) as line:
         line.forward("1", lambda module, args, output: output * 2)
@@ -306,7 +307,7 @@ def test_raw_hooks_are_traced():
 
 def test_keep_is_what_the_graph_computes():
     model = steps()
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run = torch.compile(model, backend="eager", fullgraph=True)
     with hl.record(model, Step, keep=lambda t: torch.stack([t.mean(), t.std()])) as seen:
         run(X)
     assert seen["2"].shape == (2,)
@@ -316,7 +317,7 @@ def test_keep_is_what_the_graph_computes():
 
 def test_a_model_in_a_compiled_function_is_refused():
     model = steps()
-    run = torch.compile(lambda x: model(x).sum(), backend="aot_eager", fullgraph=True)
+    run = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)
     run(X)
     with hl.record(model, Step) as line:
         with pytest.raises(
@@ -330,7 +331,7 @@ def test_a_model_in_a_compiled_function_is_refused():
 
 def test_copies_of_a_model_with_a_line_on_are_clean():
     model = steps()
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run = torch.compile(model, backend="eager", fullgraph=True)
     run(X)
     with hl.record(model, Step) as seen:
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -396,7 +397,8 @@ assert counters["stats"]["unique_graphs"] == 1, counters
 
 @pytest.mark.processes
 def test_a_line_made_before_dynamo_was_loaded_costs_one_graph():
-    subprocess.run([sys.executable, "-c", BEFORE_DYNAMO], check=True)
+    done = run_python("-c", BEFORE_DYNAMO)
+    assert done.returncode == 0, done.stderr
 
 
 def test_two_threads_that_first_meet_dynamo_leave_nothing(monkeypatch, left_as_found):
@@ -432,3 +434,34 @@ def test_a_line_that_ends_as_a_pass_begins_leaves_no_mark(monkeypatch, left_as_f
     model(torch.ones(1, 2))
     meanwhile.end()
     assert left_as_found(model) == before
+
+
+SITE = Site("fc", module_type="Linear")
+
+
+class Unsupported(Exception):
+    """Named as dynamo's error for code that it cannot trace."""
+
+
+class FailOnRecompileLimitHit(Exception):
+    """Named as dynamo's error."""
+
+
+def test_what_dynamo_cannot_trace_is_said_of_the_last_hook():
+    value, gradient = SITE, Site("fc", "grad_output", module_type="Linear")
+    assert "the hook at fc (Linear) cannot be" in note_on(Unsupported(), value)
+    assert "the gradients at fc:grad_output (Linear) cannot" in note_on(Unsupported(), gradient)
+    assert note_on(Unsupported(), None) is None
+
+
+def test_at_the_recompile_limit_the_causes_are_named():
+    assert "torch._dynamo.config.recompile_limit" in note_on(FailOnRecompileLimitHit(), SITE)
+    assert "torch._dynamo.config.recompile_limit" in note_on(FailOnRecompileLimitHit(), None)
+
+
+def test_other_errors_get_no_note():
+    assert note_on(ValueError("mine"), SITE) is None
+
+
+def test_a_stale_forward_is_named_by_the_class():
+    assert stale_forward(nn.Linear(1, 1)).startswith("Linear got another forward")

@@ -19,7 +19,7 @@ def test_the_report_counts_what_fired(looped):
     assert report.silent == ()
     text = str(report)
     assert "hl.record on Looped: 2 sites, 1 pass, 2 fired, 0 never; ended" in text
-    assert "block      3 x  Linear" in text
+    assert "block  Linear      3" in text
 
 
 def test_a_site_that_never_fired_is_warned_of_with_the_reason(net, image):
@@ -129,7 +129,7 @@ def test_where_two_reasons_are_possible_it_is_said_who_knows(net, image):
         with line:
             net(image)
     assert str(line.report()).endswith(
-        "\nhl.doctor(model, inputs, selector) tells which it was, and what to do."
+        "\n  hl.doctor(model, inputs, selector) tells which it was, and what to do."
     )
     with hl.record(net, "fc") as run:
         net(image)
@@ -207,5 +207,6 @@ def test_a_head_counts_passes_threads_and_what_was_run_alone(looped):
         looped(torch.ones(1, 2))
     assert str(line.report()).splitlines() == [
         "hl.attach on Looped: 1 site, 1 pass, 1 fired, 0 never; ended",
-        "  block:forward      3 x  Linear",
+        "  site           type    fired",
+        "  block:forward  Linear      3",
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
-from hookline.engine.selection.globs import glob
+from hookline.engine.selection.site import glob
 
 
 def paths(model, selector, **options):
@@ -153,7 +153,7 @@ def test_every_way_to_write_the_root_selects_it(net, text):
     assert [(site.path, str(site)) for site in selection] == [("", "(root)")]
     assert text in selection
     assert (hl.select(net, None) - text).sites == hl.select(net, None).sites[1:]
-    assert repr(selection).splitlines()[1].startswith("(root)  (")
+    assert repr(selection).splitlines()[2].startswith("  (root) ")
 
 
 def test_a_module_called_root_in_parentheses_is_selected():
@@ -262,7 +262,7 @@ def test_unknown_ports_are_refused(net):
 
 
 def test_a_selection_prints_its_sites_and_types(net):
-    assert repr(hl.select(net, "fc")) == "1 site\nfc  (Linear)"
+    assert repr(hl.select(net, "fc")) == "Selection of 1 site\n  site  type\n  fc    Linear"
 
 
 def test_a_parameters_gradient_is_selected_by_its_path(net):

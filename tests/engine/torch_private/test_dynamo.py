@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ import hookline as hl
 from hookline.engine.compile import compiled_modules
 from hookline.engine.torch_private import dynamo as internals
 from hookline.engine.torch_private import hooks
+from warm import run_python
 
 X = torch.ones(2, 3)
 
@@ -39,7 +39,8 @@ def test_nothing_loads_dynamo_and_that_alone_compiles_nothing():
         "torch.compile(torch.relu, backend='eager')(torch.ones(1))\n"
         "assert internals.has_compiled()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
     assert isinstance(convert_frame.FRAME_COUNTER, int)
 
 
@@ -170,9 +171,9 @@ def test_graphs_can_be_told_to_keep_an_operator():
 
 def test_the_dictionaries_that_are_asked_for_are_a_modules():
     tables = vars(nn.Linear(1, 1))
-    assert set(hooks._ASKED) <= set(tables)
+    assert set(hooks._CHECKED_BY_DYNAMO) <= set(tables)
     source = inspect.getsource(sys.modules["torch._dynamo.variables.nn_module"])
-    for name in hooks._ASKED:
+    for name in hooks._CHECKED_BY_DYNAMO:
         assert f'"{name}"' in source, name  # as those of which the empty ones go unguarded
 
 

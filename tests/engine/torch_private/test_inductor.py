@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from hookline.engine.torch_private import inductor
+from warm import run_python
 
 
 def double_sum(x):
@@ -38,7 +36,8 @@ def test_it_is_loaded_late_and_starts_no_process():
         "from torch._inductor.async_compile import AsyncCompile\n"
         "assert AsyncCompile.process_pool.cache_info().currsize == 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.compiles

@@ -19,6 +19,7 @@ from torch.nn.modules import module as tables
 from torch.testing import assert_close
 
 import hookline as hl
+from thoroughness import examples
 
 MODULE_KINDS = ["forward_pre", "forward", "backward_pre", "backward"]
 STATE_KINDS = ["state_dict_pre", "state_dict", "load_state_dict_pre", "load_state_dict"]
@@ -299,7 +300,7 @@ def run(model):
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(model=trees(), data=st.data())
 def test_hooks_of_any_kind_and_order_change_and_leave_nothing(model, data):
     try:

@@ -266,7 +266,7 @@ def test_a_line_keeps_no_model_alive_after_its_end(image):
     gc.collect()
     assert dead() is None
     assert run["0"].shape == (2, 2, 8, 8)
-    assert "fired" in str(line.report())
+    assert "fired" in " ".join(str(line.report()).split())
 
 
 def test_only_models_can_be_hooked():
@@ -289,7 +289,7 @@ def test_hooks_on_tensors_are_selected_by_their_names():
         (a.sum() + b.sum()).backward()
     assert a.grad.tolist() == [10.0, 10.0]
     assert seen == [[1.0, 1.0, 1.0]]
-    assert re.findall(r"^  (\S+) +1 x", str(line.report()), re.M) == ["a:grad", "b:grad"]
+    assert re.findall(r"^  (\S+) +\S+ +1$", str(line.report()), re.M) == ["a:grad", "b:grad"]
 
 
 NAMED = {"a": torch.ones(2, requires_grad=True)}

@@ -11,7 +11,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.models import load_model
-from hookline.models._torchvision_import import import_torchvision
+from hookline.models.torchvision_import import import_torchvision
 
 
 @pytest.fixture(scope="module")

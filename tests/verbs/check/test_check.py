@@ -95,7 +95,7 @@ def t5():
 
 
 def resnet():
-    from hookline.models._torchvision_import import import_torchvision
+    from hookline.models.torchvision_import import import_torchvision
 
     torch.manual_seed(0)
     return import_torchvision().models.resnet18()
@@ -505,7 +505,7 @@ def test_a_ctrl_c_leaves_nothing_behind(left_as_found, interrupted):
         net.train()
 
     step = 1
-    while interrupted(step, ("hookline.verbs.check", "hookline.engine.passes.repetition"), use):
+    while interrupted(step, ("hookline.verbs.check", "hookline.engine.passes.rerun"), use):
         with warnings.catch_warnings():  # of a line that nobody holds
             warnings.simplefilter("ignore")
             gc.collect()

@@ -13,10 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
-from processes import on_ranks, ranks_of
+from processes import on_ranks
 
 pytestmark = pytest.mark.processes
-ranks = pytest.fixture(scope="module")(ranks_of(2))
 
 
 class Root(nn.Module):

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import hookline as hl
-from hookline.display.terminal import renderable
-from hookline.verbs.doctor.diagnosis import Finding, diagnosis_parts
+from hookline.verbs.doctor.diagnosis import SiteVerdict
 
 X = torch.ones(3, 2)
 
@@ -30,12 +27,6 @@ class Idle(nn.Module):
 @pytest.fixture
 def found() -> hl.Diagnosis:
     return hl.doctor(Idle().eval(), X, "**", ports=("output", "grad_output"))
-
-
-def render(shown, width: int = 100) -> str:
-    out = io.StringIO()
-    Console(width=width, file=out, color_system=None).print(shown)
-    return out.getvalue()
 
 
 def test_the_head_counts_the_verdicts(found):
@@ -71,8 +62,8 @@ def test_of_many_sites_some_are_shown_and_the_rest_are_counted():
 
 def test_notes_and_the_environment_stand_below(found):
     text = str(found)
-    assert "backward  run from the sum of the outputs" in text
-    assert text.rstrip().splitlines()[-2].startswith(f"torch {torch.__version__}; python 3.")
+    assert "backward   run from the sum of the outputs" in text
+    assert text.rsplit("\n\n", maxsplit=1)[-1].startswith(f"torch {torch.__version__}; python 3.")
     assert "mode eval; gradients on; autocast off" in text
 
 
@@ -89,7 +80,7 @@ def test_a_failure_is_shown_with_what_to_do():
 
 
 def test_a_model_of_many_causes_is_cut_and_says_so(found):
-    sites = [Finding(hl.Site(f"m.{number}"), 0, f"cause {number}") for number in range(30)]
+    sites = [SiteVerdict(hl.Site(f"m.{number}"), 0, f"cause {number}") for number in range(30)]
     text = str(hl.Diagnosis("Net", "forward", tuple(sites)))
     assert "cause 23" in text
     assert "cause 24" not in text
@@ -101,14 +92,7 @@ def test_a_path_is_not_markup_and_the_text_is_narrow_ascii():
     text = str(hl.doctor(nn.Sequential(model), None))
     assert "0.[bold]x[/bold]" in text
     assert text.isascii()
-    assert max(map(len, text.splitlines())) <= 100
-
-
-def test_the_table_for_a_terminal_says_the_same(found):
-    def words(text):
-        return [word for word in text.split() if set(word) - set("-\u2500")]
-
-    assert words(render(renderable(diagnosis_parts(found)))) == words(str(found))
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_the_data_holds_every_site_by_itself(found):

@@ -34,8 +34,8 @@ def test_an_edit_that_always_returns_none_is_warned_of(net, image):
         hl.edit(net, "layer1", lambda t: None) as line,
     ):
         assert torch.equal(net(image), clean)
-    assert "layer1      1 x" in str(line.report())
-    assert "note: hl.edit changed nothing at layer1" in str(line.report())
+    assert "layer1  Sequential      1" in str(line.report())
+    assert "note: hl.edit changed nothing at layer1" in " ".join(str(line.report()).split())
     with (
         pytest.warns(hl.HooklineWarning, match=r"nothing at layer1:grad_output: the function"),
         hl.edit(net, "layer1:grad_output", lambda grad: None),
@@ -53,6 +53,23 @@ def test_an_edit_may_return_none_now_and_then(net, image):
     with hl.edit(net, "layer1", now_and_then):
         same = [torch.equal(net(image), clean) for _ in range(3)]
     assert same == [True, False, True]
+
+
+def test_a_change_may_ask_for_its_site(net, image):
+    class Scale:
+        def __call__(self, value):
+            raise AssertionError("the change at the site is called in its place")
+
+        def at(self, site):
+            factor = {"layer1": 0.0, "fc:grad_output": 2.0}[str(site)]
+            return lambda value: value * factor
+
+    with hl.edit(net, ["layer1", "fc:grad_output"], Scale()):
+        y = net(image)
+        y.sum().backward()
+    expected = net.fc(net.pool(net.layer2(net.layer1(net.stem(image)) * 0)).flatten(1))
+    assert torch.equal(y, expected)
+    assert (net.fc.bias.grad == 2 * len(image)).all()
 
 
 class Branches(nn.Module):

@@ -22,9 +22,6 @@ from torch.testing import assert_close
 import hookline as hl
 from hookline.verbs.extract import collective_steps as module
 from parallel import conv_net, sharded
-from processes import ranks_of
-
-ranks = pytest.fixture(scope="module")(ranks_of(2))
 
 ROWS = torch.randn(50, 3, 6, 6, generator=torch.Generator().manual_seed(2))
 SITES = ["stem", "block.1:input"]

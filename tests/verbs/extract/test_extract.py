@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hookline as hl
-from hookline.recordings.manifest import sealed
-from hookline.stores import manifest as manifest_module
-from hookline.stores.manifest import environment, write_manifest
-from hookline.stores.place import place_of
+from hookline.files.place import place_of
+from hookline.files.sealed_json import sealed
+from hookline.stores import job as manifest_module
+from hookline.stores.job import environment, write_manifest
 from zoo import SmallNet
 
 ROWS = torch.randn(100, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -749,7 +749,7 @@ def test_items_that_fail_are_left_out_and_listed(model, tmp_path):
 
 
 def test_a_second_writer_is_refused(model, tmp_path):
-    from hookline.stores.place import place_of
+    from hookline.files.place import place_of
 
     with place_of(tmp_path / "s").locked():
         with pytest.raises(hl.FolderError, match=r"this process is writing to .* already"):
@@ -882,6 +882,31 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
     assert len(hl.open(tmp_path / "s")) == 50_000
 
 
+@pytest.mark.compiles
+def test_a_compiled_model_goes_on_with_the_plain_models_store(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1)))
+    rows = torch.randn(8, 2)
+    hl.extract(model, rows, ["0", "1"], tmp_path / "s", batch_size=4)
+    before = files(tmp_path / "s")
+    hl.extract(
+        torch.compile(model, backend="eager"), rows, ["0", "1"], tmp_path / "s", batch_size=4
+    )
+    model[1] = torch.compile(model[1], backend="eager")
+    hl.extract(model, rows, ["0", "1"], tmp_path / "s", batch_size=4)
+    assert files(tmp_path / "s") == before
+
+
+def test_a_thread_that_cannot_be_started_is_said(model, tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refuse)
+        with pytest.raises(hl.HooklineError, match=r"must start threads(.|\n)*ulimit -u"):
+            hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
+    assert hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL).n_rows == len(ROWS)
+
+
 def test_a_last_batch_of_one_number_is_stored(tmp_path):
     class First(nn.Module):
         def __init__(self):
@@ -907,7 +932,7 @@ def test_a_last_batch_of_one_number_is_stored(tmp_path):
 def test_a_shard_that_cannot_be_read_for_now_is_not_removed(
     model, tmp_path, monkeypatch, method, error
 ):
-    from hookline.stores.place import LocalPlace
+    from hookline.files.place import LocalPlace
 
     hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
     damaged = tmp_path / "s" / "shard-00000000.safetensors"

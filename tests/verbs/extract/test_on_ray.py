@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.stores.place import place_of
+from hookline.files.place import place_of
 from hookline.verbs.extract import on_ray
 from hookline.verbs.extract.extraction import Extraction
 from parallel import DiesInActors, conv_net
+from thoroughness import tries
 
 pytestmark = pytest.mark.processes
 
@@ -106,10 +107,11 @@ def test_actors_run_under_the_callers_autocast(cluster, tmp_path, recwarn):
 def test_actors_that_are_killed_change_nothing(cluster, tmp_path, whole):
     """Each time when some more shards are there."""
     chance, folder, killed = random.Random(0), tmp_path / "s", []
+    n_kills = tries(17, gate=4)  # the process that comes in its place imports torch
     is_over = threading.Event()
 
     def kill():
-        while not is_over.is_set() and len(killed) < 17:
+        while not is_over.is_set() and len(killed) < n_kills:
             until = len(files(folder)) + chance.randrange(4)
             while len(files(folder)) < until and not is_over.wait(0.002):
                 pass
@@ -125,7 +127,7 @@ def test_actors_that_are_killed_change_nothing(cluster, tmp_path, whole):
     finally:
         is_over.set()
         killer.join()
-    assert len(killed) == 17
+    assert len(killed) == n_kills
     assert files(folder) == files(whole)
     assert hl.open(folder, verify=True).items[:].tolist() == list(range(60))
 
@@ -142,9 +144,9 @@ hl.extract(conv_net(), rows, ["stem", "block.1:input"], sys.argv[2], engine="ray
 
 
 def test_a_driver_that_is_killed_goes_on_to_the_same_bytes(cluster, tmp_path, whole):
-    folder, n_killed = tmp_path / "s", 0
+    folder, n_killed, moments = tmp_path / "s", 0, tries((0, 7, 30), gate=(7,))
     tests = str(Path(__file__).parents[2])
-    for until in (0, 7, 30):
+    for until in moments:
         driver = subprocess.Popen(
             [sys.executable, "-c", DRIVER, tests, str(folder)],
             env={**os.environ, "RAY_ADDRESS": cluster, "OMP_NUM_THREADS": "1"},
@@ -155,7 +157,7 @@ def test_a_driver_that_is_killed_goes_on_to_the_same_bytes(cluster, tmp_path, wh
         driver.kill()
         n_killed += driver.wait() == -signal.SIGKILL
     hl.extract(conv_net(), ROWS, SITES, folder, engine="ray", **TINY)
-    assert n_killed == 3
+    assert n_killed == len(moments)
     assert files(folder) == files(whole)
 
 

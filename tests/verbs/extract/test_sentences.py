@@ -7,7 +7,7 @@ import torch
 
 import hookline as hl
 from hookline.models import load_model
-from hookline.models._torchvision_import import import_torchvision
+from hookline.models.torchvision_import import import_torchvision
 
 TEXTS = [f"{'word ' * (1 + 7 * k % 19)}number {k}." for k in range(40)]
 

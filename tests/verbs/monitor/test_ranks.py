@@ -14,9 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
 from parallel import conv_net, half, images, mesh, stack
-from processes import on_ranks, ranks_of
-
-ranks = pytest.fixture(scope="module")(ranks_of(2))
+from processes import on_ranks
 
 PORTS = ("output", "grad_output", "value", "grad", "update")
 N_PARTS = 4

@@ -18,7 +18,7 @@ from torch import nn
 
 import hookline as hl
 from forks import child, told_by
-from hookline.models._torchvision_import import import_torchvision
+from hookline.models.torchvision_import import import_torchvision
 
 # Each has a warning or two of its own, about names that it uses itself.
 pytestmark = [
@@ -567,6 +567,26 @@ def test_an_existing_file_or_folder_is_refused(tmp_path, name):
     with pytest.raises(hl.FolderError, match=r"must be (empty|a new file), got"):
         train(path)
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", ["run.csv", "v1.5.JSON"])
+def test_a_file_of_another_ending_is_refused(tmp_path, name):
+    path = tmp_path / name
+    with pytest.raises(hl.AttachError) as caught:
+        train(path)
+    assert str(caught.value) == (
+        f"to= must be a folder, or a file that ends in .jsonl or .parquet, got {str(path)!r}."
+        f"\nGive to={str(path.with_suffix('.jsonl'))!r}, or a folder:"
+        f" to={str(path.with_suffix(''))!r}."
+    )
+    assert not os.listdir(tmp_path)
+
+
+def test_the_name_of_a_folder_may_have_a_dot(tmp_path):
+    train(tmp_path / "resnet50.a1_in1k")
+    (tmp_path / "old.csv").mkdir()
+    train(tmp_path / "old.csv")
+    assert all(len(hl.open(folder)) for folder in tmp_path.iterdir())
 
 
 @pytest.mark.processes

@@ -1,6 +1,8 @@
-"""Steps of a training that several threads run."""
+"""Steps of a training that several threads run, and pairs of optimizers."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hookline.engine import Site
 from hookline.engine.passes import passes
 from hookline.verbs.monitor import steps
 from hookline.verbs.monitor.slots import Slots
+from hookline.verbs.monitor.steps import OptimizerPairs
 from meeting import Meanwhile, ToldLock
 
 X = torch.ones(1, 2)
@@ -98,3 +101,39 @@ def test_a_site_that_appears_meanwhile_has_a_later_version():
     sites, later = slots.layout()
     assert [one.name for one in sites] == ["late"]
     assert later > version
+
+
+def optimizers(n):
+    return [torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(n)]
+
+
+def test_optimizers_without_a_run_in_between_are_a_pair():
+    pairs, (one, other) = OptimizerPairs(), optimizers(2)
+    pairs.model_runs()
+    assert not pairs.follows(one)
+    pairs.stepped(one)
+    assert pairs.follows(other)
+    pairs.stepped(other)
+    assert not list(pairs.before_run(one))  # no run since
+    pairs.model_runs()
+    assert list(pairs.before_run(one)) == [other]
+    assert list(pairs.before_run(other)) == [one]
+
+
+def test_a_run_in_between_or_the_same_optimizer_makes_no_pair():
+    pairs, (one, other) = OptimizerPairs(), optimizers(2)
+    pairs.stepped(one)
+    assert not pairs.follows(one)
+    pairs.model_runs()
+    assert not pairs.follows(other)
+    assert not list(pairs.before_run(one))
+
+
+def test_an_optimizer_that_is_gone_is_no_partner():
+    pairs, (one, other) = OptimizerPairs(), optimizers(2)
+    pairs.stepped(other)
+    assert pairs.follows(one)
+    pairs.model_runs()
+    del other
+    gc.collect()
+    assert not list(pairs.before_run(one))

@@ -12,9 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hookline as hl
 from hookline.util import stopwatch
 from parallel import conv_net, half, images, loss_of, sharded, stack
-from processes import on_ranks, ranks_of
-
-ranks = pytest.fixture(scope="module")(ranks_of(2))
+from processes import on_ranks
 
 
 def profiled(model, batch):
@@ -72,7 +70,7 @@ def test_flops_of_split_weights_are_said_to_be_unknown(rank, folder):
         model(torch.ones(5, 4)).sum().backward()
     assert prof["1"].time.forward > 0
     assert prof.total.flops.all == 0
-    assert "tensor parallelism splits the model's weights" in str(prof)
+    assert "tensor parallelism splits the model's weights" in " ".join(str(prof).split())
 
 
 class Hand:

@@ -19,6 +19,11 @@ from hookline.engine.torch_private.graph.formulas import formulas
 from zoo import Checkpointed, SmallNet, encoder, rows_net
 
 
+def unwrapped(result):
+    """The text of a result in one line."""
+    return " ".join(str(result).split())
+
+
 def by_torch(model, *args, **kwargs):
     """torch's count of forward and of both together, with the CPU's attention."""
     counts = []
@@ -272,14 +277,14 @@ def test_why_flops_are_missing_is_said():
     with hl.profile(NoCopy(4, 4)) as prof:
         prof._line.root(torch.ones(1, 4))
     assert prof.total.flops.all == 0
-    assert "the model cannot be copied: TypeError: one is enough" in str(prof)
+    assert "the model cannot be copied: TypeError: one is enough" in unwrapped(prof)
     with hl.profile(nn.Sequential(nn.Linear(1, 1), scripted())) as prof:
         prof._line.root(torch.ones(1, 1))
-    assert "the model cannot be copied: ModelError: it holds a scripted module." in str(prof)
+    assert "the model cannot be copied: ModelError: it holds a scripted module." in unwrapped(prof)
     with hl.profile(nn.Linear(1, 1)) as prof:
         for n in range(1, 20):
             prof._line.root(torch.ones(n, 1))
-    assert "more than 16 different shapes" in str(prof)
+    assert "more than 16 different shapes" in unwrapped(prof)
     with hl.profile(nn.Linear(1, 1), flops=False) as prof:
         prof._line.root(torch.ones(1, 1))
     assert not prof.table.notes

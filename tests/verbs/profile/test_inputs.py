@@ -23,4 +23,4 @@ def test_first_runs_of_two_threads_at_once_are_one_kind(monkeypatch):
     monkeypatch.setattr(inputs, "Kind", slowly)
     kinds.begin("", args, {})
     meanwhile.end()
-    assert [kind.n_runs for kind in kinds.found] == [2]
+    assert [kind.n_runs for kind in kinds.kinds] == [2]

@@ -326,3 +326,44 @@ def test_a_model_whose_features_were_interrupted_runs_to_its_end():
         gc.collect()
     assert model(torch.ones(1, 2)).shape == (1, 2)
     assert not model[0]._forward_hooks
+
+
+class Counting(nn.Module):
+    """Adds how often its last module has run to the input of its first one."""
+
+    def __init__(self, is_shared=False):
+        super().__init__()
+        self.first = nn.Identity()
+        self.last = self.first if is_shared else nn.Identity()
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.last(self.first(x + self.n) * 10)
+        self.n += 1
+        return y
+
+
+def test_state_behind_the_last_site_goes_on_from_batch_to_batch():
+    feats = hl.features(Counting(), iter(torch.zeros(3, 2, 1)), "first")
+    assert feats.cat("first").flatten().tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_batch_norm_behind_the_last_site_learns_in_training_mode():
+    def model():
+        norm = nn.BatchNorm1d(1)
+        return nn.Sequential(norm, nn.Identity(), norm)
+
+    trained, plain = model(), model()
+    batches = torch.randn(4, 8, 1)
+    feats = hl.features(trained, iter(batches), "1", eval=False)
+    for batch in batches:
+        plain(batch)
+    assert torch.equal(trained[0].running_mean, plain[0].running_mean)
+    assert len(feats.passes) == 4
+
+
+def test_a_run_to_the_end_keeps_the_first_calls_alone():
+    feats = hl.features(Counting(is_shared=True), iter(torch.ones(3, 2, 1)), "first")
+    assert [record["first"].flatten().tolist() for record in feats.passes] == [
+        [1, 1], [2, 2], [3, 3],
+    ]  # fmt: skip

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
+from thoroughness import examples
 
 
 class Giver(nn.Module):
@@ -93,7 +94,7 @@ def all_tensors(value):
     return [value] if isinstance(value, torch.Tensor) else [*value]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     view=st.sampled_from(sorted(VIEWS)),
     source=st.sampled_from(["weight", "running"]),

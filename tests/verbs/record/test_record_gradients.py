@@ -210,7 +210,7 @@ def test_the_gradients_beside_frozen_layers_are_autograds(net, image):
     assert run["stem:grad_output"] is None
     why = run.report().why
     assert [str(site) for site in why] == ["stem:grad_output"]
-    assert "frozen parameters" in str(run.report())
+    assert "frozen parameters" in " ".join(str(run.report()).split())
 
 
 def test_both_backwards_of_a_gradient_penalty_are_autograds(looped):
@@ -420,7 +420,7 @@ def test_what_needs_no_gradient_is_none_without_a_warning(net, image):
         net(image).sum().backward()
     assert run["stem:grad_input"] is None
     assert run["fc:grad_input"] is not None
-    assert "an input without requires_grad" in str(run.report())
+    assert "an input without requires_grad" in " ".join(str(run.report()).split())
 
 
 WRITES = {
@@ -439,7 +439,7 @@ def test_a_named_tensor_whose_base_is_written_to_has_the_reason(write):
     with hl.record({"b": view}) as run:
         WRITES[write](base, view)
         (view.sum() + base.sum() + before.sum()).backward()
-    assert "it is a view that was written to in place" in str(run.report())
+    assert "it is a view that was written to in place" in " ".join(str(run.report()).split())
     with pytest.raises(hl.NotRecordedError, match=r"drops a view's hooks; .* \.clone\(\)"):
         run["b:grad"]
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
-from hookline.verbs.shared.run_model import call, in_eval_mode, without_list
+from hookline.verbs.shared.rerun import in_eval_mode
+from hookline.verbs.shared.run_model import call, without_list
 
 
 class TakesOneDict(nn.Module):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.util.stopwatch import Stopwatch
-from hookline.verbs.watch.call_times import Call
+from hookline.verbs.watch.call_times import TimedCall
 from moved_clock import moved_clock
 
 hand = pytest.fixture(moved_clock)
@@ -268,7 +268,7 @@ def test_inputs_that_take_long_to_read_make_a_time_inexact(hand):
 
 
 def test_calls_that_are_not_watched_make_no_time_inexact():
-    call = Call(0, 0.0)
+    call = TimedCall(0, 0.0)
     call.seconds = 0.001
     assert call.is_exact
     call.n_calls = 5

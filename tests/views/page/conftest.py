@@ -19,31 +19,64 @@ from hookline.views.page import FolderSource, OpenRecordings, Serving
 expect.set_options(timeout=60_000)
 
 
+class Windows:
+    """Windows of a browser, each used by one test at a time: to open one takes half a second."""
+
+    def __init__(self, browser):
+        self._browser = browser
+        self._free = {}
+
+    def take(self, options):
+        """Give a window that shows nothing, and has the size and the scheme of the options."""
+        free = self._free.setdefault(repr(sorted(options.items())), [])
+        if free:
+            return free.pop()
+        page = self._browser.new_context(**options).new_page()
+        page.set_default_timeout(60_000)
+        return page
+
+    def give_back(self, page, options):
+        """Empty a window and what it has stored."""
+        if page.url.startswith(("http", "file")):
+            page.evaluate("localStorage.clear(), sessionStorage.clear()")
+        page.goto("about:blank")
+        page.context.clear_cookies()
+        page.mouse.move(0, 0)
+        page.set_viewport_size(options.get("viewport", {"width": 1280, "height": 720}))
+        self._free[repr(sorted(options.items()))].append(page)
+
+
+@pytest.fixture(scope="module")
+def windows(browser):
+    return Windows(browser)
+
+
 @pytest.fixture
-def new_page(browser):
-    """Open an address in a fresh window; what it logs or asks for elsewhere is an error."""
-    complaints, contexts = [], []
+def new_page(windows):
+    """Open an address in an empty window; what it logs or asks for elsewhere is an error."""
+    complaints, taken = [], []
 
     def new_page(address, base, **options):
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: complaints.append("a dialog opened"))
-        page.on(
-            "request",
-            lambda request: (
+        page = windows.take(options)
+        listeners = {
+            "console": lambda message: complaints.append(message.text),
+            "pageerror": lambda error: complaints.append(str(error)),
+            "dialog": lambda dialog: complaints.append("a dialog opened"),
+            "request": lambda request: (
                 request.url.startswith(("data:", base)) or complaints.append(request.url)
             ),
-        )
+        }
+        for event, listener in listeners.items():
+            page.on(event, listener)
+        taken.append((page, options, listeners))
         page.goto(address)
         return page
 
     yield new_page
-    for context in contexts:
-        context.close()
+    for page, options, listeners in taken:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
+        windows.give_back(page, options)
     assert complaints == []
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.recordings.manifest import checksum, sealed
+from hookline.files.sealed_json import checksum, sealed
 
 
 def manifest_of(folder, change):

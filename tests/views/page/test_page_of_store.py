@@ -12,7 +12,7 @@ from torch import nn
 import hookline as hl
 from hookline.stores import excerpt
 from hookline.views.page import FolderSource, OpenRecordings
-from hookline.views.page.items import items_of, text_of
+from hookline.views.page.links import items_of, text_of
 
 ROWS = torch.arange(20.0 * 3 * 4 * 4).reshape(20, 3, 4, 4)
 
@@ -24,15 +24,15 @@ def folder(tmp_path):
 
 
 def test_statistics_are_of_all_items_and_pictures_of_some(folder):
-    shown, _ = OpenRecordings(FolderSource(folder, [3, 5])).shown()
+    shown, _ = OpenRecordings(FolderSource(folder, [3, 5])).page()
     (row,) = [row for row in shown.rows if row.label == "0"]
     cells = {column.key: column.text(row) for column in shown.columns}
     assert cells["shape"] == "[20, 3, 4, 4]"
     assert cells["mean"] == "479.5"
     assert cells["max"] == "959"
     with shown.reading():
-        assert torch.equal(shown.tensor(row.seen), ROWS[[3, 5]])
-        measured = shown.measure(row.seen)
+        assert torch.equal(shown.tensor(row.entry), ROWS[[3, 5]])
+        measured = shown.measure(row.entry)
     assert measured.statistics.max == 287  # its histogram is of the items shown
     assert "a store of 20 items" in shown.about
     assert "items 3 and 5" in shown.about
@@ -48,7 +48,7 @@ def test_the_server_shows_a_store(folder, served):
 
 def test_an_item_that_is_not_there_is_refused(folder):
     with pytest.raises(hl.InputError, match="below 20"):
-        OpenRecordings(FolderSource(folder, [99])).shown()
+        OpenRecordings(FolderSource(folder, [99])).page()
 
 
 def test_an_excerpt_of_tokens_is_padded(tmp_path):
@@ -98,9 +98,9 @@ def test_an_address_shows_other_items_and_keeps_them(folder, served):
 def test_many_choices_of_items_keep_few_open(folder):
     shelf = OpenRecordings(FolderSource(folder))
     for item in range(10):
-        shown, _ = shelf.shown((item,))
-        assert shelf.shown((item,))[0] is shown
-    assert len(shelf._shown) == 4
+        shown, _ = shelf.page((item,))
+        assert shelf.page((item,))[0] is shown
+    assert len(shelf._pages) == 4
 
 
 @pytest.mark.parametrize("wrong", ["x", "0:100", "20"])

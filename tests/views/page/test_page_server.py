@@ -19,7 +19,7 @@ import hookline as hl
 from benchmarks.large_recording import write as write_large
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 from hookline.views.page.guard import Rules
-from hookline.views.page.shown_recordings import PageState, Shown
+from hookline.views.page.page_state import FolderContents, PageState
 
 
 def test_it_answers_on_the_loopback_address_with_the_table(served, runs):
@@ -314,7 +314,7 @@ def test_a_table_of_2000_sites_and_50_gb_reads_no_tensor(served, tmp_path, monke
 def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
     folder = write_large(tmp_path / "large", 200, 25 * 1024**2, per_file=50)
     shelf = OpenRecordings(FolderSource(folder))
-    shown, _ = shelf.shown()
+    shown, _ = shelf.page()
 
     def resident():
         with open("/proc/self/statm") as file:
@@ -346,5 +346,7 @@ def test_the_difference_in_any_leaf_is_shown(tmp_path):
         with hl.record(model) as run:
             model((torch.ones(3), torch.full((2,), second)))
         folders.append(run.save(tmp_path / str(second)) or tmp_path / str(second))
-    shown = PageState((Shown(hl.open(folders[0])), Shown(hl.open(folders[1]))), ("one", "other"))
+    shown = PageState(
+        *(FolderContents(hl.open(folder)) for folder in folders), names=("one", "other")
+    )
     assert shown.measure(shown.values[0]).difference.relative == pytest.approx(2 / 3)

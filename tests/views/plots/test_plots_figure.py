@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-import subprocess
 import sys
 import weakref
 
@@ -18,6 +17,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.views import plots
+from warm import run_python
 
 SCRIPT = "a$b_{x}$ \\frac %"
 
@@ -40,7 +40,7 @@ assert "matplotlib.pyplot" not in sys.modules
 
 @pytest.mark.processes
 def test_matplotlib_is_imported_on_use_and_pyplot_never():
-    done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, check=False)
+    done = run_python("-c", USE)
     assert done.returncode == 0, done.stderr
 
 

@@ -9,8 +9,8 @@ from matplotlib.text import Text
 from torch import nn
 
 import hookline as hl
+from hookline.recordings.differences import difference, differences
 from hookline.views import terminal_plots
-from hookline.views.plots.differences import difference, differences
 
 F64 = torch.float64
 EXTREMES = {

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.views.plots.differences import difference
+from hookline.recordings.differences import difference
 
 
 def rows(figure):

@@ -33,11 +33,11 @@ def alias_lasting_inputs(
     Returns:
         The new (args, kwargs); None if there was nothing to alias.
     """
-    found = flowing((args, tuple(kwargs.values())), fixed_only=True)
-    wanted = [tensor for tensor in found if tensor.is_leaf or not leaves_only]
-    if not wanted:
+    candidates = flowing((args, tuple(kwargs.values())), fixed_only=True)
+    lasting = [tensor for tensor in candidates if tensor.is_leaf or not leaves_only]
+    if not lasting:
         return None
-    return replaced(args, kwargs, aliases_of(wanted))
+    return replaced(args, kwargs, aliases_of(lasting))
 
 
 def replaced(
@@ -65,13 +65,13 @@ def instead_of(tensors: Sequence[Tensor], aliases: Sequence[Tensor]) -> Identity
 
 def flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
     """Return each tensor through which a gradient can flow, once."""
-    found: IdentityMap[None] = IdentityMap()
+    tensors: IdentityMap[None] = IdentityMap()
     if not torch.is_grad_enabled():
         return []
     for tensor in _tensors(value, fixed_only):
         if tensor.requires_grad and has_aliases(tensor):
-            found[tensor] = None
-    return found.things()
+            tensors[tensor] = None
+    return tensors.things()
 
 
 def has_aliases(tensor: Tensor) -> bool:

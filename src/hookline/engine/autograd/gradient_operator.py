@@ -15,14 +15,13 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookline.engine.autograd.written_views import HookedView, hook_value
+from hookline.engine.autograd.view_hooks import HookedView, hook_value
 from hookline.engine.pytree import outlines, tree
 from hookline.engine.torch_private.autograd import is_of_trace
 from hookline.engine.torch_private.dynamo import (
@@ -77,12 +76,12 @@ def _define() -> None:
     # torch gives an operator of others no jagged tensors, only their parts.
     @torch.library.custom_op("hookline::jagged_gradient", mutates_args=())
     def jagged_gradient(
-        values: Tensor, offsets: Tensor, lengths: Tensor | None, dim: int,
-        tap: Tensor, of_run: Tensor, call: int, slot: int,
-    ) -> None:  # fmt: skip
+        parts: Sequence[Tensor], dim: int, tap: Tensor, of_run: Tensor, call: int, slot: int
+    ) -> None:
         waiting = _waiting.get(int(tap))
         if waiting is not None:
-            grad = jagged_of(values.clone(), offsets, lengths, dim)
+            values, *offsets = parts
+            grad = jagged_of([values.clone(), *offsets], dim)
             waiting.arrived_from_graph(int(of_run), call, slot, grad)
 
     for operator in (gradient, jagged_gradient):
@@ -104,19 +103,16 @@ def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None
 
     Args:
         tensor: a tensor that was computed in the graph.
-        address: identifies the receiver of the gradient.
         owner: the owner of the hook, as in `torch_private.autograd.hook_gradient`.
         on: the callback. A result of its `inside` other than None replaces the gradient. Without
             `inside`, or with `before_inside`, the unchanged gradient leaves the graph.
     """
-    tap, of_run, call, slot = address
     if on.inside is None:
-        _put_hook(tensor, tap, of_run, call, slot, owner, True, None)
+        _put_hook(tensor, address, owner, True, None)
         return
-    is_handed_out = on.before_inside is not None
-    given = _leaf_like(tensor)
-    changed = _Change.apply(given, on.inside)  # type: ignore[no-untyped-call]
-    _put_hook(tensor, tap, of_run, call, slot, owner, is_handed_out, (given, changed))
+    leaf = _leaf_like(tensor)
+    changed = _Change.apply(leaf, on.inside)  # type: ignore[no-untyped-call]
+    _put_hook(tensor, address, owner, on.before_inside is not None, (leaf, changed))
 
 
 # The numbers of the tap, the run, the call within the run, and the tensor within the value.
@@ -150,9 +146,12 @@ def _leaf_like(tensor: Tensor) -> Tensor:
 
 
 def _put_hook(
-    tensor: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int, owner: str,
-    is_handed_out: bool, change: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
+    tensor: Tensor,
+    address: Address,
+    owner: str,
+    is_handed_out: bool,
+    change: tuple[Tensor, Tensor] | None,
+) -> Tensor:
     """Register the hook on a tensor while AOTAutograd traces; with backend="eager", in each run.
 
     Args:
@@ -160,19 +159,20 @@ def _put_hook(
             backward from the output to the input turns the gradient into the new one.
     """
     gradient, jagged = torch.ops.hookline.gradient, torch.ops.hookline.jagged_gradient
+    tap, of_run, _, slot = address
 
     def hook(grad: Tensor) -> Tensor | None:
         if change is not None:
             # Announces the change, so that Python may refuse it.
-            gradient(tap, tap, of_run, call, slot)
+            gradient(tap, *address)
         if is_handed_out and grad.layout is torch.jagged:
-            jagged(*jagged_parts(grad), tap, of_run, call, slot)
+            jagged(*jagged_parts(grad), *address)
         elif is_handed_out:
-            gradient(grad, tap, of_run, call, slot)
+            gradient(grad, *address)
         if change is None:
             return None
-        given, changed = change
-        (new,) = torch.autograd.grad(changed, given, grad, retain_graph=True)
+        leaf, changed = change
+        (new,) = torch.autograd.grad(changed, leaf, grad, retain_graph=True)
         return new
 
     def lost() -> None:
@@ -184,41 +184,38 @@ def _put_hook(
         lost()
     elif tensor.requires_grad:
         view = hook_value(tensor, hook, lost, int(owner))
-        # Held until the view is settled: without the base, the node of a write cannot be found.
-        base = None if view is None else view.base()
-        if view is None or at_end_of_graph(partial(_settle, view, base)):
+        settle = None if view is None else view.settle_later()
+        if view is None or settle is None or at_end_of_graph(settle):
             return tensor
         if not is_of_trace(tensor):
-            _views.untraced.append((view, base))
+            _views.untraced.append((view, settle))
     return tensor
 
 
-def _settle(view: HookedView, base: Tensor | None) -> None:
-    view.settle(is_over=False)
-
-
 class _ThreadViews(threading.local):
-    """Hooked views, with their bases, in graphs that a backend runs as they are."""
+    """Hooked views in graphs that a backend runs as they are, each with its `settle_later`."""
 
     def __init__(self) -> None:
-        self.untraced: list[tuple[HookedView, Tensor | None]] = []
+        self.untraced: list[tuple[HookedView, Callable[[], None]]] = []
 
 
 _views = _ThreadViews()
 
 
-def untraced_views() -> list[tuple[HookedView, Tensor | None]]:
-    """Return, once, the views whose writes are not known yet, with their bases."""
-    found, _views.untraced = _views.untraced, []
-    return found
+def settle_untraced_views() -> Iterator[HookedView]:
+    """Settle the views of this thread whose writes are not known yet, and yield each once."""
+    views, _views.untraced = _views.untraced, []
+    for view, settle in views:
+        settle()
+        yield view
 
 
-def place_in(found: list[Tensor], tensor: Tensor) -> int:
+def place_in(tensors: list[Tensor], tensor: Tensor) -> int:
     """Return the index of a tensor in a list; its length if it is not there."""
-    for k, other in enumerate(found):
+    for index, other in enumerate(tensors):
         if other is tensor:
-            return k
-    return len(found)
+            return index
+    return len(tensors)
 
 
 def emptied(tensor: Tensor) -> Tensor:
@@ -228,5 +225,6 @@ def emptied(tensor: Tensor) -> Tensor:
 
 def outline(form: Any, slots: Sequence[int | None]) -> Any:
     """Return the outline of a structure of emptied tensors, given their gradients' slots."""
-    numbers = {id(tensor): k for (_, tensor), k in zip(tree.tensors(form), slots, strict=True)}
+    tensors = (id(tensor) for _, tensor in tree.tensors(form))
+    numbers = dict(zip(tensors, slots, strict=True))
     return outlines.outline(form, lambda tensor: numbers[id(tensor)])

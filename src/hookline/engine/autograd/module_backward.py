@@ -27,7 +27,7 @@ from hookline.engine.autograd.aliases import (
     refuse_unaliased,
     replaced,
 )
-from hookline.engine.autograd.written_views import GradHook, HookedView, hook_value
+from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value
 from hookline.engine.passes.modes import is_transformed
 from hookline.engine.pytree import tree
 from hookline.engine.taps.base import Order
@@ -47,11 +47,14 @@ class CallGradients:
         name: the module's name in errors.
         tensors: the call's inputs or outputs, before they were aliased. A barrier joins several.
         is_of_inputs: whether the tensors are the call's inputs.
+
+    Attributes:
+        view: the only alias, while the call may write to it.
     """
 
     __slots__ = (
-        "__weakref__", "_counters", "_hooks", "_is_of_inputs", "_made", "_name", "_origins",
-        "_refs", "_view", "key", "open",
+        "__weakref__", "_aliases", "_counters", "_hooks", "_is_of_inputs", "_name", "_origins",
+        "_refs", "key", "open", "view",
     )  # fmt: skip
 
     def __init__(
@@ -63,15 +66,15 @@ class CallGradients:
         self._name = name
         self._hooks: list[tuple[Order, int | None, OneHook | AllHook]] = []
         self._counters: list[tuple[Tensor, int, bool]] = []
-        self._view: HookedView | None = None
+        self.view: HookedView | None = None
         if len(tensors) > 1:
             aliases = self._join(tensors)
         else:
             aliases = (tensors[0].view_as(tensors[0]),)
-            self._view = hook_value(aliases[0], GradHook(self._arrived), GradHook(refuse, name))
+            self.view = hook_value(aliases[0], GradHook(self._arrived), GradHook(refuse, name))
         self._refs = [weakref.ref(alias) for alias in aliases]
         self._origins = [weakref.ref(tensor) for tensor in tensors]
-        self._made = aliases
+        self._aliases = aliases
 
     def _join(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Alias several tensors through a node that waits for all their gradients."""
@@ -85,18 +88,13 @@ class CallGradients:
             (version_counter(tensor), tensor._version, base_of_view(tensor) is not None)
             for tensor in tensors
         ]
-        made: tuple[Tensor, ...] = _GradBarrier.apply(self, *tensors)  # type: ignore[no-untyped-call]
-        return made
+        aliases: tuple[Tensor, ...] = _GradBarrier.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return aliases
 
-    @property
-    def view(self) -> HookedView | None:
-        """Return the only alias, while the call may write to it."""
-        return self._view
-
-    def taken(self) -> Sequence[Tensor]:
+    def take_aliases(self) -> Sequence[Tensor]:
         """Return the aliases, once, so that no tensor is held."""
-        made, self._made = self._made, ()
-        return made
+        aliases, self._aliases = self._aliases, ()
+        return aliases
 
     def index(self, tensor: Tensor) -> int | None:
         """Return the index of a tensor among the aliases; None if it is not an alias."""
@@ -140,12 +138,12 @@ class CallGradients:
                 " cannot be given all their gradients at once."
                 f"\nRecord or edit them one by one: '{self._name}:grad_input'."
             )
-        view, self._view = self._view, None
+        view, self.view = self.view, None
         if view is not None:
             alias = self._refs[0]()
             base = None if alias is None else base_of_view(alias)
             returned = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
-            view.settle(is_over=base is None or all(one is not base for one in returned))
+            view.settle(is_over=base is None or all(other is not base for other in returned))
 
     def _arrived(self, grad: Tensor) -> Tensor | None:
         """Call the hooks with the gradient of a lone tensor."""
@@ -172,12 +170,12 @@ class CallGradients:
 
     def _call(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         new = list(grads)
-        for _, wanted, hook in tuple(self._hooks):
-            if wanted is None:
+        for _, index, hook in tuple(self._hooks):
+            if index is None:
                 new = hook(list(new)) or new  # type: ignore[arg-type]
-            elif (one := new[wanted]) is not None:
-                result = hook(one)  # type: ignore[arg-type]
-                new[wanted] = one if result is None else result
+            elif (grad := new[index]) is not None:
+                result = hook(grad)  # type: ignore[arg-type]
+                new[index] = grad if result is None else result
         return new
 
 
@@ -234,16 +232,16 @@ def alias_inputs(
         The arguments with aliases, and the hooks on their gradients; None instead of hooks if no
         input has a gradient.
     """
-    found = flowing((args, tuple(kwargs.values())), fixed_only=True)
+    tensors = flowing((args, tuple(kwargs.values())), fixed_only=True)
     refuse_unaliased(name, (args, tuple(kwargs.values())))
-    if not found:
+    if not tensors:
         return args, kwargs, None
-    known = inputs_of(key)
-    if known is not None and known.holds(found):
-        return args, kwargs, known
-    made = CallGradients(key, name, found, is_of_inputs=True)
-    _latest.inputs = weakref.ref(made)
-    return *replaced(args, kwargs, instead_of(found, made.taken())), made
+    gradients = inputs_of(key)
+    if gradients is not None and gradients.holds(tensors):
+        return args, kwargs, gradients
+    new_gradients = CallGradients(key, name, tensors, is_of_inputs=True)
+    _latest.inputs = weakref.ref(new_gradients)
+    return *replaced(args, kwargs, instead_of(tensors, new_gradients.take_aliases())), new_gradients
 
 
 def inputs_of(key: int) -> CallGradients | None:
@@ -259,16 +257,16 @@ def alias_outputs(key: int, name: str, output: Any) -> tuple[Any, CallGradients 
         The output with aliases, and the hooks on their gradients; None instead of hooks if nothing
         was aliased.
     """
-    found = flowing(output, fixed_only=False)
-    if len(found) < 2:
+    tensors = flowing(output, fixed_only=False)
+    if len(tensors) < 2:
         return output, None
-    known = outputs_of(key)
-    if known is not None and known.holds(found):
-        return output, known
-    made = CallGradients(key, name, found, is_of_inputs=False)
-    _latest.outputs = weakref.ref(made)
-    new = instead_of(found, made.taken())
-    return tree.replace_tensors(output, new, fixed_only=False), made
+    gradients = outputs_of(key)
+    if gradients is not None and gradients.holds(tensors):
+        return output, gradients
+    new_gradients = CallGradients(key, name, tensors, is_of_inputs=False)
+    _latest.outputs = weakref.ref(new_gradients)
+    new = instead_of(tensors, new_gradients.take_aliases())
+    return tree.replace_tensors(output, new, fixed_only=False), new_gradients
 
 
 def outputs_of(key: int) -> CallGradients | None:
@@ -283,9 +281,9 @@ def alias_saved_outputs(key: int, output: Any) -> Any:
     In a second derivative, the saved tensor gets a gradient that does not flow through the returned
     output.
     """
-    known = outputs_of(key)
+    gradients = outputs_of(key)
     saved = [
         tensor for tensor in flowing(output, fixed_only=False)
-        if saves_itself(tensor) and (known is None or known.index(tensor) is None)
+        if saves_itself(tensor) and (gradients is None or gradients.index(tensor) is None)
     ]  # fmt: skip
     return tree.replace_tensors(output, aliases_of(saved), fixed_only=False) if saved else output

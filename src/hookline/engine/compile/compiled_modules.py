@@ -14,8 +14,8 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.torch_private.modules import children, holds_compiled_call
-from hookline.util.imported import imported
 from hookline.util.locks import fork_safe_lock
+from hookline.util.optional import imported
 from hookline.util.weak_map import WeakIdentityMap
 
 
@@ -48,7 +48,7 @@ class Borders:
     _original: ClassVar[Callable[..., Any] | None] = None
     # The modules that hold their compiled call: the ids of watchers, the compiled call, its
     # replacement.
-    _held: ClassVar[WeakIdentityMap[tuple[set[int], Any, Any]]] = WeakIdentityMap()
+    _replaced_calls: ClassVar[WeakIdentityMap[tuple[set[int], Any, Any]]] = WeakIdentityMap()
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
@@ -65,24 +65,25 @@ class Borders:
     def watch(self, module: nn.Module) -> None:
         """Report the runs of a module that was compiled by `module.compile()`. Idempotent."""
         with Borders._lock:
-            held = Borders._held.get(module)
-            if held is None:
+            entry = Borders._replaced_calls.get(module)
+            if entry is None:
                 compiled = module.__dict__["_compiled_call_impl"]
-                ours = partial(_around, weakref.ref(module), compiled)
-                held = Borders._held[module] = set(), compiled, ours
-                module.__dict__["_compiled_call_impl"] = ours
-            held[0].add(id(self))
+                replacement = partial(_around, weakref.ref(module), compiled)
+                entry = Borders._replaced_calls[module] = set(), compiled, replacement
+                module.__dict__["_compiled_call_impl"] = replacement
+            entry[0].add(id(self))
 
     def remove(self) -> None:
         """Stop reporting and restore torch's class and the modules."""
         with Borders._lock:
-            Borders._all[:] = [one for one in Borders._all if one is not self]
-            for module, (watchers, compiled, ours) in Borders._held.items():
+            Borders._all[:] = [border for border in Borders._all if border is not self]
+            for module, (watchers, compiled, replacement) in Borders._replaced_calls.items():
                 watchers.discard(id(self))
-                if not watchers:
-                    if module.__dict__.get("_compiled_call_impl") is ours:
-                        module.__dict__["_compiled_call_impl"] = compiled
-                    Borders._held.pop(module)
+                if watchers:
+                    continue
+                if module.__dict__.get("_compiled_call_impl") is replacement:
+                    module.__dict__["_compiled_call_impl"] = compiled
+                Borders._replaced_calls.pop(module)
             kind = sys.modules["torch._dynamo"].OptimizedModule
             if not Borders._all and kind.__call__ is _call_optimized:
                 kind.__call__ = Borders._original
@@ -105,19 +106,19 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
         The ids of all modules of the model, wrappers included, and the modules that hold their
         compiled call.
     """
-    found: set[int] = set()
+    visited: set[int] = set()
     compiled: list[nn.Module] = []
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
-        if module is None or id(module) in found:
+        if module is None or id(module) in visited:
             continue
-        found.add(id(module))
+        visited.add(id(module))
         if holds_compiled_call(module):
             compiled.append(module)
         if inner := children(module):
             waiting += inner.values()
-    return found, compiled
+    return visited, compiled
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
@@ -129,9 +130,9 @@ def inside_compiled(module: nn.Module) -> nn.Module:
 
 
 def _around(
-    held: weakref.ref[nn.Module], compiled: Callable[..., Any], *args: Any, **kwargs: Any
+    module_ref: weakref.ref[nn.Module], compiled: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    module = held()
+    module = module_ref()
     if module is None or is_dynamo_compiling():
         return compiled(*args, **kwargs)
     return _watched(module, sys._getframe(), compiled, args, kwargs)
@@ -149,7 +150,8 @@ def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
 def _watched(
     module: nn.Module, frame: FrameType, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    watchers = [one.watcher for one in Borders._all if one.watcher.covers(module)]
+    watchers = [border.watcher for border in Borders._all]
+    watchers = [watcher for watcher in watchers if watcher.covers(module)]
     entered: list[Watcher] = []
     output = None
     try:

@@ -25,23 +25,18 @@ from hookline.util.locks import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
 
 
-class _Note(NamedTuple):
-    """The origin of a mark.
+class _MarkOrigin(NamedTuple):
+    """The origin of a mark."""
 
-    Args:
-        source: the function whose code the mark copies.
-        is_own: whether the mark replaces a forward in the module's `__dict__` and holds it.
-    """
-
-    source: FunctionType
-    is_own: bool
+    source: FunctionType  # the function whose code the mark copies
+    is_own: bool  # whether the mark replaces a forward in the module's `__dict__` and holds it
 
 
 # The ids of the objects that have marked a module.
 _owners: WeakIdentityMap[set[int]] = WeakIdentityMap()
 # The functions of all marks. An attribute could not identify a mark, because a wrapper copies the
 # attributes of the function that it wraps.
-_notes: weakref.WeakKeyDictionary[FunctionType, _Note] = weakref.WeakKeyDictionary()
+_notes: weakref.WeakKeyDictionary[FunctionType, _MarkOrigin] = weakref.WeakKeyDictionary()
 # The copies of a function's code, by kinds of hooks, each with the original code.
 _copies: weakref.WeakKeyDictionary[FunctionType, dict[int, tuple[CodeType, CodeType]]] = (
     weakref.WeakKeyDictionary()
@@ -126,8 +121,8 @@ def _renew(module: nn.Module) -> bool:
     note = _note_of(standing)
     if note is None or note.is_own or note.source is forward_of(type(module)):
         return False
-    source, held, _ = _usual(module, None)
-    if source is note.source and (source is not _through or held == standing.__self__):
+    source, bound, _ = _parts_of_forward(module, None)
+    if source is note.source and (source is not _through or bound == standing.__self__):
         return False
     _put_back(module)
     _put(module)
@@ -185,7 +180,7 @@ def forward_of(kind: type) -> Any:
     return getattr(kind, "forward", None)
 
 
-def _note_of(forward: Any) -> _Note | None:
+def _note_of(forward: Any) -> _MarkOrigin | None:
     function = getattr(forward, "__func__", None)
     return _notes.get(function) if isinstance(function, FunctionType) else None
 
@@ -205,29 +200,29 @@ def _put(module: nn.Module) -> None:
     note, kinds = _note_of(standing), own_kinds(module)
     source: Any
     if note is None:
-        source, held, is_own = _usual(module, standing)
+        source, bound, is_own = _parts_of_forward(module, standing)
     else:
-        source, held, is_own = note.source, standing.__self__, note.is_own
+        source, bound, is_own = note.source, standing.__self__, note.is_own
     code = _copy_of_code(source, kinds)
     if note is not None and standing.__func__.__code__ is code:
         return
-    twin = _twin(source, code, held)
-    _notes[twin] = _Note(source, is_own)
-    ours = module.__dict__["forward"] = MethodType(twin, held)
+    twin = _twin(source, code, bound)
+    _notes[twin] = _MarkOrigin(source, is_own)
+    new_mark = module.__dict__["forward"] = MethodType(twin, bound)
     # `forward` is a property, so the guard of compiled code would fail.
-    if module.forward is not ours:
+    if module.forward is not new_mark:
         _put_back(module)
 
 
-def _usual(module: nn.Module, own: Any) -> tuple[Any, Any, bool]:
-    """Return the parts of a module's mark: a function, its bound object and `_Note.is_own`."""
-    if own is not None:
-        return _through, own, True
-    found: Any = inspect.getattr_static(type(module), "forward")
-    if isinstance(found, FunctionType) and not is_disabled(found):
-        return found, module, False
-    bind = getattr(type(found), "__get__", None)
-    return _through, found if bind is None else bind(found, module, type(module)), False
+def _parts_of_forward(module: nn.Module, standing: Any) -> tuple[Any, Any, bool]:
+    """Return the parts of a mark: a function, its bound object and `_MarkOrigin.is_own`."""
+    if standing is not None:
+        return _through, standing, True
+    forward: Any = inspect.getattr_static(type(module), "forward")
+    if isinstance(forward, FunctionType) and not is_disabled(forward):
+        return forward, module, False
+    bind = getattr(type(forward), "__get__", None)
+    return _through, forward if bind is None else bind(forward, module, type(module)), False
 
 
 def _through(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +242,7 @@ def _put_back(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _twin(source: FunctionType, code: CodeType, held: Any) -> FunctionType:
+def _twin(source: FunctionType, code: CodeType, bound: Any) -> FunctionType:
     """Copy a function such that compiled code can tell the copy from the original."""
     is_through = source.__globals__ is globals()
     twin = FunctionType(
@@ -258,13 +253,13 @@ def _twin(source: FunctionType, code: CodeType, held: Any) -> FunctionType:
         source.__closure__,
     )
     twin.__kwdefaults__ = source.__kwdefaults__
-    like: Any = held if is_through else source
+    like: Any = bound if is_through else source
     for name in ("__module__", "__qualname__", "__doc__"):
         setattr(twin, name, getattr(like, name, None) or getattr(source, name))
     twin.__annotations__ = getattr(like, "__annotations__", {})
     twin.__dict__.update(source.__dict__)
     if is_through:
-        twin.__signature__ = _signature(held)  # type: ignore[attr-defined]
+        twin.__signature__ = _signature(bound)  # type: ignore[attr-defined]
     return twin
 
 

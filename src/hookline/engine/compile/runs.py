@@ -56,7 +56,7 @@ class CompiledRun:
 
 
 @final
-class Calls(dict[Any, int]):
+class CallCounts(dict[Any, int]):
     """The number of calls of each tap in a pass, while compiled code runs.
 
     Eager code between two pieces of compiled code may call the same taps.
@@ -84,14 +84,12 @@ class Calls(dict[Any, int]):
 
 
 @final
-class _Note:
+@dataclass(slots=True, eq=False)
+class _FlushingNote:
     """The `note` of a pass while compiled code runs: compiled code's values are logged first."""
 
-    __slots__ = ("before", "settle")
-
-    def __init__(self, before: Callable[[Any], None], settle: Callable[[], None]) -> None:
-        self.before = before
-        self.settle = settle
+    before: Callable[[Any], None]
+    settle: Callable[[], None]
 
     def __call__(self, entry: Any) -> None:
         self.settle()
@@ -103,16 +101,16 @@ def flush_before_reads(current: Pass, settle: Callable[[], None]) -> None:
 
     Eager code may run between two pieces of compiled code.
     """
-    if not isinstance(current.calls, Calls):
-        current.calls = Calls(current.calls, settle)
-        current.note = _Note(current.note, settle)
+    if not isinstance(current.calls, CallCounts):
+        current.calls = CallCounts(current.calls, settle)
+        current.note = _FlushingNote(current.note, settle)
 
 
 def stop_settling(current: Pass) -> None:
     """Restore a pass's counts and log, after its compiled code has ended."""
-    if isinstance(current.calls, Calls):
+    if isinstance(current.calls, CallCounts):
         current.calls = dict(current.calls)
-    if isinstance(current.note, _Note):
+    if isinstance(current.note, _FlushingNote):
         current.note = current.note.before
 
 
@@ -132,13 +130,9 @@ ActiveTaps = tuple[list[Any], Pass | None]
 @final
 @dataclass(slots=True, eq=False)
 class CurrentRun:
-    """The switch that turns a line's taps on for one run of compiled code after another.
+    """The switch that turns a line's taps on for one run of compiled code after another."""
 
-    Args:
-        switch: the line's switch, which compiled code reads.
-    """
-
-    switch: Switch
+    switch: Switch  # the line's switch, which compiled code reads
     _active: ActiveTaps = field(default=([], None), init=False)
     _run: CompiledRun | None = field(default=None, init=False)
     _of_one_call: list[Any] = field(default_factory=list, init=False)
@@ -149,9 +143,9 @@ class CurrentRun:
         self._of_one_call += [tap for tap in taps if tap.site.call is not None]
         self._has_gradients = self._has_gradients or has_gradients
 
-    def drop(self, gone: set[int]) -> None:
+    def drop(self, dropped_ids: set[int]) -> None:
         """Forget taps, by their ids."""
-        self._of_one_call = [tap for tap in self._of_one_call if id(tap) not in gone]
+        self._of_one_call = [tap for tap in self._of_one_call if id(tap) not in dropped_ids]
 
     def end(self) -> None:
         """Switch all taps off and forget them."""

@@ -45,13 +45,13 @@ def ranks_of(group: Any, question: str) -> list[int]:
 
 
 def gather_json(
-    question: str, said: Any, ranks: Sequence[int], timeout: float = TIMEOUT_S
+    question: str, data: Any, ranks: Sequence[int], timeout: float = TIMEOUT_S
 ) -> list[Any]:
     """Wait until every rank has asked the same question, and gather their data.
 
     Args:
         question: the question, as a user would write the call.
-        said: this rank's data, as JSON.
+        data: this rank's data, as JSON.
         ranks: the ranks that take part.
         timeout: how long to wait for the other ranks, in seconds.
 
@@ -62,16 +62,16 @@ def gather_json(
         RanksError: on every rank: a rank did not come, or asked another question.
     """
     if len(ranks) == 1:
-        return [said]
+        return [data]
     try:
-        verdict = _verdict(question, said, ranks, timeout)
+        verdict = _verdict(question, data, ranks, timeout)
     except (RuntimeError, ConnectionError) as error:
         raise RanksError(
             f"{question}: the store over which the ranks meet is gone, and so is the process that"
             f" holds it, usually rank 0 ({str(error).splitlines()[0][:120]})."
             "\nLook at the first error in that rank's output."
         ) from error
-    missing, asked = verdict["missing"], verdict["asked"]
+    missing, questions = verdict["missing"], verdict["questions"]
     if missing:
         raise RanksError(
             f"{verdict['question']} waited {verdict['seconds']:g} s for {_names(missing)}, which"
@@ -79,38 +79,37 @@ def gather_json(
             "\nCall it on every rank of the group, outside of `if rank == 0:`. A rank that died or"
             " raised never comes: look at its output. timeout= is how long to wait, in seconds."
         )
-    if len(set(asked)) > 1:
+    if len(set(questions)) > 1:
         raise RanksError(
-            f"the ranks ask for different things: {say_by_rank(ranks, asked)}."
+            f"the ranks ask for different things: {say_by_rank(ranks, questions)}."
             "\nCall the same on every rank, in the same order."
         )
-    found: list[Any] = [json.loads(verdict["texts"][index]) for index in verdict["said"]]
-    return found
+    return [json.loads(verdict["texts"][index]) for index in verdict["answers"]]
 
 
-def _verdict(question: str, said: Any, ranks: Sequence[int], timeout: float) -> dict[str, Any]:
+def _verdict(question: str, data: Any, ranks: Sequence[int], timeout: float) -> dict[str, Any]:
     store, me = default_store(), dist.get_rank()
     name = f"hookline/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]}"
     # The store counts, not the process: the count begins again with each process group.
     number = store.add(f"{name}/{me}", 1)
     base = f"{name}/{number}"
     verdict_key = f"{base}/verdict"
-    store.set(f"{base}/{me}", json.dumps([question, json.dumps(said, sort_keys=True)]))
+    store.set(f"{base}/{me}", json.dumps([question, json.dumps(data, sort_keys=True)]))
     keys = {rank: f"{base}/{rank}" for rank in ranks}
     is_judge = me == ranks[0]
-    wanted = list(keys.values()) if is_judge else [verdict_key]
+    awaited = list(keys.values()) if is_judge else [verdict_key]
     is_settled = store.check([verdict_key])  # a verdict exists, so this rank is late
-    if is_settled or (_has_come(store, wanted, timeout) and not is_judge):
+    if is_settled or (_has_come(store, awaited, timeout) and not is_judge):
         text = store.get(verdict_key)
     else:
         # The first rank that sets the verdict sets it for all, late ranks included.
         missing = [rank for rank, key in keys.items() if not store.check([key])]
-        mine = {"question": question, "seconds": timeout, "missing": missing, "asked": []}
+        proposal = {"question": question, "seconds": timeout, "missing": missing, "questions": []}
         if not missing and not is_judge:
-            mine["missing"] = [ranks[0]]
+            proposal["missing"] = [ranks[0]]
         elif not missing:
-            mine |= _gathered(store, list(keys.values()))
-        text = store.compare_set(verdict_key, "", json.dumps(mine))
+            proposal |= _gathered(store, list(keys.values()))
+        text = store.compare_set(verdict_key, "", json.dumps(proposal))
     verdict: dict[str, Any] = json.loads(text)
     if is_judge and number > 1 and not verdict["missing"]:
         for last in (*ranks, "verdict"):  # all ranks have left the previous rendezvous
@@ -134,8 +133,8 @@ def _gathered(store: Any, keys: list[str]) -> dict[str, Any]:
     """Collect the data of all ranks; equal data appear once."""
     posts = [json.loads(store.get(key)) for key in keys]
     texts = list(dict.fromkeys(text for _, text in posts))
-    said = [texts.index(text) for _, text in posts]
-    return {"asked": [asked for asked, _ in posts], "texts": texts, "said": said}
+    answers = [texts.index(text) for _, text in posts]
+    return {"questions": [post[0] for post in posts], "texts": texts, "answers": answers}
 
 
 def say_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
@@ -143,7 +142,7 @@ def say_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)
-    return "; ".join(f"{_names(said_by)}: {text}" for text, said_by in by_text.items())
+    return "; ".join(f"{_names(group)}: {text}" for text, group in by_text.items())
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import final
@@ -23,7 +24,6 @@ from hookline.engine.compile.compiled_modules import Borders, compiled_within, i
 from hookline.engine.compile.guards import Marks
 from hookline.engine.compile.runs import ActiveTaps, CurrentRun
 from hookline.engine.line.attachment import Attachment
-from hookline.engine.line.compile_messages import note_on, stale_forward
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
 from hookline.engine.selection.site import GRADIENT_PORTS, Site
@@ -33,6 +33,8 @@ from hookline.engine.torch_private.dynamo import (
     TracingAttachError,
     dynamo_config,
     has_compiled,
+    is_limit,
+    is_untraceable,
     not_alone,
     while_tracing,
 )
@@ -43,19 +45,38 @@ from hookline.util.weak_map import WeakIdentityMap
 # Models that contain compiled code without a border.
 _with_gaps: WeakIdentityMap[bool] = WeakIdentityMap()
 
+_UNTRACEABLE = (
+    "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
+    " above.\nWrite it in tensor operations (no print, no `if` on values). Or compile without"
+    " fullgraph=True, so that the graph breaks there. Or run without compiled code:"
+    "\n    with torch.compiler.set_stance('force_eager'): ..."
+)
+_UNTRACEABLE_GRADIENT = (
+    "hookline: the gradients at {site} ({type}) cannot come out of this compiled graph; the reason"
+    " is above.\nWrite an edit of them in tensor operations. Without an edit, torch cannot trace a"
+    " tensor hook beside something in the model, such as transformers' cache made inside the graph"
+    " (use_cache=False). Or compile without fullgraph=True. Or run without compiled code:"
+    "\n    with torch.compiler.set_stance('force_eager'): ..."
+)
+_LIMIT = (
+    "hookline: hooks are part of compiled code. A new hook function, a new Python number or a"
+    " different set of sites triggers a recompilation.\nMake the function once and keep it. Give"
+    " numbers as tensors, or use hl.edits, which does so. In a sweep over sites, keep"
+    " hl.edits.scale at every site, with 1.0 where nothing should change. Or raise"
+    " torch._dynamo.config.recompile_limit."
+)
+
 
 @final
+@dataclass(slots=True, eq=False)
 class _CompiledCall:
     """One call of a compiled module, and the steps taken for it so far."""
 
-    __slots__ = ("before", "frame", "is_locked", "is_on", "settings")
-
-    def __init__(self, frame: FrameType) -> None:
-        self.frame = frame
-        self.is_locked = False
-        self.before: ActiveTaps = [], None
-        self.settings = Settings()
-        self.is_on = False
+    frame: FrameType
+    is_locked: bool = False
+    before: ActiveTaps = field(default_factory=lambda: ([], None))
+    settings: Settings = field(default_factory=Settings)
+    is_on: bool = False
 
 
 class _CallStack(threading.local):
@@ -249,11 +270,11 @@ class Compiled(Attachment):
         """Forget taps that have been removed, and unmark modules that keep no tap of the line."""
         if self.border is None:
             return
-        gone = set(map(id, taps))
+        ids = set(map(id, taps))
         with self._lock:
             self._parts.clear()
-            self._new = [tap for tap in self._new if id(tap) not in gone]
-            self._run.drop(gone)
+            self._new = [tap for tap in self._new if id(tap) not in ids]
+            self._run.drop(ids)
             hooked = {self.owner_of(tap) for tap in self._taps if not tap.is_removed}
             for number in {self.owner_of(tap) for tap in taps} - hooked - {id(self._root)}:
                 self._marks.discard(number)
@@ -384,12 +405,12 @@ class Compiled(Attachment):
     def _taps_in(self, module: nn.Module) -> list[Tap]:
         """Return the taps that a compiled module may call."""
         with self._lock:
-            found = self._parts.get(id(module))
-            if found is None:
+            taps = self._parts.get(id(module))
+            if taps is None:
                 inside = {id(part) for part in module.modules()}
-                found = [tap for tap in self._taps if self.owner_of(tap) in inside]
-                self._parts[id(module)] = found
-            return found
+                taps = [tap for tap in self._taps if self.owner_of(tap) in inside]
+                self._parts[id(module)] = taps
+            return taps
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -419,3 +440,28 @@ def refuse_inside(name: str) -> None:
         "\nMake it around"
         f" the compiled call: with hl.{name}(model, ...): compiled(x)."
     )
+
+
+def stale_forward(module: nn.Module) -> str:
+    """Say that a call would run a forward which the module's class no longer has."""
+    return (
+        f"{type(module).__name__} got another forward while this line is on, but torch had already"
+        " fetched the old forward for this call."
+        "\nCall the model again: the new forward runs from now on."
+    )
+
+
+def note_on(error: BaseException, site: Site | None) -> str | None:
+    """Explain how an error of torch.compile is related to hooks, and the fix.
+
+    Args:
+        error: the error raised while code was compiled or ran.
+        site: the site of the hook that dynamo traced last, if it traced any.
+
+    Returns:
+        The note; None if the error is unrelated to hooks.
+    """
+    if site is not None and is_untraceable(error):
+        why = _UNTRACEABLE_GRADIENT if site.is_gradient else _UNTRACEABLE
+        return why.format(site=site, type=site.module_type)
+    return _LIMIT if is_limit(error) else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Self, final
 
 from hookline.display.text import plural
@@ -20,6 +20,7 @@ from hookline.engine.taps.base import Tap
 
 
 @final
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class CallHooks:
     """The hooks that one call on a line registered; the line holds this object.
 
@@ -29,57 +30,49 @@ class CallHooks:
         lock: held while hooks of the line are registered, in any thread.
     """
 
-    __slots__ = (
-        "__weakref__", "_attached", "_entries", "_lock", "_registrations", "_taps", "is_on",
-        "sites",
-    )  # fmt: skip
-
-    def __init__(
-        self, registrations: Registrations, attached: list[Attachment], lock: threading.RLock
-    ) -> None:
-        self._lock = lock
-        self._registrations = registrations
-        self._attached = attached
-        self._taps: list[Tap] = []
-        self._entries: list[Entry] = []
-        self.sites: list[Site] = []
-        self.is_on = False
+    registrations: Registrations
+    attached: list[Attachment]
+    lock: threading.RLock
+    taps: list[Tap] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    is_on: bool = False
 
     def hold(self, taps: list[Tap], entries: list[Entry]) -> None:
         """Store the taps of the call and the entries of their hooks."""
-        self._taps, self._entries = taps, entries
+        self.taps, self.entries = taps, entries
         self.sites += [tap.site for tap in taps]
         self.is_on = True
 
     def remove(self) -> None:
         """Remove these hooks, also if interrupted meanwhile. Idempotent."""
-        with self._lock:
+        with self.lock:
             surely(self._remove)
 
     def _remove(self) -> None:
         if not self.is_on:
             return
         # First, so that any hook of a tap that is still in place does nothing from here on.
-        for tap in self._taps:
+        for tap in self.taps:
             tap.retire()
-        self._registrations.remove_these(self._without_closers())
-        for attachment in self._attached:
-            attachment.drop(self._taps)
+        self.registrations.remove_these(self._without_closers())
+        for attachment in self.attached:
+            attachment.drop(self.taps)
         self.is_on = False
-        self._taps, self._entries = [], []
+        self.taps, self.entries = [], []
 
     def _without_closers(self) -> list[Entry]:
         """Return the entries that can be removed at once.
 
         In a running call, a hook that undoes another hook's work stays until that call ends.
         """
-        off = self._entries
-        for tap in self._taps:
+        off = self.entries
+        for tap in self.taps:
             hook = tap.closer()
             if hook is not None:
-                closers = self._registrations.of([tap], hook=hook)
-                tap.when_closed(partial(self._registrations.remove_these, closers))
-                off = [entry for entry in off if all(entry is not one for one in closers)]
+                closers = self.registrations.of([tap], hook=hook)
+                tap.when_closed(partial(self.registrations.remove_these, closers))
+                off = [entry for entry in off if all(entry is not closer for closer in closers)]
         return off
 
 
@@ -118,12 +111,7 @@ class HookHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         surely(self.remove)
 
     def __repr__(self) -> str:

@@ -7,32 +7,32 @@ it stays on the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.optim import Optimizer
 
-from hookline.engine.compile.in_graph import Callback, SplitCallback
-from hookline.engine.gradients.ports import BorderTap, GradInputTap, GradOutputTap, ParameterTap
+from hookline.engine.compile.graph_callback import Callback, SplitCallback
+from hookline.engine.gradients.port_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import GradientCallback
 from hookline.engine.line.attachment import Attachment, surely
 from hookline.engine.line.compiled import Compiled, refuse_inside
 from hookline.engine.line.handle import CallHooks, HookHandle
-from hookline.engine.line.registration import Registrations
+from hookline.engine.line.registration import Node, Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
 from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree import describe
 from hookline.engine.report.replaced import Originals
 from hookline.engine.report.report import Report
 from hookline.engine.report.why_silent import Silent, explain, gathered
-from hookline.engine.selection.ground import Everywhere, Ground, tree_of
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode
 from hookline.engine.selection.selectors import Selection, Selector, select_in
 from hookline.engine.selection.site import Site
+from hookline.engine.selection.targets import Everywhere, Target, tree_of
 from hookline.engine.taps.base import GRADIENT_ORDERS, Order, RootTap, Tap
 from hookline.engine.taps.fast_path import FusedTap, fast_path_warning, layer_above
 from hookline.engine.taps.forward import InputTap, OutputTap
@@ -62,7 +62,7 @@ class LineOptions:
 
 @hides(
     "all_or_nothing", "attached", "hooking", "is_everywhere", "keep", "module_tree", "nodes",
-    "options", "originals", "passes", "root", "select", "tap", "taps",
+    "options", "originals", "passes", "place", "root", "select", "tap", "taps",
 )  # fmt: skip
 class Line:
     """Hooks that were attached together, and are removed together.
@@ -93,7 +93,7 @@ class Line:
 
     def __init__(
         self,
-        model: Ground | Everywhere | None,
+        model: Target | Everywhere | None,
         *,
         name: str = "attach",
         every_thread: bool = False,
@@ -175,27 +175,40 @@ class Line:
         sites, nodes = [site for site, _ in places], [node for _, node in places]
         with self.all_or_nothing():
             if self.root is not None and any(site.port == "grad_input" for site in sites):
-                border = BorderTap(self.passes)
-                self._registrations.register(
-                    self.root, "forward_pre", border.fire, Order.BORDER, with_kwargs=True
-                )
-                self._registrations.register(
-                    self.root, "forward", border.leave, Order.GRAD_RECORD, always_call=True
-                )
+                self._registrations.place([(BorderTap(self.passes), ModuleNode("", self.root, 0))])
             taps = [
-                one if isinstance(one, Tap) else self._make(site, one, rank)
-                for site, one in zip(sites, map(bind, sites), strict=True)
+                bound if isinstance(bound, Tap) else self._make(site, bound, rank)
+                for site, bound in zip(sites, map(bind, sites), strict=True)
             ]
-            self._keep_all(taps, nodes)
-            on_modules: list[tuple[nn.Module, Any]] = []
-            for tap, node in zip(taps, nodes, strict=True):
-                if isinstance(node, ParameterNode):
-                    self._place_on_tensor(node, tap, rank)
-                elif not (self.options.lenient and is_scripted(node.module)):
-                    # Selecting a scripted module by name is an error. Among all modules, the report
-                    # mentions it.
-                    on_modules.append((node.module, tap))
-            self._registrations.register_taps(on_modules)
+            self.place(list(zip(taps, nodes, strict=True)))
+
+    def place(self, taps: Sequence[tuple[Tap, Node]], *, prepend: bool = False) -> None:
+        """Place the hooks of taps on their nodes, and list the taps in the report.
+
+        Args:
+            taps: the taps, each with its node.
+            prepend: place each hook before the hooks of its order.
+        """
+        self.taps += [tap for tap, _ in taps]
+        self._nodes.update({id(tap): node for tap, node in taps if not isinstance(node, Optimizer)})
+        self._watch_fast_paths(taps)
+        is_strict = not self.options.lenient
+        hookable = [
+            (tap, node)
+            for tap, node in taps
+            if (is_strict and type(node) is ModuleNode) or self._is_hookable(tap, node)
+        ]
+        self._registrations.place(hookable, prepend=prepend)
+
+    def _is_hookable(self, tap: Any, node: Node) -> bool:
+        """Tell whether a node takes hooks. If the line skips a node, the report says why."""
+        if isinstance(node, ModuleNode):
+            # Selecting a scripted module by name is an error.
+            return not (self.options.lenient and is_scripted(node.module))
+        if isinstance(node, Optimizer) or node.tensor.requires_grad or node.parent is None:
+            return True
+        tap.off += 1  # a frozen parameter
+        return False
 
     def _make(
         self, site: Site, bound: Callback | SplitCallback | GradientCallback, rank: Order
@@ -212,82 +225,53 @@ class Line:
         kind = InputTap if site.port == "input" else OutputTap
         return kind(site, self.passes, bound, rank)
 
-    def _place_on_tensor(self, node: ParameterNode, tap: Any, rank: Order) -> None:
-        if node.tensor.requires_grad and node.is_sharded:
-            tap.wait_for_reduced(node.tensor)
-            self._registrations.register_on_tensor(
-                node.tensor, "accumulated", tap.fire_reduced, GRADIENT_ORDERS[rank]
-            )
-        elif node.tensor.requires_grad:
-            self._registrations.register_on_tensor(
-                node.tensor,
-                "grad",
-                tap.hook_for(node.tensor),
-                GRADIENT_ORDERS[rank],
-                name=node.path,
-            )
-        elif self.root is None:
-            raise AttachError(
-                f"the tensor {node.path!r} needs no gradient and has no graph.\nCall"
-                " .requires_grad_() on it, or on a tensor it is computed from, before the forward."
-            )
-        else:
-            tap.off += 1  # a frozen parameter; the report says so
-
     # -- the beginning ---------------------------------------------------------------------------
 
-    def keep(self, tap: Tap, node: ModuleNode | ParameterNode | None = None) -> None:
-        """Add a registered tap to the line and its report."""
-        self._keep_all([tap], [] if node is None else [node])
+    def keep(self, tap: Tap) -> None:
+        """Add a tap without a node to the line and its report."""
+        self.taps.append(tap)
 
-    def _keep_all(self, taps: list[Tap], nodes: list[ModuleNode | ParameterNode]) -> None:
-        self.taps += taps
-        self._nodes.update(zip(map(id, taps), nodes, strict=False))
+    def _watch_fast_paths(self, taps: Sequence[tuple[Tap, Node]]) -> None:
         if self._may_fuse is None:
             kinds = self.module_tree.kinds
             self._may_fuse = any(issubclass(kind, nn.TransformerEncoderLayer) for kind in kinds)
-        if self._may_fuse:
-            for tap, node in zip(taps, nodes, strict=False):
-                if isinstance(node, ModuleNode) and tap.is_on_calls:
-                    self._watch_fast_path(node)
-
-    def _watch_fast_path(self, node: ModuleNode) -> None:
-        layer = layer_above(node)
-        if layer is not None and id(layer) not in self._fused:
-            watch = self._fused[id(layer)] = FusedTap(layer, self.passes)
-            self._registrations.register(
-                layer.module, "forward_pre", watch.fire, Order.BEGIN, with_kwargs=True
-            )
+        if not self._may_fuse:
+            return
+        nodes = [node for tap, node in taps if isinstance(node, ModuleNode) and tap.is_on_calls]
+        for layer in map(layer_above, nodes):
+            if layer is not None and id(layer) not in self._fused:
+                fused = self._fused[id(layer)] = FusedTap(layer, self.passes)
+                self._registrations.place([(fused, layer)])
 
     @contextmanager
-    def hooking(self, kind: str) -> Iterator[tuple[Registrations, HookHandle]]:
+    def hooking(self, kind: str) -> Iterator[HookHandle]:
         """Register the hooks of one call, all or none, and yield their handle."""
         # Threads that share a line register one after the other, since each call has its own
         # handle.
         with self._registering, self.all_or_nothing() as registrations:
-            n_taps, n_placed = len(self.taps), len(registrations)
+            n_taps, n_placed = len(self.taps), len(registrations.placed)
             registration = CallHooks(registrations, self.attached, self._registering)
             handle = HookHandle(kind, registration)
             self._handles[handle] = registration
             self._had_handles = True
-            yield registrations, handle
+            yield handle
             taps = self.taps[n_taps:]
             registration.hold(taps, registrations.of(taps, n_placed))
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[Registrations]:
         """Attach everything that the block attaches, or nothing if the block raises."""
-        placed, n_taps = len(self._registrations), len(self.taps)
+        n_placed, n_taps = len(self._registrations.placed), len(self.taps)
         try:
-            self._start(is_first=not placed)
+            self._start(is_first=not n_placed)
             yield self._registrations
             if self._compiled.border is not None:
                 self._compiled.hooked(self.taps[n_taps:])
         except BaseException:
-            self._registrations.remove(placed)
+            self._registrations.remove(n_placed)
             del self.taps[n_taps:]
             self._fused.clear()
-            if not placed:
+            if not n_placed:
                 self._compiled.end()
                 forget_checkpoints(self.passes)
             raise
@@ -299,9 +283,7 @@ class Line:
         self._refuse_elsewhere()
         watch_checkpoints(self.passes)
         if self.root is not None and is_first:
-            begin, end = RootTap(self.passes, Order.BEGIN), RootTap(self.passes, Order.END)
-            self._registrations.register(self.root, "forward_pre", begin.begin, Order.BEGIN)
-            self._registrations.register(self.root, "forward", end.end, Order.END, always_call=True)
+            self._registrations.place([(RootTap(self.passes), ModuleNode("", self.root, 0))])
             self.passes.compiler = self._compiled
             self.passes.at_border = self.originals.look
             self._compiled.enable_if_dynamo_loaded(self.module_tree.compiled)
@@ -329,12 +311,7 @@ class Line:
             self._end()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         was_on = not self.passes.closed  # else removed inside the block, which has warned already
         surely(self._end)
         if error is None and was_on:

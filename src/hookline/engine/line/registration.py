@@ -10,31 +10,36 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.compile.guards import follow
 from hookline.engine.line.attachment import Attachment, surely
-from hookline.engine.taps.base import Order, RootTap, Tap, walked_over
-from hookline.engine.torch_private.global_hooks import global_hook_dicts
+from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
+from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, walked_over
 from hookline.engine.torch_private.graph.backward_begins import BACKWARD_HOOKS
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS,
     HookDict,
+    global_hook_dicts,
     hook_dicts,
     new_hook_id,
     own_hook_id,
     tensor_hook_dict,
 )
-from hookline.engine.torch_private.modules import is_scripted
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
 Hook = Callable[..., Any]
+Node = ModuleNode | ParameterNode | Optimizer
 # The dictionaries that hold a hook (the hook's own, then those of its flags), its key, its module.
 Entry = tuple[Sequence[Any], int, nn.Module | None]
+
+# The id of most hooks. Compiled code is guarded on the ids, so they are always the same.
+_FIRST_ID = own_hook_id(0)
 
 # Replaces a removed entry, so that the indices of the other entries stay valid.
 _TAKEN_OFF: Entry = ((), 0, None)
@@ -45,127 +50,107 @@ _lock = fork_safe_lock()
 
 @final
 class Registrations(Attachment):
-    """The registered hooks of one line, in the order of registration."""
+    """The registered hooks of one line.
 
-    __slots__ = ("_placed",)
+    Attributes:
+        placed: the entries of the hooks, in the order of registration.
+    """
+
+    __slots__ = ("placed",)
 
     def __init__(self) -> None:
-        self._placed: list[Entry] = []
-
-    def __len__(self) -> int:
-        return len(self._placed)
+        self.placed: list[Entry] = []
 
     @property
     def has_hooks(self) -> bool:
         """Tell whether any hook is registered."""
-        return any(entry is not _TAKEN_OFF for entry in self._placed)
+        return any(entry is not _TAKEN_OFF for entry in self.placed)
 
-    def register(
-        self,
-        module: nn.Module,
-        kind: str,
-        hook: Hook,
-        rank: Order,
-        *,
-        prepend: bool = False,
-        with_kwargs: bool = False,
-        always_call: bool = False,
-    ) -> None:
-        """Register a hook on a module, ordered by rank among the module's hooks.
+    def place(self, taps: Iterable[tuple[HookOwner, Node]], *, prepend: bool = False) -> None:
+        """Register the hooks of each tap on the tap's node, under one lock.
 
-        Raises:
-            AttachError: the module is a ScriptModule.
-        """
-        if is_scripted(module):
-            raise AttachError(
-                f"{type(module).__name__} is a ScriptModule: torch refuses hooks on its modules, or"
-                " never calls them.\nAttach to the Python model, before torch.jit.script or .trace."
-            )
-        dicts = hook_dicts(module, kind, with_kwargs=with_kwargs, always_call=always_call)
-        hooks = dicts[0]
-        with _lock:
-            is_first = not hooks  # the common case, in which no order must be kept
-            key = own_hook_id(0) if is_first else self._free_id(hooks)
-            # First, so that an interrupt from here on removes the hook, too.
-            self._placed.append((dicts, key, module))
-            for flags in dicts[1:]:
-                flags[key] = True
-            later = () if is_first else _later(hooks, rank, Order.HOOK, prepend=prepend)
-            hooks[key] = hook
-            if later:
-                _move_to_end(hooks, later)
-            if "forward" in module.__dict__:
-                follow(module)
-
-    def register_taps(self, taps: Iterable[tuple[nn.Module, Any]]) -> None:
-        """Register each tap's `fire` on its module, under one lock.
-
-        A line has many taps. Most modules have no other hook, so no order must be kept on them.
+        Args:
+            taps: the taps, each with its node.
+            prepend: register each hook before the hooks of its order.
 
         Raises:
             AttachError: torch would accept a hook and never call it.
         """
-        key, name = own_hook_id(0), HOOK_DICTS["forward"]
-        plain: set[type] = set()  # the classes whose hooks torch calls
+        name = HOOK_DICTS["forward"]
         with _lock:
-            for module, tap in taps:
-                if tap.site.port not in ("output", "grad_output"):
-                    self.register(module, "forward_pre", tap.fire, tap.rank, with_kwargs=True)
+            for tap, node in taps:
+                # A line has many taps. Most modules have no other hook, so no order must be kept.
+                if (
+                    tap.hooks is not ON_OUTPUT
+                    or not isinstance(node, ModuleNode)
+                    or isinstance(node.module, ScriptModule)
+                    or (hooks := node.module.__dict__[name])
+                ):
+                    self._place(tap, node, prepend=prepend)
                     continue
-                if type(module) not in plain and not is_scripted(module):
-                    plain.add(type(module))
-                attributes = module.__dict__
-                if type(module) not in plain or (hooks := attributes[name]):
-                    self.register(module, "forward", tap.fire, tap.rank)
-                    continue
-                self._placed.append(((hooks,), key, module))
-                hooks[key] = tap.fire
-                if "forward" in attributes:
-                    follow(module)
+                self.placed.append(((hooks,), _FIRST_ID, node.module))
+                hooks[_FIRST_ID] = tap.fire  # type: ignore[attr-defined]
+                if "forward" in node.module.__dict__:
+                    follow(node.module)
 
-    def register_all(self, module: nn.Module, tap: Tap, *, prepend: bool = False) -> None:
-        """Register all hooks of a tap that has several hooks."""
-        for kind, method, order, with_kwargs, always_call in tap.hooks:
-            # An always-called hook closes what another hook of the tap opened. With prepend, the
-            # opening hook runs first and the closing hook still runs last.
-            self.register(
-                module,
-                kind,
-                getattr(tap, method),
-                order,
-                prepend=prepend and not always_call,
-                with_kwargs=with_kwargs,
-                always_call=always_call,
-            )
+    def _place(self, tap: HookOwner, node: Node, *, prepend: bool) -> None:
+        specs = tap.hooks_on(node) if isinstance(node, ParameterNode) else tap.hooks
+        for spec in specs:
+            hook = getattr(tap, spec.method)
+            order = tap.rank if spec.order is None else spec.order
+            if isinstance(node, Optimizer):
+                self._hold(getattr(node, f"register_{spec.kind}_hook"), hook)
+            elif isinstance(node, ParameterNode):
+                self._place_on_tensor(node, spec.kind, hook, order, prepend=prepend)
+            elif spec.kind == "load_state_dict_pre":  # torch passes the module to the hook, too
+                self._hold(node.module.register_load_state_dict_pre_hook, hook)
+            else:
+                # An always-called hook closes what another hook of the tap opened. With prepend,
+                # the opening hook runs first and the closing hook still runs last.
+                is_closing = spec.always_call and len(specs) > 1
+                is_first = prepend and not is_closing
+                self._place_on_module(node.module, spec, hook, order, prepend=is_first)
+        if isinstance(node, ModuleNode) and "forward" in node.module.__dict__:
+            follow(node.module)
 
-    def register_on_tensor(
-        self,
-        tensor: Tensor,
-        kind: str,
-        hook: Hook,
-        rank: Order,
-        *,
-        prepend: bool = False,
-        name: str = "this parameter",
+    def _place_on_module(
+        self, module: nn.Module, spec: HookSpec, hook: Hook, order: Order, *, prepend: bool
     ) -> None:
-        """Register a hook on a tensor's gradient.
+        if isinstance(module, ScriptModule):
+            raise AttachError(
+                f"{type(module).__name__} is a ScriptModule: torch refuses hooks on its modules, or"
+                " never calls them.\nAttach to the Python model, before torch.jit.script or .trace."
+            )
+        dicts = hook_dicts(
+            module, spec.kind, with_kwargs=spec.with_kwargs, always_call=spec.always_call
+        )
+        hooks = dicts[0]
+        is_first = not hooks  # the common case, in which no order must be kept
+        key = _FIRST_ID if is_first else _free_id(hooks)
+        # First, so that an interrupt from here on removes the hook, too.
+        self.placed.append((dicts, key, module))
+        for flags in dicts[1:]:
+            flags[key] = True
+        later = () if is_first else _later(hooks, order, Order.HOOK, prepend=prepend)
+        hooks[key] = hook
+        if later:
+            _move_to_end(hooks, later)
 
-        The kind "grad" registers a tensor hook; "accumulated" registers a post-accumulate-grad
-        hook.
-
-        Raises:
-            AttachError: the tensor requires no gradient, or accumulates none.
-        """
+    def _place_on_tensor(
+        self, node: ParameterNode, kind: str, hook: Hook, order: Order, *, prepend: bool
+    ) -> None:
+        """Register a tensor hook ("grad") or a post-accumulate-grad hook ("accumulated")."""
+        tensor = node.tensor
         if is_lazy(tensor):
             raise AttachError(
-                f"{name} is lazy: it takes no hook on its gradient before the first run has given"
-                " it a shape.\nRun the model once, model(x), then attach."
+                f"{node.path} is lazy: it takes no hook on its gradient before the first run has"
+                " given it a shape.\nRun the model once, model(x), then attach."
             )
         if not tensor.requires_grad:
             raise AttachError(
-                f"this tensor, of shape {list(tensor.shape)}, needs no gradient and has no graph:"
-                " no hook on it would ever be called.\nCall .requires_grad_() on it, or on a tensor"
-                " it is computed from, before the forward; and do not compute it under no_grad()."
+                f"the tensor {node.path!r} needs no gradient and has no graph: no hook on it would"
+                " ever be called.\nCall .requires_grad_() on it, or on a tensor it is computed"
+                " from, before the forward; and do not compute it under no_grad()."
             )
         if kind == "accumulated" and not tensor.is_leaf:
             raise AttachError(
@@ -175,21 +160,12 @@ class Registrations(Attachment):
             )
         name = "register_hook" if kind == "grad" else "register_post_accumulate_grad_hook"
         foreign = Order.GRAD_HOOK if kind == "grad" else Order.RECORD
-        with _lock:
-            before = tensor_hook_dict(tensor, kind) or OrderedDict()
-            later = _later(before, rank, foreign, prepend=prepend)
-            self._hold(getattr(tensor, name), hook)
-            hooks = tensor_hook_dict(tensor, kind)
-            assert hooks is not None
-            _move_to_end(hooks, later)
-
-    def register_on_optimizer(self, optimizer: Optimizer, kind: str, hook: Hook) -> None:
-        """Register a hook on an optimizer: `step_pre`, `step_post`, or around its state dicts."""
-        self._hold(getattr(optimizer, f"register_{kind}_hook"), hook)
-
-    def register_before_loading(self, module: nn.Module, hook: Hook) -> None:
-        """Register a load_state_dict pre-hook; torch passes the module to the hook, too."""
-        self._hold(module.register_load_state_dict_pre_hook, hook)
+        before = tensor_hook_dict(tensor, kind) or OrderedDict()
+        later = _later(before, order, foreign, prepend=prepend)
+        self._hold(getattr(tensor, name), hook)
+        hooks = tensor_hook_dict(tensor, kind)
+        assert hooks is not None
+        _move_to_end(hooks, later)
 
     def register_everywhere(self, kind: str, hook: Hook) -> None:
         """Register a process-wide hook on torch.
@@ -207,7 +183,7 @@ class Registrations(Attachment):
             # hook, too.
             key = new_hook_id()
             # First, so that an interrupt from here on removes the hook, too.
-            self._placed.append(((hooks, *marks), key, None))
+            self.placed.append(((hooks, *marks), key, None))
             for flags in marks:
                 flags[key] = True
             hooks[key] = hook
@@ -219,7 +195,7 @@ class Registrations(Attachment):
             handle = register(hook)
             hooks = handle.hooks_dict_ref()
             assert hooks is not None
-            self._placed.append(([hooks], handle.id, None))
+            self.placed.append(([hooks], handle.id, None))
         except BaseException:
             if handle is not None:
                 handle.remove()
@@ -240,30 +216,30 @@ class Registrations(Attachment):
                 raise
 
     def _remove(self, keep: int) -> None:
-        for number, (dicts, key, module) in enumerate(self._placed[keep:], 1):
+        for number, (dicts, key, module) in enumerate(self.placed[keep:], 1):
             for hooks in dicts:
                 hooks.pop(key, None)
             if module is not None and "forward" in module.__dict__:
                 try:
                     follow(module)
                 except BaseException:
-                    del self._placed[keep : keep + number]  # `remove` retries for the rest
+                    del self.placed[keep : keep + number]  # `remove` retries for the rest
                     raise
-        del self._placed[keep:]
+        del self.placed[keep:]
 
     def of(self, taps: Iterable[Tap], start: int = 0, hook: str | None = None) -> list[Entry]:
         """Find the entries of taps, from the entry `start` on; with `hook`, only of that method."""
         owners = set(map(id, taps))
-        found = []
-        for entry in self._placed[start:]:
+        entries = []
+        for entry in self.placed[start:]:
             if entry is _TAKEN_OFF:
                 continue
             placed = entry[0][0].get(entry[1])
             placed = getattr(placed, "hook", placed)  # torch wraps load_state_dict pre-hooks
             is_meant = hook is None or getattr(placed, "__name__", None) == hook
             if is_meant and id(getattr(placed, "__self__", None)) in owners:
-                found.append(entry)
-        return found
+                entries.append(entry)
+        return entries
 
     def remove_these(self, entries: Iterable[Entry]) -> None:
         """Remove some of the hooks, also if interrupted meanwhile. Idempotent.
@@ -275,26 +251,24 @@ class Registrations(Attachment):
             surely(partial(self._remove_these, entries))
 
     def _remove_these(self, entries: Iterable[Entry]) -> None:
-        wanted = set(map(id, entries))
-        for index, entry in enumerate(self._placed):
+        ids = set(map(id, entries))
+        for index, entry in enumerate(self.placed):
             # Entries that the line's end has removed are no longer in this list.
-            if id(entry) in wanted and not _is_walked_over(entry[0][0]):
+            if id(entry) in ids and not _is_walked_over(entry[0][0]):
                 dicts, key, module = entry
                 for hooks in dicts:
                     hooks.pop(key, None)
                 if module is not None and "forward" in module.__dict__:
                     follow(module)
-                self._placed[index] = _TAKEN_OFF
+                self.placed[index] = _TAKEN_OFF
 
-    def _free_id(self, hooks: HookDict) -> int:
-        """Return the first of hookline's hook ids that is free in this dictionary.
 
-        The ids are always the same, because compiled code is guarded on them.
-        """
-        index = 0
-        while (key := own_hook_id(index)) in hooks:
-            index += 1
-        return key
+def _free_id(hooks: HookDict) -> int:
+    """Return the first of hookline's hook ids that is free in this dictionary."""
+    index = 0
+    while (key := own_hook_id(index)) in hooks:
+        index += 1
+    return key
 
 
 def _move_to_end(hooks: HookDict, keys: list[Any]) -> None:
@@ -324,11 +298,11 @@ def _later(hooks: HookDict, rank: Order, foreign: Order, *, prepend: bool) -> li
     ]
 
 
-def _rank_of(hook: Hook, foreign: Order) -> int:
+def _rank_of(hook: Hook, foreign: Order) -> Order:
     owner = getattr(hook, "__self__", None)
-    if not isinstance(owner, Tap | RootTap):
+    if not isinstance(owner, HookOwner):
         return foreign
-    for spec in owner.hooks if isinstance(owner, Tap) else ():
-        if spec.method == hook.__name__:
-            return spec.order
-    return owner.rank
+    specs: tuple[HookSpec, ...] = getattr(owner, "hooks", ())  # an inert raw tap has none
+    orders = (spec.order for spec in specs if spec.method == hook.__name__)
+    order = next(orders, None)
+    return owner.rank if order is None else order

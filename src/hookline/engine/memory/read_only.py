@@ -17,7 +17,8 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.memory.unversioned import is_freed
 from hookline.engine.passes.modes import innermost
-from hookline.engine.pytree import opaque, tree
+from hookline.engine.pytree import tree
+from hookline.engine.pytree.hidden_tensors import every_tensor
 from hookline.engine.pytree.identity_map import IdentityMap
 from hookline.engine.torch_private.autograd import hook_gradient
 from hookline.engine.torch_private.dynamo import (
@@ -55,17 +56,17 @@ def call_read_only(
             returned None.
     """
     if is_dynamo_compiling():
-        held = _graph_tensors(value)
-        for tensor in held:
+        graph_tensors = _graph_tensors(value)
+        for tensor in graph_tensors:
             note_graph_version(tensor)
         new = function(value)
-        for tensor in held:
+        for tensor in graph_tensors:
             compare_graph_version(tensor)
         if was_written_in_graph():
             raise refusal()
         return new
     value = _without_inference_tensors(value)
-    tensors = opaque.every(value)
+    tensors = every_tensor(value)
     before = [_Before(tensor) for tensor in tensors]
     try:
         new = function(value)
@@ -75,7 +76,7 @@ def call_read_only(
     if _undo(before, refusal):
         raise refusal()
     if new is None and not isinstance(value, Tensor):
-        left = opaque.every(value)
+        left = every_tensor(value)
         if len(left) != len(tensors) or not all(map(operator.is_, left, tensors)):
             raise unreturned()
     return new
@@ -126,10 +127,10 @@ class _Before:
 
     def put_back(self, refusal: Callable[[], StructureError]) -> None:
         """Restore the tensor's numbers, since the caller may hold the tensor."""
-        tensor, kept = self._tensor, self._copy
+        tensor, original = self._tensor, self._copy
         with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
-            if kept is not None:
-                tensor.copy_(kept)
+            if original is not None:
+                tensor.copy_(original)
         if tensor.grad_fn is self._node:
             return
         with contextlib.suppress(RuntimeError):
@@ -138,15 +139,15 @@ class _Before:
                 return
             # The tensor's numbers are restored, but its gradient would be that of the undone
             # operation.
-            for one in (tensor, tensor._base):
-                if one is not None:
-                    hook_gradient(one, partial(_refuse_gradient, refusal))
+            for target in (tensor, tensor._base):
+                if target is not None:
+                    hook_gradient(target, partial(_refuse_gradient, refusal))
 
 
 def _undo(before: list[_Before], refusal: Callable[[], StructureError]) -> bool:
-    written = [one for one in before if one.is_written()]
-    for one in written:
-        one.put_back(refusal)
+    written = [copy for copy in before if copy.is_written()]
+    for copy in written:
+        copy.put_back(refusal)
     return bool(written)
 
 

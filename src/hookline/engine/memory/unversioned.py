@@ -82,13 +82,13 @@ class Unversioned:
 
     def has(self, current: Any, tensor: Tensor) -> bool:
         """Tell whether the memory of a tensor of this pass may change without its version."""
-        known = current.unversioned
-        if known is None:
-            known = self.look(current)
+        unversioned = current.unversioned
+        if unversioned is None:
+            unversioned = self.look(current)
         # FSDP gathers parameters in its own memory, and another model's parameter is trained, too.
         if type(tensor) is not Tensor and (isinstance(tensor, nn.Parameter) or is_dtensor(tensor)):
             return True
-        return _is_within(tensor, known)
+        return _is_within(tensor, unversioned)
 
     def look(self, current: Any) -> Container[int]:
         """Look up the unversioned memory of this pass, as cache lines: `address >> LINE`.
@@ -98,11 +98,11 @@ class Unversioned:
         `has_now` finds it.
         """
         model = self._model()
-        known = _Memory() if model is None else _memories.get_or_add(model, _Memory)
-        if known.n_modules != self._n_modules or known.has_moved():
-            known.look(model, self._n_modules)
-        current.unversioned = known.lines
-        return known.lines
+        memory = _Memory() if model is None else _memories.get_or_add(model, _Memory)
+        if memory.n_modules != self._n_modules or memory.has_moved():
+            memory.look(model, self._n_modules)
+        current.unversioned = memory.lines
+        return memory.lines
 
     def has_now(self, tensors: Sequence[Tensor], n_passes: int) -> bool:
         """Tell whether any of these tensors lies in unversioned memory now.
@@ -117,20 +117,20 @@ class Unversioned:
             now = _Memory()
             now.look(self._model(), self._n_modules)
             self._seen = n_passes, now.lines
-        known = self._seen[1]
-        return any(map(_is_within, tensors, repeat(known)))
+        memory = self._seen[1]
+        return any(map(_is_within, tensors, repeat(memory)))
 
     def _model(self) -> nn.Module | None:
         return None if self._root is None else self._root()
 
 
-def _is_within(tensor: Tensor, known: Container[int]) -> bool:
+def _is_within(tensor: Tensor, tracked: Container[int]) -> bool:
     if type(tensor) is Tensor:
         try:
-            return tensor.untyped_storage().data_ptr() >> LINE in known
+            return tensor.untyped_storage().data_ptr() >> LINE in tracked
         except RuntimeError:  # a sparse tensor, or a tensor of a transform
             pass
-    return any(address in known for address in addresses(tensor))
+    return any(address in tracked for address in addresses(tensor))
 
 
 def addresses(tensor: Tensor) -> Iterator[int]:
@@ -189,14 +189,14 @@ class _Memory:
         """Look up the memory of a model, which is not held, with this number of modules."""
         tables = [] if root is None else tensor_tables(root)
         lines: set[int] = set()
-        for _, own, its_buffers in tables:
-            lines.update(_lines_of(own), _lines_of(its_buffers))
+        for _, parameters_here, buffers_here in tables:
+            lines.update(_lines_of(parameters_here), _lines_of(buffers_here))
         lines.discard(0)  # 0 stands for tensors without memory
         named = [
             (module, name, tensor)
-            for module, own, _ in tables
-            if own and not isinstance(module, torch.jit.ScriptModule)
-            for name, tensor in own.items()
+            for module, parameters_here, _ in tables
+            if parameters_here and not isinstance(module, torch.jit.ScriptModule)
+            for name, tensor in parameters_here.items()
         ]
         last = len(named) - 1  # the first parameter, the last one, and two between
         witnesses = [
@@ -209,8 +209,8 @@ class _Memory:
 
     def has_moved(self) -> bool:
         """Tell whether a sampled parameter has moved or is gone."""
-        for held, name, place in self._witnesses:
-            module = held()
+        for reference, name, place in self._witnesses:
+            module = reference()
             if module is None or _place_of(parameters(module).get(name)) != place:
                 return True
         return False

@@ -167,11 +167,11 @@ class Recomputation:
 
     def root_begins(self) -> Pass:
         """Return the pass that this run of the root had in the first run."""
-        taken = self
+        recomputation = self
         if self.rest and not self.roots and not self.is_awaited:
-            taken = self.rest.pop(0)
-        taken._has_run = True
-        return taken.current
+            recomputation = self.rest.pop(0)
+        recomputation._has_run = True
+        return recomputation.current
 
     def run_number(self, number: Tensor) -> Tensor:
         """Return the number of a compiled run that begins.
@@ -234,7 +234,7 @@ def _is_other(first: Change, second: Change) -> bool:
 
 def _fingerprint(value: Any) -> list[Tensor]:
     """Compute some elements and partial sums of each tensor, without synchronising the device."""
-    found = []
+    tensors = []
     with torch.no_grad(), aside(True):
         for _, tensor in tree.tensors(value):
             if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
@@ -246,8 +246,8 @@ def _fingerprint(value: Any) -> list[Tensor]:
             whole = flat[: step * (flat.numel() // step)].view(-1, step)
             wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
             rest = flat[whole.numel() :].sum(dtype=wide).reshape(1)
-            found.append(torch.cat([whole[:, 0].to(wide), whole.sum(1, dtype=wide), rest]))
-    return found
+            tensors.append(torch.cat([whole[:, 0].to(wide), whole.sum(1, dtype=wide), rest]))
+    return tensors
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -260,8 +260,8 @@ def _real(tensor: Tensor) -> Tensor:
     return tensor.float() if is_narrow else tensor
 
 
-def _match(one: list[Tensor], other: list[Tensor]) -> bool:
-    return [part.shape for part in one] == [part.shape for part in other]
+def _match(first: list[Tensor], second: list[Tensor]) -> bool:
+    return [part.shape for part in first] == [part.shape for part in second]
 
 
 @final
@@ -305,7 +305,7 @@ class _Checkpoint:
 
     def end(self) -> None:
         """End the first run."""
-        THREAD.checkpoints = tuple(one for one in THREAD.checkpoints if one is not self)
+        THREAD.checkpoints = tuple(other for other in THREAD.checkpoints if other is not self)
         while self._running:
             current, region, note = self._running.pop()
             current.region, current.note = region.outer, note
@@ -316,13 +316,13 @@ class _Checkpoint:
 
     def __call__(self, *args: Any) -> Any:
         passes_now: dict[Any, Pass] = {}
-        made: list[Recomputation] = []
+        recomputations: list[Recomputation] = []
         for passes in dict.fromkeys(region.passes for region in self._regions):
-            mine = [region for region in self._regions if region.passes is passes]
+            regions = [region for region in self._regions if region.passes is passes]
             if passes.closed:
-                _refuse_late(mine)
+                _refuse_late(regions)
             else:
-                passes_now[passes.in_thread] = _replay(mine, made)
+                passes_now[passes.in_thread] = _replay(regions, recomputations)
         before = [(local, local.current, local.outside) for local in passes_now]
         checkpoints, THREAD.checkpoints = THREAD.checkpoints, ()
         draws, THREAD.draws = THREAD.draws, iter(self._draws)
@@ -334,8 +334,8 @@ class _Checkpoint:
             THREAD.checkpoints, THREAD.draws = checkpoints, draws
             for local, inside, outside in before:
                 local.current, local.outside = inside, outside
-            for one in made:
-                one.close()
+            for recomputation in recomputations:
+                recomputation.close()
 
 
 def _note_detached(note: Callable[..., None], entry: Any) -> None:
@@ -344,7 +344,7 @@ def _note_detached(note: Callable[..., None], entry: Any) -> None:
     note((entry[0], tree.map_tensors(Tensor.detach, entry[1]), *entry[2:]))
 
 
-def _replay(regions: list[CheckpointedRegion], made: list[Recomputation]) -> Pass:
+def _replay(regions: list[CheckpointedRegion], recomputations: list[Recomputation]) -> Pass:
     """Return the stand-in for a line's pass while its regions are recomputed.
 
     The stand-in is the first pass that no run of the root began. Each run of the root then takes
@@ -352,7 +352,7 @@ def _replay(regions: list[CheckpointedRegion], made: list[Recomputation]) -> Pas
     """
     rest: list[Recomputation] = []
     runs = [Recomputation(region, rest) for region in regions]
-    made += runs
+    recomputations += runs
     start = next((run for run in runs if not run.region.by_root), runs[0])
     rest += [run for run in runs if run is not start and run.region.by_root]
     return start.current
@@ -390,8 +390,8 @@ def same_draws(generator: torch.Generator) -> torch.Generator:
         if state is not None:
             generator = torch.Generator(generator.device)
             generator.set_state(state)
-    for one in THREAD.checkpoints:
-        one.draws(generator)
+    for checkpoint in THREAD.checkpoints:
+        checkpoint.draws(generator)
     return generator
 
 
@@ -421,7 +421,7 @@ class _Watch:
     def release(self, passes: Passes) -> None:
         """Turn the notifications off for a line that ends. Idempotent."""
         with self._lock:
-            self._lines = tuple(one for one in self._lines if one is not passes)
+            self._lines = tuple(line for line in self._lines if line is not passes)
             if not self._lines and self._patch is not None:
                 self._patch.stop()
                 self._patch = None

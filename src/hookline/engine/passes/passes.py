@@ -210,12 +210,12 @@ class Passes:
             self.closed = True
         # Not ContextVar.reset: a line may end in another context than the one that made it.
         _made_here.set(_still_open())
-        mine = self.in_thread.current
-        if mine is not None:
+        current = self.in_thread.current
+        if current is not None:
             # A line that ends inside the forward has not failed. A root call that is no longer on
             # the stack was interrupted.
-            mine.roots.drop_dead(sys._getframe(1))
-            self._finish(mine, failed=not mine.roots)
+            current.roots.drop_dead(sys._getframe(1))
+            self._finish(current, failed=not current.roots)
         for current in list(self._open.values()):  # other threads' passes too
             self._finish(current, failed=False)
         self.in_thread, self.sink, self._latest = _ThreadPasses(), None, None
@@ -280,8 +280,8 @@ class Passes:
                 self.at_border()
             if self.at_root is not None:
                 self.at_root(current, frame)
-            for one in THREAD.checkpoints:
-                one.pass_begins(self, current, by_root=True)
+            for checkpoint in THREAD.checkpoints:
+                checkpoint.pass_begins(self, current, by_root=True)
             if self.compiler is not None:
                 self.compiler.begin_pass(current)
         else:
@@ -293,8 +293,8 @@ class Passes:
         again = recomputation.root_begins()
         again.roots.begin(frame, root)
         if again is not local.outside:
-            for one in THREAD.checkpoints:  # regions inside the recomputed one
-                one.pass_begins(self, again, by_root=True)
+            for checkpoint in THREAD.checkpoints:  # regions inside the recomputed one
+                checkpoint.pass_begins(self, again, by_root=True)
             local.outside = again
 
     def end(self, frame: FrameType) -> None:
@@ -332,9 +332,9 @@ class Passes:
         Returns:
             The pass; None if the line does not see this hook.
         """
-        known = self.in_thread.outside
-        if known is not None and known.recomputation is not None:
-            return known
+        outside = self.in_thread.outside
+        if outside is not None and outside.recomputation is not None:
+            return outside
         if not self.is_here():
             if not self.closed:
                 self.other_contexts = max(self.other_contexts, 1)
@@ -350,8 +350,8 @@ class Passes:
                     self.outside_root += 1
             if self.at_border is not None:
                 self.at_border()
-            for one in THREAD.checkpoints if local.outside is not None else ():
-                one.pass_begins(self, local.outside, by_root=False)
+            for checkpoint in THREAD.checkpoints if local.outside is not None else ():
+                checkpoint.pass_begins(self, local.outside, by_root=False)
         return local.outside
 
     def at_parameter(self, backward: int) -> Pass | None:

@@ -78,8 +78,8 @@ class Arguments:
         """Return the positional parameters of the module's present forward."""
         if is_dynamo_compiling():
             # Dynamo before 2.13 makes constants of numbers, and of modules it makes none.
-            given = id(module) if OLD_DYNAMO else module
-            names, rest = _traced_names(given).split(";")
+            key = id(module) if OLD_DYNAMO else module
+            names, rest = _traced_names(key).split(";")
             return _Positional(names.split(",") if names else [], rest or None)
         forward = module.forward
         function = getattr(forward, "__func__", forward)  # each look-up makes a new method object
@@ -148,15 +148,15 @@ def _keyword_names(kwargs: dict[str, Any], bound: dict[str, Any]) -> dict[str, s
 
     `f(x, /, *rest, **kw)` may be called with `x=` and `rest=`. These are named `**x` and `**rest`.
     """
-    taken = {*bound, *kwargs}
+    used = {*bound, *kwargs}
     names = {}
     for name in kwargs:
-        names[name] = _distinct(name, "**", taken) if name in bound else name
-        taken.add(names[name])
+        names[name] = _distinct(name, "**", used) if name in bound else name
+        used.add(names[name])
     return names
 
 
-def _distinct(name: str, mark: str, taken: Collection[str]) -> str:
-    while name in taken:
+def _distinct(name: str, mark: str, used: Collection[str]) -> str:
+    while name in used:
         name = mark + name
     return name

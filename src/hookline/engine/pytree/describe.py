@@ -53,9 +53,9 @@ def _difference_of_parts(parts: Any, parts_new: Any, leaf: Leaf, at: str) -> str
     for (key, part), (key_new, part_new) in zip(parts, parts_new, strict=True):
         if key != key_new:
             return f"expected the key {key!r}{at}, got {key_new!r}"
-        found = difference(part, part_new, (*leaf, key))
-        if found:
-            return found
+        text = difference(part, part_new, (*leaf, key))
+        if text:
+            return text
     return None
 
 
@@ -146,7 +146,7 @@ def in_words(value: Any, limit: int = 6, depth: int = 4) -> str:
         return f"{type(value).__name__}(…)"
     named = isinstance(value, Mapping) or hasattr(value, "_fields")
     texts = [(key, in_words(part, 3, depth - 1)) for key, part in parts[:limit]]
-    shown = [f"{key}={text}" if named else text for key, text in texts]
+    entries = [f"{key}={text}" if named else text for key, text in texts]
     if len(parts) > limit:
-        shown.append("…")
-    return f"{type(value).__name__}({', '.join(shown)})"
+        entries.append("…")
+    return f"{type(value).__name__}({', '.join(entries)})"

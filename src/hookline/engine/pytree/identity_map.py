@@ -30,28 +30,28 @@ class IdentityMap(Generic[V]):
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Any, V]] = {}
 
-    def __setitem__(self, thing: Any, value: V) -> None:
-        self._entries[self._key(thing)] = thing, value
+    def __setitem__(self, item: Any, value: V) -> None:
+        self._entries[self._key(item)] = item, value
 
-    def __contains__(self, thing: Any) -> bool:
-        return self._key(thing) in self._entries
+    def __contains__(self, item: Any) -> bool:
+        return self._key(item) in self._entries
 
-    def get(self, thing: Any) -> V | None:
+    def get(self, item: Any) -> V | None:
         """Return the value of a key; None without one."""
-        key = self._key(thing)
+        key = self._key(item)
         return self._entries[key][1] if key in self._entries else None
 
     def things(self) -> list[Any]:
         """Return all keys, in order."""
-        return [thing for thing, _ in self._entries.values()]
+        return [item for item, _ in self._entries.values()]
 
-    def _key(self, thing: Any) -> int:
+    def _key(self, item: Any) -> int:
         if not is_dynamo_compiling():
-            return id(thing)
+            return id(item)
         # The tensor's id would be guarded, and each batch has another id.
-        if isinstance(thing, Tensor):
+        if isinstance(item, Tensor):
             for key, (other, _) in self._entries.items():
-                if isinstance(other, Tensor) and other is thing:
+                if isinstance(other, Tensor) and other is item:
                     return key
             return -1 - len(self._entries)
-        return len(self._entries) if OLD_DYNAMO else id(thing)
+        return len(self._entries) if OLD_DYNAMO else id(item)

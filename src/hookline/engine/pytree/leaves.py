@@ -23,16 +23,16 @@ def get(value: Any, leaf: Leaf, where: str) -> Any:
     part = value
     for depth, key in enumerate(leaf):
         parts = None if isinstance(part, _SETS) else items(part)  # a set has no order
-        found = _find(parts, key) if parts is not None else None
-        if parts is None or found is None:
-            there = f"with [{', '.join(repr(k) for k, _ in parts)}]" if parts else "without parts"
+        index = _find(parts, key) if parts is not None else None
+        if parts is None or index is None:
+            keys = f"with [{', '.join(repr(k) for k, _ in parts)}]" if parts else "without parts"
             remedy = "Select one of these, or the whole value." if parts else "Drop the leaf."
-            asked = leaf_text(leaf[: depth + 1])
+            missing = leaf_text(leaf[: depth + 1])
             raise SiteError(
-                f"{where} has no leaf {asked}: {leaf_text(leaf[:depth]) or 'the value'} is"
-                f" {in_words(part)}, {there}.\n{remedy}"
+                f"{where} has no leaf {missing}: {leaf_text(leaf[:depth]) or 'the value'} is"
+                f" {in_words(part)}, {keys}.\n{remedy}"
             )
-        part = parts[found][1]
+        part = parts[index][1]
     return part
 
 
@@ -78,10 +78,10 @@ def _is_like(container: Any, value: Any, parts: list[Any]) -> bool:
         return False
     if isinstance(container, MappingView):  # its parts may be made at each look
         return True
-    held = [part for _, part in items(container) or ()]
+    elements = [part for _, part in items(container) or ()]
     return (
-        len(held) == len(parts)
-        and all(map(is_, held, parts))
+        len(elements) == len(parts)
+        and all(map(is_, elements, parts))
         and getattr(container, "__dict__", {}).keys() == getattr(value, "__dict__", {}).keys()
     )
 

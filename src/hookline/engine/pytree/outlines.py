@@ -24,24 +24,24 @@ def outline(value: Any, number: Callable[[Tensor], int | None]) -> Any:
     return _outline(value, number, IdentityMap())
 
 
-def _outline(value: Any, number: Callable[[Tensor], int | None], seen: IdentityMap[Any]) -> Any:
+def _outline(value: Any, number: Callable[[Tensor], int | None], forms: IdentityMap[Any]) -> Any:
     if isinstance(value, Tensor):
-        found = number(value)
-        return None if found is None else Slot(found)
+        slot = number(value)
+        return None if slot is None else Slot(slot)
     if type(value) in tree.PLAIN_ATOMS:
         return None
-    if value in seen:
-        return seen.get(value)
+    if value in forms:
+        return forms.get(value)
     parts = tree.items(value)
     if parts is None:
         return None
-    seen[value] = None
+    forms[value] = None
     try:
-        inner = [_outline(part, number, seen) for _, part in parts]
+        inner = [_outline(part, number, forms) for _, part in parts]
         form = tree.rebuild(value, inner, exact=False)
     except Exception:  # an object that cannot be copied
         form = None
-    seen[value] = form
+    forms[value] = form
     return form
 
 

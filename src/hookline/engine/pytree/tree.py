@@ -6,7 +6,7 @@ object that holds values, to any depth. A leaf is addressed by the keys that lea
 unregistered dataclasses as leaves.
 
 Some objects do not let their parts be replaced: iterators, partial functions, and classes with
-their own copying protocol. `opaque` finds the tensors in them.
+their own copying protocol. `hidden_tensors` finds the tensors in them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.pytree.identity_map import IdentityMap
+from hookline.engine.torch_private.distributed import local_part
 from hookline.engine.torch_private.dynamo import OLD_DYNAMO
 from hookline.errors import warn
 
@@ -84,13 +85,13 @@ def _is_plain(kind: type) -> bool:
 
 
 def _attributes(value: Any) -> list[tuple[Key, Any]] | None:
-    found = dict(getattr(value, "__dict__", ()))
+    attributes = dict(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return list(found.items()) if found else None
+                attributes[name] = getattr(value, name)
+    return list(attributes.items()) if attributes else None
 
 
 def rebuild(value: Any, parts: list[Any], *, exact: bool = True) -> Any:
@@ -162,14 +163,14 @@ def _made_anew(value: Any, parts: list[Any]) -> Any:
         return types.MappingProxyType(rebuild(behind, parts))
     new = copy.copy(value)
     behind = {
-        name: held
-        for name, held in getattr(value, "__dict__", {}).items()
-        if isinstance(held, MutableMapping) and list(held) == keys
+        name: content
+        for name, content in getattr(value, "__dict__", {}).items()
+        if isinstance(content, MutableMapping) and list(content) == keys
     }
     if new is value or len(behind) != 1:
         return None
-    ((name, held),) = behind.items()
-    new.__dict__[name] = rebuild(held, parts)
+    ((name, content),) = behind.items()
+    new.__dict__[name] = rebuild(content, parts)
     is_same = list(new) == keys and all(map(is_, new.values(), parts))
     return new if is_same else None
 
@@ -223,7 +224,7 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     They are copied because a cache goes on growing after it was recorded, even a cache that was
     empty.
     """
-    return _map(change, value, IdentityMap(), 0)
+    return change(value) if isinstance(value, Tensor) else _map(change, value, IdentityMap(), 0)
 
 
 def _map(change: Callable[[Tensor], Any], value: Any, seen: IdentityMap[Any], depth: int) -> Any:
@@ -281,6 +282,9 @@ def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
 
     Tensors in objects that do not show their parts are left out.
     """
+    if isinstance(value, Tensor):
+        yield (), value
+        return
     for leaf, part in walk(value):
         if isinstance(part, Tensor):
             yield leaf, part
@@ -297,18 +301,21 @@ def walk(value: Any) -> Iterator[tuple[Leaf, Any]]:
     The latter are objects without parts, and mappings whose keys may hold tensors. Each comes with
     the keys that lead to it.
     """
+    if isinstance(value, Tensor):
+        yield (), value
+        return
     stack: list[tuple[Leaf, Any]] = [((), value)]
-    seen: IdentityMap[None] = IdentityMap()
+    visited: IdentityMap[None] = IdentityMap()
     while stack:
         leaf, part = stack.pop()
         if isinstance(part, Tensor):
             yield leaf, part
             continue
-        if type(part) in PLAIN_ATOMS or part in seen:
+        if type(part) in PLAIN_ATOMS or part in visited:
             continue
         parts = items(part)
         if parts is not None:
-            seen[part] = None
+            visited[part] = None
             stack += [((*leaf, key), inner) for key, inner in reversed(parts)]
         if parts is None or (isinstance(part, Mapping) and not _is_plainly_keyed(part)):
             yield leaf, part
@@ -325,14 +332,14 @@ def replace_tensors(value: Any, new: IdentityMap[Tensor], *, fixed_only: bool) -
     an object, so a copy could not take its place.
     """
     if isinstance(value, Tensor):
-        found = new.get(value)
-        return value if found is None else found
+        tensor = new.get(value)
+        return value if tensor is None else tensor
     is_open = isinstance(value, tuple) or not (fixed_only or isinstance(value, nn.Module))
     parts = items(value) if is_open and is_container(value) else None
     if parts is None:
         return value
     changed = [replace_tensors(part, new, fixed_only=fixed_only) for _, part in parts]
-    if all(one is part for one, (_, part) in zip(changed, parts, strict=True)):
+    if all(old is part for old, (_, part) in zip(changed, parts, strict=True)):
         return value
     return rebuild(value, changed)
 
@@ -341,5 +348,16 @@ def is_container(value: Any) -> bool:
     """Tell whether a value is a plain container: not a cache, nor any other object."""
     if type(value) in PLAIN_ATOMS:
         return False
-    known = (tuple, list, Mapping, *_SETS, UserList)
-    return isinstance(value, known) or dataclasses.is_dataclass(value)
+    kinds = (tuple, list, Mapping, *_SETS, UserList)
+    return isinstance(value, kinds) or dataclasses.is_dataclass(value)
+
+
+def local_shards(value: Any) -> Any:
+    """Return a value with this rank's part in place of each DTensor.
+
+    A value without DTensors is returned itself. Neither this function nor any computation on its
+    result communicates with another rank.
+    """
+    if type(value) is Tensor or all(local_part(part) is part for _, part in tensors(value)):
+        return value
+    return map_tensors(local_part, value)

@@ -91,8 +91,8 @@ class Originals:
     """
 
     __slots__ = (
-        "_core", "_further", "_has_parameters", "_held", "_lock", "_n_linked", "_name", "_named",
-        "_nodes", "_root", "_taps", "_tensors", "lapse", "told",
+        "_children", "_core", "_further", "_has_parameters", "_lock", "_n_linked", "_name",
+        "_named", "_nodes", "_root", "_taps", "_tensors", "lapse", "told",
     )  # fmt: skip
 
     def __init__(
@@ -109,13 +109,13 @@ class Originals:
         # FSDP1 puts other tensors in the parameters' places, and back.
         self._has_parameters = True
         self._lock = fork_safe_lock()
-        # Made at the first look. `_held` has the attributes and the children of each module above a
-        # selected module, which is quickest to make and to compare. `_named` takes its place after
-        # a change of other modules. It has each module on a selected path, with its name and the
-        # attributes of its parent. `_tensors` has each selected parameter, with its name and the
-        # attributes of its module. Attributes, not their tables: `del sequential[1]` makes a new
-        # table.
-        self._held: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = []
+        # Made at the first look. `_children` has the attributes and the children of each module
+        # above a selected module, which is quickest to make and to compare. `_named` takes its
+        # place after a change of other modules. It has each module on a selected path, with its
+        # name and the attributes of its parent. `_tensors` has each selected parameter, with its
+        # name and the attributes of its module. Attributes, not their tables: `del sequential[1]`
+        # makes a new table.
+        self._children: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = []
         self._named: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._tensors: list[tuple[dict[str, Any], str, ParameterNode]] = []
         self._n_linked = -1  # the number of taps when they were made
@@ -129,7 +129,7 @@ class Originals:
         """Release the model."""
         self._root = self._core = None
         self._nodes, self._further = {}, []
-        self._held, self._named, self._tensors = [], [], []
+        self._children, self._named, self._tensors = [], [], []
 
     def look(self) -> None:
         """Warn of the sites that were replaced since the last look. Called when a pass begins."""
@@ -154,9 +154,9 @@ class Originals:
         root = self._root  # another thread may end the line meanwhile
         if root is None or unwrap(root) is not self._core:
             return root is None
-        for attributes, held in self._held:
+        for attributes, children in self._children:
             now = tuple(attributes["_modules"].values())
-            if len(now) != len(held) or not all(map(is_, now, held)):
+            if len(now) != len(children) or not all(map(is_, now, children)):
                 return False
         for attributes, name, module in self._named:
             table = attributes["_modules"]
@@ -177,17 +177,17 @@ class Originals:
             if node is not None and node.parent not in above:
                 above.add(node.parent)
                 waiting.append(node.parent)
-        tables = [(table_of(node.module, "_modules"), node.held) for node in above if node]
-        self._held, self._named = [table for table in tables if table[1]], []
+        tables = [(table_of(node.module, "_modules"), node.children) for node in above if node]
+        self._children, self._named = [table for table in tables if table[1]], []
         if by_name:
-            wanted = {id(node.module) for node in (*nodes, *above) if isinstance(node, ModuleNode)}
+            ids = {id(node.module) for node in (*nodes, *above) if isinstance(node, ModuleNode)}
             self._named = [
                 (attributes, name, child)
-                for attributes, _ in self._held
+                for attributes, _ in self._children
                 for name, child in attributes["_modules"].items()
-                if child is not None and id(unwrap(child)) in wanted
+                if child is not None and id(unwrap(child)) in ids
             ]
-            self._held = []
+            self._children = []
         self._tensors = [
             (table_of(node.parent.module, "_parameters"), node.path.rpartition(".")[2], node)
             for node in nodes
@@ -215,12 +215,13 @@ class Originals:
         if root is None or self._are_in_place():
             return []
         self._has_parameters = sharding(root) != "FSDP1"
-        search = _Search(module_tree(root))
+        tree = module_tree(root)
+        search = _Search(tree)
         losses, nodes = [], []
         for site, node in self._places():
             loss = search.loss(site, node) if self._can_lose(node) else None
             if loss is None:
-                nodes.append(search.now(node) or node)
+                nodes.append(node.now_in(tree) or node)
             else:
                 losses.append(loss)
         if not losses:
@@ -278,18 +279,8 @@ class _Search:
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
-        self._nodes = {id(node.module): node for node in tree.nodes}
         self._by_path = {path: node for node in tree.nodes for path in node.paths}
         self._is_functional = in_functional_call()
-        self._tensors: dict[int, ParameterNode] | None = None
-
-    def now(self, node: Node) -> Node | None:
-        """Return the node that an object has now; None for an object that has left the model."""
-        if isinstance(node, ModuleNode):
-            return self._nodes.get(id(node.module))
-        if self._tensors is None:
-            self._tensors = {id(parameter.tensor): parameter for parameter in self._tree.tensors}
-        return self._tensors.get(id(node.tensor))
 
     def loss(self, site: Site, node: Node) -> Loss | None:
         """Return the loss of a site; None for a site whose object is at one of its paths."""
@@ -297,10 +288,10 @@ class _Search:
             return self._loss_of_parameter(site, node)
         if self._is_there(node):
             return None
-        return self._loss_above(site, node, self.now(node))
+        return self._loss_above(site, node, node.now_in(self._tree))
 
     def _is_there(self, node: Node) -> bool:
-        now = self.now(node)
+        now = node.now_in(self._tree)
         return now is not None and not set(now.paths).isdisjoint(node.paths)
 
     def _loss_above(self, site: Site, node: ModuleNode, now: Node | None) -> Loss:
@@ -310,24 +301,25 @@ class _Search:
             if not self._is_there(above):
                 outermost = above
             above = above.parent
-        held = self._by_path.get(outermost.path)
-        event = "removed" if held is None else _replaced(outermost.type_name, held.type_name)
+        successor, event = self._by_path.get(outermost.path), "removed"
+        if successor is not None:
+            event = _replaced(outermost.type_name, successor.type_name)
         return Loss(site, "module", path_text(outermost.path), event, _moved(site, now))
 
     def _loss_of_parameter(self, site: Site, node: ParameterNode) -> Loss | None:
         if self._is_functional or node.parent is None:
             return None
-        now = self.now(node)
+        now = node.now_in(self._tree)
         if self._is_there(node):
             if value_address(node.tensor) == node.address:
                 return None
             return Loss(site, "parameter", node.path, "swapped (torch.utils.swap_tensors)", None)
         if not self._is_there(node.parent):
             return self._loss_above(site, node.parent, now)
-        held = dict(parameters(node.parent.module).items()).get(node.path.rpartition(".")[2])
+        successor = dict(parameters(node.parent.module).items()).get(node.path.rpartition(".")[2])
         event = "unregistered"  # a parametrization leaves an attribute of the same name
-        if held is not None:
-            event = _replaced(type(node.tensor).__name__, type(held).__name__)
+        if successor is not None:
+            event = _replaced(type(node.tensor).__name__, type(successor).__name__)
         return Loss(site, "parameter", node.path, event, _moved(site, now))
 
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from hookline.display.data import Tabular
-from hookline.display.html import MOST_ROWS, escape, table
-from hookline.display.text import escape_invisible, plural
+from hookline.display.results import Heading, Printout, Result
+from hookline.display.text import plural
 from hookline.engine.report.why_silent import BYPASSED, NOT_RUN, OTHER_CONTEXT
 from hookline.engine.selection.site import Site
 
@@ -19,9 +18,15 @@ _NOTHING_RAN = (
 _ASK = "hl.doctor(model, inputs, selector) tells which it was, and what to do."
 
 
+_HEADINGS = (
+    Heading("site", "path"), Heading("type", gives_way=1), Heading("fired", "number"),
+    Heading("remark", "prose"),
+)  # fmt: skip
+
+
 @final
-@dataclass(frozen=True)
-class Report(Tabular):
+@dataclass(frozen=True, repr=False)
+class Report(Result):
     """The report of a line. Print it, or read its attributes.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -88,10 +93,10 @@ class Report(Tabular):
         if not self.passes and {self.why[site] for site in silent} <= unseen:
             reason = str(OTHER_CONTEXT) if self.other_contexts else _NOTHING_RAN
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
-        shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
+        reasons = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
         share = f"{len(silent)} of {plural(len(self.fired), 'site')} never fired"
-        return f"hl.{self.name}: {share}: {shown}{more}." + "".join(
+        return f"hl.{self.name}: {share}: {reasons}{more}." + "".join(
             f"\n{line}" for line in self._advice()
         )
 
@@ -114,34 +119,27 @@ class Report(Tabular):
             for (site, count), remark in zip(self.fired, self.remarks(), strict=True)
         ]
 
-    def __str__(self) -> str:
-        width = max((len(str(site)) for site, _ in self.fired), default=0)
-        lines = [
-            f"  {site!s:{width}}  {count:>5} x  {site.module_type}"
-            + (f"  {'' if count or remark == 'removed' else 'never: '}{remark}" if remark else "")
+    def _printout(self) -> Printout:
+        rows = [
+            (
+                str(site),
+                site.module_type,
+                f"{count:,}",
+                f"{'' if count or not remark or remark == 'removed' else 'never: '}{remark}",
+            )
             for (site, count), remark in zip(self.fired, self.remarks(), strict=True)
         ]
-        head = f"hl.{self.name} on {self._state()}"
-        notes = [f"  note: {line}" for note in self.notes for line in note.splitlines()]
-        return escape_invisible("\n".join([head, *lines, *notes, *self._advice()]))
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Show each site, how often it fired, and why it did not, in a notebook."""
-        # Silent sites come first, because readers look for them.
-        remarked = zip(self.fired, self.remarks(), strict=True)
-        ordered = sorted(remarked, key=lambda row: row[0][1] > 0)
-        rows = [
-            [str(site), site.module_type, f"{n:,}", remark]
-            for (site, n), remark in ordered[:MOST_ROWS]
-        ]
-        names = ["site", "type", ">fired", "~remark"]
-        if not any(self.remarks()):
-            rows, names = [row[:3] for row in rows], names[:3]
-        head = f"<b>hl.{escape(self.name)}</b> on {escape(self._state())}"
         notes = [f"note: {note}" for note in self.notes]
-        return table(head, names, rows, len(ordered), [*notes, *self._advice()])
+        # Silent sites come first, because readers look for them.
+        return Printout(
+            title=f"hl.{self.name}",
+            head=f" on {self._state()}",
+            headings=_HEADINGS,
+            rows=sorted(rows, key=lambda row: row[2] != "0"),
+            notes=[*notes, *self._advice()],
+            more="sites: report.fired",
+            is_compact=True,
+        )
 
     def _state(self) -> str:
         """Write the class of the model and the numbers of the line: the head, after its name."""

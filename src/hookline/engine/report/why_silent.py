@@ -81,23 +81,23 @@ def never_called(node: ModuleNode) -> Why | None:
     return None
 
 
-def own_call(node: ModuleNode, what: str) -> Why:
+def own_call(node: ModuleNode, instead: str) -> Why:
     """Say that a module's own `__call__` does not call its hooks.
 
     Args:
         node: the module.
-        what: continues the sentence: what that `__call__` does instead.
+        instead: continues the sentence: what that `__call__` does instead.
     """
     kind = node.type_name
     return Why(
-        f"{kind} has a __call__ of its own{what}",
+        f"{kind} has a __call__ of its own{instead}",
         f"have {kind}.__call__ end in super().__call__(...), or select the modules that it calls",
     )
 
 
 def _own_reason(silent: Silent) -> Why | None:
-    own = silent.tap.why_silent()
-    return None if own is None else Why(own)
+    reason = silent.tap.why_silent()
+    return None if reason is None else Why(reason)
 
 
 def _has_not_run(silent: Silent) -> Why | None:
@@ -149,10 +149,10 @@ def gathered(name: str, model_type: str, nodes: list[ModuleNode]) -> str | None:
         tops[top.path] = None
     if not tops:
         return None
-    shown = ", ".join(map(repr, list(tops)[:3])) + ", …" * (len(tops) > 3)
+    names = ", ".join(map(repr, list(tops)[:3])) + ", …" * (len(tops) > 3)
     first = escape_invisible(next(iter(tops)))
     return (
-        f"hl.{name}: {model_type} itself was not called, only modules inside it ({shown}), so all"
+        f"hl.{name}: {model_type} itself was not called, only modules inside it ({names}), so all"
         " their runs are one pass.\nGive the module that is called, such as"
         f" model.get_submodule({first!r}), or call the model."
     )

@@ -26,7 +26,7 @@ from hookline.errors import AttachError
 class ModuleNode:
     """Describe one module of a model: its first path, its registration index, its other paths.
 
-    `held` are its children with torch's wrappers around them, as the module holds them.
+    `children` have torch's wrappers around them, as the module holds them.
     """
 
     path: str
@@ -34,7 +34,7 @@ class ModuleNode:
     index: int
     aliases: tuple[str, ...] = ()
     parent: ModuleNode | None = None
-    held: tuple[nn.Module | None, ...] = ()
+    children: tuple[nn.Module | None, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -50,6 +50,10 @@ class ModuleNode:
     def position(self) -> tuple[int, int]:
         """Return the sort key in registration order: the module's index, then 0."""
         return self.index, 0
+
+    def now_in(self, tree: ModuleTree) -> ModuleNode | None:
+        """Return the node of the module in a tree; None if the module has left the model."""
+        return tree.modules_by_id.get(id(self.module))
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +79,10 @@ class ParameterNode:
         """Return all paths of the tensor, the first path first."""
         return (self.path, *self.aliases)
 
+    def now_in(self, tree: ModuleTree) -> ParameterNode | None:
+        """Return the node of the tensor in a tree; None if the tensor has left the model."""
+        return tree.tensors_by_id.get(id(self.tensor))
+
 
 @final
 @dataclass(slots=True, eq=False)
@@ -93,6 +101,8 @@ class ModuleTree:
     _tensors: list[ParameterNode] | None = None
     kinds: frozenset[type] = frozenset()
     compiled: list[nn.Module] = field(default_factory=list)
+    _modules_by_id: dict[int, ModuleNode] | None = None
+    _tensors_by_id: dict[int, ParameterNode] | None = None
 
     @property
     def tensors(self) -> list[ParameterNode]:
@@ -100,6 +110,20 @@ class ModuleTree:
         if self._tensors is None:
             self._tensors = _parameters(self.nodes)
         return self._tensors
+
+    @property
+    def modules_by_id(self) -> dict[int, ModuleNode]:
+        """Return the nodes of the modules by the modules' ids."""
+        if self._modules_by_id is None:
+            self._modules_by_id = {id(node.module): node for node in self.nodes}
+        return self._modules_by_id
+
+    @property
+    def tensors_by_id(self) -> dict[int, ParameterNode]:
+        """Return the nodes of the parameters by the parameters' ids."""
+        if self._tensors_by_id is None:
+            self._tensors_by_id = {id(node.tensor): node for node in self.tensors}
+        return self._tensors_by_id
 
 
 def module_tree(model: nn.Module) -> ModuleTree:
@@ -183,7 +207,7 @@ def _visit(
     else:
         node.aliases += (path,)
     if inner:
-        node.held = tuple(inner.values())
+        node.children = tuple(inner.values())
         above.add(key)
         prefix, bare = f"{path}." if path else "", met.bare
         for name, child in inner.items():
@@ -198,7 +222,7 @@ def _visit(
 
 
 def _parameters(nodes: list[ModuleNode]) -> list[ParameterNode]:
-    found: dict[int, ParameterNode] = {}
+    nodes_by_id: dict[int, ParameterNode] = {}
     shards: dict[int, Tensor] = {}
     for node in nodes:
         for shard, whole in sharded_parameters(node.module):
@@ -206,22 +230,22 @@ def _parameters(nodes: list[ModuleNode]) -> list[ParameterNode]:
             if whole is not None:
                 shards[id(whole)] = shard
     for node in nodes:
-        for number, (name, held) in enumerate(parameters(node.module).items()):
-            if held is None:
+        for number, (name, parameter) in enumerate(parameters(node.module).items()):
+            if parameter is None:
                 continue
-            tensor = shards.get(id(held), held)
+            tensor = shards.get(id(parameter), parameter)
             paths = tuple([f"{path}.{name}" if path else name for path in node.paths])
-            if id(tensor) in found:
-                found[id(tensor)].aliases += paths
+            if id(tensor) in nodes_by_id:
+                nodes_by_id[id(tensor)].aliases += paths
                 continue
-            found[id(tensor)] = ParameterNode(
+            nodes_by_id[id(tensor)] = ParameterNode(
                 paths[0],
                 tensor,
                 (node.index, number),
                 f"{node.type_name}.{name}",
                 paths[1:],
-                id(held) in shards,
+                id(parameter) in shards,
                 node,
                 value_address(tensor),
             )
-    return list(found.values())
+    return list(nodes_by_id.values())

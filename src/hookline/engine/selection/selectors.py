@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from hookline.display.html import MOST_ROWS, table
+from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
 from hookline.engine.pytree.describe import in_words
-from hookline.engine.selection.globs import glob
 from hookline.engine.selection.module_tree import (
     ModuleNode,
     ModuleTree,
@@ -27,8 +25,8 @@ from hookline.engine.selection.module_tree import (
     module_tree,
     require_model,
 )
-from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, parse
-from hookline.engine.selection.suggestions import Asked, explain_no_match
+from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse
+from hookline.engine.selection.suggestions import Query, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
 from hookline.errors import SelectionError
 from hookline.util.hidden import hides
@@ -38,18 +36,20 @@ Selector = (
 )
 
 
-Place = tuple[Site, ModuleNode | ParameterNode]
+SitedNode = tuple[Site, ModuleNode | ParameterNode]
+
+_MOST_ROWS = 60  # of a selection that is printed
 
 
-def _order(place: Place) -> tuple[int, int, int]:
+def _order(place: SitedNode) -> tuple[int, int, int]:
     site, node = place
     module, within = node.position
     return module, PORTS.index(site.port) if site.port in PORTS else -1, within
 
 
-def _in_order(found: Iterable[Place]) -> list[Place]:
+def _in_order(pairs: Iterable[SitedNode]) -> list[SitedNode]:
     """Sort places by registration order, and drop duplicates."""
-    places = list(found)
+    places = list(pairs)
     # Most selections are one port of modules in order; checking this costs a tenth of sorting.
     port, last = places[0][0].port if places else "", -1
     for site, node in places:
@@ -61,7 +61,7 @@ def _in_order(found: Iterable[Place]) -> list[Place]:
 
 @final
 @hides("places")
-class Selection:
+class Selection(Result):
     """The sites that a selector matches in one model, in registration order.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -79,9 +79,9 @@ class Selection:
 
     __slots__ = ("_sites", "_tree", "places")
 
-    def __init__(self, tree: ModuleTree, found: Iterable[Place]) -> None:
+    def __init__(self, tree: ModuleTree, places: Iterable[SitedNode]) -> None:
         self._tree = tree
-        self.places = _in_order(found)  # each site with its module or parameter
+        self.places = _in_order(places)  # each site with its module or parameter
         self._sites = tuple([site for site, _ in self.places])
 
     @property
@@ -97,16 +97,16 @@ class Selection:
 
     def __contains__(self, site: object) -> bool:
         if isinstance(site, str):
-            site = parse_site(site, {one.path for one in self})
+            site = parse_site(site, {known.path for known in self})
         return site in self._sites
 
     def __or__(self, other: Selector) -> Selection:
         return Selection(self._tree, [*self.places, *self._coerce(other).places])
 
     def __and__(self, other: Selector) -> Selection:
-        mine, theirs = _Cover(self), _Cover(self._coerce(other))
-        both = [pair for pair in self.places if theirs.covers(pair[0])]
-        finer = [pair for pair in theirs.selection.places if mine.covers(pair[0])]
+        first, second = _Cover(self), _Cover(self._coerce(other))
+        both = [pair for pair in self.places if second.covers(pair[0])]
+        finer = [pair for pair in second.selection.places if first.covers(pair[0])]
         return Selection(self._tree, [*both, *finer])
 
     def __sub__(self, other: Selector) -> Selection:
@@ -117,20 +117,33 @@ class Selection:
         ports = tuple(dict.fromkeys(site.port for site in self)) or ("output",)
         return select_in(self._tree, other, ports)
 
-    def __repr__(self) -> str:
-        lines = [f"{site}  ({site.module_type})" for site in itertools.islice(self, 60)]
-        if len(self) > 60:
-            lines.append(f"… and {len(self) - 60} more; iterate for all")
-        return "\n".join([plural(len(self), "site"), *lines])
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sites as plain values: `site`, `type`, and the other paths as `also`."""
+        return {"sites": self._table_rows()}
 
-    def _repr_html_(self) -> str:
-        """Show the sites and their types in a notebook."""
-        shown = self.sites[:MOST_ROWS]
-        rows = [[str(site), site.module_type, ", ".join(site.aliases)] for site in shown]
-        names = ["site", "type", "also"]
-        if not any(row[2] for row in rows):
-            rows, names = [row[:2] for row in rows], names[:2]
-        return table(f"<b>Selection</b> of {plural(len(self), 'site')}", names, rows, len(self))
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [
+            {"site": str(site), "type": site.module_type, "also": list(site.aliases)}
+            for site in self
+        ]
+
+    def _printout(self) -> Printout:
+        return Printout(
+            title="Selection",
+            head=f" of {plural(len(self), 'site')}",
+            headings=(
+                Heading("site", "path"),
+                Heading("type", gives_way=1),
+                Heading("also", "prose"),
+            ),
+            rows=[
+                (str(site), site.module_type, ", ".join(site.aliases))
+                for site in self._sites[:_MOST_ROWS]
+            ],
+            n_rows=len(self),
+            more="sites; iterate for all",
+            is_compact=True,
+        )
 
 
 @final
@@ -148,8 +161,8 @@ class _Cover:
 
     def covers(self, site: Site) -> bool:
         return any(
-            site.leaf[: len(mine.leaf)] == mine.leaf and mine.call in (None, site.call)
-            for mine in self._by_place.get((site.path, site.port), ())
+            site.leaf[: len(whole.leaf)] == whole.leaf and whole.call in (None, site.call)
+            for whole in self._by_place.get((site.path, site.port), ())
         )
 
 
@@ -248,7 +261,7 @@ def as_written(text: str) -> str:
     return (text if site.path else str(site)) + sign + run
 
 
-def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iterable[Place]:
+def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iterable[SitedNode]:
     if isinstance(selector, Selection):
         return _revalidate(tree, selector)
     if isinstance(selector, list | tuple | set | frozenset):
@@ -258,15 +271,15 @@ def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iter
                 "\nGive None for every module."
             )
         return [pair for part in selector for pair in _match(tree, part, ports)]
-    found, asked = _find(tree, selector, ports)
-    if not found:
-        raise SelectionError(explain_no_match(tree, asked))
-    return found
+    places, query = _find(tree, selector, ports)
+    if not places:
+        raise SelectionError(explain_no_match(tree, query))
+    return places
 
 
 def _find(
     tree: ModuleTree, selector: Selector, ports: tuple[str, ...]
-) -> tuple[list[Place], Asked]:
+) -> tuple[list[SitedNode], Query]:
     """Find the sites that one selector matches, if any, and describe the selector for messages."""
     text = SiteText("", None, (), None)
     if isinstance(selector, Tensor):
@@ -276,23 +289,24 @@ def _find(
         text, matched = _match_text(tree, selector)
     else:
         matched = list(filter(_matcher(selector), tree.nodes))
-    wanted = ports if text.port is None else (text.port,)
-    found: list[Place] = []
-    module_ports = [port for port in wanted if port != "grad"]
+    wanted_ports = ports if text.port is None else (text.port,)
+    places: list[SitedNode] = []
+    module_ports = [port for port in wanted_ports if port != "grad"]
     if module_ports:
         # Events that need no forward, such as "state_dict", also occur in modules without a
         # forward.
         nodes = matched if set(PORTS).isdisjoint(module_ports) else _callable(matched)
         leaf, call = text.leaf, text.call
-        found += [
+        places += [
             (_same_site(n.path, port, leaf, call, n.aliases, type(n.module).__name__), n)
             for n in nodes
             for port in module_ports
         ]
-    if "grad" in wanted:
+    if "grad" in wanted_ports:
         tensors = _match_tensors(tree, selector, text, matched)
-        found += [(_gradient_site(node, text), node) for node in tensors]
-    return found, Asked(selector, text, matched, wanted, functools.partial(_works, tree, ports))
+        places += [(_gradient_site(node, text), node) for node in tensors]
+    works = functools.partial(_works, tree, ports)
+    return places, Query(selector, text, matched, wanted_ports, works)
 
 
 def _works(
@@ -305,25 +319,19 @@ def _works(
         return False
 
 
-def _revalidate(tree: ModuleTree, selection: Selection) -> Iterable[Place]:
+def _revalidate(tree: ModuleTree, selection: Selection) -> Iterable[SitedNode]:
     """Return the places of an earlier selection, if they still exist in this model."""
     if not len(selection):
         raise SelectionError("the selection is empty; print it, and its parts, before use.")
-    theirs = selection._tree
-    here = {(node.path, id(node.module)) for node in tree.nodes}
-    if not theirs.nodes or not here or theirs.nodes[0].module is not tree.nodes[0].module:
+    nodes = selection._tree.nodes
+    if not nodes or not tree.nodes or nodes[0].module is not tree.nodes[0].module:
         raise SelectionError(
             "this selection was made in another model; select again in this one:"
             " hl.select(model, ...)."
         )
-    tensors: set[tuple[str, int]] = set()
     for site, node in selection.places:
-        if isinstance(node, ModuleNode):
-            there = (node.path, id(node.module)) in here
-        else:
-            tensors = tensors or {(one.path, id(one.tensor)) for one in tree.tensors}
-            there = (node.path, id(node.tensor)) in tensors
-        if not there:
+        now = node.now_in(tree)
+        if now is None or now.path != node.path:
             raise SelectionError(
                 f"{site} is no longer there: the model changed since it was selected."
                 "\nSelect again: hl.select(model, ...)."
@@ -428,8 +436,8 @@ def _matcher(selector: Selector) -> Callable[[ModuleNode], bool]:
             or issubclass(getattr(node.module, "cls_to_become", None) or type(None), selector)
         )  # a lazy module counts as the class that its first run turns it into
     if isinstance(selector, nn.Module):
-        wanted = unwrap(selector)
-        return lambda node: node.module is wanted
+        bare = unwrap(selector)
+        return lambda node: node.module is bare
     if callable(selector):
         return _predicate(selector)
     raise SelectionError(f"a selector must be of a known kind, got {in_words(selector)}.\n{_KINDS}")

@@ -1,4 +1,4 @@
-"""A site: one place where a value flows, and its notation.
+"""A site: one place where a value flows, and its notation; globs on paths.
 
 The grammar is `PATH[:PORT][LEAF][#CALL]`: `layer4.1.conv2`, `h.3:output[0]`,
 `block:output.last_hidden_state`, `block#2`. A path alone means the module's output.
@@ -14,7 +14,6 @@ from typing import Final
 
 from hookline.engine.pytree.describe import leaf_text
 from hookline.engine.pytree.tree import Key, Leaf
-from hookline.engine.selection.globs import CLASS
 from hookline.errors import SelectionError
 
 # The values of a module, forward and backward; `grad` is the gradient of a parameter or a tensor.
@@ -25,9 +24,14 @@ ROOT: Final = "(root)"
 _NAMED_ROOT: Final = "[(]root)"  # a module that is named `(root)`, quoted as in a glob
 GRADIENT_PORTS: Final = frozenset(port for port in PORTS if port.startswith("grad"))
 
+# One of several characters, `[0-9]`; `[[]` and `[]]` are the brackets themselves. Colons, dots,
+# commas and blanks are not allowed, because they suggest a slice.
+_CLASS = r"""\[!?[\[\]]?[^\s\[\]'":.,]*\]"""
+_GLOB = re.compile(rf"\*\*\.|\.\*\*|\*\*|\*|\?|{_CLASS}|\{{[^{{}}]*\}}|[{{}}]|[^*?{{}}.\[]+|\.|\[")
+
 # A number in brackets is a leaf: `h.3[0]`. Where it cannot be a leaf, it belongs to the path: after
 # a dot, `h.[12]`, or before a port or another glob character, `layer[12]:input`, `layer[34].*`.
-_IN_PATH = rf"(?!\[-?\d+\]){CLASS} | (?<=\.){CLASS} | {CLASS}(?=[^'\"]*[:*?])"
+_IN_PATH = rf"(?!\[-?\d+\]){_CLASS} | (?<=\.){_CLASS} | {_CLASS}(?=[^'\"]*[:*?])"
 _GRAMMAR = re.compile(
     rf"(?P<path> (?: [^:#\[\]] | {_IN_PATH} )* )"
     r"""
@@ -154,3 +158,58 @@ def _malformed(text: str, why: str) -> str:
         f"malformed selector {text!r}: {why}."
         "\nThe form is PATH[:PORT][LEAF][#CALL], as in 'h.*:output[0]' or 'block#2'."
     )
+
+
+def glob(pattern: str) -> re.Pattern[str]:
+    """Translate a path glob to a regex.
+
+    - `*` matches any text within a segment, and `?` one character.
+    - `[0-9]` matches one of several characters, and `[!0]` any other character.
+    - `**` matches across segments; `{a,b}` matches either.
+    - `a.**` is everything below `a`; `**.b` is every `b` at any depth; `**` alone is every path.
+
+    Raises:
+        SelectionError: a brace is not closed, or a range of characters does not run upwards.
+    """
+    out = []
+    position = 0
+    for token in _GLOB.findall(pattern):
+        at_start, at_end = position == 0, position + len(token) == len(pattern)
+        position += len(token)
+        if token in "{}":
+            raise SelectionError(
+                f"malformed glob {pattern!r}: braces hold names and commas, {{a,b}}, are closed"
+                " and do not nest."
+            )
+        if token == "**." and (at_start or pattern[position - 4] == "."):
+            out.append(r"(?:.*\.)?")
+        elif token == ".**":
+            out.append(r"\..+" if at_end else r"(?:\..*)?")
+        elif token in ("**", "**."):
+            out.append(".*" + re.escape(token[2:]))
+        elif token == "*":
+            out.append(r"[^.]*")
+        elif token == "?":
+            out.append("[^.]")
+        elif token[0] == "[" and len(token) > 2:
+            out.append(_one_of(token, pattern))
+        elif token[0] == "{":
+            options = token[1:-1].split(",")
+            out.append("(?:" + "|".join(glob(option).pattern for option in options) + ")")
+        else:
+            out.append(re.escape(token))
+    return re.compile("".join(out))
+
+
+def _one_of(token: str, pattern: str) -> str:
+    """Translate `[0-9]` or `[!0-9]`, which never match a dot."""
+    is_other = token[1] == "!" and len(token) > 3
+    characters = re.sub(r"[\\^\[\]&~|]", r"\\\g<0>", token[1 + is_other : -1])
+    regex = f"(?!\\.)[{'^' * is_other}{characters}]"
+    try:
+        re.compile(regex)
+    except re.error:
+        raise SelectionError(
+            f"malformed glob {pattern!r}: a range in {token} must run upwards, as in [0-9]."
+        ) from None
+    return regex

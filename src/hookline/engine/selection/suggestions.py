@@ -14,24 +14,23 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hookline.display.text import plural
 from hookline.engine.pytree.describe import in_words
-from hookline.engine.selection.globs import glob
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree
 from hookline.engine.selection.output_parts import may_return
-from hookline.engine.selection.site import ROOT, SiteText, path_text
+from hookline.engine.selection.site import ROOT, SiteText, glob, path_text
 from hookline.errors import SelectionError
 
 _MOST_CLOSE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Query:
     """A selector that matched nothing, in parts.
 
     Args:
         selector: the selector.
         text: the parts of the selector, if it is a text.
-        matched: the modules that it matches, none of which has one of the wanted ports.
-        wanted: the ports.
+        matched: the modules that it matches, none of which has one of the ports.
+        ports: the ports.
         works: tells whether another selector would match, at the ports that the verb was given or
             at another one; only such selectors are proposed.
     """
@@ -39,7 +38,7 @@ class Asked:
     selector: Any
     text: SiteText
     matched: list[ModuleNode]
-    wanted: tuple[str, ...]
+    ports: tuple[str, ...]
     works: Callable[..., bool]
 
     @property
@@ -53,11 +52,11 @@ class Asked:
         return [candidate for candidate in candidates if self.works(candidate)]
 
 
-def explain_no_match(tree: ModuleTree, asked: Asked) -> str:
+def explain_no_match(tree: ModuleTree, query: Query) -> str:
     """Return the message for a selector that matches nothing, or nothing with a wanted port."""
-    selector = asked.selector
-    if asked.matched:
-        return _without_port(asked)
+    selector = query.selector
+    if query.matched:
+        return _without_port(query)
     if isinstance(selector, Tensor):
         return (
             f"a tensor as a selector must be a parameter of {tree.name}, got {in_words(selector)}"
@@ -65,51 +64,51 @@ def explain_no_match(tree: ModuleTree, asked: Asked) -> str:
             "\nFor any tensor: hl.attach(), line.grad(tensor, fn); for a module's values, name the"
             " module."
         )
-    shown = repr(selector) if isinstance(selector, str | re.Pattern) else _name(selector)
-    is_grad = asked.wanted == ("grad",)
+    name = repr(selector) if isinstance(selector, str | re.Pattern) else _name(selector)
+    is_grad = query.ports == ("grad",)
     nodes: list[Any] = list(tree.tensors if is_grad else tree.nodes)
-    what = "parameter" if is_grad and tree.nodes else "module" if tree.nodes else "tensor"
-    message = f"{shown} matches no {what} of {tree.name}."
+    noun = "parameter" if is_grad and tree.nodes else "module" if tree.nodes else "tensor"
+    message = f"{name} matches no {noun} of {tree.name}."
     if isinstance(selector, str):
-        message += _suggestion(tree, asked, nodes)
+        message += _suggestion(tree, query, nodes)
     elif isinstance(selector, type):
         types = {type(node.module) for node in tree.nodes}
-        kinds = sorted(_full_name(k) if k.__name__ == shown else k.__name__ for k in types)
+        kinds = sorted(_full_name(k) if k.__name__ == name else k.__name__ for k in types)
         message += f" Its types: {', '.join(kinds[:12])}{', …' if len(kinds) > 12 else ''}."
-    return f"{message}\n{_inventory(asked, nodes, what)}"
+    return f"{message}\n{_inventory(query, nodes, noun)}"
 
 
-def _without_port(asked: Asked) -> str:
+def _without_port(query: Query) -> str:
     """Say why a matched module has no value at a wanted port."""
-    node, kind = asked.matched[0], asked.matched[0].type_name
+    node, kind = query.matched[0], query.matched[0].type_name
     path = path_text(node.path)
-    if asked.wanted == ("grad",):
-        output = asked.working(f"{path}:grad_output")
+    if query.ports == ("grad",):
+        output = query.working(f"{path}:grad_output")
         advice = (
             f"For the gradient of its output: {output[0]!r}."
             if output
             else "Select a parameter, or a module that has one."
         )
         return f"{kind} at {path!r} has no parameters.\n{advice}"
-    inside = [".".join(map(str, asked.text.leaf))] * bool(asked.text.leaf)  # as in `h[0]`
-    wanted = (*inside, "*", "**")
-    held = asked.working(*(f"{node.path}.{each}" if node.path else each for each in wanted))
-    trained = asked.working(f"{path}:grad")
-    if held:
-        advice = f"Select a module inside it: {held[0]!r}."
+    inside = [".".join(map(str, query.text.leaf))] * bool(query.text.leaf)  # as in `h[0]`
+    names = (*inside, "*", "**")
+    children = query.working(*(f"{node.path}.{name}" if node.path else name for name in names))
+    trained = query.working(f"{path}:grad")
+    if children:
+        advice = f"Select a module inside it: {children[0]!r}."
     elif trained:
         advice = f"Select the gradients of the parameters that it holds: {trained[0]!r}."
     else:
         advice = "Select a module that has a forward: it holds none."
-    what = "parameters" if trained and not held else "other modules"
-    return f"nothing flows through {path!r}: {kind} only holds {what} and has no forward.\n{advice}"
+    noun = "parameters" if trained and not children else "other modules"
+    return f"nothing flows through {path!r}: {kind} only holds {noun} and has no forward.\n{advice}"
 
 
-def _inventory(asked: Asked, nodes: list[Any], what: str) -> str:
+def _inventory(query: Query, nodes: list[Any], noun: str) -> str:
     """List the model's first modules, parameters or tensors."""
     paths = [path for node in nodes for path in node.paths if path]
-    if not nodes and what == "parameter":
-        gradient = next(iter(asked.working(":grad_output", "**:grad_output")), None)
+    if not nodes and noun == "parameter":
+        gradient = next(iter(query.working(":grad_output", "**:grad_output")), None)
         return (
             f"Select a module's gradient, as in {gradient!r}: it has no parameters."
             if gradient
@@ -118,45 +117,45 @@ def _inventory(asked: Asked, nodes: list[Any], what: str) -> str:
     if not nodes:
         return "Give tensors by name, as in hl.attach({'x': x}): it has none."
     if not paths:
-        advice = "select it with ''" if asked.works("") else "give a model with a forward"
+        advice = "select it with ''" if query.works("") else "give a model with a forward"
         return f"Its only module is the root, {nodes[0].type_name}: {advice}."
     first = ", ".join(paths[:8]) + (", …" if len(paths) > 8 else "")
     n_named = sum(bool(node.path) for node in nodes)  # the root has no name
-    return f"Its {plural(n_named, what)} begin{'s' if n_named == 1 else ''}: {first}."
+    return f"Its {plural(n_named, noun)} begin{'s' if n_named == 1 else ''}: {first}."
 
 
-def _suggestion(tree: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
-    name, rest = asked.text.path, asked.rest
+def _suggestion(tree: ModuleTree, query: Query, nodes: list[Any]) -> str:
+    name, rest = query.text.path, query.rest
     paths = [path for node in nodes for path in node.paths if path]
-    if deeper := asked.working(f"**.{name}{rest}"):
+    if deeper := query.working(f"**.{name}{rest}"):
         return f" Did you mean {deeper[0]!r}, at any depth?"
     kind = next((type(node.module) for node in tree.nodes if node.type_name == name), None)
-    if kind is not None and asked.works(kind, asked.text.port):
-        there = f"nn.{name}" if getattr(nn, name, None) is kind else name
-        port = f", ports={asked.text.port!r}" if asked.text.port else ""
-        return f" For every {name}, give the type itself: {there}{port}, not its name."
+    if kind is not None and query.works(kind, query.text.port):
+        kind_name = f"nn.{name}" if getattr(nn, name, None) is kind else name
+        port = f", ports={query.text.port!r}" if query.text.port else ""
+        return f" For every {name}, give the type itself: {kind_name}{port}, not its name."
     if any(name in node.paths for node in tree.tensors):
-        gradient = asked.working(f"{name}:grad")
+        gradient = query.working(f"{name}:grad")
         return f" It is a parameter; its gradient is {gradient[0]!r}." if gradient else ""
-    computed = _computed(tree, asked)
+    computed = _computed(tree, query)
     if computed:
         return computed
-    return _below(tree, asked) or _inside(asked, paths) or _close(asked, paths)
+    return _below(tree, query) or _inside(query, paths) or _close(query, paths)
 
 
-def _below(tree: ModuleTree, asked: Asked) -> str | None:
+def _below(tree: ModuleTree, query: Query) -> str | None:
     """Propose a selector for a name that follows the path of a module."""
-    above, _, last = asked.text.path.rpartition(".")
-    deeper = asked.working(f"{above}.**.{last}{asked.rest}") if above else []
+    above, _, last = query.text.path.rpartition(".")
+    deeper = query.working(f"{above}.**.{last}{query.rest}") if above else []
     if deeper:
         return f" Did you mean {deeper[0]!r}, at any depth?"
-    part = _part_of_output(tree, asked)
+    part = _part_of_output(tree, query)
     return None if part is None else f" Part of an output is written {part!r}."
 
 
-def _inside(asked: Asked, paths: list[str]) -> str | None:
+def _inside(query: Query, paths: list[str]) -> str | None:
     """Propose the parts of the modules in which the last name of the path was looked for."""
-    above, _, last = asked.text.path.rpartition(".")
+    above, _, last = query.text.path.rpartition(".")
     for holder in (above, f"**.{above}") if above.strip("*.") else ():
         try:
             matches = glob(holder).fullmatch
@@ -165,8 +164,8 @@ def _inside(asked: Asked, paths: list[str]) -> str | None:
         pairs = (path.rpartition(".") for path in paths)
         parts = list(dict.fromkeys(part for held_by, _, part in pairs if matches(held_by)))
         near = difflib.get_close_matches(last, parts, n=_MOST_CLOSE, cutoff=0.5)
-        selectors = (f"{holder}.{part}{asked.rest}" for part in dict.fromkeys([*near, *parts]))
-        working = list(islice(filter(asked.works, selectors), _MOST_CLOSE + 1))
+        selectors = (f"{holder}.{part}{query.rest}" for part in dict.fromkeys([*near, *parts]))
+        working = list(islice(filter(query.works, selectors), _MOST_CLOSE + 1))
         if working:
             names = ", ".join(map(repr, working[:_MOST_CLOSE]))
             more = ", …" * (len(working) > _MOST_CLOSE)
@@ -174,28 +173,28 @@ def _inside(asked: Asked, paths: list[str]) -> str | None:
     return None
 
 
-def _close(asked: Asked, paths: list[str]) -> str:
+def _close(query: Query, paths: list[str]) -> str:
     """Propose the paths that are closest to the given path."""
-    near = difflib.get_close_matches(asked.text.path, paths, n=2 * _MOST_CLOSE, cutoff=0.5)
-    close = asked.working(*(f"{path}{asked.rest}" for path in near))[:_MOST_CLOSE]
+    near = difflib.get_close_matches(query.text.path, paths, n=2 * _MOST_CLOSE, cutoff=0.5)
+    close = query.working(*(f"{path}{query.rest}" for path in near))[:_MOST_CLOSE]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
-def _part_of_output(tree: ModuleTree, asked: Asked) -> str | None:
+def _part_of_output(tree: ModuleTree, query: Query) -> str | None:
     """Propose a part of the output of `block` for a path such as `block.logits`."""
-    above, dot, name = asked.text.path.rpartition(".")
+    above, dot, name = query.text.path.rpartition(".")
     holder = "" if above == ROOT else above
     node = next((node for node in tree.nodes if holder in node.paths), None)
-    if not dot or node is None or "output" not in asked.wanted or not name.isidentifier():
+    if not dot or node is None or "output" not in query.ports or not name.isidentifier():
         return None
-    if asked.rest or not may_return(node.module, name):
+    if query.rest or not may_return(node.module, name):
         return None
-    return next(iter(asked.working(f"{path_text(holder)}:output.{name}")), None)
+    return next(iter(query.working(f"{path_text(holder)}:output.{name}")), None)
 
 
-def _computed(tree: ModuleTree, asked: Asked) -> str | None:
+def _computed(tree: ModuleTree, query: Query) -> str | None:
     """Propose the parameters from which a module computes the requested weight."""
-    above, _, name = asked.text.path.rpartition(".")
+    above, _, name = query.text.path.rpartition(".")
     node = next((node for node in tree.nodes if above in node.paths), None)
     if node is None or not name:
         return None
@@ -203,8 +202,8 @@ def _computed(tree: ModuleTree, asked: Asked) -> str | None:
     prefix = f"{above}." if above else ""
     if is_parametrized(node.module, name):
         value = f"{prefix}parametrizations.{name}"
-        computed = asked.working(value, f"{value}:grad_output")
-        gradients = _gradients(asked, [path for path in paths if path.startswith(f"{value}.")])
+        computed = query.working(value, f"{value}:grad_output")
+        gradients = _gradients(query, [path for path in paths if path.startswith(f"{value}.")])
         if len(computed) == 2:
             return (
                 f" It is computed by a parametrization: select {computed[0]!r} for the computed"
@@ -212,8 +211,8 @@ def _computed(tree: ModuleTree, asked: Asked) -> str | None:
                 f"{gradients and f', or for those of the parameters: {gradients}'}."
             )
     if isinstance(node.module.__dict__.get(name), Tensor):  # computed by a hook, as in pruning
-        computed_from = [path for path in paths if path.startswith(f"{asked.text.path}_")]
-        if gradients := _gradients(asked, computed_from):
+        computed_from = [path for path in paths if path.startswith(f"{query.text.path}_")]
+        if gradients := _gradients(query, computed_from):
             return (
                 " It is computed before each call; the gradients of its parameters are"
                 f" {gradients}."
@@ -221,8 +220,8 @@ def _computed(tree: ModuleTree, asked: Asked) -> str | None:
     return None
 
 
-def _gradients(asked: Asked, paths: list[str]) -> str:
-    return ", ".join(map(repr, asked.working(*(f"{path}:grad" for path in paths))))
+def _gradients(query: Query, paths: list[str]) -> str:
+    return ", ".join(map(repr, query.working(*(f"{path}:grad" for path in paths))))
 
 
 def _full_name(kind: type) -> str:

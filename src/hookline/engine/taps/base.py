@@ -17,14 +17,14 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.compile.guards import unmark_copy
-from hookline.engine.compile.in_graph import (
+from hookline.engine.compile.graph_callback import (
     Callback,
     GraphCapture,
     GraphEdit,
     GraphReduce,
     SplitCallback,
 )
+from hookline.engine.compile.guards import unmark_copy
 from hookline.engine.compile.runs import CompiledRun
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
@@ -63,21 +63,18 @@ GRADIENT_ORDERS = {
 
 
 class HookSpec(NamedTuple):
-    """The registration of a tap's method on its module.
+    """The registration of a tap's method on the tap's node."""
 
-    Attributes:
-        kind: torch's kind of hook: "forward_pre" or "forward".
-        method: the name of the method.
-        order: the method's place among the hooks of the module.
-        with_kwargs: whether torch also passes the keyword arguments.
-        always_call: whether torch also calls the method when the module raises.
-    """
+    kind: str  # torch's kind of hook, such as "forward_pre", "grad" or "step_pre"
+    method: str = "fire"
+    # The method's place among the hooks of the node; None is the rank of the tap.
+    order: Order | None = None
+    with_kwargs: bool = False  # whether torch also passes the keyword arguments
+    always_call: bool = False  # whether torch also calls the method when the module raises
 
-    kind: str
-    method: str
-    order: Order
-    with_kwargs: bool = False
-    always_call: bool = False
+
+ON_OUTPUT = (HookSpec("forward"),)
+ON_INPUTS = (HookSpec("forward_pre", with_kwargs=True),)
 
 
 # The taps, of all threads, that run while torch iterates over a live hook dictionary. No hook can
@@ -90,17 +87,49 @@ walked_over: list[Tap] = []
 hook_functions: list[FunctionType] = []
 
 
-class _Hooks:
-    """The base of the objects whose methods torch calls as hooks."""
+class HookOwner:
+    """The base of the objects whose methods torch calls as hooks.
+
+    Attributes:
+        hooks: the hooks of the object.
+        rank: their place among the hooks of the node, where a hook has no order of its own.
+    """
 
     __slots__ = ()
+    hooks: tuple[HookSpec, ...] = ON_OUTPUT
+    rank: Order
 
     def __init_subclass__(cls) -> None:
-        found = [vars(cls).get(name) for name in ("fire", "leave", "begin", "end")]
-        hook_functions.extend(one for one in found if isinstance(one, FunctionType))
+        methods = [vars(cls).get(name) for name in ("fire", "leave", "begin", "end")]
+        hook_functions.extend(method for method in methods if isinstance(method, FunctionType))
+
+    def hooks_on(self, node: Any) -> tuple[HookSpec, ...]:
+        """Return the hooks to register on a node, which this object is about to meet."""
+        return self.hooks
 
 
-class Tap(_Hooks):
+class AroundCall(HookOwner):
+    """Two functions to call around each call of a module.
+
+    Args:
+        begin: called with the module, its arguments and its keyword arguments.
+        end: called with the module, its arguments and its output, also when the module raises.
+        orders: the places of the two functions among the hooks of the module.
+    """
+
+    __slots__ = ("begin", "end", "hooks")
+
+    def __init__(
+        self, begin: Callable[..., Any], end: Callable[..., Any], orders: tuple[Order, Order]
+    ) -> None:
+        self.begin, self.end = begin, end
+        self.hooks = (
+            HookSpec("forward_pre", "begin", orders[0], with_kwargs=True),
+            HookSpec("forward", "end", orders[1], always_call=True),
+        )
+
+
+class Tap(HookOwner):
     """The base of all taps: it knows its line, whether it may fire now, and how often it fired.
 
     Args:
@@ -115,8 +144,6 @@ class Tap(_Hooks):
         "ran", "rank", "site", "traced",
     )  # fmt: skip
     is_on_calls: ClassVar[bool] = True  # whether the call of a module fires the tap
-    # All hooks of a tap that has several hooks on its module.
-    hooks: ClassVar[tuple[HookSpec, ...]] = ()
 
     def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
         self.site = site
@@ -306,17 +333,20 @@ _REMOVED = Passes()
 _REMOVED.closed = True
 
 
-class RootTap(_Hooks):
+class RootTap(HookOwner):
     """A tap on the root that begins and ends a line's passes; inert in copies, as every tap."""
 
-    __slots__ = ("passes", "rank")
+    __slots__ = ("passes",)
+    hooks = (
+        HookSpec("forward_pre", "begin", Order.BEGIN),
+        HookSpec("forward", "end", Order.END, always_call=True),
+    )
 
-    def __init__(self, passes: Passes, rank: Order) -> None:
+    def __init__(self, passes: Passes) -> None:
         self.passes = passes
-        self.rank = rank
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inert_root, (int(self.rank),)
+        return _inert_root, ()
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Begin a pass: the forward-pre hook."""
@@ -355,8 +385,8 @@ def call_frame(frame: FrameType) -> FrameType:
     return outer if outer is not None and frame.f_code.co_name == "inner" else frame
 
 
-def _inert_root(rank: int) -> RootTap:
-    return RootTap(_INERT, Order(rank))
+def _inert_root() -> RootTap:
+    return RootTap(_INERT)
 
 
 def _discard(module: nn.Module, owner: object) -> None:

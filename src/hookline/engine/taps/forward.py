@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.compile.in_graph import Callback
+from hookline.engine.compile.graph_callback import Callback
 from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import Order, Tap
+from hookline.engine.taps.base import ON_INPUTS, Order, Tap
 
 
 class OutputTap(Tap):
@@ -43,6 +43,7 @@ class InputTap(Tap):
     """A tap on the inputs of a module, as bound arguments: a forward-pre hook with kwargs."""
 
     __slots__ = ("arguments",)
+    hooks = ON_INPUTS
 
     def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
         super().__init__(site, passes, callback, rank)

@@ -98,7 +98,7 @@ def _add(hooks: HookDict, key: Any, hook: Callable[..., Any], number: int | None
 def _insert(hooks: HookDict, key: Any, hook: Callable[..., Any]) -> None:
     """Insert a numbered hook by its number; numbered hooks come before the others."""
     numbered = [(k, h) for k, h in hooks.items() if type(k) is tuple and len(k) == 3]
-    numbered = sorted([*numbered, (key, hook)], key=lambda one: one[0][2])
+    numbered = sorted([*numbered, (key, hook)], key=lambda item: item[0][2])
     owners = list(dict.fromkeys(k[0] for k, _ in numbered))
     before = [(k, h) for k, h in hooks.items() if not (type(k) is tuple and len(k) == 3)]
     hooks.clear()
@@ -126,7 +126,7 @@ def saves_itself(tensor: Tensor) -> bool:
 @functools.cache
 def _saves_result(function: type, number: int) -> bool:
     # A function written in Python does not tell, so it is assumed to save its result.
-    is_of_python = issubclass(function, torch.autograd.function.BackwardCFunction)
+    is_of_python = issubclass(function, PYTHON_NODE)
     names = "_saved_result", "_saved_output", "_saved_out", f"_saved_result{number}"
     return is_of_python or any(hasattr(function, name) for name in names)
 
@@ -234,12 +234,12 @@ def node_of_write(base: Tensor, n_writes: int) -> Any:
 
     None if the tensor was written to in another way.
     """
-    node, found = base.grad_fn, None
+    node, write = base.grad_fn, None
     for _ in range(n_writes):
         if node is None or not node.name().endswith("CopySlices"):
             break
-        found, node = node, node.next_functions[0][0]
-    return found
+        write, node = node, node.next_functions[0][0]
+    return write
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

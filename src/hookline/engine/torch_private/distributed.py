@@ -51,14 +51,14 @@ def clone_locally(tensor: Tensor) -> Tensor:
     """
     if not is_dtensor(tensor) or not _is_sum(tensor.placements):  # type: ignore[attr-defined]
         return tensor.clone()
-    return Layout.of(tensor).put(tensor.to_local().clone())  # type: ignore[attr-defined]
+    return ShardLayout.of(tensor).put(tensor.to_local().clone())  # type: ignore[attr-defined]
 
 
 def _is_sum(placements: Any) -> bool:
-    return any(one.is_partial() for one in placements)
+    return any(placement.is_partial() for placement in placements)
 
 
-class Layout(NamedTuple):
+class ShardLayout(NamedTuple):
     """The placement of a DTensor's parts."""
 
     kind: Any
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Any) -> Layout:
+    def of(cls, tensor: Any) -> ShardLayout:
         """Return the layout of a DTensor."""
         return cls(
             type(tensor), tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
@@ -76,11 +76,11 @@ class Layout(NamedTuple):
 
     def put(self, local: Tensor) -> Tensor:
         """Make a DTensor from this rank's part."""
-        made: Tensor = self.kind.from_local(
+        whole: Tensor = self.kind.from_local(
             local, self.mesh, self.placements,
             run_check=False, shape=self.shape, stride=self.stride,
         )  # fmt: skip
-        return made
+        return whole
 
     def call(self, hook: Callable[[Tensor], Any], grad: Tensor) -> Any:
         """Call a hook with a DTensor of this rank's part. Return this rank's part of its result."""
@@ -90,25 +90,18 @@ class Layout(NamedTuple):
         return new
 
 
-class Source(NamedTuple):
-    """The tensor that a parallel library replaced before it called a module.
+class ReplacedTensor(NamedTuple):
+    """The tensor that a parallel library replaced before it called a module."""
 
-    Attributes:
-        node: the node of the graph that computed the tensor.
-        number: the index of the tensor among the node's results.
-        tensor: the tensor; None where it is a view, of which only the base is known.
-        alias: a tensor that shares its memory.
-        layout: the placement of the replacement, if only the replacement is a DTensor.
-    """
-
-    node: Any
-    number: int
-    tensor: Tensor | None
-    alias: Tensor
-    layout: Layout | None
+    node: Any  # the node of the graph that computed the tensor
+    number: int  # the index of the tensor among the node's results
+    tensor: Tensor | None  # the tensor; None where it is a view, of which only the base is known
+    alias: Tensor  # a tensor that shares its memory
+    # The placement of the replacement, if only the replacement is a DTensor.
+    layout: ShardLayout | None
 
 
-def source_of(tensor: Tensor) -> Source | None:
+def source_of(tensor: Tensor) -> ReplacedTensor | None:
     """Find the tensor that FSDP2 or tensor parallelism has replaced; None if it replaced none.
 
     FSDP2 calls a module with the results of its own function, and tensor parallelism with DTensors.
@@ -118,9 +111,9 @@ def source_of(tensor: Tensor) -> Source | None:
     node, number, layout = tensor.grad_fn, tensor.output_nr, None
     while (name := type(node).__name__) in (_OF_FSDP, _OF_LOCAL):
         if name == _OF_LOCAL:
-            layout = Layout.of(tensor)
-            given = getattr(node, "grad_placements", None)  # absent in torch 2.11
-            if given is not None or _is_sum(layout.placements):
+            layout = ShardLayout.of(tensor)
+            gradient_placements = getattr(node, "grad_placements", None)  # absent in torch 2.11
+            if gradient_placements is not None or _is_sum(layout.placements):
                 return None
         node, number = node.next_functions[number]  # type: ignore[union-attr]
     if node is tensor.grad_fn or node is None or hasattr(node, "variable"):
@@ -128,7 +121,7 @@ def source_of(tensor: Tensor) -> Source | None:
     alias = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     base = alias._base
     is_whole = base is not None and base.grad_fn is node and base.output_nr == number
-    return Source(node, number, base if is_whole else None, alias, layout)
+    return ReplacedTensor(node, number, base if is_whole else None, alias, layout)
 
 
 def full_value(tensor: Tensor) -> Tensor:
@@ -146,7 +139,7 @@ def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     Between forward and backward, and after a forward without backward, a module holds the unsharded
     parameters.
     """
-    return [_both(one) for group in _groups(module) for one in group.fsdp_params]
+    return [_both(parameter) for group in _groups(module) for parameter in group.fsdp_params]
 
 
 def _groups(module: nn.Module) -> list[Any]:
@@ -205,9 +198,11 @@ def sharding(model: nn.Module) -> str:
             return "FSDP1"
         has_fsdp |= bool(_groups(module))
         for group in _groups(module):
-            is_split |= any(one.is_dtensor for one in group.fsdp_params)
-            by_fsdp.update(id(part) for one in group.fsdp_params for part in _both(one))
-    is_split |= any(is_dtensor(one) and id(one) not in by_fsdp for one in model.parameters())
+            is_split |= any(parameter.is_dtensor for parameter in group.fsdp_params)
+            by_fsdp.update(id(part) for parameter in group.fsdp_params for part in _both(parameter))
+    is_split |= any(
+        is_dtensor(parameter) and id(parameter) not in by_fsdp for parameter in model.parameters()
+    )
     return "split" if is_split else "FSDP2" if has_fsdp else ""
 
 
@@ -231,8 +226,8 @@ def calls_of_sharded(model: nn.Module) -> Iterator[list[Any]]:
             handle.remove()
 
 
-def _both(one: Any) -> tuple[Any, Any]:
-    return one.sharded_param, getattr(one, "_unsharded_param", None)
+def _both(parameter: Any) -> tuple[Any, Any]:
+    return parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
 
 
 def default_store() -> Any:
@@ -272,12 +267,12 @@ def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:
     groups: dict[str, Any] = {}
     unknown = ""
     waiting: list[Any] = [tensor.grad_fn]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if type(node).__name__ != "_ToTorchTensorBackward":
             waiting += [before for before, _ in node.next_functions]
             variable = getattr(node, "variable", None)
@@ -285,7 +280,7 @@ def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:
                 unknown = unknown or "leaf"
             continue
         placements = node.grad_placements or node.dtensor_spec.placements
-        if node.grad_placements and any(one.is_partial() for one in placements):
+        if node.grad_placements and any(part.is_partial() for part in placements):
             unknown = "partial"
         for dim, placement in enumerate(placements):
             if not (placement.is_replicate() or placement.is_partial()):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import AttachError
-from hookline.util.imported import imported
+from hookline.util.optional import imported
 from hookline.util.weak_map import WeakIdentityMap
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the tensor hooks in a graph in reverse
@@ -54,7 +54,7 @@ def has_compiled() -> bool:
 _SETTINGS = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
 
 
-class _Held(threading.local):
+class _ThreadSettings(threading.local):
     """The owners of dynamo's settings in a thread, and the earlier values."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Held(threading.local):
         self.before: dict[str, Any] = {}
 
 
-_held = _Held()
+_in_thread = _ThreadSettings()
 
 
 @final
@@ -77,11 +77,11 @@ class Settings:
 
     def begin(self) -> None:
         """Apply the settings."""
-        self._by = _held.by
+        self._by = _in_thread.by
         self._by.add(self)
         config = dynamo_config()
         for name, value in _SETTINGS.items():
-            _held.before.setdefault(name, getattr(config, name))
+            _in_thread.before.setdefault(name, getattr(config, name))
             setattr(config, name, value)
 
     def end(self) -> None:
@@ -90,11 +90,11 @@ class Settings:
         if by is None:
             return
         by.discard(self)
-        if by is _held.by and not by:
-            while _held.before:
-                name, value = next(iter(_held.before.items()))
+        if by is _in_thread.by and not by:
+            while _in_thread.before:
+                name, value = next(iter(_in_thread.before.items()))
                 setattr(dynamo_config(), name, value)
-                del _held.before[name]
+                del _in_thread.before[name]
 
 
 def is_disabled(function: Callable[..., Any]) -> bool:
@@ -164,8 +164,8 @@ _sources = _Sources()
 
 def _note_sources(context: Any) -> None:
     # torch's name for access to dynamo's variables, which are not public.
-    held = context.get_local("tensors")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    _sources.noted = "".join(map(_source_of, held.realize().items))
+    tensors = context.get_local("tensors")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    _sources.noted = "".join(map(_source_of, tensors.realize().items))
 
 
 def _source_of(variable: Any) -> str:
@@ -193,15 +193,15 @@ def shares_outputs() -> bool:
     AOTAutograd then returns the memory and makes these outputs again outside the graph. Their
     gradients bypass the views in the graph. Only for functions of `keep_call_in_graphs`.
     """
-    found: Any = next((node for _, node in _runs_of_nodes()), None)
-    value = None if found is None else _example(found.args[0])
+    node: Any = next((node for _, node in _runs_of_nodes()), None)
+    value = None if node is None else _example(node.args[0])
     if value is None or not value._is_view():
         return False
     memory = _memory(value)
-    inputs = [one for one in found.graph.nodes if one.op == "placeholder"]
-    outputs = next(iter(reversed(found.graph.nodes))).all_input_nodes
-    n_outputs = sum(_shares(one, memory) for one in outputs)
-    is_of_input = any(_shares(one, memory) for one in inputs)
+    inputs = [other for other in node.graph.nodes if other.op == "placeholder"]
+    outputs = next(iter(reversed(node.graph.nodes))).all_input_nodes
+    n_outputs = sum(_shares(other, memory) for other in outputs)
+    is_of_input = any(_shares(other, memory) for other in inputs)
     return n_outputs > 1 or (n_outputs == 1 and is_of_input)
 
 
@@ -267,8 +267,8 @@ def _shares(node: Any, memory: int | None) -> bool:
 
 def _example(node: Any) -> Tensor | None:
     """Return dynamo's example value of the tensor at a node; None without one."""
-    found = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
-    return found if isinstance(found, Tensor) else None
+    value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+    return value if isinstance(value, Tensor) else None
 
 
 def _memory(tensor: Tensor) -> int | None:
@@ -300,9 +300,9 @@ def compare_graph_version(tensor: Tensor) -> None:
 @while_tracing
 def was_written_in_graph() -> bool:
     """Tell whether versions have differed since the last call of this function."""
-    found = bool(_written)
+    was_written = bool(_written)
     _written.clear()
-    return found
+    return was_written
 
 
 def _note_version(context: Any) -> None:

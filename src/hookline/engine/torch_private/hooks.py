@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,18 +14,11 @@ from torch.utils.hooks import RemovableHandle
 HookDict = OrderedDict[Any, Callable[..., Any]]
 
 
+_CALL_KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 # kind of hook -> the dictionary on a module that holds it
-HOOK_DICTS: dict[str, str] = {
-    "forward_pre": "_forward_pre_hooks",
-    "forward": "_forward_hooks",
-    "backward_pre": "_backward_pre_hooks",
-    "backward": "_backward_hooks",
-    "state_dict_pre": "_state_dict_pre_hooks",
-    "state_dict": "_state_dict_hooks",
-    "load_state_dict_pre": "_load_state_dict_pre_hooks",
-    "load_state_dict": "_load_state_dict_post_hooks",
-}
-
+HOOK_DICTS = {kind: f"_{kind}_hooks" for kind in (*_CALL_KINDS, "state_dict_pre", "state_dict")}
+HOOK_DICTS["load_state_dict_pre"] = "_load_state_dict_pre_hooks"
+HOOK_DICTS["load_state_dict"] = "_load_state_dict_post_hooks"
 
 _own_ids: list[int] = []
 
@@ -46,7 +40,7 @@ def new_hook_id() -> int:
 
 
 # The dictionaries of a module of which dynamo checks, while compiling, whether they are empty.
-_ASKED = (
+_CHECKED_BY_DYNAMO = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
     "_forward_hooks_with_kwargs", "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
@@ -57,9 +51,8 @@ def own_kinds(module: nn.Module) -> int:
 
     By default compiled code does not notice when an empty dictionary gets a hook.
     """
-    tables = [module.__dict__[name] for name in _ASKED]
-    own = _own_ids
-    return sum(1 << bit for bit, table in enumerate(tables) if not table.keys().isdisjoint(own))
+    tables = [module.__dict__[name].keys() for name in _CHECKED_BY_DYNAMO]
+    return sum(1 << bit for bit, keys in enumerate(tables) if not keys.isdisjoint(_own_ids))
 
 
 def hook_dict(module: nn.Module, kind: str) -> HookDict:
@@ -80,12 +73,12 @@ def hook_dicts(
     The flags mark hooks that take kwargs or are always called.
     """
     attributes = module.__dict__
-    found = [attributes[HOOK_DICTS[kind]]]
+    dicts = [attributes[HOOK_DICTS[kind]]]
     if with_kwargs:
-        found.append(attributes[f"_{kind}_hooks_with_kwargs"])
+        dicts.append(attributes[f"_{kind}_hooks_with_kwargs"])
     if always_call:
-        found.append(attributes[f"_{kind}_hooks_always_called"])
-    return found
+        dicts.append(attributes[f"_{kind}_hooks_always_called"])
+    return dicts
 
 
 def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[object], bool]) -> None:
@@ -97,10 +90,10 @@ def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[objec
     for kind in HOOK_DICTS:
         hooks = hook_dict(module, kind)
         placed = list(hooks.items())  # another thread may remove hooks meanwhile
-        unwanted = [key for key, hook in placed if _owner(hook) is owner]
+        unwanted = [key for key, hook in placed if _bound_object(hook) is owner]
         if "state_dict" in kind and unwanted:
             is_last = unwanted[-1] == placed[-1][0]
-            alike = [key for key, hook in placed if is_alike(_owner(hook))]
+            alike = [key for key, hook in placed if is_alike(_bound_object(hook))]
             unwanted = alike if is_last else []
         for key in unwanted:
             hooks.pop(key, None)
@@ -108,14 +101,37 @@ def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[objec
                 module.__dict__.get(f"_{kind}_hooks_{flag}", {}).pop(key, None)
 
 
-def _owner(hook: Callable[..., Any]) -> object:
+def _bound_object(hook: Callable[..., Any]) -> object:
     # torch wraps load_state_dict pre-hooks.
     return getattr(getattr(hook, "hook", hook), "__self__", None)
 
 
+# The dictionary of each kind of process-wide hook, then the dictionaries of its flags.
+_GLOBAL_HOOKS = {
+    "forward_pre": ("_global_forward_pre_hooks",),
+    "forward": ("_global_forward_hooks", "_global_forward_hooks_with_kwargs"),
+    "after": ("_global_forward_hooks", "_global_forward_hooks_always_called"),
+    "parameter": ("_global_parameter_registration_hooks",),
+    "buffer": ("_global_buffer_registration_hooks",),
+    "module": ("_global_module_registration_hooks",),
+    "step_pre": ("_global_optimizer_pre_hooks",),
+    "step_post": ("_global_optimizer_post_hooks",),
+}
+
+
+def global_hook_dicts(kind: str) -> list[Any]:
+    """Return the dictionary of a kind of process-wide hook, then the dictionaries of its flags.
+
+    They are written to directly. torch's own functions may be interrupted before they return a
+    handle, and then leave the flag for kwargs behind.
+    """
+    name = "torch.optim.optimizer" if kind.startswith("step") else "torch.nn.modules.module"
+    return [getattr(sys.modules[name], hooks) for hooks in _GLOBAL_HOOKS[kind]]
+
+
 def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield every process-wide module hook, as (kind, hook)."""
-    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+    for kind in _CALL_KINDS:
         table: HookDict = getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
         for hook in table.values():
             yield kind, hook

@@ -62,8 +62,8 @@ def _may_trace(symbolic: Any) -> bool:
     flag = getattr(symbolic, "_is_fx_tracing_flag", None)
     if flag is not None:
         return bool(flag)
-    asked = getattr(symbolic, "_get_is_fx_tracing", None)
-    return asked is None or bool(asked())
+    is_tracing = getattr(symbolic, "_get_is_fx_tracing", None)
+    return is_tracing is None or bool(is_tracing())
 
 
 def _traces_here(symbolic: object) -> bool:
@@ -103,7 +103,7 @@ def is_mapped(tensor: Tensor) -> bool:
 def is_of_running_transform(tensor: Tensor) -> bool:
     """Tell whether the transform that wrapped a tensor is still running."""
     level = _functorch.maybe_get_level(tensor)
-    return any(one.level() == level for one in _functorch.get_interpreter_stack() or ())
+    return any(running.level() == level for running in _functorch.get_interpreter_stack() or ())
 
 
 # Tells whether a tensor is one example of torch's older vmap, in which a batched backward runs:

@@ -41,9 +41,8 @@ PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the direct children by name; `named_children` would drop a second name."""
-    # `_own` written out, because a walk over a model calls this function for each module.
-    found: dict[str, nn.Module | None] | None = module.__dict__.get("_modules")
-    return module._modules if found is None else found
+    table: dict[str, nn.Module | None] | None = module.__dict__.get("_modules")
+    return module._modules if table is None else table
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -55,23 +54,17 @@ def is_leaf(module: nn.Module) -> bool:
 def look_into(
     module: nn.Module, bare: set[type]
 ) -> tuple[nn.Module, list[nn.Module], dict[str, nn.Module | None]]:
-    """Look at one module in a walk over a model.
+    """Return the module inside wrappers, those that hold their compiled call, and the children.
 
-    Args:
-        module: the module, in torch's wrappers or not.
-        bare: the types that are not wrappers. The set grows, since checking each type once halves
-            the time of the walk.
-
-    Returns:
-        The module inside the wrappers; the module and wrappers that hold their compiled call; the
-        module's children.
+    `bare` holds the types that are not wrappers. It grows, since checking each type once halves the
+    time of a walk over a model.
     """
     if type(module) in bare:
         return module, [module] if holds_compiled_call(module) else [], children(module)
-    found = unwrapping(module)
-    if len(found) == 1:
+    layers = unwrapping(module)
+    if len(layers) == 1:
         bare.add(type(module))
-    return found[-1], list(filter(holds_compiled_call, found)), children(found[-1])
+    return layers[-1], list(filter(holds_compiled_call, layers)), children(layers[-1])
 
 
 def holds_compiled_call(module: nn.Module) -> bool:
@@ -83,38 +76,32 @@ def tensor_tables(
     model: nn.Module,
 ) -> list[tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]]:
     """Return the modules of a model, each once, with their own parameters and buffers."""
-    found = {id(model): model}  # by id: a module may define == and lose its hash
+    modules = {id(model): model}  # by id: a module may define == and lose its hash
     waiting = [model]
     while waiting:
         for child in children(waiting.pop()).values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
+            if child is not None and id(child) not in modules:
+                modules[id(child)] = child
                 waiting.append(child)
-    return [(module, parameters(module), buffers(module)) for module in found.values()]
+    return [(module, parameters(module), buffers(module)) for module in modules.values()]
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the module's own parameters by name; `named_parameters` would drop a tied name."""
-    found: dict[str, nn.Parameter | None] = _own(module, "_parameters")
-    return found
+    table: dict[str, nn.Parameter | None] | None = module.__dict__.get("_parameters")
+    return module._parameters if table is None else table  # a traced module holds another table
 
 
 def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the module's own buffers by name; assigning to the dict replaces a buffer."""
-    found: dict[str, torch.Tensor | None] = _own(module, "_buffers")
-    return found
-
-
-def _own(module: nn.Module, name: str) -> Any:
-    found = module.__dict__.get(name)
-    return getattr(module, name) if found is None else found  # a traced module holds another table
+    table: dict[str, torch.Tensor | None] | None = module.__dict__.get("_buffers")
+    return module._buffers if table is None else table
 
 
 def table_of(module: nn.Module, name: str) -> dict[str, Any]:
     """Return a dictionary that holds a module's table under its name, also after a new table came.
 
     Args:
-        module: the module.
         name: "_modules" or "_parameters".
     """
     attributes = module.__dict__
@@ -148,19 +135,20 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def unwrapping(module: nn.Module) -> list[nn.Module]:
     """Return torch's wrappers around a module, the outermost first, and then the module itself."""
-    found = [module]
-    while True:
-        for kind in type(module).__mro__:
-            if kind.__name__ in _WRAPPER_NAMES:
-                attribute = _WRAPPERS.get((kind.__module__, kind.__name__))
-                if attribute is not None:
-                    break
-        else:
-            return found
-        inner = children(module).get(attribute)
-        if inner is None:
-            return found
-        found.append(module := inner)
+    layers = [module]
+    while (inner := _wrapped_in(layers[-1])) is not None:
+        layers.append(inner)
+    return layers
+
+
+def _wrapped_in(module: nn.Module) -> nn.Module | None:
+    """Return the module directly inside one of torch's wrappers; None for any other module."""
+    for kind in type(module).__mro__:
+        if kind.__name__ in _WRAPPER_NAMES:
+            attribute = _WRAPPERS.get((kind.__module__, kind.__name__))
+            if attribute is not None:
+                return children(module).get(attribute)
+    return None
 
 
 def is_scripted(module: nn.Module) -> bool:

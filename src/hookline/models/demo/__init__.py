@@ -6,5 +6,3 @@ from hookline.models.demo.digits import about as about
 from hookline.models.demo.digits import load_demo_digits as load_demo_digits
 from hookline.models.demo.digits import load_digits_net as load_digits_net
 from hookline.models.demo.digits import preprocess_digit as preprocess_digit
-
-__all__ = ["about", "load_demo_digits", "load_digits_net", "preprocess_digit"]

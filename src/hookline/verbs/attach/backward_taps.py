@@ -12,14 +12,34 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from hookline.engine import (
+    GradHook,
+    GradientCallback,
+    GradientTap,
+    HookSpec,
+    Order,
+    Pass,
+    Passes,
+    Site,
+    aside,
+    at_end_of_backward,
+    backward_number,
+    call_frame,
+    guarded,
+    hook_value,
+    no_callback,
+    path_text,
+    while_tracing,
+)
 from hookline.engine.autograd.aliases import alias_leaves
 from hookline.engine.autograd.module_backward import (
     CallGradients,
@@ -29,23 +49,16 @@ from hookline.engine.autograd.module_backward import (
     outputs_of,
     refuse,
 )
-from hookline.engine.autograd.written_views import GradHook, hook_value
-from hookline.engine.gradients.tap import GradientCallback, GradientTap, guarded
-from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import outlines, tree
-from hookline.engine.selection.site import Site, path_text
-from hookline.engine.taps.base import HookSpec, Order, call_frame, no_callback
-from hookline.engine.torch_private.autograd import at_end_of_backward, backward_number
-from hookline.engine.torch_private.dynamo import while_tracing
-from hookline.engine.torch_private.graph.checkpoint import aside
 from hookline.errors import AttachError, StructureError
-from hookline.verbs.attach.returns import check_backward
+from hookline.verbs.attach.check_returns import check_backward
 
 Hook = Callable[..., Any]
 Grads = list[Tensor | None]
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Call:
     """One call of a module whose backward is still to come.
 
@@ -62,19 +75,14 @@ class _Call:
         grad_output: the gradients of the outputs that have arrived, by the run of autograd.
     """
 
-    __slots__ = (
-        "flow", "frame", "grad_output", "has_inputs", "inputs", "module", "outputs", "waits",
-    )  # fmt: skip
-
-    def __init__(self, module: Callable[[], nn.Module | None], frame: int = 0) -> None:
-        self.module = module
-        self.frame = frame
-        self.flow: CallGradients | None = None
-        self.has_inputs = False
-        self.inputs: Any = ()
-        self.outputs: Any = None
-        self.waits = False
-        self.grad_output: dict[int, dict[int, Tensor | None]] = {}
+    module: Callable[[], nn.Module | None]
+    frame: int = 0
+    flow: CallGradients | None = None
+    has_inputs: bool = False
+    inputs: Any = ()
+    outputs: Any = None
+    waits: bool = False
+    grad_output: dict[int, dict[int, Tensor | None]] = field(default_factory=dict)
 
 
 class _RawBackwardTap(GradientTap):
@@ -140,7 +148,7 @@ class _RawBackwardTap(GradientTap):
         self.fired += 1
         try:
             result = guarded(
-                lambda given: self.function(module, *given), (old, *rest), str(self.site)
+                lambda grads: self.function(module, *grads), (old, *rest), str(self.site)
             )
             return None if result is None else check_backward(result, old)
         except Exception as error:
@@ -153,19 +161,16 @@ class BackwardPreTap(_RawBackwardTap):
     """Call `fn(module, grad_output)` before the gradients of a module's outputs enter it."""
 
     __slots__ = ()
-    hooks: ClassVar = (
+    hooks = (
         HookSpec("forward", "join", Order.JOIN),
         HookSpec("forward", "fire", Order.GRAD_HOOK),
     )
 
-    def join(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def join(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
         """Join the gradients of several outputs in one node: an early forward hook."""
-        if is_dynamo_compiling():
+        if not key and is_dynamo_compiling():
             self.refuse_graphs()
-        return self.join_at(module, output, id(sys._getframe(1)))
-
-    def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
-        """Do the work of `join` for the call with this key."""
+        key = key or id(sys._getframe(1))
         current = self._pass_of(module)
         if current is None or not torch.is_grad_enabled():
             return None
@@ -193,12 +198,12 @@ class BackwardPreTap(_RawBackwardTap):
         with aside(current.region):
             value = alias_leaves(output)
         self._count(current, value)
-        found = _needing(value)
-        if len(found) != 1 or not torch.is_grad_enabled():
+        tensors = _needing(value)
+        if len(tensors) != 1 or not torch.is_grad_enabled():
             return None
         call = self._begin(module)
-        call.outputs = _form(value, lambda tensor: 0 if tensor is found[0] else None)
-        self._hook(current, found[0], GradHook(self._lone, call), module, reads=False)
+        call.outputs = _form(value, lambda tensor: 0 if tensor is tensors[0] else None)
+        self._hook(current, tensors[0], GradHook(self._lone, call), module, reads=False)
         return None if value is output else value
 
     def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
@@ -219,7 +224,7 @@ class BackwardTap(_RawBackwardTap):
     """Call `fn(module, grad_input, grad_output)` when a module's input gradients are complete."""
 
     __slots__ = ()
-    hooks: ClassVar = (
+    hooks = (
         HookSpec("forward_pre", "enter", Order.JOIN, with_kwargs=True),
         HookSpec("forward", "join", Order.JOIN),
         HookSpec("forward", "read", Order.GRAD_READ),
@@ -227,19 +232,18 @@ class BackwardTap(_RawBackwardTap):
     )
 
     def enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        frame: FrameType | None = None,
     ) -> Any:
         """Replace the inputs by aliases: the forward-pre hook."""
-        if is_dynamo_compiling():
+        if frame is None and is_dynamo_compiling():
             self.refuse_graphs()
         if kwargs is None:
             return None  # another thread is removing this hook and has cleared its with_kwargs flag
-        return self.enter_at(module, args, kwargs, sys._getframe(1))
-
-    def enter_at(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-    ) -> Any:
-        """Do the work of `enter`; `frame` is the frame that calls the hooks."""
+        frame = frame or sys._getframe(1)
         current = self._pass_of(module)
         if current is None:
             return None
@@ -269,12 +273,9 @@ class BackwardTap(_RawBackwardTap):
         entered.subscribe(self._rank(Order.HOOK), hook)
         return args, kwargs
 
-    def join(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def join(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
         """Join the outputs' gradients where no input requires one: an early forward hook."""
-        return self.join_at(module, output, id(sys._getframe(1)))
-
-    def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
-        """Do the work of `join` for the call with this key."""
+        key = key or id(sys._getframe(1))
         call = self._open_call()
         if call is None or not torch.is_grad_enabled():
             return None
@@ -293,30 +294,27 @@ class BackwardTap(_RawBackwardTap):
         meeting.subscribe(Order.GRAD_READ, hook)
         return output
 
-    def read(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def read(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
         """Note the outputs' gradients: a forward hook after all hooks that change gradients."""
-        return self.read_at(module, output, id(sys._getframe(1)))
-
-    def read_at(self, module: nn.Module, output: Any, key: int) -> Any:
-        """Do the work of `read` for the call with this key."""
+        key = key or id(sys._getframe(1))
         call = self._open_call()
         current = self.in_thread.running
         if call is None or current is None or not torch.is_grad_enabled():
             return None
         with aside(current.region):
             value = alias_leaves(output)
-        found = _needing(value)
-        if found:
+        tensors = _needing(value)
+        if tensors:
             self.placed += 1
         else:
             self.count_needless(value)
         if call.outputs is not None:
             return None
-        call.waits = bool(found)
-        numbers = {id(tensor): slot for slot, tensor in enumerate(found)}
+        call.waits = bool(tensors)
+        numbers = {id(tensor): slot for slot, tensor in enumerate(tensors)}
         call.outputs = _form(value, lambda tensor: numbers.get(id(tensor)))
         meeting = outputs_of(key)
-        for slot, tensor in enumerate(found):
+        for slot, tensor in enumerate(tensors):
             hook = GradHook(self._noted, call, slot)
             index = None if meeting is None else meeting.index(tensor)
             if meeting is None or index is None:
@@ -337,22 +335,20 @@ class BackwardTap(_RawBackwardTap):
 
     def _answer(self, call: _Call, grads: dict[int, Tensor | None]) -> Any:
         grad_output = call.grad_output.pop(backward_number(), {})
-        given = outlines.fill(call.inputs, grads)
-        return self._ask(call, given, outlines.fill(call.outputs, grad_output))
+        grad_input = outlines.fill(call.inputs, grads)
+        return self._ask(call, grad_input, outlines.fill(call.outputs, grad_output))
 
-    def close(self, module: nn.Module, args: Any, output: Any) -> None:
+    def close(
+        self, module: nn.Module, args: Any, output: Any, frame: FrameType | None = None
+    ) -> None:
         """Close the call: the last forward hook, always called."""
-        self.close_at(output, sys._getframe(1))
-
-    def close_at(self, output: Any, frame: FrameType) -> None:
-        """Do the work of `close`; `frame` is the frame that calls the hooks."""
         current = self.in_thread.running
         opened = None if current is None else current.opened.get(self)
-        ours = id(call_frame(frame))
+        key = id(call_frame(frame or sys._getframe(1)))
         # A call whose pre-hooks failed was never opened. A call that Ctrl-C ended was never closed.
-        if current is None or not opened or all(call.frame != ours for call in opened):
+        if current is None or not opened or all(call.frame != key for call in opened):
             return
-        while (call := opened.pop()).frame != ours:
+        while (call := opened.pop()).frame != key:
             pass
         if call.flow is not None:
             call.flow.close(output)
@@ -372,7 +368,11 @@ def _forget(call: _Call, run: int) -> None:
 
 def _needing(output: Any) -> list[Tensor]:
     """List the output tensors that require gradients, each once."""
-    return [one for one in tree.distinct(output) if one.requires_grad and one.grad_fn is not None]
+    return [
+        tensor
+        for tensor in tree.distinct(output)
+        if tensor.requires_grad and tensor.grad_fn is not None
+    ]
 
 
 def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
@@ -390,21 +390,21 @@ def _numbered(form: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
         StructureError: a tensor that occurs several times got different gradients.
     """
     grads = list(old)
-    found: dict[int, Any] = {}
+    new_grads: dict[int, Any] = {}
     for slot, grad in _slots(form, new):
-        if slot in found and not _are_same(found[slot], grad):
+        if slot in new_grads and not _are_same(new_grads[slot], grad):
             raise StructureError(
                 "the hook must return one gradient for each tensor, got several for a tensor that"
                 " the module took or returned more than once."
                 "\nReturn the same gradient, the sum, in each of its places."
             )
-        grads[slot] = found[slot] = grad
+        grads[slot] = new_grads[slot] = grad
     return grads
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    both = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return one is other or (both and torch.equal(one, other))
+def _are_same(a: Any, b: Any) -> bool:
+    are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return a is b or (are_tensors and torch.equal(a, b))
 
 
 def _slots(form: Any, value: Any) -> Iterator[tuple[int, Any]]:

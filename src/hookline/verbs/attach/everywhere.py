@@ -16,15 +16,22 @@ from typing import Any, NamedTuple, final
 
 from torch import nn
 
-from hookline.engine.line.attachment import Attachment, surely
-from hookline.engine.line.handle import HookHandle
-from hookline.engine.line.line import Line
-from hookline.engine.line.registration import Registrations
-from hookline.engine.passes.passes import Passes
-from hookline.engine.selection.selectors import Selector
+from hookline.engine import (
+    Attachment,
+    HookHandle,
+    Line,
+    Node,
+    Passes,
+    Registrations,
+    Selector,
+    Site,
+    Tap,
+    has_compiled,
+    hides,
+    hook_dict,
+    surely,
+)
 from hookline.engine.taps.fast_path import REMEDY, is_fused
-from hookline.engine.torch_private.dynamo import has_compiled
-from hookline.engine.torch_private.hooks import hook_dict
 from hookline.errors import SelectionError
 from hookline.util.locks import fork_safe_lock
 from hookline.verbs.attach.backward_taps import BackwardPreTap, BackwardTap
@@ -39,7 +46,6 @@ class _GlobalHook(NamedTuple):
     kind: str
     matches: Matcher
     tap: Any  # RawTap | BackwardPreTap | BackwardTap | EventTap
-    with_kwargs: bool
 
 
 @final
@@ -66,13 +72,10 @@ class GlobalHooks(Attachment):
         matches: Matcher,
         tap: RawTap | BackwardPreTap | BackwardTap | EventTap,
         *,
-        with_kwargs: bool = False,
-        prepend: bool = False,
+        prepend: bool,
     ) -> None:
         """Add a hook of a kind on the modules that `matches` accepts."""
-        self.taps.insert(
-            0 if prepend else len(self.taps), _GlobalHook(kind, matches, tap, with_kwargs)
-        )
+        self.taps.insert(0 if prepend else len(self.taps), _GlobalHook(kind, matches, tap))
         self.groups |= _groups(kind)
 
     @property
@@ -87,9 +90,9 @@ class GlobalHooks(Attachment):
 
     def drop(self, taps: Iterable[Any]) -> None:
         """Drop some taps, and the process-wide hooks that no other tap needs."""
-        gone = set(map(id, taps))
-        self.taps[:] = [one for one in self.taps if id(one.tap) not in gone]
-        self.groups = {group for one in self.taps for group in _groups(one.kind)}
+        dropped = set(map(id, taps))
+        self.taps[:] = [hook for hook in self.taps if id(hook.tap) not in dropped]
+        self.groups = {group for hook in self.taps for group in _groups(hook.kind)}
         DISPATCHER.shrink(self)
 
     def why_silent(self) -> str | None:
@@ -170,15 +173,17 @@ class _Dispatcher:
             if line not in self._lines:
                 self._lines = (*self._lines, line)
             for group in _GROUPS:  # in their order
-                if group not in line.groups or group in self._placed:
-                    continue
-                try:
-                    registrations = self._placed[group] = Registrations()
-                    for name, hook in self._hooks(group).items():
-                        registrations.register_everywhere(name, hook)
-                except BaseException:  # Ctrl-C
-                    self._remove(group)
-                    raise
+                if group in line.groups and group not in self._placed:
+                    self._place(group)
+
+    def _place(self, group: str) -> None:
+        registrations = self._placed[group] = Registrations()
+        try:
+            for kind in _GROUPS[group]:
+                registrations.register_everywhere(kind, _HOOKS.get(kind) or _Event(kind))
+        except BaseException:  # Ctrl-C
+            self._remove(group)
+            raise
 
     def discard(self, line: GlobalHooks) -> None:
         """Remove a line that has ended, and the process-wide hooks that no other line needs."""
@@ -197,8 +202,8 @@ class _Dispatcher:
             self._remove_unwanted()
 
     def _remove_unwanted(self) -> None:
-        wanted = {group for other in self._lines for group in other.groups}
-        for group in self._placed.keys() - wanted:
+        needed = {group for line in self._lines for group in line.groups}
+        for group in self._placed.keys() - needed:
             surely(partial(self._remove, group))
 
     def _remove(self, group: str) -> None:
@@ -206,50 +211,49 @@ class _Dispatcher:
             self._placed[group].remove()
             self._placed.pop(group)
 
-    def _hooks(self, group: str) -> dict[str, Callable[..., Any]]:
-        names = _GROUPS[group]
-        own: dict[str, Callable[..., Any]] = {
-            "forward_pre": self._forward_pre, "forward": self._forward, "after": self._after,
-        }  # fmt: skip
-        return {name: own.get(name) or _Event(name) for name in names}
 
-    @staticmethod
-    def _forward_pre(module: nn.Module, args: Any) -> Any:
-        changed = None
-        for line in DISPATCHER.here():
-            for kind, matches, tap, _ in tuple(line.taps):
-                if kind == "forward_pre" and matches(module):
-                    new = tap.fire(module, args)
-                elif kind == "backward" and matches(module):
-                    new = tap.enter_at(module, args, {}, sys._getframe(1))
-                    new = None if new is None else new[0]
-                else:
-                    continue
-                if new is not None:
-                    changed = args = new
-        return changed
+DISPATCHER = _Dispatcher()
 
-    @staticmethod
-    def _forward(module: nn.Module, args: Any, *rest: Any) -> Any:
-        if len(rest) < 2:
-            return None  # another thread is registering or removing this hook with its kwargs flag
-        kwargs, output = rest
-        if isinstance(module, nn.TransformerEncoderLayer):
-            _note_hidden(module, args, kwargs)
-        changed = None
-        for callback in _on_output(module, args, kwargs, id(sys._getframe(1))):
-            new = callback(output)
-            if new is not None:
-                changed = output = new
-        return changed
 
-    @staticmethod
-    def _after(module: nn.Module, args: Any, output: Any) -> None:
-        frame = sys._getframe(1)
-        for line in DISPATCHER.here():
-            for kind, matches, tap, _ in tuple(line.taps):
-                if kind == "backward" and matches(module):
-                    tap.close_at(output, frame)
+def _hooks_here(kinds: tuple[str, ...], owner: Any) -> Iterator[_GlobalHook]:
+    """Yield the hooks of all lines here that match a module or optimizer."""
+    for line in DISPATCHER.here():
+        for hook in tuple(line.taps):
+            if hook.kind in kinds and hook.matches(owner):
+                yield hook
+
+
+def _forward_pre(module: nn.Module, args: Any) -> Any:
+    changed, frame = None, sys._getframe(1)
+    for hook in _hooks_here(("forward_pre", "backward"), module):
+        if hook.kind == "forward_pre":
+            new = hook.tap.fire(module, args)
+        else:
+            new = hook.tap.enter(module, args, {}, frame)
+            new = None if new is None else new[0]
+        if new is not None:
+            changed = args = new
+    return changed
+
+
+def _forward(module: nn.Module, args: Any, *rest: Any) -> Any:
+    if len(rest) < 2:
+        return None  # another thread is registering or removing this hook with its kwargs flag
+    kwargs, output = rest
+    if isinstance(module, nn.TransformerEncoderLayer):
+        _note_hidden(module, args, kwargs)
+    changed = None
+    for callback in _on_output(module, args, kwargs, id(sys._getframe(1))):
+        new = callback(output)
+        if new is not None:
+            changed = output = new
+    return changed
+
+
+def _after(module: nn.Module, args: Any, output: Any) -> None:
+    frame = sys._getframe(1)
+    for hook in _hooks_here(("backward",), module):
+        hook.tap.close(module, args, output, frame)
 
 
 def _on_output(
@@ -260,21 +264,19 @@ def _on_output(
     Forward hooks come first, then the forward hooks that backward hooks need. Among these,
     backward_pre comes before backward.
     """
-    found: dict[str, list[_GlobalHook]] = {kind: [] for kind in _AFTER}
-    for line in DISPATCHER.here():
-        for one in tuple(line.taps):
-            if one.kind in _AFTER and one.matches(module):
-                found[one.kind].append(one)
-    for one in found["forward"]:
-        given = (args, kwargs) if one.with_kwargs else (args,)
-        yield partial(one.tap.fire, module, *given)
-    before, around = found["backward_pre"], found["backward"]
-    for one in (*before, *around):
-        yield partial(one.tap.join_at, module, key=key)
-    for one in before:
-        yield partial(one.tap.fire, module, ())
-    for one in around:
-        yield partial(one.tap.read_at, module, key=key)
+    taps: dict[str, list[Any]] = {kind: [] for kind in _ON_OUTPUT}
+    for hook in _hooks_here(_ON_OUTPUT, module):
+        taps[hook.kind].append(hook.tap)
+    for tap in taps["forward"]:
+        arguments = (args, kwargs) if tap.hooks[0].with_kwargs else (args,)
+        yield partial(tap.fire, module, *arguments)
+    before, around = taps["backward_pre"], taps["backward"]
+    for tap in (*before, *around):
+        yield partial(tap.join, module, (), key=key)
+    for tap in before:
+        yield partial(tap.fire, module, ())
+    for tap in around:
+        yield partial(tap.read, module, (), key=key)
 
 
 def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -286,40 +288,38 @@ def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
     if has_hooks or not is_fused(layer, args, kwargs):
         return
     for line in DISPATCHER.here():
-        caught = [one.matches for one in line.taps if one.kind in ("forward_pre", *_AFTER)]
-        if any(matches(module) for matches in caught for module in inner):
+        matchers = [hook.matches for hook in line.taps if hook.kind in ("forward_pre", *_ON_OUTPUT)]
+        if any(matches(module) for matches in matchers for module in inner):
             line.note = _HIDDEN
 
 
-_AFTER = ("forward", "backward_pre", "backward")
+_ON_OUTPUT = ("forward", "backward_pre", "backward")
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "forward_pre": _forward_pre, "forward": _forward, "after": _after,
+}  # fmt: skip
 
 
 @final
 class _Event:
     """A process-wide hook on registrations or on optimizers."""
 
-    __slots__ = ("_kind",)
+    __slots__ = ("_kinds",)
 
     def __init__(self, kind: str) -> None:
-        self._kind = kind
+        self._kinds = (kind,)
 
     def __call__(self, owner: Any, *values: Any) -> Any:
         changed = None
-        for line in DISPATCHER.here():
-            for kind, matches, tap, _ in tuple(line.taps):
-                if kind == self._kind and matches(owner):
-                    new = tap.fire(owner, *values)
-                    if new is None:
-                        continue
-                    changed = new
-                    # The next hook gets the result: (name, value), or (args, kwargs).
-                    values = new if isinstance(new, tuple) else (*values[:-1], new)
+        for hook in _hooks_here(self._kinds, owner):
+            new = hook.tap.fire(owner, *values)
+            if new is not None:
+                changed = new
+                # The next hook gets the result: (name, value), or (args, kwargs).
+                values = new if isinstance(new, tuple) else (*values[:-1], new)
         return changed
 
 
-DISPATCHER = _Dispatcher()
-
-
+@hides("hook_everywhere")
 class EverywhereHooks(Line):
     """The part of a raw line that registers hooks everywhere."""
 
@@ -328,12 +328,23 @@ class EverywhereHooks(Line):
         self._catch = GlobalHooks(self.passes, is_all=self.is_everywhere)
         self.attached.append(self._catch)
 
-    def _caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> HookHandle:
+    def hook_everywhere(
+        self, kind: str, matches: Matcher, tap: Any, *, prepend: bool = False
+    ) -> HookHandle:
         """Call a tap wherever a module or optimizer in this context matches."""
-        with self.hooking(tap.site.port) as (_, handle), self._catch.all_or_nothing():
-            self._catch.add(kind, matches, tap, **options)
+        with self.hooking(tap.site.port) as handle, self._catch.all_or_nothing():
+            self._catch.add(kind, matches, tap, prepend=prepend)
             DISPATCHER.add(self._catch)
             self.keep(tap)
+            return handle
+
+    def _hook_all(
+        self, kind: str, places: Iterable[tuple[Site, Node]], make: Callable[[Site], Tap], *,
+        prepend: bool = False,
+    ) -> HookHandle:  # fmt: skip
+        """Place a tap at each of these sites."""
+        with self.hooking(kind) as handle:
+            self.place([(make(site), node) for site, node in places], prepend=prepend)
             return handle
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookline.engine.line.handle import HookHandle
-from hookline.engine.selection.selectors import Selector
-from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import Order
-from hookline.errors import AttachError
-from hookline.verbs.attach import returns
+from hookline.engine import HookHandle, HookSpec, Selector, Site, parameter_ids
+from hookline.errors import AttachError, one_of
+from hookline.verbs.attach import check_returns
 from hookline.verbs.attach.on_modules import ModuleHooks, check_callable
 from hookline.verbs.attach.raw_taps import EventTap
 
@@ -49,8 +47,7 @@ class EventHooks(ModuleHooks):
         """
         check_callable("registered", hook)
         kinds = {"parameter": nn.Parameter, "buffer": Tensor, "module": nn.Module}
-        if kind not in kinds:
-            raise AttachError(f"kind must be one of {', '.join(map(repr, kinds))}, got {kind!r}.")
+        one_of("kind", kind, kinds, "Write line.registered('parameter', fn).", AttachError)
         root = self.root
         if root is None and not self.is_everywhere:
             raise AttachError(
@@ -58,12 +55,13 @@ class EventHooks(ModuleHooks):
                 " hl.attach(hl.EVERYWHERE) while a model is being built."
             )
         site = Site("any module", f"registered {kind}", module_type=self.module_tree.name)
-        tap = EventTap(site, self.passes, hook, returns.check_registered(kind, kinds[kind]))
+        check, spec = check_returns.check_registered(kind, kinds[kind]), HookSpec(kind)
+        tap = EventTap(site, self.passes, hook, check, spec)
 
         def matches(module: nn.Module) -> bool:
-            return root is None or any(module is one for one in root.modules())
+            return root is None or any(module is own for own in root.modules())
 
-        return self._caught(kind, matches, tap)
+        return self.hook_everywhere(kind, matches, tap)
 
     def step_pre(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
         """Call `hook(optimizer, args, kwargs)` before each step of an optimizer.
@@ -89,7 +87,7 @@ class EventHooks(ModuleHooks):
                 Or `hook` is no function.
             StructureError: (at the step) the hook returned something else.
         """
-        return self._optimizer("step_pre", optimizer, hook, returns.check_step)
+        return self._optimizer("step_pre", optimizer, hook, check_returns.check_step)
 
     def step_post(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
         """Call `hook(optimizer, args, kwargs)` after each step of an optimizer.
@@ -114,7 +112,7 @@ class EventHooks(ModuleHooks):
                 Or `hook` is no function.
             StructureError: (at the step) the hook returned something other than None.
         """
-        check = returns.check_nothing("line.step_post", "change the parameters")
+        check = check_returns.check_nothing("line.step_post", "change the parameters")
         return self._optimizer("step_post", optimizer, hook, check)
 
     def state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
@@ -143,7 +141,7 @@ class EventHooks(ModuleHooks):
                 of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
             StructureError: (when it fires) the hook returned something other than None.
         """
-        check = returns.check_nothing("line.state_dict_pre", "change the module")
+        check = check_returns.check_nothing("line.state_dict_pre", "change the module")
         return self._state("state_dict_pre", "state_dict_pre", where, hook, check)
 
     def state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
@@ -176,7 +174,7 @@ class EventHooks(ModuleHooks):
             StructureError: (when it fires) a module's hook returned something other than None, or
                 an optimizer's hook something other than None or a dict.
         """
-        check = returns.check_nothing("line.state_dict", "change the state_dict")
+        check = check_returns.check_nothing("line.state_dict", "change the state_dict")
         return self._state("state_dict", "state_dict_post", where, hook, check)
 
     def load_state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
@@ -210,7 +208,7 @@ class EventHooks(ModuleHooks):
             StructureError: (when it fires) a module's hook returned something other than None, or
                 an optimizer's hook something other than None or a dict.
         """
-        check = returns.check_nothing("line.load_state_dict_pre", "change the state_dict")
+        check = check_returns.check_nothing("line.load_state_dict_pre", "change the state_dict")
         return self._state("load_state_dict_pre", "load_state_dict_pre", where, hook, check)
 
     def load_state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
@@ -239,48 +237,43 @@ class EventHooks(ModuleHooks):
                 of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
             StructureError: (when it fires) the hook returned something other than None.
         """
-        check = returns.check_nothing("line.load_state_dict", "change incompatible_keys")
+        check = check_returns.check_nothing("line.load_state_dict", "change incompatible_keys")
         return self._state("load_state_dict", "load_state_dict_post", where, hook, check)
 
     def _optimizer(
         self, kind: str, optimizer: Any, hook: Hook, check: Hook, torch_kind: str | None = None
     ) -> HookHandle:
         check_callable(kind, hook)
-        if optimizer is None and self.is_everywhere:
-            tap = EventTap(
-                Site("any optimizer", kind, module_type="Optimizer"), self.passes, hook, check
-            )
-            return self._caught(kind, lambda owner: True, tap)
+        is_any = optimizer is None and self.is_everywhere
+        name = "any optimizer" if is_any else type(optimizer).__name__
+        site, spec = Site(name, kind, module_type="Optimizer"), HookSpec(torch_kind or kind)
+        tap = EventTap(site, self.passes, hook, check, spec)
+        if is_any:
+            return self.hook_everywhere(kind, lambda owner: True, tap)
         if not isinstance(optimizer, Optimizer):
             raise AttachError(
                 f"line.{kind} must be given an optimizer, got {type(optimizer).__name__}."
                 f"\nWrite line.{kind}(optimizer, fn); with hl.EVERYWHERE, None is every optimizer."
             )
         self._check_owns(optimizer)
-        name = type(optimizer).__name__
-        tap = EventTap(Site(name, kind, module_type="Optimizer"), self.passes, hook, check)
-        with self.hooking(kind) as (registrations, handle):
-            registrations.register_on_optimizer(optimizer, torch_kind or kind, tap.fire)
-            self.keep(tap)
+        with self.hooking(kind) as handle:
+            self.place([(tap, optimizer)])
             return handle
 
     def _check_owns(self, optimizer: Optimizer) -> None:
-        mine = {id(node.tensor) for node in self.module_tree.tensors}
-        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        if mine and not any(id(tensor) in mine for tensor in held):
+        ids = {id(node.tensor) for node in self.module_tree.tensors}
+        if ids and ids.isdisjoint(parameter_ids(optimizer)):
             raise AttachError(
                 f"the optimizer must hold parameters of {self.module_tree.name}, got"
-                f" {type(optimizer).__name__} with none of its {len(mine)}. Perhaps it was made"
+                f" {type(optimizer).__name__} with none of its {len(ids)}. Perhaps it was made"
                 " before the model was built or copied."
                 "\nMake it from model.parameters(), or use hl.attach() for an optimizer alone."
             )
 
-    def _state(
-        self, kind: str, torch_kind: str, where: Any, hook: Hook, check: Hook
-    ) -> HookHandle:  # fmt: skip
+    def _state(self, kind: str, torch_kind: str, where: Any, hook: Hook, check: Hook) -> HookHandle:
         if isinstance(where, Optimizer):
             may_replace = torch_kind in ("state_dict_post", "load_state_dict_pre")
-            check = returns.check_optimizer_state if may_replace else check
+            check = check_returns.check_optimizer_state if may_replace else check
             return self._optimizer(kind, where, hook, check, torch_kind)
         check_callable(kind, hook)
         if self.is_everywhere:
@@ -288,13 +281,7 @@ class EventHooks(ModuleHooks):
                 f"line.{kind} must be given a model or an optimizer: torch has no process-wide"
                 f" hooks on state dicts.\nUse hl.attach(model), or line.{kind}(optimizer, fn)."
             )
-        with self.hooking(kind) as (registrations, handle):
-            # Containers included: a ModuleList is never called, but it has a state dict.
-            for site, node in self._each_module(kind, where, port=kind):
-                tap = EventTap(site, self.passes, hook, check)
-                if kind == "load_state_dict_pre":
-                    registrations.register_before_loading(node.module, tap.fire)
-                else:
-                    registrations.register(node.module, kind, tap.fire, Order.HOOK)
-                self.keep(tap, node)
-            return handle
+        make = partial(EventTap, passes=self.passes, function=hook, check=check,
+                       spec=HookSpec(kind))  # fmt: skip
+        # Containers included: a ModuleList is never called, but it has a state dict.
+        return self._hook_all(kind, self._each_module(kind, where, port=kind), make)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from hookline.engine.compile.in_graph import defaults_by_name
-from hookline.engine.line.attachment import AtEnd
-from hookline.engine.line.handle import HookHandle
-from hookline.engine.selection.module_tree import ModuleNode
-from hookline.engine.selection.selectors import Selector
-from hookline.engine.selection.site import Site, path_text
-from hookline.engine.taps.base import Order, Tap
+from hookline.engine import (
+    AtEnd,
+    HookHandle,
+    HookSpec,
+    ModuleNode,
+    Selector,
+    Site,
+    defaults_by_name,
+    path_text,
+)
 from hookline.errors import AttachError, SelectionError
-from hookline.verbs.attach import returns
+from hookline.verbs.attach import check_returns
 from hookline.verbs.attach.backward_taps import BackwardPreTap, BackwardTap
 from hookline.verbs.attach.everywhere import EverywhereHooks, everywhere_matcher
 from hookline.verbs.attach.raw_taps import AlwaysCalledTap, RawTap
@@ -65,9 +69,9 @@ class ModuleHooks(EverywhereHooks):
                 " to process-wide pre-hooks."
                 "\nUse line.forward(..., with_kwargs=True), or attach to a model."
             )
-        check = returns.check_forward_pre(with_kwargs)
-        return self._forward("forward_pre", selector, hook, check, prepend=prepend,
-                      with_kwargs=with_kwargs)  # fmt: skip
+        check = check_returns.check_forward_pre(with_kwargs)
+        spec = HookSpec("forward_pre", with_kwargs=with_kwargs)
+        return self._forward(selector, hook, check, spec, prepend=prepend)
 
     def forward(
         self,
@@ -112,28 +116,22 @@ class ModuleHooks(EverywhereHooks):
                 "always_call must be False with hl.EVERYWHERE, got True."
                 "\nAttach to a model: hl.attach(model)."
             )
-        return self._forward("forward", selector, hook, returns.check_forward, prepend=prepend,
-                      with_kwargs=with_kwargs, always_call=always_call)  # fmt: skip
+        spec = HookSpec("forward", with_kwargs=with_kwargs, always_call=always_call)
+        return self._forward(selector, hook, check_returns.check_forward, spec, prepend=prepend)
 
     def _forward(
-        self, kind: str, selector: Selector, hook: Hook, check: Hook, *, prepend: bool,
-        with_kwargs: bool = False, always_call: bool = False,
-    ) -> HookHandle:  # fmt: skip
+        self, selector: Selector, hook: Hook, check: Hook, spec: HookSpec, *, prepend: bool
+    ) -> HookHandle:
+        kind = spec.kind
         check_callable(kind, hook)
-        hook = defaults_by_name(hook, (2 if kind == "forward_pre" else 3) + with_kwargs)
+        hook = defaults_by_name(hook, (2 if kind == "forward_pre" else 3) + spec.with_kwargs)
         if self.is_everywhere:
-            tap = RawTap(_everywhere(kind), self.passes, hook, check)
-            return self._caught(
-                kind, everywhere_matcher(selector), tap, with_kwargs=with_kwargs, prepend=prepend
-            )
-        with self.hooking(kind) as (registrations, handle):
-            make = AlwaysCalledTap if always_call else RawTap
-            for site, node in self._each_module(kind, selector, calls=True):
-                tap = make(site, self.passes, hook, check)
-                registrations.register(node.module, kind, tap.fire, Order.HOOK, prepend=prepend,
-                                 with_kwargs=with_kwargs, always_call=always_call)  # fmt: skip
-                self.keep(tap, node)
-            return handle
+            tap = RawTap(_everywhere(kind), self.passes, hook, check, spec)
+            return self.hook_everywhere(kind, everywhere_matcher(selector), tap, prepend=prepend)
+        make = partial(AlwaysCalledTap if spec.always_call else RawTap, passes=self.passes,
+                       function=hook, check=check, spec=spec)  # fmt: skip
+        places = self._each_module(kind, selector, calls=True)
+        return self._hook_all(kind, places, make, prepend=prepend)
 
     def backward_pre(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_output)` before the gradients enter each selected module.
@@ -213,21 +211,11 @@ class ModuleHooks(EverywhereHooks):
         check_callable(kind, hook)
         if self.is_everywhere:
             tap = make(_everywhere(kind), self.passes, hook, is_everywhere=True)
-            return self._caught(kind, everywhere_matcher(selector), tap, prepend=prepend)
+            return self.hook_everywhere(kind, everywhere_matcher(selector), tap, prepend=prepend)
+        places = self._each_module(kind, selector)
         return self._hook_all(
-            kind, selector, lambda site: make(site, self.passes, hook), prepend=prepend
+            kind, places, lambda site: make(site, self.passes, hook), prepend=prepend
         )
-
-    def _hook_all(
-        self, kind: str, selector: Selector, make: Callable[[Site], Tap], *, prepend: bool = False
-    ) -> HookHandle:
-        """Register all hooks of a tap on each selected module."""
-        with self.hooking(kind) as (registrations, handle):
-            for site, node in self._each_module(kind, selector):
-                tap = make(site)
-                self.keep(tap, node)
-                registrations.register_all(node.module, tap, prepend=prepend)
-            return handle
 
     def saved(
         self, selector: Selector, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -276,7 +264,7 @@ class ModuleHooks(EverywhereHooks):
             self.attached.append(AtEnd(tap.pop_all))
             return tap
 
-        return self._hook_all("saved", selector, make)
+        return self._hook_all("saved", self._each_module("saved", selector), make)
 
     def _each_module(
         self, kind: str, selector: Selector, *, calls: bool = False, port: str = "output"

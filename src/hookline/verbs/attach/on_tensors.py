@@ -7,24 +7,30 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.engine.gradients.ports import ParameterTap
-from hookline.engine.gradients.tap import GradientCallback, PendingGradient, guarded
-from hookline.engine.line.handle import HookHandle
-from hookline.engine.line.line import Line
-from hookline.engine.passes.passes import Pass
-from hookline.engine.selection.module_tree import ParameterNode
-from hookline.engine.selection.selectors import Selector
-from hookline.engine.selection.site import Site, path_text
-from hookline.engine.taps.base import Order
+from hookline.engine import (
+    GradientCallback,
+    HookHandle,
+    HookSpec,
+    Order,
+    ParameterNode,
+    ParameterTap,
+    Pass,
+    PendingGradient,
+    Selector,
+    Site,
+    guarded,
+    path_text,
+)
 from hookline.errors import AttachError, SelectionError
-from hookline.verbs.attach import returns
+from hookline.verbs.attach import check_returns
+from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.on_modules import check_callable
 from hookline.verbs.attach.raw_taps import EventTap
 
 Hook = Callable[..., Any]
 
 
-class TensorHooks(Line):
+class TensorHooks(EverywhereHooks):
     """The part of a raw line that registers hooks on parameters and tensors."""
 
     def grad(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
@@ -56,18 +62,12 @@ class TensorHooks(Line):
                 dtype and device, or the hook changed the gradient in place.
         """
         check_callable("grad", hook)
-        with self.hooking("grad") as (registrations, handle):
-            for site, node in self._each_tensor("grad", selector):
-                tap = ParameterTap(site, self.passes, _Ask(hook, str(site)), Order.GRAD_HOOK)
-                kind, fire = "grad", tap.hook_for(node.tensor)
-                if node.is_sharded:
-                    tap.wait_for_reduced(node.tensor)
-                    kind, fire = "accumulated", tap.fire_reduced
-                registrations.register_on_tensor(
-                    node.tensor, kind, fire, Order.GRAD_HOOK, prepend=prepend, name=node.path
-                )
-                self.keep(tap, node)
-            return handle
+
+        def make(site: Site) -> ParameterTap:
+            return ParameterTap(site, self.passes, _Ask(hook, str(site)), Order.GRAD_HOOK)
+
+        places = self._each_tensor("grad", selector)
+        return self._hook_all("grad", places, make, prepend=prepend)
 
     def accumulated(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(parameter)` after a gradient has been accumulated in its `.grad`.
@@ -95,22 +95,15 @@ class TensorHooks(Line):
             StructureError: (in backward) the hook returned a value, which torch would ignore.
         """
         check_callable("accumulated", hook)
-        with self.hooking("accumulated") as (registrations, handle):
-            for site, node in self._each_tensor("accumulated", selector):
-                check = returns.check_nothing(f"line.accumulated at {site}", "change p.grad")
-                tap = EventTap(site, self.passes, hook, check)
-                # After the taps that change and read the gradient of a sharded parameter.
-                tap.rank = Order.RECORD
-                registrations.register_on_tensor(
-                    node.tensor,
-                    "accumulated",
-                    tap.fire,
-                    Order.RECORD,
-                    prepend=prepend,
-                    name=node.path,
-                )
-                self.keep(tap, node)
-            return handle
+        # After the taps that change and read the gradient of a sharded parameter.
+        spec = HookSpec("accumulated", order=Order.RECORD)
+
+        def make(site: Site) -> EventTap:
+            check = check_returns.check_nothing(f"line.accumulated at {site}", "change p.grad")
+            return EventTap(site, self.passes, hook, check, spec)
+
+        places = self._each_tensor("accumulated", selector)
+        return self._hook_all("accumulated", places, make, prepend=prepend)
 
     def _each_tensor(self, kind: str, selector: Selector) -> Iterator[tuple[Site, ParameterNode]]:
         """Yield the sites and nodes of the parameters that a selector matches.
@@ -126,8 +119,8 @@ class TensorHooks(Line):
             node.tensor is selector for node in self.module_tree.tensors
         ):
             name = f"tensor{list(selector.shape)}"
-            node = ParameterNode(name, selector, (0, 0), "Tensor")
-            yield Site(name, "grad", module_type="Tensor"), node
+            site = Site(name, "grad", module_type="Tensor")
+            yield site, ParameterNode(name, selector, (0, 0), "Tensor")
             return
         if self.is_everywhere:
             raise AttachError(
@@ -141,15 +134,15 @@ class TensorHooks(Line):
                 f"{places[0][0]} must require a gradient, got a frozen parameter, on which torch"
                 " calls no gradient hooks.\nCall requires_grad_() on it first."
             )
-        for site, found in places:
-            if site.port != "grad" or not isinstance(found, ParameterNode):
+        for site, node in places:
+            if site.port != "grad" or not isinstance(node, ParameterNode):
                 raise SelectionError(
                     f"line.{kind} must be given parameters or tensors, got {site}, which is a"
                     f" module's.\nUse line.backward({path_text(site.path)!r}, fn), or"
                     f" hl.edit(model, {str(site)!r}, fn)."
                 )
-            if found.tensor.requires_grad:
-                yield site, found
+            if node.tensor.requires_grad:
+                yield site, node
 
 
 def _is_trained(node: Any) -> bool:
@@ -171,4 +164,4 @@ class _Ask(GradientCallback):
         self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor
     ) -> Tensor | None:
         new = guarded(self._function, grad, self._where)
-        return None if new is None else returns.check_gradient(new, grad, self._where)
+        return None if new is None else check_returns.check_gradient(new, grad, self._where)

@@ -15,8 +15,7 @@ from typing import NoReturn, final
 
 from torch import Tensor, nn
 
-from hookline.engine.report.replaced import Lapse
-from hookline.engine.selection.ground import Everywhere
+from hookline.engine import Everywhere, Lapse
 from hookline.verbs.attach.on_events import EventHooks
 from hookline.verbs.attach.on_tensors import TensorHooks
 

@@ -8,11 +8,20 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
-from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import Order, Tap, is_inert, no_callback, walked_over
-from hookline.engine.taps.forward import OutputTap
-from hookline.engine.torch_private.hooks import discard_hooks_of
+from hookline.engine import (
+    ELSEWHERE,
+    HookSpec,
+    Order,
+    OutputTap,
+    Pass,
+    Passes,
+    Site,
+    Tap,
+    discard_hooks_of,
+    is_inert,
+    no_callback,
+    walked_over,
+)
 
 
 class EventTap(Tap):
@@ -22,13 +31,15 @@ class EventTap(Tap):
     gradient is complete.
     """
 
-    __slots__ = ("check", "function", "is_elsewhere")
+    __slots__ = ("check", "function", "hooks", "is_elsewhere")
     is_on_calls: ClassVar[bool] = False
 
     def __init__(
-        self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any]
-    ) -> None:
+        self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any],
+        spec: HookSpec,
+    ) -> None:  # fmt: skip
         super().__init__(site, passes, no_callback, Order.HOOK)
+        self.hooks = (spec,)
         self.is_elsewhere = False  # whether it fired in a context that the line does not see
         self.function = function
         self.check = check
@@ -83,17 +94,15 @@ class RawTap(OutputTap):
     The value that the tap sees is the tuple of all these arguments.
     """
 
-    __slots__ = ("check", "function")
+    __slots__ = ("check", "function", "hooks")
     # False for hooks that may get another value in a checkpointed region's recomputation.
     is_comparable: ClassVar[bool] = True
 
     def __init__(
-        self,
-        site: Site,
-        passes: Passes,
-        function: Callable[..., Any],
-        check: Callable[..., Any],
-    ) -> None:
+        self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any],
+        spec: HookSpec,
+    ) -> None:  # fmt: skip
+        self.hooks = (spec,)
         self.function = function
         self.check = check
         super().__init__(site, passes, self._call, Order.HOOK)

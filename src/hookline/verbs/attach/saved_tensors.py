@@ -10,18 +10,26 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar, cast, final
+from typing import Any, cast, final
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.passes.calls import Calls
-from hookline.engine.passes.passes import Pass, Passes
+from hookline.engine import (
+    Calls,
+    HookSpec,
+    Order,
+    Pass,
+    Passes,
+    Site,
+    Tap,
+    call_frame,
+    no_callback,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    while_tracing,
+)
 from hookline.engine.pytree.describe import in_full, in_words
-from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import HookSpec, Order, Tap, call_frame, no_callback
-from hookline.engine.torch_private.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks
-from hookline.engine.torch_private.dynamo import while_tracing
 from hookline.errors import AttachError, StructureError
 from hookline.util.locks import fork_safe_lock
 
@@ -43,7 +51,7 @@ class SavedTap(Tap):
     """Pack the tensors saved for backward in a module, and unpack them, by a user's functions."""
 
     __slots__ = ("_closed", "_n_open", "_pack", "_pushed", "_unpack")
-    hooks: ClassVar = (
+    hooks = (
         HookSpec("forward", "end", Order.BEGIN, always_call=True),
         HookSpec("forward_pre", "begin", Order.END),
     )
@@ -137,9 +145,9 @@ class SavedTap(Tap):
             self._note(error)
             raise
 
-    def _unpacked(self, kept: tuple[Any, Any]) -> Tensor:
+    def _unpacked(self, pair: tuple[Any, Any]) -> Tensor:
         # This also runs after the line's end, because packed tensors must be unpacked.
-        packed, form = kept
+        packed, form = pair
         if form is None:
             return cast(Tensor, packed)
         try:

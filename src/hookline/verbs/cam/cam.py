@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from hookline.display.text import plural
-from hookline.engine import Selector, Site
-from hookline.engine.compile.compiled_modules import is_compiled
+from hookline.engine import Selector, Site, is_compiled, is_scripted, require_model, unwrap
 from hookline.engine.pytree import describe, leaves, tree
-from hookline.engine.selection.module_tree import require_model
-from hookline.engine.torch_private.modules import is_scripted, unwrap
-from hookline.errors import AmbiguousError, AttachError, InputError, SelectionError, warn
+from hookline.errors import (
+    AmbiguousError,
+    AttachError,
+    InputError,
+    SelectionError,
+    positive_integer,
+    warn,
+)
 from hookline.recordings import Recording
 from hookline.verbs.cam.class_maps import ClassMaps
 from hookline.verbs.cam.layers import (
@@ -28,9 +32,10 @@ from hookline.verbs.cam.layers import (
     select_outputs,
 )
 from hookline.verbs.cam.methods import Method, method_named, scaled
-from hookline.verbs.cam.targets import Goal, Target, goal
+from hookline.verbs.cam.targets import ClassTarget, Goal, goal
 from hookline.verbs.shared.failing_module import note_failing_module
-from hookline.verbs.shared.run_model import call, eval_without_side_effects, without_list
+from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.run_model import call, without_list
 
 # Scores of two runs that repeat themselves may differ by this part of the greatest one: kernels of
 # GPUs add up in any order, in half precision too.
@@ -41,7 +46,7 @@ def cam(
     model: nn.Module,
     inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
     layer: Selector = None,
-    target: Target = None,
+    target: ClassTarget = None,
     *,
     method: str = "gradcam",
     reshape: Reshape | None = None,
@@ -147,7 +152,7 @@ class _CamRunner:
         self,
         model: nn.Module,
         inputs: Any,
-        target: Target,
+        target: ClassTarget,
         method: Method,
         reshape: Reshape | None,
     ) -> None:
@@ -169,8 +174,8 @@ class _CamRunner:
             self._compare_again(shot)
             shot = shot._replace(weights=weights)
         raw = {
-            str(one.site): self._method.formula(activations, weights).detach()
-            for one, activations, weights in zip(
+            str(layer.site): self._method.formula(activations, weights).detach()
+            for layer, activations, weights in zip(
                 shot.layers, shot.activations, shot.weights, strict=True
             )
         }
@@ -210,8 +215,7 @@ class _CamRunner:
             raise
 
     def _last(self) -> Site:
-        needs_gradients = self._method.needs == "gradients"
-        if not needs_gradients:
+        if self._method.needs != "gradients":
             images = self._images
             return last_spatial(self._model, lambda: self._run(images), None, self._n, self._size)
         with torch.enable_grad():
@@ -229,26 +233,26 @@ class _CamRunner:
             with recorder(self._model, sites, ("output",)) as run:
                 output = self._run(self._images)
             aim = self._goal(output)
-            found = None if aim is None else self._scores(aim, output)
+            scores = None if aim is None else self._scores(aim, output)
             layers, activations = self._read(run, sites)
-            return _Forward(layers, activations, activations, aim, found)
+            return _Forward(layers, activations, activations, aim, scores)
         with torch.enable_grad(), recorder(self._model, sites, ("output", "grad_output")) as run:
             leaf = self._leaf()
             output = self._run(leaf.clone())  # a model may write to its input, but not to a leaf
             layers, activations = self._read(run, sites)
             aim = self._goal(output)
-            found = self._flow_back(aim, output, leaf)
+            scores = self._flow_back(aim, output, leaf)
         gradients = []
-        for one in layers:
-            flowed = gradient(run, one.site)
-            if flowed is None or leaves.get(flowed, one.leaf, str(one.site)) is None:
+        for layer in layers:
+            flowed = gradient(run, layer.site)
+            if flowed is None or leaves.get(flowed, layer.leaf, str(layer.site)) is None:
                 raise InputError(
-                    f"the score must depend on {one.site}, got no gradient there: the score does"
+                    f"the score must depend on {layer.site}, got no gradient there: the score does"
                     " not use it, or a detach() or no_grad() in the model cuts the graph."
                     "\nName another layer, or method='eigencam' or 'scorecam', which need none."
                 )
-            gradients.append(one.maps(flowed))
-        return _Forward(layers, activations, gradients, aim, found)
+            gradients.append(layer.maps(flowed))
+        return _Forward(layers, activations, gradients, aim, scores)
 
     def _leaf(self) -> Tensor:
         return self._images.detach().clone().requires_grad_()
@@ -311,8 +315,8 @@ class _CamRunner:
                     f"\nGive layer={f'{site}#{len(calls) - 1}'!r} for the last."
                 )
             value = calls[0]
-            found = layer_at(site, value, self._n, self._size, self._reshape)
-            if found is None:
+            layer = layer_at(site, value, self._n, self._size, self._reshape)
+            if layer is None:
                 raise SelectionError(
                     f"{site} ({site.module_type}) must return maps of {plural(self._n, 'image')} of"
                     f" {self._size[0]} x {self._size[1]}, got {describe.in_words(value)}."
@@ -320,26 +324,23 @@ class _CamRunner:
                     " reshape=, a function from its output to that; without layer= the last one is"
                     " found."
                 )
-            layers.append(found)
-            activations.append(found.maps(value).detach())
+            layers.append(layer)
+            activations.append(layer.maps(value).detach())
         return layers, activations
 
     # -- masks -----------------------------------------------------------------------------------
 
     def _scores_of_masks(self, shot: _Forward, batch_size: int) -> list[Tensor]:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise InputError(
-                f"batch_size must be a positive integer, got {batch_size!r}.\nGive batch_size=64."
-            )
+        positive_integer("batch_size", batch_size, "Give batch_size=64.")
         assert shot.goal is not None
-        found = []
+        scores = []
         for activations in shot.activations:
             rows = [
                 self._scores_of_one(shot.goal, image, activations[image], batch_size)
                 for image in range(self._n)
             ]
-            found.append(torch.stack(rows).to(activations))
-        return found
+            scores.append(torch.stack(rows).to(activations))
+        return scores
 
     def _compare_again(self, shot: _Forward) -> None:
         """Warn if the same images get other scores in a second run: then masks say nothing."""
@@ -357,17 +358,17 @@ class _CamRunner:
     def _scores_of_one(self, aim: Goal, image: int, channels: Tensor, batch_size: int) -> Tensor:
         """Compute the score of one image masked by each channel, shape `(channels,)`."""
         scores = []
-        for some in torch.split(channels, batch_size):
-            masks = scaled(self._enlarged(some[:, None])[:, 0])[:, None].to(self._images)
+        for batch in torch.split(channels, batch_size):
+            masks = scaled(self._enlarged(batch[:, None])[:, 0])[:, None].to(self._images)
             output = self._run(self._images[image] * masks, slice(image, image + 1))
-            one = aim.scores(output, len(masks), image)
-            if one.dim() == 0 and len(masks) > 1:
+            masked_scores = aim.scores(output, len(masks), image)
+            if masked_scores.dim() == 0 and len(masks) > 1:
                 raise InputError(
                     "target= must return the score of each masked image for scorecam, got one"
                     f" number for {len(masks)} images.\nReturn one for each image, or give"
                     " batch_size=1."
                 )
-            scores.append(one.reshape(-1))
+            scores.append(masked_scores.reshape(-1))
         return torch.cat(scores)
 
     def _enlarged(self, maps: Tensor) -> Tensor:
@@ -380,21 +381,21 @@ def _images_in(inputs: Any) -> Tensor:
     Raises:
         InputError: no tensor holds images.
     """
-    found = [tensor for _, tensor in tree.tensors(inputs)]
-    for tensor in found:
+    tensors = [tensor for _, tensor in tree.tensors(inputs)]
+    for tensor in tensors:
         if tensor.dim() == 4 and tensor.is_floating_point() and tensor.numel():
             return tensor
-    given = describe.in_full(found[0]) if isinstance(inputs, Tensor) else describe.in_words(inputs)
+    form = describe.in_full(tensors[0]) if isinstance(inputs, Tensor) else describe.in_words(inputs)
     remedy = "Give the images as the model takes them: prepared, stacked, on its device."
     if hasattr(inputs, "__array__") and not isinstance(inputs, Tensor):
         remedy = "Make the array a tensor: torch.from_numpy(images)."
-    elif found and found[0].dim() == 3:
+    elif tensors and tensors[0].dim() == 3:
         remedy = "Make the single image a batch: x[None]."
-    elif found and found[0].dim() == 4 and found[0].numel():
+    elif tensors and tensors[0].dim() == 4 and tensors[0].numel():
         remedy = "Prepare the images as in training: x.float() / 255, then as the model takes them."
     raise InputError(
         "inputs must hold images, a floating tensor of shape (batch, channels, height, width), got"
-        f" {given}.\n{remedy}"
+        f" {form}.\n{remedy}"
     )
 
 
@@ -409,7 +410,7 @@ def _check(name: str, maps: Tensor, method: str) -> None:
             f"the map at {name} must be finite, got inf or NaN: its activations or gradients hold"
             " them, or overflow in half precision.\nRun the model in float32 or bfloat16."
         )
-    empty = [image for image, one in enumerate(maps) if not bool((one > 0).any())]
+    empty = [image for image, map_HW in enumerate(maps) if not bool((map_HW > 0).any())]
     if empty:
         is_zero = not bool(maps[empty].any())
         why = (
@@ -419,8 +420,8 @@ def _check(name: str, maps: Tensor, method: str) -> None:
             if is_zero
             else "every place lowers the score"
         )
-        which = ", ".join(map(str, empty[:8])) + (", …" if len(empty) > 8 else "")
+        images = ", ".join(map(str, empty[:8])) + (", …" if len(empty) > 8 else "")
         warn(
-            f"{method} at {name} finds no place that raises the score of image {which}, so the map"
+            f"{method} at {name} finds no place that raises the score of image {images}, so the map"
             f" is 0 everywhere: {why}.\nName another layer= or target=."
         )

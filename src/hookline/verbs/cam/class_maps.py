@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from numbers import Real
 from typing import Any, final
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from hookline.display.text import plural
+from hookline.display.text import escape_html, plural
 from hookline.engine.pytree import describe
 from hookline.errors import HooklineError, InputError, warn
-from hookline.util.install import how_to_install
+from hookline.util.optional import how_to_install, load
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -102,15 +102,15 @@ class ClassMaps:
                 f"alpha must be a number from 0 to 1, got {alpha!r}."
                 "\nGive 0 for the image alone, 1 for the map alone, 0.5 for half of each."
             )
-        pictures = [_stretched(one) for one in self.images] if image is None else _listed(image)
+        pictures = list(map(_stretched, self.images)) if image is None else _listed(image)
         if len(pictures) != len(self.maps):
             raise InputError(
                 f"image= must hold one picture for each of {plural(len(self.maps), 'map')}, got"
                 f" {plural(len(pictures), 'picture')}.\nGive one for each map, as a list."
             )
         return [
-            _blend(one if image is None else _fitting(_pixels(one), number), number, alpha)
-            for one, number in zip(pictures, self.maps, strict=True)
+            _blend(picture if image is None else _fitting(_pixels(picture), map_HW), map_HW, alpha)
+            for picture, map_HW in zip(pictures, self.maps, strict=True)
         ]
 
     def save(self, path: str | os.PathLike[str], image: Any = None, alpha: float = 0.5) -> None:
@@ -152,23 +152,25 @@ class ClassMaps:
 
     def _side_by_side(self, image: Any, alpha: float) -> Any:
         """Put the overlays side by side, eight in a row, with small ones enlarged."""
-        pillow = _pillow()
+        needs = "writing a picture needs pillow", how_to_install("plots")
+        pillow = load("PIL.Image", *needs, HooklineError)
         overlays = [
-            pillow.fromarray(one.repeat(k, 0).repeat(k, 1))
-            for one in self.overlay(image, alpha)
-            for k in [-(-_LEAST // one.shape[0])]
+            pillow.fromarray(overlay.repeat(k, 0).repeat(k, 1))
+            for overlay in self.overlay(image, alpha)
+            for k in [-(-_LEAST // overlay.shape[0])]
         ]
         rows = [overlays[start : start + _IN_A_ROW] for start in range(0, len(overlays), _IN_A_ROW)]
-        width = max(sum(one.width + _GAP for one in row) for row in rows) - _GAP
-        height = sum(max(one.height for one in row) + _GAP for row in rows) - _GAP
+        width = max(sum(picture.width + _GAP for picture in row) for row in rows) - _GAP
+        heights = [max(picture.height for picture in row) + _GAP for row in rows]
+        height = sum(heights) - _GAP
         whole = pillow.new("RGB", (width, height), "white")
         top = 0
-        for row in rows:
+        for row, row_height in zip(rows, heights, strict=True):
             left = 0
-            for one in row:
-                whole.paste(one, (left, top))
-                left += one.width + _GAP
-            top += max(one.height for one in row) + _GAP
+            for picture in row:
+                whole.paste(picture, (left, top))
+                left += picture.width + _GAP
+            top += row_height
         return whole
 
     def _repr_png_(self) -> bytes | None:
@@ -181,22 +183,20 @@ class ClassMaps:
         picture.save(out, "PNG")
         return out.getvalue()
 
+    def _repr_html_(self) -> str:
+        """Show the text and the overlays in a notebook; without pillow the text alone."""
+        picture = self._repr_png_()
+        source = f"data:image/png;base64,{base64.b64encode(picture).decode()}" if picture else ""
+        image = f'<img src="{source}" alt="overlays">' * bool(picture)
+        return f"<div><p>{escape_html(repr(self))}</p>{image}</div>"
+
     def __repr__(self) -> str:
         n, height, width = self.maps.shape
-        shown = ", ".join(map(str, self.targets[:8])) + (", …" if n > 8 else "")
-        of = f": classes {shown}" if None not in self.targets else ""
+        classes = ", ".join(map(str, self.targets[:8])) + (", …" if n > 8 else "")
+        of = f": classes {classes}" if None not in self.targets else ""
         many = plural(n, "image")
         where = ", ".join(self.layers)
         return f"ClassMaps of {many} {height} x {width}, by {self.method} at {where}{of}"
-
-
-def _pillow() -> Any:
-    try:
-        return import_module("PIL.Image")
-    except ModuleNotFoundError as error:
-        raise HooklineError(
-            f"pillow must be installed to write a picture.\n{how_to_install('plots')}"
-        ) from error
 
 
 def _fitting(pixels: Pixels, map_HW: Tensor) -> Pixels:
@@ -251,21 +251,21 @@ def _pixels(picture: Any) -> Pixels:
     Raises:
         InputError: the picture cannot be read.
     """
-    given = picture
+    readable = picture
     if hasattr(picture, "convert"):  # pillow's
         if picture.mode.startswith(("I", "F")):  # pillow would silently cut values above 255
             raise InputError(
                 f"image= must hold pictures of a known range, got pillow's mode {picture.mode!r}."
                 "\nScale it to floats from 0 to 1, as in np.asarray(picture) / 65535."
             )
-        given = picture.convert("RGB")
-    if isinstance(given, Tensor):
-        plain = given.detach().cpu()
+        readable = picture.convert("RGB")
+    if isinstance(readable, Tensor):
+        plain = readable.detach().cpu()
         if plain.is_floating_point():
             plain = plain.float()  # numpy has no bfloat16
         values = plain.permute(1, 2, 0).numpy() if plain.dim() == 3 else plain.numpy()
     else:
-        values = np.asarray(given)
+        values = np.asarray(readable)
     is_whole = np.issubdtype(values.dtype, np.integer)
     if values.ndim == 2:
         values = values[:, :, None]
@@ -288,10 +288,10 @@ def _pixels(picture: Any) -> Pixels:
 
 def _described(picture: Any, values: npt.NDArray[Any]) -> str:
     if isinstance(picture, Tensor):
-        what = describe.in_full(picture)
+        form = describe.in_full(picture)
     elif values.ndim:
-        what = f"array {list(values.shape)} {values.dtype}"
+        form = f"array {list(values.shape)} {values.dtype}"
     else:
         return type(picture).__name__
     is_number = values.size and np.issubdtype(values.dtype, np.number)
-    return f"{what} from {values.min():.3g} to {values.max():.3g}" if is_number else what
+    return f"{form} from {values.min():.3g} to {values.max():.3g}" if is_number else form

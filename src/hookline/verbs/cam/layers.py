@@ -13,35 +13,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Selection, Selector, Site, path_text, select
+from hookline.engine import Line, Selection, Selector, Site, module_tree, path_text, select
 from hookline.engine.pytree import describe, leaves, tree
-from hookline.engine.selection.module_tree import module_tree
 from hookline.errors import InputError, NotRecordedError, SelectionError
 from hookline.recordings import Recording
+from hookline.verbs.record.keep import checked
 from hookline.verbs.record.record import RecordLine, start_recording
 
 MAX_PREFIX_TOKENS = 9  # a class token or two, and up to eight registers
 
 Reshape = Callable[[Tensor], Tensor]
 Size = tuple[int, int]
-Run = Callable[[], Any]
+RunModel = Callable[[], Any]
 FlowBack = Callable[[Any], object]
 
 
 class Grid(NamedTuple):
-    """A way to read a value as maps.
+    """A way to read a value as maps of a height and a width."""
 
-    Args:
-        form: "channels first", "channels last" or "tokens".
-        height: the height of a map.
-        width: the width of a map.
-        n_prefix: the number of tokens before the tokens of the picture.
-    """
-
-    form: str
+    form: str  # "channels first", "channels last" or "tokens"
     height: int
     width: int
-    n_prefix: int = 0
+    n_prefix: int = 0  # the number of tokens before the tokens of the picture
 
     def read(self, value: Tensor) -> Tensor:
         """Return the value as maps, shape `(batch, channels, height, width)`."""
@@ -56,12 +49,7 @@ class Grid(NamedTuple):
 def grid_of(value: Tensor, n_images: int, size: Size, *, is_named: bool) -> Grid | None:
     """Find the way to read a value as maps of images of this size; None if it holds no maps.
 
-    Args:
-        value: any tensor.
-        n_images: the number of images that the model was given.
-        size: the height and width of the images.
-        is_named: whether a user named the layer. Then the maps may have another aspect ratio than
-            the images.
+    In a layer that a user has named, the maps may have another aspect ratio than the images.
     """
     shape = tuple(value.shape) if value.layout is torch.strided and not value.is_nested else ()
     if not shape or shape[0] != n_images or not value.is_floating_point():
@@ -136,9 +124,9 @@ def recorder(
     whole = module_tree(model)
     nodes = {node.path: node for node in whole.nodes}
     places = [(replace(site, port=port), nodes[site.path]) for site in sites for port in ports]
-    recorder, line = start_recording(
-        model, Selection(whole, places), "cam", ports, {"copy": True, "keep": keep}
-    )
+    options = checked("cam", {"copy": True, "keep": keep})
+    line = Line(model, name="cam")
+    recorder = start_recording(line, Selection(whole, places), ports, options)
     line.options.quiet = True
     return recorder
 
@@ -161,16 +149,16 @@ def layer_at(
     return None
 
 
-def _check_reshaped(site: Site, given: Tensor, maps: Any, n_images: int) -> None:
+def _check_reshaped(site: Site, value: Tensor, maps: Any, n_images: int) -> None:
     if not isinstance(maps, Tensor) or maps.dim() != 4 or maps.shape[0] != n_images:
         raise InputError(
-            f"reshape= must return maps of {describe.in_words(given)} from {site}, got"
+            f"reshape= must return maps of {describe.in_words(value)} from {site}, got"
             f" {describe.in_words(maps)}."
             f"\nReturn a tensor of shape ({n_images}, channels, height, width)."
         )
 
 
-class _Seen(NamedTuple):
+class _SpatialOutput(NamedTuple):
     """A call of a layer that returned maps."""
 
     site: Site
@@ -178,7 +166,7 @@ class _Seen(NamedTuple):
 
 
 def last_spatial(
-    model: nn.Module, run: Run, flow_back: FlowBack | None, n_images: int, size: Size
+    model: nn.Module, run: RunModel, flow_back: FlowBack | None, n_images: int, size: Size
 ) -> Site:
     """Find the last layer, in the order of their calls, that returns maps.
 
@@ -188,30 +176,29 @@ def last_spatial(
     parts of tokens.
 
     Args:
-        model: the model.
         run: runs the model and returns its output.
         flow_back: runs backward from the score of an output; None for methods without gradients.
-        n_images: the number of images that the model is given.
-        size: the height and width of the images.
 
     Raises:
         SelectionError: no layer returns maps.
     """
-    with recorder(model, list(select(model)), ("output",), keep=_shape_alone) as found:
+    with recorder(model, list(select(model)), ("output",), keep=_shape_alone) as shapes:
         run()
-    seen = _spatial(found, n_images, size)
-    if not seen:
+    candidates = _spatial(shapes, n_images, size)
+    if not candidates:
         raise SelectionError(
             f"a layer of {type(model).__name__} must return maps of its {size[0]} x {size[1]}"
             " images, got none: (batch, channels, height, width), channels last, or tokens of"
             " square patches.\nName one with layer=, and with reshape= a function"
             " from its output to maps."
         )
-    last = seen[-1]
+    last = candidates[-1]
     if last.grid.form != "tokens" or flow_back is None:
         return last.site
     tokens = [
-        one.site for one in seen if one.grid == last.grid and one.site.module_type != "Linear"
+        output.site
+        for output in candidates
+        if output.grid == last.grid and output.site.module_type != "Linear"
     ]
     n_prefix = last.grid.n_prefix
     with recorder(
@@ -237,9 +224,9 @@ def _shape_alone(value: Any) -> Any:
     return None
 
 
-def _spatial(found: Recording, n_images: int, size: Size) -> list[_Seen]:
-    seen: list[_Seen] = []
-    for current in found.passes:
+def _spatial(recording: Recording, n_images: int, size: Size) -> list[_SpatialOutput]:
+    outputs: list[_SpatialOutput] = []
+    for current in recording.passes:
         for site, call in current.fired():
             values = current.calls(site)
             # The model's own output is its answer, and not a layer's map.
@@ -247,6 +234,6 @@ def _spatial(found: Recording, n_images: int, size: Size) -> list[_Seen]:
                 continue
             grid = grid_of(values[call], n_images, size, is_named=False)
             if grid is not None:
-                one = replace(site, call=call) if len(values) > 1 else site
-                seen.append(_Seen(one, grid))
-    return seen
+                call_site = replace(site, call=call) if len(values) > 1 else site
+                outputs.append(_SpatialOutput(call_site, grid))
+    return outputs

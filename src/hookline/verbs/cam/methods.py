@@ -16,23 +16,16 @@ from torch import Tensor
 
 from hookline.errors import InputError
 
-Needs = Literal["gradients", "scores", "nothing"]
-
 
 class Method(NamedTuple):
-    """A method that makes class maps.
+    """A method that makes class maps."""
 
-    Args:
-        name: the name that `hl.cam` takes.
-        formula: a function from activations and weights to raw maps.
-        needs: the kind of weights. "gradients" are the score's gradients with respect to the
-            activations. "scores" are the scores of the image masked by each channel, shape `(batch,
-            channels)`. "nothing" is no weights.
-    """
-
-    name: str
+    name: str  # the name that `hl.cam` takes
+    # A function from activations and weights to raw maps.
     formula: Callable[[Tensor, Tensor], Tensor]
-    needs: Needs
+    # The weights: "gradients" of the score with respect to the activations; "scores" of the image
+    # masked by each channel, shape `(batch, channels)`; or "nothing".
+    needs: Literal["gradients", "scores", "nothing"]
 
 
 def gradcam(activations: Tensor, gradients: Tensor) -> Tensor:
@@ -109,8 +102,8 @@ def method_named(name: str) -> Method:
     """
     if isinstance(name, str) and name in METHODS:
         return METHODS[name]
-    asked = str(name).lower().replace("-", "").replace("_", "").replace("plusplus", "++")
-    close = difflib.get_close_matches(asked, METHODS, n=2, cutoff=0.6)
+    key = str(name).lower().replace("-", "").replace("_", "").replace("plusplus", "++")
+    close = difflib.get_close_matches(key, METHODS, n=2, cutoff=0.6)
     hint = " or ".join(map(repr, close))
     advice = f"Did you mean {hint}?" if hint else "Give method='gradcam', or leave it out."
     raise InputError(f"method must be one of {', '.join(METHODS)}, got {name!r}.\n{advice}")

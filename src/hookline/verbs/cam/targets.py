@@ -12,7 +12,7 @@ from hookline.display.text import plural
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
 
-Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
+ClassTarget = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
 
 _WRITE = (
     "\nGive a function of its output that returns one number for each image: target=lambda out: ..."
@@ -20,23 +20,17 @@ _WRITE = (
 
 
 class Goal(NamedTuple):
-    """The score whose gradient is taken: of one class an image, or of a function of the output.
+    """The score whose gradient is taken: of one class an image, or of a function of the output."""
 
-    Args:
-        classes: the class of each image, int64, shape `(batch,)`; None with a function.
-        function: a function from the model's output to one number an image, or to one number; None
-            with classes.
-    """
-
-    classes: Tensor | None
+    classes: Tensor | None  # the class of each image, int64, shape `(batch,)`; None with a function
+    # A function from the model's output to one number an image, or to one number; None with
+    # classes.
     function: Callable[[Any], Tensor] | None
 
     def scores(self, output: Any, n_rows: int, image: int | None = None) -> Tensor:
         """Return the score of each row of an output, shape `(n_rows,)`; () if the function sums.
 
         Args:
-            output: the model's output.
-            n_rows: the number of images that the model was given.
             image: the image whose class to use, if all rows are versions of one image.
 
         Raises:
@@ -46,19 +40,19 @@ class Goal(NamedTuple):
             rows = self.classes if image is None else self.classes[image].expand(n_rows)
             return logits(output).gather(1, rows[:, None])[:, 0]
         assert self.function is not None
-        found = self.function(output)
-        is_number = isinstance(found, Tensor) and found.is_floating_point()
-        if not is_number or tuple(found.shape) not in ((), (n_rows,)):
+        scores = self.function(output)
+        is_number = isinstance(scores, Tensor) and scores.is_floating_point()
+        if not is_number or tuple(scores.shape) not in ((), (n_rows,)):
             raise InputError(
-                f"target= must return a score for each image, got {describe.in_words(found)} for"
+                f"target= must return a score for each image, got {describe.in_words(scores)} for"
                 f" the model's output, {describe.in_words(output)}.\nReturn one floating number for"
                 " each image, shape"
                 f" ({n_rows},), or a single one, shape ()."
             )
-        return found
+        return scores
 
 
-def goal(target: Target, output: Any, n_images: int) -> Goal:
+def goal(target: ClassTarget, output: Any, n_images: int) -> Goal:
     """Resolve a target into classes or a function, with the model's output.
 
     Raises:
@@ -67,14 +61,14 @@ def goal(target: Target, output: Any, n_images: int) -> Goal:
     """
     if callable(target) and not isinstance(target, Tensor):
         return Goal(None, target)
-    found = logits(output)
-    if len(found) != n_images:
+    class_scores = logits(output)
+    if len(class_scores) != n_images:
         raise InputError(
             f"the model must return one row of scores for each of {plural(n_images, 'image')}, got"
-            f" {plural(len(found), 'row')}.{_WRITE}"
+            f" {plural(len(class_scores), 'row')}.{_WRITE}"
         )
     if target is None:
-        return Goal(found.argmax(1), None)
+        return Goal(class_scores.argmax(1), None)
     classes = _integers(target, n_images)
     if len(classes) != n_images:
         raise InputError(
@@ -82,14 +76,14 @@ def goal(target: Target, output: Any, n_images: int) -> Goal:
             f" {plural(len(classes), 'class', 'classes')}."
             "\nGive one class for each image, or a single number for all."
         )
-    n_classes = found.shape[1]
-    for one in classes:
-        if not 0 <= one < n_classes:
+    n_classes = class_scores.shape[1]
+    for class_number in classes:
+        if not 0 <= class_number < n_classes:
             raise InputError(
                 f"target must be one of the model's {n_classes} classes, 0 to {n_classes - 1}, got"
-                f" {one}.\nGive one of these, or None for each image's highest class."
+                f" {class_number}.\nGive one of these, or None for each image's highest class."
             )
-    return Goal(torch.tensor(classes, device=found.device), None)
+    return Goal(torch.tensor(classes, device=class_scores.device), None)
 
 
 def _integers(target: Any, n_images: int) -> list[int]:
@@ -101,7 +95,7 @@ def _integers(target: Any, n_images: int) -> list[int]:
     whole = target.tolist() if hasattr(target, "tolist") else target  # a tensor, an array
     is_one = not isinstance(whole, Sequence) or isinstance(whole, str)
     parts = [whole] * n_images if is_one else list(whole)
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in parts):
+    if any(isinstance(part, bool) or not isinstance(part, int) for part in parts):
         raise InputError(
             f"target must be the number of a class, got {target!r}.\nGive a class's number, one"
             " number for each image, a function of the model's output, or None for each image's"
@@ -118,16 +112,16 @@ def logits(output: Any) -> Tensor:
     Raises:
         InputError: the output holds no class scores.
     """
-    found = output
+    scores = output
     if isinstance(output, Mapping):
-        found = output.get("logits")
+        scores = output.get("logits")
     elif not isinstance(output, Tensor):
-        found = getattr(output, "logits", None)
-        if found is None and isinstance(output, tuple | list) and output:
-            found = output[0]
-    if not isinstance(found, Tensor) or found.dim() != 2 or not found.is_floating_point():
+        scores = getattr(output, "logits", None)
+        if scores is None and isinstance(output, tuple | list) and output:
+            scores = output[0]
+    if not isinstance(scores, Tensor) or scores.dim() != 2 or not scores.is_floating_point():
         raise InputError(
             f"the model must return class scores of shape (batch, classes), got"
             f" {describe.in_words(output)}.{_WRITE}"
         )
-    return found
+    return scores

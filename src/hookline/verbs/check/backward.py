@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from hookline.display.text import first_line
 from hookline.engine import (
     GradientCallback,
     Line,
+    ModuleNode,
+    OptimizerSteps,
     Order,
     Pass,
-    Passes,
     PendingGradient,
+    Registrations,
     Selection,
     Site,
     at_end_of_backward,
-    is_grouped,
+    is_scripted,
     local_part,
-    no_callback,
     outer_backward,
+    parameter_ids,
 )
-from hookline.engine.line.registration import Registrations
-from hookline.engine.selection.module_tree import ModuleNode
-from hookline.engine.taps.base import Tap
-from hookline.engine.torch_private.modules import is_scripted
 from hookline.errors import NonFiniteError, warn
-from hookline.verbs.check.also import say_missing
+from hookline.statistics.finiteness import kinds_in, not_finite, total
 from hookline.verbs.check.finding import Finding
-from hookline.verbs.check.finiteness import are_finite, kinds_in, total
 from hookline.verbs.check.forward import ForwardChecks
+from hookline.verbs.check.habits import say_missing
 from hookline.verbs.check.loss import LossGraph
 from hookline.verbs.check.origins import measured
-from hookline.verbs.check.outcome import Checked, Outcome, of_fault, of_tensor
-from hookline.verbs.check.ranks import earliest, rank_here, shared
-from hookline.verbs.check.replay import RepeatedBackward
-from hookline.verbs.check.run import RUN, Run, version
-from hookline.verbs.shared.closures import closure_of, with_closure
+from hookline.verbs.check.outcome import Checked, Outcome, of_tensor
+from hookline.verbs.check.ranks import earliest, rank_here
+from hookline.verbs.check.replay import RUN, CheckedRun, RepeatedBackward, Replay
+from hookline.verbs.shared.rerun import version
 
 # A backward that raises never ends here, so the oldest is forgotten.
 _MOST_BACKWARDS = 16
@@ -61,12 +56,6 @@ class BackwardChecks:
     """Look at the gradients of parameters after each backward, and raise before a step.
 
     Hooks hold it, so it must not hold the line.
-
-    Args:
-        checked: the model and its passes.
-        outcome: what was found.
-        forward: the checks of the model's runs.
-        warns_of_missing: whether to warn of parameters without a gradient.
     """
 
     def __init__(
@@ -77,16 +66,16 @@ class BackwardChecks:
         *,
         warns_of_missing: bool,
     ) -> None:
-        self._passes, self._model, self._sharded_on = checked
+        self._checked, self._passes, self._model = checked, checked.passes, checked.model
         self._outcome = outcome
         self._forward = forward
         self._warns_of_missing = warns_of_missing
         self._weights: list[tuple[str, Tensor]] = []
         # The runs whose outputs have got a gradient, by the number of the backward.
-        self._runs: dict[int, list[Run]] = {}
+        self._runs: dict[int, list[CheckedRun]] = {}
         self._losses: list[LossGraph] = []
         self._nan_loss: Finding | None = None
-        self._at_start = self._judged = self._found_with = _Gradients([])
+        self._at_start = self._judged = self._first_judged = _Gradients([])
         self._has_stepped = False
 
     def start(
@@ -94,27 +83,22 @@ class BackwardChecks:
     ) -> None:
         """Look at the gradients of the model's outputs, and at each step of an optimizer."""
         gradients = [
-            (
-                Site(site.path, "grad_output", aliases=site.aliases, module_type=site.module_type),
-                node,
-            )
+            (replace(site, port="grad_output"), node)
             for site, node in root
             if not is_scripted(node.module)
         ]
         self._weights = [(node.path, node.tensor) for node in line.module_tree.tensors]
         self._at_start = _Gradients(self._weights)
-        step = _StepTap(self._passes, self)
-        line.tap(Selection(line.module_tree, gradients), self._bind, Order.RECORD)
-        registrations.register_everywhere("step_pre", step.fire)
+        selection = Selection(line.module_tree, gradients)
+        line.tap(selection, lambda site: _RootGradient(self), Order.RECORD)
+        steps = OptimizerSteps(lambda _: self._passes.is_ours(), self.step_begins, _nothing)
+        registrations.register_everywhere("step_pre", steps.before)
         registrations.register_everywhere("backward", self.backward_begins)
-
-    def _bind(self, site: Site) -> GradientCallback:
-        return _RootGradient(self)
 
     def backward_begins(self, roots: Sequence[Any], grads: Sequence[Any]) -> Callable[[], None]:
         """Look at the loss before a backward frees its graph: a hook on each run of autograd."""
         numbers = self._forward.node_numbers
-        if numbers.is_empty or not self._passes.is_ours():
+        if not numbers or not self._passes.is_ours():
             return _nothing
         try:
             loss = LossGraph(roots, numbers)
@@ -134,11 +118,11 @@ class BackwardChecks:
         opened = current.opened.get(RUN)
         if not opened:
             return
-        run: Run = opened[0]
+        run: CheckedRun = opened[0]
         number = outer_backward()
         runs = self._runs.get(number)
         if runs is None:
-            if len(self._runs) >= _MOST_BACKWARDS:  # some have raised, and never ended
+            if len(self._runs) >= _MOST_BACKWARDS:
                 del self._runs[next(iter(self._runs))]
             runs = self._runs[number] = []
             loss = self._loss_here()
@@ -164,27 +148,31 @@ class BackwardChecks:
             is_known, is_finite = outcome.in_backward is not None, self._gradients_are_finite()
             if is_known and is_finite:
                 outcome.in_backward = None  # the step was skipped, and this is another one
-            elif not is_finite and not (is_known and self._accumulates()):
+            elif not is_finite and not (
                 # Where gradients accumulate, the first who made them so counts.
+                is_known and self._judged.are_same(self._weights, with_numbers=False)
+            ):
                 outcome.in_backward = outcome.take_until_step() or self._judge(runs, loss)
             self._judge_loss(runs, loss, is_finite=is_finite)
             self._judged = _Gradients(self._weights)
-            self._found_with = self._found_with if is_known else self._judged
-            if self._sharded_on is not None:
-                self._share()
+            self._first_judged = self._first_judged if is_known else self._judged
+            self._share()
         finally:
             for run in runs:
                 run.gradients = {}
 
     def _share(self) -> None:
-        """Agree with the other ranks on the finding of this backward."""
-        assert self._sharded_on is not None
-        finding = shared(self._outcome.in_backward or self._nan_loss, self._sharded_on)
+        """Agree with the other ranks on the finding of this backward, where weights are sharded."""
+        if self._checked.sharded_on is None:
+            return
+        finding = self._checked.shared(self._outcome.in_backward or self._nan_loss)
         is_loss = finding is not None and finding.is_loss
         self._nan_loss = finding if is_loss else None
         self._outcome.in_backward = None if is_loss else finding
 
-    def _judge_loss(self, runs: list[Run], loss: LossGraph | None, *, is_finite: bool) -> None:
+    def _judge_loss(
+        self, runs: list[CheckedRun], loss: LossGraph | None, *, is_finite: bool
+    ) -> None:
         """Note a loss that is NaN although its gradients are finite."""
         if not (self._nan_loss is not None and loss is not None and loss.is_accumulating):
             self._nan_loss = None
@@ -192,9 +180,9 @@ class BackwardChecks:
             return
         fault, last = loss.fault, max(run.step for run in runs)
         assert fault is not None
-        finding = of_fault(of_tensor("loss", "loss", fault.tensor, last), fault)
+        finding = fault.added_to(of_tensor("loss", "loss", fault.tensor, last))
         finding = finding.with_(suspect=None, notes=(*finding.notes, _FINITE_GRADIENTS))
-        if is_grouped() and self._sharded_on is None:
+        if self._checked.others_would_wait:
             # The other ranks know nothing of it, and would wait.
             finding = self._outcome.add(finding.with_(rank=rank_here()))
             self._outcome.warned.append(finding)
@@ -202,55 +190,35 @@ class BackwardChecks:
         else:
             self._nan_loss = finding
 
-    def _accumulates(self) -> bool:
-        """Tell whether the gradients are the tensors that the last backward wrote to."""
-        return self._judged.are_same(self._weights, with_numbers=False)
-
-    def _judge(self, runs: list[Run], loss: LossGraph | None) -> Finding:
+    def _judge(self, runs: list[CheckedRun], loss: LossGraph | None) -> Finding:
         """Find the operation or the loss that made gradients that are not finite.
 
-        Args:
-            runs: the runs of the model that the backward went through, the last run first.
-            loss: the loss that it began at, if known.
+        `runs` are the runs of the model that the backward went through, the last run first.
         """
-        model, why = self._model(), ""
+        why: str | None = None
         for run in runs:
             if any(map(kinds_in, run.gradients.values())):
                 if why:
                     break  # it may come from a run that could not be repeated
                 return self._of_loss(run, loss)
-            finding, why_not = self._repeated(model, run)
+            finding, why_not = self._forward.repeat(run, self._repeated)
             if finding is not None:
                 return finding
             why = why or why_not
         last = max(run.step for run in runs)
-        return self._of_gradients(self._weights, last, why or _FINITE_BACKWARD)
+        return self._finding_of_gradients(self._weights, last, why or _FINITE_BACKWARD)
 
-    def _repeated(self, model: nn.Module | None, run: Run) -> tuple[Finding | None, str]:
-        """Repeat a run and its backward.
-
-        Returns:
-            The finding. Without one, the reason why the origin is not known; an empty text if the
-            repeated backward is finite.
-        """
-        why = run.why_not_repeatable() if model is not None else "the model is gone"
-        if model is None or why is not None:
-            return None, why or ""
-        try:
-            with torch.enable_grad():
-                replay = self._forward.replay(model, run)
-                replay.forward()
-                if replay.likeness.difference is not None:
-                    return None, _NOT_REPEATED.format(replay.likeness.difference)
-                repeated = replay.backward()
-            if not self._is_like(repeated):
-                return None, _NOT_REPEATED.format("its gradients")
-            if repeated.origin is not None:
-                finding = replay.finding(repeated.origin, "backward")
-                return self._outcome.keep(replay, repeated.origin, finding), ""
-            return None, "" if repeated.is_finite else _MEANT
-        except Exception as error:
-            return None, f"the run could not be repeated ({first_line(error)})"
+    def _repeated(self, replay: Replay) -> tuple[Finding | None, str | None]:
+        """Repeat the backward of a repeated run, and explain it."""
+        if replay.likeness.difference is not None:
+            return None, _NOT_REPEATED.format(replay.likeness.difference)
+        repeated = replay.backward()
+        if not self._is_like(repeated):
+            return None, _NOT_REPEATED.format("its gradients")
+        if repeated.origin is not None:
+            finding = replay.finding(repeated.origin, "backward")
+            return self._outcome.keep(replay, repeated.origin, finding), None
+        return None, None if repeated.is_finite else _MEANT
 
     def _is_like(self, repeated: RepeatedBackward) -> bool:
         """Tell whether the gradients are not finite wherever those of a repeated backward are."""
@@ -262,17 +230,22 @@ class BackwardChecks:
         )
 
     @staticmethod
-    def _of_gradients(weights: list[tuple[str, Tensor]], step: int | None, why: str) -> Finding:
+    def _finding_of_gradients(
+        weights: list[tuple[str, Tensor]], step: int | None, why: str
+    ) -> Finding:
         """Describe the gradients that are not finite, where the operation is not known."""
-        bad = [(path, one.grad) for path, one in weights
-               if one.grad is not None and kinds_in(one.grad)]  # fmt: skip
+        bad = [
+            (path, grad)
+            for path, grad in ((path, weight.grad) for path, weight in weights)
+            if grad is not None and kinds_in(grad)
+        ]
         path, grad = bad[-1]
         notes = [f"the operation is not known: {why}"]
         if len(bad) > 1:
             notes.append(f"{len(bad)} of {len(weights)} gradients are not finite")
         return of_tensor("gradient", path, grad, step).with_(notes=tuple(notes))
 
-    def _of_loss(self, run: Run, loss: LossGraph | None) -> Finding:
+    def _of_loss(self, run: CheckedRun, loss: LossGraph | None) -> Finding:
         """Describe a gradient of the output that is not finite: all code outside is the loss."""
         grad = next(gradient for gradient in run.gradients.values() if kinds_in(gradient))
         finding = of_tensor("loss", "", grad, run.step)
@@ -283,41 +256,44 @@ class BackwardChecks:
         if loss is not None and loss.value is not None:
             notes.append(f"the loss was {loss.value:.4g}")
         fault = None if loss is None else loss.fault or loss.fault_of_backward()
-        finding = finding if fault is None else of_fault(finding, fault)
+        finding = finding if fault is None else fault.added_to(finding)
         return finding.with_(notes=(*notes, *finding.notes))
 
-    def step_begins(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Raise an error before an optimizer steps with a gradient that is not finite."""
+        if not has_gradients:
+            return
         outside = self._passes.in_thread.outside
         if outside is not None and RUN in outside.opened:
             self._forward.judge_parts(outside)
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        params = set(parameter_ids(optimizer))
         if self._warns_of_missing:
-            stepped = (one for one in self._weights if id(one[1]) in held)
+            stepped = (entry for entry in self._weights if id(entry[1]) in params)
             step, add = self._forward.last_step, self._outcome.add
             self._warns_of_missing = not say_missing(stepped, step, add)
-        finding = self._stepped_with(optimizer, held)
+        finding = self._stepped_with(optimizer, params)
         if finding is None:
             return
-        if is_grouped() and self._sharded_on is None:
+        if self._checked.others_would_wait:
             finding = earliest(finding, is_known=finding.kind != "gradient") or finding
         raise self._outcome.add(finding).error()
 
-    def _stepped_with(self, optimizer: Optimizer, held: set[int]) -> Finding | None:
+    def _stepped_with(self, optimizer: Optimizer, params: set[int]) -> Finding | None:
         """Return what an optimizer is about to step with; None if its gradients are finite."""
-        if not held <= {id(one) for _, one in self._weights}:
-            self._walk_again()  # parts of the model may have been replaced
-        stepped = [one for one in self._weights if id(one[1]) in held]
+        if not params <= {id(weight) for _, weight in self._weights}:
+            model = self._model()  # parts of it may have been replaced
+            self._weights = self._weights if model is None else list(model.named_parameters())
+        stepped = [entry for entry in self._weights if id(entry[1]) in params]
         skipped = getattr(optimizer, "found_inf", None)
         if not stepped or (isinstance(skipped, Tensor) and bool(skipped)):
             return None  # the optimizer itself skips the step, as GradScaler asks it to
         self._has_stepped = True
-        known = self._outcome.in_backward
-        is_judged = known is None and self._judged.are_same(stepped)
-        is_bad = not is_judged and not self._gradients_are_finite(held)
-        finding = (known or self._of_step(stepped)) if is_bad else self._loss_of(stepped)
+        in_backward = self._outcome.in_backward
+        is_judged = in_backward is None and self._judged.are_same(stepped)
+        is_bad = not is_judged and not self._gradients_are_finite(params)
+        finding = (in_backward or self._of_step(stepped)) if is_bad else self._loss_of(stepped)
         # Each rank has shards of its own to step with, and all of them must stop.
-        return finding if self._sharded_on is None else shared(finding, self._sharded_on)
+        return self._checked.shared(finding)
 
     def _loss_of(self, weights: list[tuple[str, Tensor]]) -> Finding | None:
         """Return the loss that was NaN when weights got the finite gradients that they have."""
@@ -330,12 +306,7 @@ class BackwardChecks:
             "no backward through the model's outputs made it; look at what else writes gradients,"
             " such as a division after backward() or a loss on values inside the model"
         )
-        return self._of_gradients(stepped, self._forward.last_step, why)
-
-    def _walk_again(self) -> None:
-        model = self._model()
-        if model is not None:
-            self._weights = list(model.named_parameters())
+        return self._finding_of_gradients(stepped, self._forward.last_step, why)
 
     def end(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
@@ -344,7 +315,9 @@ class BackwardChecks:
         unstepped = outcome.take_backward() or self._loss_of(self._weights)
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
-        if self._has_stepped or not (unstepped is None or self._found_with.are_same(self._weights)):
+        if self._has_stepped or not (
+            unstepped is None or self._first_judged.are_same(self._weights)
+        ):
             return
         finding = unstepped or self._written_meanwhile()
         if finding is None or finding in outcome.all:
@@ -369,51 +342,39 @@ class BackwardChecks:
             for _, tensor in self._weights
             if tensor.grad is not None and (of is None or id(tensor) in of)
         ]
-        sums = [one for one in map(total, grads) if one is not None]
-        if not are_finite(sums):
-            return True
-        return not any(kinds_in(one) for one in grads)
+        sums = [number for number in map(total, grads) if number is not None]
+        return not not_finite(sums) or not any(map(kinds_in, grads))
 
 
 def _nothing() -> None:
     """Do nothing when a backward ends."""
 
 
-# Stands for the gradient of a weight that was not there: no gradient is this.
-_UNSEEN: tuple[Callable[[], None], None] = (lambda: None, None)
+# Stands for the gradient of a weight that is new. It equals no gradient.
+_ABSENT: tuple[Callable[[], None], None] = (lambda: None, None)
 
 
 @final
 class _Gradients:
-    """Remember which gradients some weights have, to tell whether they have changed since.
+    """Remember which gradients some weights have, to tell whether they have changed since."""
 
-    Args:
-        weights: the weights, by path.
-    """
-
-    __slots__ = ("_seen",)
+    __slots__ = ("_grads",)
 
     def __init__(self, weights: list[tuple[str, Tensor]]) -> None:
         # Weakly, or the memory of gradients that are dropped would stay.
-        self._seen = {
-            id(one): None if grad is None else (weakref.ref(grad), _version_here(grad))
-            for _, one in weights
-            for grad in (one.grad,)
+        self._grads = {
+            id(weight): None if grad is None else (weakref.ref(grad), _version_here(grad))
+            for weight, grad in ((weight, weight.grad) for _, weight in weights)
         }
 
     def are_same(self, weights: list[tuple[str, Tensor]], *, with_numbers: bool = True) -> bool:
-        """Tell whether weights have the gradients that they had.
-
-        Args:
-            weights: the weights, by path.
-            with_numbers: whether the gradients must not have been written to since.
-        """
-        for _, one in weights:
-            grad, seen = one.grad, self._seen.get(id(one), _UNSEEN)
-            if grad is None or seen is None:
-                if not (grad is None and seen is None):
+        """Tell whether weights have the gradients they had; `with_numbers`, unwritten since."""
+        for _, weight in weights:
+            grad, before = weight.grad, self._grads.get(id(weight), _ABSENT)
+            if grad is None or before is None:
+                if (grad is None) != (before is None):
                     return False
-            elif seen[0]() is not grad or (with_numbers and seen[1] != _version_here(grad)):
+            elif before[0]() is not grad or (with_numbers and before[1] != _version_here(grad)):
                 return False
         return True
 
@@ -435,32 +396,3 @@ class _RootGradient(GradientCallback):
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Keep the gradient, and judge the backward at its end."""
         self._checks.gradient_arrives(current, slot, grad)
-
-
-@final
-class _StepTap(Tap):
-    """A hook before each step of an optimizer; it is called for every optimizer."""
-
-    __slots__ = ("_checks",)
-    is_on_calls = False
-
-    def __init__(self, passes: Passes, checks: BackwardChecks) -> None:
-        super().__init__(Site("any optimizer", "step_pre"), passes, no_callback, Order.HOOK)
-        self._checks = checks
-
-    def fire(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Judge the gradients, or those that a closure computes in the step: the hook."""
-        if not self.passes.is_ours():
-            return None
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._checks.step_begins(optimizer)
-            return None
-
-        @functools.wraps(closure)
-        def judged() -> Any:
-            loss = closure()
-            self._checks.step_begins(optimizer)
-            return loss
-
-        return with_closure(args, kwargs, judged)

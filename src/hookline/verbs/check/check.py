@@ -9,21 +9,32 @@ from pathlib import Path
 from typing import Self, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.display.text import plural
-from hookline.engine import Lapse, Line, Report, Site, hides, is_grouped, sharding
-from hookline.engine.selection.module_tree import ModuleNode, require_model, walk
-from hookline.engine.torch_private.modules import buffers, has_forward, is_leaf, parameters
+from hookline.engine import (
+    Lapse,
+    Line,
+    ModuleNode,
+    Report,
+    Site,
+    has_forward,
+    hides,
+    is_grouped,
+    is_leaf,
+    require_model,
+    sharding,
+    walk,
+)
 from hookline.errors import warn
-from hookline.verbs.check.also import choices
+from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in, not_finite, total
 from hookline.verbs.check.backward import BackwardChecks
 from hookline.verbs.check.finding import SINCE_START, Finding
-from hookline.verbs.check.finiteness import Kind, are_finite, is_measurable, kinds_in, total
 from hookline.verbs.check.forward import ForwardChecks
-from hookline.verbs.check.kept import folder_for
+from hookline.verbs.check.habits import choices
 from hookline.verbs.check.outcome import Checked, Outcome, of_tensor
-from hookline.verbs.check.ranks import shared
+from hookline.verbs.check.replay import named_tensors
+from hookline.verbs.check.situation import folder_for
 from hookline.verbs.shared.verb_line import VerbLine
 
 
@@ -44,10 +55,9 @@ class CheckLine(VerbLine[Line]):
         self._outcome = Outcome(folder)
         self.findings = self._outcome.all
         is_sharded = is_grouped() and bool(sharding(model))
-        devices = (one.device for one in model.parameters())
+        devices = (parameter.device for parameter in model.parameters())
         sharded_on = next(devices, torch.device("cpu")) if is_sharded else None
-        self._sharded_on = sharded_on
-        checked = Checked(line.passes, weakref.ref(model), sharded_on)
+        self._checked = checked = Checked(line.passes, weakref.ref(model), sharded_on)
         self._forward = ForwardChecks(checked, self._outcome, also)
         self._backward = BackwardChecks(
             checked, self._outcome, self._forward, warns_of_missing="missing_grad" in also
@@ -73,7 +83,8 @@ class CheckLine(VerbLine[Line]):
         ]
         with line.all_or_nothing() as registrations:
             self._forward.start(line, places)
-            self._backward.start(line, [one for one in places if not one[0].path], registrations)
+            root = [(site, node) for site, node in places if not node.path]
+            self._backward.start(line, root, registrations)
 
     def report(self) -> Report:
         """Report the sites that were checked, and how often each fired."""
@@ -99,8 +110,7 @@ class CheckLine(VerbLine[Line]):
         if is_told or root is None:
             return
         finding = _poisoned(walk(root), self._forward.last_step, with_buffers=False)
-        if self._sharded_on is not None:
-            finding = shared(finding, self._sharded_on)
+        finding = self._checked.shared(finding)
         if finding is not None:
             outcome.at_end = outcome.add(finding.with_(notes=(SINCE_START,)))
 
@@ -112,9 +122,10 @@ class CheckLine(VerbLine[Line]):
             raise raised.error()
         if error is None and not outcome.is_told:
             outcome.is_told = True
-            warned = outcome.warned
             swallowed = [
-                finding for finding in self.findings if finding.is_error and finding not in warned
+                finding
+                for finding in self.findings
+                if finding.is_error and finding not in outcome.warned
             ]
             if swallowed:
                 warn(
@@ -127,27 +138,15 @@ def _poisoned(
     nodes: Sequence[ModuleNode], step: int | None, *, with_buffers: bool
 ) -> Finding | None:
     """Find a parameter that is not finite, or a buffer that holds a NaN."""
-    meant = Kind.INF | Kind.MINUS_INF
-    found: list[tuple[str, str, str, Tensor | None, Kind]] = [
-        ("parameter", node.path, name, one, Kind.NONE)
-        for node in nodes
-        for name, one in parameters(node.module).items()
-    ]
-    found += [
-        ("buffer", node.path, name, one, meant)
-        for node in nodes
-        if with_buffers
-        for name, one in buffers(node.module).items()
-    ]
-    held = [
-        (kind, f"{path}.{name}".lstrip("."), one, allowed)
-        for kind, path, name, one, allowed in found
-        if one is not None and is_measurable(one)
-    ]
-    sums = [total(tensor) for _, _, tensor, _ in held]
-    flags = are_finite([one for one in sums if one is not None])
-    for (kind, path, tensor, allowed), is_finite in zip(held, flags, strict=False):
-        if not is_finite and kinds_in(tensor) & ~allowed:
+    allowed = {"parameter": NonFinite.NONE, "buffer": NonFinite.INF | NonFinite.MINUS_INF}
+    entries = [
+        entry for entry in named_tensors(nodes)
+        if is_measurable(entry[2]) and (with_buffers or entry[0] == "parameter")
+    ]  # fmt: skip
+    sums = [number for _, _, tensor in entries if (number := total(tensor)) is not None]
+    for index in not_finite(sums):
+        kind, path, tensor = entries[index]
+        if kinds_in(tensor) & ~allowed[kind]:
             return of_tensor(kind, path, tensor, step)
     return None
 
@@ -219,12 +218,12 @@ def check(
             the optimizer's step or the end of the block raises it: a value is not finite.
     """
     require_model(model, "hl.check(model)")
-    wanted = choices(also)
+    habits = choices(also)
     folder = None if keep is None else folder_for(keep)
     line = Line(model, name="check", every_thread=every_thread)
     line.options.lenient = True
     line.options.quiet = True
     line.originals.lapse = _LAPSE
-    checking = CheckLine(line, model, folder, wanted)
+    checking = CheckLine(line, model, folder, habits)
     checking.start()
     return checking

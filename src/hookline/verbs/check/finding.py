@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from types import FrameType
 from typing import Any, final
+
+import torch
 
 from hookline.display.text import escape_invisible, plural
 from hookline.display.units import measure
@@ -29,6 +34,10 @@ _WHAT = {
     "constant": "a tensor besides parameters, buffers and inputs",
 }
 
+# Folders whose frames are of no user: torch, hookline.
+_OURS = str(Path(__file__).parents[2])
+_TORCHS = str(Path(torch.nn.__file__).parents[1])
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,27 @@ class SourceLine:
 
     def __str__(self) -> str:
         return f"{self.filename}:{self.lineno}"
+
+
+def is_ours(filename: str) -> bool:
+    """Tell whether a file is of torch or hookline."""
+    return filename.startswith((_OURS, _TORCHS, "<"))
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the nearest frame up the stack that is outside torch and hookline."""
+    while frame is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def source_line(frame: FrameType | None, lineno: int | None = None) -> SourceLine | None:
+    """Return a line of a frame's code; by default the line that runs."""
+    if frame is None:
+        return None
+    code, lineno = frame.f_code, lineno or frame.f_lineno
+    text = linecache.getline(code.co_filename, lineno).strip()
+    return SourceLine(code.co_filename, lineno, code.co_name, text)
 
 
 @final
@@ -72,10 +102,16 @@ class Measured:
         head = f"{self.name} {self.dtype}{list(self.shape)}"
         if self.moments is None:
             return head
-        one = self.moments
-        text = f"{head}  from {measure(one.min)} to {measure(one.max)}, mean {measure(one.mean)}"
-        text = text if one.finite else f"{head}  no finite number"
-        return f"{text}, {one.non_finite} not finite" if one.non_finite else text
+        least, greatest, mean = map(
+            measure, (self.moments.min, self.moments.max, self.moments.mean)
+        )
+        text = (
+            f"from {least} to {greatest}, mean {mean}"
+            if self.moments.finite
+            else "no finite number"
+        )
+        n_bad = self.moments.non_finite
+        return f"{head}  {text}" + (f", {n_bad} not finite" if n_bad else "")
 
 
 @final
@@ -218,8 +254,8 @@ class Finding:
         if self.line:
             within = f", in {self.line.function}" if self.line.function else ""
             lines.append(f"  line: {self.line}{within}: {self.line.text}".rstrip(": "))
-        lines += [f"  input: {one}" for one in self.inputs]
-        lines += [f"  {self.module_type or 'module'} holds: {one}" for one in self.parameters]
+        lines += [f"  input: {tensor}" for tensor in self.inputs]
+        lines += [f"  {self.module_type or 'module'} holds: {tensor}" for tensor in self.parameters]
         if self.suspect:
             lines.append(f"  suspect: {self.suspect}")
         if self.passed_on:
@@ -234,16 +270,14 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as a dict that JSON can hold."""
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        found["line"] = self.line and [
-            self.line.filename, self.line.lineno, self.line.function, self.line.text
-        ]  # fmt: skip
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values["line"] = self.line and astuple(self.line)
         for name in ("inputs", "parameters"):
-            found[name] = [
-                [one.name, list(one.shape), one.dtype, one.moments and one.moments.as_json()]
-                for one in found[name]
+            values[name] = [
+                [part.name, list(part.shape), part.dtype, part.moments and part.moments.as_json()]
+                for part in values[name]
             ]
-        return {key: list(one) if isinstance(one, tuple) else one for key, one in found.items()}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Finding:

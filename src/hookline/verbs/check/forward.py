@@ -3,70 +3,51 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, final
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from hookline.display.text import first_line
 from hookline.engine import (
     Line,
+    ModuleNode,
     Order,
     Pass,
     Selection,
     Site,
     SplitCallback,
-    is_grouped,
+    is_leaf,
     path_text,
+    walk,
 )
-from hookline.engine.pytree import tree
-from hookline.engine.selection.module_tree import ModuleNode, walk
-from hookline.engine.torch_private.modules import is_leaf
-from hookline.verbs.check.also import Habits, Look, Looking, judge_all
+from hookline.statistics import finiteness
+from hookline.statistics.finiteness import Measure, NonFinite, kinds_in, total, transformed
 from hookline.verbs.check.finding import Finding
-from hookline.verbs.check.finiteness import (
-    Kind,
-    Measure,
-    all_kinds,
-    are_finite,
-    beside_masks,
-    counted,
-    extremes,
-    is_measurable,
-    kinds_in,
-    total,
-    total_nan,
-    transformed,
-    without_infinity,
-)
+from hookline.verbs.check.habits import Habits, TraitReader, Traits, judge_all
 from hookline.verbs.check.loss import NodeNumbers
 from hookline.verbs.check.origins import Origin, measured
 from hookline.verbs.check.outcome import Checked, Outcome
-from hookline.verbs.check.ranks import shared
-from hookline.verbs.check.replay import Replay
-from hookline.verbs.check.run import RUN, ChangingBuffers, Run
+from hookline.verbs.check.replay import RUN, CheckedRun, Replay
+from hookline.verbs.shared.rerun import ChangingBuffers
 
-# The key in `Pass.opened` of the extremes of a pass's outputs, where these are looked at by choice.
-_SEEN = object()
+# The key in `Pass.opened` of the extremes of a pass's outputs, where habits are checked.
+_EXTREMES = object()
 # The most sums that wait where the model itself is never called, only parts of it.
 _MOST_SUMS = 10_000
 
 
 @final
+@dataclass(slots=True)
 class _Output:
-    """Hold what is measured of one module's output.
+    """The output of one module."""
 
-    Attributes:
-        measure: the function that is measured; it changes where the sum says nothing.
-        is_excused: whether what is not finite there is known to vanish.
-    """
-
-    __slots__ = ("is_excused", "measure", "site")
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.measure: Measure = total
-        self.is_excused = False
+    site: Site  # its site
+    measure: Measure = total  # the function that is measured; it changes where the sum says nothing
+    is_excused: bool = False  # whether what is not finite there is known to vanish
 
 
 @final
@@ -74,22 +55,14 @@ class ForwardChecks:
     """Measure the outputs of a run, and judge them when it ends.
 
     Hooks hold it, so it must not hold the line.
-
-    Args:
-        checked: the model and its passes.
-        outcome: what was found.
-        also: what is looked for by choice.
-
-    Attributes:
-        node_numbers: the numbers of the nodes that the runs have made.
     """
 
     def __init__(self, checked: Checked, outcome: Outcome, also: frozenset[str]) -> None:
-        self._passes, self._model, self._sharded_on = checked
+        self._checked, self._passes, self._model = checked, checked.passes, checked.model
         self._outcome = outcome
         self._also = also
         self._outputs: list[_Output] = []
-        self._looking = Looking(also)
+        self._traits = TraitReader(also)
         self._habits: list[Habits] = []
         self._changing = ChangingBuffers()
         self.node_numbers = NodeNumbers()
@@ -117,60 +90,56 @@ class ForwardChecks:
             habits.end()
 
     def _bind(self, site: Site, *, is_single: bool) -> SplitCallback:
-        number, one = len(self._outputs), _Output(site)
-        self._outputs.append(one)
+        number, output = len(self._outputs), _Output(site)
+        self._outputs.append(output)
 
         def see(current: Pass, value: Any) -> None:
             is_plain = not current.is_transformed
-            number_of = one.measure(value) if is_plain else transformed(one.measure, value)
+            number_of = output.measure(value) if is_plain else transformed(output.measure, value)
             if number_of is not None:
-                current.log.append((number, number_of, one.measure))
+                current.log.append((number, number_of, output.measure))
                 if not current.roots and len(current.log) > _MOST_SUMS:
                     self.judge_parts(current)
 
         def after(current: Pass, number_of: Tensor | None) -> None:
             if number_of is not None:
                 # What is measured in the graph stays the sum: only a NaN in it counts from now on.
-                is_plain = one.measure is total
-                entry = number_of if is_plain else without_infinity(number_of)
+                is_plain = output.measure is total
+                entry = number_of if is_plain else finiteness.without_infinity(number_of)
                 current.log.append((number, entry, None))
 
         # A container's output is a part's, seen already.
-        if not self._looking.is_on or not is_single:
+        if not self._traits.is_on or not is_single:
             return SplitCallback(see, total, after)
-        place, looking = len(self._habits), self._looking
+        place, reader = len(self._habits), self._traits
         habits = Habits(site, self._also, self._outcome.add)
         self._habits.append(habits)
 
-        def note(current: Pass, look: Look) -> None:
-            habits.note(look, current.opened[RUN][0].step)
-            if look.extremes is not None:
-                current.opened[_SEEN].append((place, look.extremes))
+        def note(current: Pass, traits: Traits) -> None:
+            habits.note(traits, current.opened[RUN][0].step)
+            if traits.extremes is not None:
+                current.opened[_EXTREMES].append((place, traits.extremes))
 
-        def see_and_look(current: Pass, value: Any) -> None:
+        def see_and_note(current: Pass, value: Any) -> None:
             see(current, value)
             if not current.is_transformed:
-                note(current, looking.look(value))
+                note(current, reader.read(value))
 
-        def after_both(current: Pass, found: tuple[Tensor | None, Look]) -> None:
-            after(current, found[0])
+        def after_both(current: Pass, measured_in_graph: tuple[Tensor | None, Traits]) -> None:
+            after(current, measured_in_graph[0])
             if not current.is_transformed:
-                note(current, found[1])
+                note(current, measured_in_graph[1])
 
-        return SplitCallback(see_and_look, self._total_and_look, after_both)
+        return SplitCallback(see_and_note, self._total_and_traits, after_both)
 
-    def _total_and_look(self, value: Any) -> tuple[Tensor | None, Look]:
-        return total(value), self._looking.look(value)
+    def _total_and_traits(self, value: Any) -> tuple[Tensor | None, Traits]:
+        return total(value), self._traits.read(value)
 
     def begin_pass(self, current: Pass) -> None:
         """Make the run of a pass, and judge it when the pass ends."""
-        run = Run(
-            self._n_runs,
-            is_sharded=self._sharded_on is not None,
-            is_transformed=current.is_transformed,
-        )
+        run = CheckedRun(self._n_runs, self._checked.sharded_on is not None, current.is_transformed)
         self._n_runs += 1
-        current.opened[RUN], current.opened[_SEEN] = [run], []
+        current.opened[RUN], current.opened[_EXTREMES] = [run], []
         run.sums = current.log
         current.at_end.append(lambda: self._pass_ends(current, run))
 
@@ -179,16 +148,16 @@ class ForwardChecks:
         if model is not None and not current.is_transformed:
             current.opened[RUN][0].begin(frame, model, self._changing)
 
-    def _pass_ends(self, current: Pass, run: Run) -> None:
+    def _pass_ends(self, current: Pass, run: CheckedRun) -> None:
         try:
             finding = self._judge(run)
-            if self._sharded_on is not None and not current.failed:
-                finding = shared(finding, self._sharded_on)
-            judge_all(self._habits, current.opened[_SEEN], run.step)
+            if not current.failed:
+                finding = self._checked.shared(finding)
+            judge_all(self._habits, current.opened[_EXTREMES], run.step)
         finally:
-            current.opened[_SEEN] = []
-            self._changing.copies_inputs |= run.are_inputs_overwritten()
-            if run.args is not None:
+            current.opened[_EXTREMES] = []
+            if run.start is not None:
+                self._changing.copies_inputs |= run.start.are_inputs_overwritten()
                 self._changing.learn()
             current.log = []
             current.note = current.log.append
@@ -206,15 +175,15 @@ class ForwardChecks:
             error.add_note(f"hookline: before that, {finding.message}")
         elif self._passes.closed:
             outcome.at_end = outcome.at_end or finding
-        elif is_grouped() and run.has_grad and self._sharded_on is None:
+        elif run.has_grad and self._checked.others_would_wait:
             outcome.until_step = outcome.until_step or finding
         else:
             raise finding.error()
 
     def judge_parts(self, current: Pass) -> None:
         """Judge what has run so far, where parts of the model run and the model itself does not."""
-        run: Run = current.opened[RUN][0]
-        if run.args is not None or current.roots:
+        run: CheckedRun = current.opened[RUN][0]
+        if run.start is not None or current.roots:
             return
         try:
             finding = self._judge(run)
@@ -223,51 +192,60 @@ class ForwardChecks:
         if finding is not None:
             raise finding.error()
 
-    def _judge(self, run: Run) -> Finding | None:
+    def _judge(self, run: CheckedRun) -> Finding | None:
         """Find who made a value that is not finite in a run; None if all is well."""
-        flags = are_finite([total_of for _, total_of, _ in run.sums])
-        bad = [index for index, is_finite in enumerate(flags) if not is_finite]
-        run.is_output_finite = not any(not self._outputs[run.sums[k][0]].site.path for k in bad)
-        suspects = [k for k in bad if not self._outputs[run.sums[k][0]].is_excused]
+        bad = finiteness.not_finite([number for _, number, _ in run.sums])
+        run.is_output_finite = all(self._output(run, k).site.path for k in bad)
+        suspects = [k for k in bad if not self._output(run, k).is_excused]
         if not suspects:
             return None
-        model, why = self._model(), run.why_not_repeatable()
-        finding = None
+        model, finding, why = self._model(), None, None
         if model is not None and any(map(kinds_in, model.parameters())):
             # The weights have stepped without an optimizer of torch, with what a backward made.
             finding = self._outcome.take_backward()
-        if finding is None and model is not None and why is None:
-            replay = self.replay(model, run)
-            try:
-                replay.forward()
-                finding, why = self._explained(replay, run, suspects)
-            except Exception as error:
-                why = f"the run could not be repeated ({first_line(error)})"
-        if finding is None and why is not None:
+        if finding is None:
+            finding, why = self.repeat(run, lambda replay: self._explained(replay, run, suspects))
+        if why is not None:
             finding = self._unexplained(run, suspects, why)
         return None if finding is None else self._outcome.add(finding)
 
-    def replay(self, model: nn.Module, run: Run) -> Replay:
-        """Return a repetition of a run, which compares itself with the run."""
-        return Replay(model, run, self._passes, [output.site.path for output in self._outputs])
-
-    def _explained(
-        self, replay: Replay, run: Run, suspects: list[int]
+    def repeat(
+        self, run: CheckedRun, explain: Callable[[Replay], tuple[Finding | None, str | None]]
     ) -> tuple[Finding | None, str | None]:
-        """Explain a run by its repetition, as far as both were the same.
+        """Repeat a run, and explain it by its repetition.
 
         Returns:
             The finding; or the reason why the run stays unexplained; or neither, if all is well.
         """
+        model = self._model()
+        why = "the model is gone" if model is None else run.why_not_repeatable()
+        if model is None or why is not None:
+            return None, why
+        paths = [output.site.path for output in self._outputs]
+        try:
+            with torch.set_grad_enabled(run.has_grad):
+                replay = Replay(model, run, self._passes, paths)
+                replay.forward()
+                return explain(replay)
+        except Exception as error:
+            return None, f"the run could not be repeated ({first_line(error)})"
+
+    def _output(self, run: CheckedRun, index: int) -> _Output:
+        return self._outputs[run.sums[index][0]]
+
+    def _explained(
+        self, replay: Replay, run: CheckedRun, suspects: list[int]
+    ) -> tuple[Finding | None, str | None]:
+        """Explain a run by its repetition, as far as both were the same."""
         origins = replay.proven_origins()
         difference = _unexplained_difference(replay, run, origins)
         if difference is not None:
             return None, f"the run did not repeat itself, first at {difference}"
-        sites = {number: self._outputs[number] for number in (run.sums[k][0] for k in suspects)}
+        outputs = [self._output(run, k) for k in suspects]
         if not origins:
-            for output in sites.values():
+            for output in outputs:
                 calls = [call for call in replay.calls if call.node.path == output.site.path]
-                output.measure = _measure_beside(all_kinds(call.kinds for call in calls))
+                output.measure = _measure_beside(finiteness.all_kinds(call.kinds for call in calls))
             return None, None
         # Origins in the output count. If the output has no numbers, all origins count.
         leaving = replay.origin if replay.has_numbers else origins[0]
@@ -275,11 +253,11 @@ class ForwardChecks:
         finding = replay.finding(origin, "forward")
         if leaving is not None:
             return self._outcome.keep(replay, origin, finding), None
-        for output in sites.values():
+        for output in outputs:
             output.is_excused = True
         return finding.with_(vanished=True), None
 
-    def _unexplained(self, run: Run, suspects: list[int], why: str) -> Finding | None:
+    def _unexplained(self, run: CheckedRun, suspects: list[int], why: str) -> Finding | None:
         """Describe a run that cannot be repeated, or does not repeat itself.
 
         Returns:
@@ -287,24 +265,24 @@ class ForwardChecks:
             next run is measured exactly.
         """
         kinds = _kinds_of(run.output)
-        if kinds is None or kinds & ~Kind.MINUS_INF:
+        if kinds is None or kinds & ~NonFinite.MINUS_INF:
             if kinds is not None or any(bool(run.sums[k][1].isnan()) for k in suspects):
                 return self._described(run, suspects, why)
             exact = []
         else:
             # It has vanished, or a sum has overflowed.
             exact = [k for k in suspects if run.sums[k][2] not in (total, None)]
-        for output in (self._outputs[run.sums[k][0]] for k in suspects):
-            output.measure = beside_masks
-        inner = [k for k in exact if self._outputs[run.sums[k][0]].site.path]
-        for output in (self._outputs[run.sums[k][0]] for k in inner):
-            output.is_excused = True
+        for k in suspects:
+            self._output(run, k).measure = finiteness.beside_masks
+        inner = [k for k in exact if self._output(run, k).site.path]
+        for k in inner:
+            self._output(run, k).is_excused = True
         return self._described(run, inner, why).with_(vanished=True) if inner else None
 
-    def _described(self, run: Run, suspects: list[int], why: str) -> Finding:
+    def _described(self, run: CheckedRun, suspects: list[int], why: str) -> Finding:
         """Describe the first output that has a NaN, or else the root's, or the first."""
         has_nan = [k for k in suspects if bool(run.sums[k][1].isnan())]
-        roots = [k for k in suspects if not self._outputs[run.sums[k][0]].site.path]
+        roots = [k for k in suspects if not self._output(run, k).site.path]
         index = [*has_nan, *roots, *suspects][0]
         number = run.sums[index][0]
         call = sum(site_number == number for site_number, _, _ in run.sums[:index])
@@ -312,18 +290,15 @@ class ForwardChecks:
         model = self._model()
         nodes = [] if model is None else walk(model)
         node = next((candidate for candidate in nodes if candidate.path == site.path), None)
-        passed = [path_text(self._outputs[run.sums[k][0]].site.path) for k in suspects if k > index]
-        held = [] if node is None else [
-            measured(name, weight) for name, weight in node.module.named_parameters(recurse=False)
-        ]  # fmt: skip
-        output = [] if site.path else _measurable(run.output)
-        counts = [counted(tensor) for tensor in output]
+        parameters = [] if node is None else node.module.named_parameters(recurse=False)
+        passed = [path_text(self._output(run, k).site.path) for k in suspects if k > index]
+        output = [] if site.path else finiteness.measurable_in(run.output)
         return Finding(
             "forward", site.path, site.module_type, call, run.step,
-            n_nan=sum(n_nan for n_nan, _ in counts),
-            n_inf=sum(n_inf for _, n_inf in counts),
+            n_nan=sum(finiteness.counted(tensor)[0] for tensor in output),
+            n_inf=sum(finiteness.counted(tensor)[1] for tensor in output),
             n_total=sum(tensor.numel() for tensor in output),
-            parameters=tuple(held),
+            parameters=tuple(measured(name, weight) for name, weight in parameters),
             passed_on=tuple(passed),
             notes=(f"the operation is not known: {why}",),
         )  # fmt: skip
@@ -341,34 +316,27 @@ def _keeping_output(callback: SplitCallback) -> SplitCallback:
     return callback._replace(callback=see_and_keep)
 
 
-def _unexplained_difference(replay: Replay, run: Run, origins: list[Origin]) -> str | None:
+def _unexplained_difference(replay: Replay, run: CheckedRun, origins: list[Origin]) -> str | None:
     """Return the first output that differs from the first run's; None if none that matters does.
 
-    Args:
-        replay: the repeated run.
-        run: the first run.
-        origins: the origins of numbers that are not finite, before the difference.
+    `origins` are those before the difference.
     """
     kinds, difference = _kinds_of(run.output), replay.likeness.difference
     if kinds is not None and replay.root_kinds not in (None, kinds):
         difference = difference or path_text("")
     # An operation of the repeated run explains only a value that the first run returned.
-    has_left = not run.is_output_finite if kinds is None else bool(kinds & ~Kind.MINUS_INF)
+    has_left = not run.is_output_finite if kinds is None else bool(kinds & ~NonFinite.MINUS_INF)
     return None if has_left and replay.origin in origins else difference
 
 
-def _measurable(value: Any) -> list[Tensor]:
-    return [tensor for _, tensor in tree.tensors(value) if is_measurable(tensor)]
-
-
-def _kinds_of(output: Any) -> Kind | None:
+def _kinds_of(output: Any) -> NonFinite | None:
     """Return the kinds of numbers in an output that are not finite; None if it has no numbers."""
-    tensors = _measurable(output)
-    return all_kinds(map(kinds_in, tensors)) if tensors else None
+    tensors = finiteness.measurable_in(output)
+    return finiteness.all_kinds(map(kinds_in, tensors)) if tensors else None
 
 
-def _measure_beside(kinds: Kind) -> Measure:
+def _measure_beside(kinds: NonFinite) -> Measure:
     """Return the measure for a site where these kinds are meant; without any, its sum overflows."""
-    if kinds is Kind.MINUS_INF:
-        return beside_masks
-    return total_nan if kinds else extremes
+    if kinds is NonFinite.MINUS_INF:
+        return finiteness.beside_masks
+    return finiteness.total_nan if kinds else finiteness.extremes

@@ -16,22 +16,16 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from hookline.engine import local_part
-from hookline.engine.torch_private.autograd import hook_node
-from hookline.engine.torch_private.graph.nodes import (
-    next_number,
-    nodes_of_loss,
-    number_of,
-    saved_by,
-)
-from hookline.verbs.check.finding import Measured, SourceLine
-from hookline.verbs.check.finiteness import Kind, is_measurable, kinds_in
-from hookline.verbs.check.loss_line import CalledAt, line_of_loss, users_frame
+from hookline.engine import hook_node, local_part, next_number, nodes_of_loss, number_of, saved_by
+from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in
+from hookline.verbs.check.finding import Finding, SourceLine, users_frame
+from hookline.verbs.check.loss_line import CalledAt, line_of_loss
 from hookline.verbs.check.origins import line_of_forward, measured
 
 # A loss of more operations is not looked through.
@@ -54,22 +48,16 @@ _FILLING = re.compile("(MaskedFill|Where|ConstantPadNd|Fill|MaskedScatter)Backwa
 # Nodes of operations that make no NaN of finite numbers, and an infinity only if they overflow.
 _HARMLESS = re.compile(_MOVING.pattern + "|(Add|Sub|Rsub|Mul|Sum|Mean|Mv|Mm|Bmm|Dot)Backward[0-9]+")
 
-Known = dict[tuple[Any, int], Tensor]
-
 
 @final
 class Fault:
-    """Name the operation of a loss that made a number that is not finite.
+    """The operation of a loss that made a number that is not finite.
 
-    Args:
-        node: the node of the operation in the graph; None if not known.
-        tensor: the tensor that has the number: the loss, or a gradient in its backward.
-        inputs: the inputs of the operation.
-        notes: remarks, as text.
-        is_of_backward: True for an operation of the backward of a finite loss.
+    `tensor` has the number: the loss, or a gradient in its backward. `node` is the node of the
+    operation in the graph; None if not known.
     """
 
-    __slots__ = ("function", "inputs", "line", "node", "notes", "operation", "tensor")
+    __slots__ = ("_function", "_inputs", "_notes", "_operation", "line", "node", "tensor")
 
     def __init__(
         self,
@@ -80,15 +68,33 @@ class Fault:
         *,
         is_of_backward: bool = False,
     ) -> None:
-        self.node = node
+        self.node, self.tensor = node, tensor
+        self._notes = notes
+        self._inputs = [measured(f"[{k}]", part.detach()) for k, part in enumerate(inputs)]
         name = "" if node is None else _forward_name(node)
-        self.tensor, self.notes = tensor, notes
-        self.function = (node.name() if is_of_backward else name) or None if node else None
-        self.operation = f"aten.{name}" if hasattr(torch.ops.aten, name or "-") else None
-        self.line: SourceLine | None = None if node is None else line_of_forward(_trace(node))
-        self.inputs: tuple[Measured, ...] = tuple(
-            measured(f"[{k}]", tensor.detach()) for k, tensor in enumerate(inputs)
+        self._function = (node.name() if is_of_backward else name) if name else None
+        self._operation = f"aten.{name}" if hasattr(torch.ops.aten, name or "-") else None
+        traceback = [] if node is None else node.metadata.get("traceback_", [])
+        self.line: SourceLine | None = line_of_forward(traceback)
+
+    def added_to(self, finding: Finding) -> Finding:
+        """Return a finding with the operation."""
+        return finding.with_(
+            operation=self._operation,
+            function=self._function,
+            line=self.line,
+            inputs=(*finding.inputs, *self._inputs),
+            notes=(*finding.notes, *self._notes),
         )
+
+
+class _RunNodes(NamedTuple):
+    """Name the nodes of one run by their numbers."""
+
+    first: int  # the first number
+    after: int  # the number after the last one
+    is_finite: bool  # whether the run's output is known to be finite
+    called_at: CalledAt | None  # the line that called the model
 
 
 @final
@@ -100,19 +106,11 @@ class NodeNumbers:
     def __init__(self) -> None:
         self._runs: dict[int, list[_RunNodes]] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether no run of this thread has made nodes."""
-        return not self._runs.get(threading.get_ident())
+    def __bool__(self) -> bool:
+        return bool(self._runs.get(threading.get_ident()))
 
     def add(self, first: int, *, is_finite: bool, called_at: CalledAt | None = None) -> None:
-        """Add a run of this thread that ends now.
-
-        Args:
-            first: the number of its first node.
-            is_finite: True if its output is known to be finite.
-            called_at: the line that called the model.
-        """
+        """Add a run of this thread that ends now, by the number of its first node."""
         after = next_number()
         if after > first:
             runs = self._runs.setdefault(threading.get_ident(), [])
@@ -129,65 +127,41 @@ class NodeNumbers:
     def last_before(self, number: int) -> _RunNodes | None:
         """Return the last run of this thread that began before a node."""
         runs = self._runs.get(threading.get_ident(), [])
-        index = bisect.bisect_right(runs, number, key=_first_of)
+        index = bisect.bisect_right(runs, number, key=attrgetter("first"))
         return runs[index - 1] if index else None
-
-
-class _RunNodes(NamedTuple):
-    """Name the nodes of one run by their numbers.
-
-    Attributes:
-        first: the first number.
-        after: the number after the last one.
-        is_finite: whether the run's output is known to be finite.
-        called_at: the line that called the model.
-    """
-
-    first: int
-    after: int
-    is_finite: bool
-    called_at: CalledAt | None
-
-
-def _first_of(run: _RunNodes) -> int:
-    return run.first
 
 
 @final
 class LossGraph:
-    """Hold the graph between the outputs of a model and the tensors that a backward begins at.
-
-    Args:
-        roots: the tensors that the backward begins at.
-        numbers: the numbers of the nodes of the model's runs.
-
-    Attributes:
-        thread: the thread that runs the backward.
-        fault: the fault of the loss; None if the loss is finite, or not known.
-        is_nan: whether the loss is a NaN.
-        value: the loss, if it is one number.
-        is_accumulating: whether gradients were as the last backward had left them.
-    """
+    """Hold the graph between the outputs of a model and the tensors that a backward begins at."""
 
     __slots__ = (
-        "_frame", "_given", "_handles", "_is_output_finite", "_nodes", "_numbers", "_passed",
-        "_room", "fault", "is_accumulating", "is_nan", "thread", "value",
+        "_frame", "_gradients", "_handles", "_is_output_finite", "_nodes", "_numbers", "_room",
+        "fault", "is_accumulating", "is_nan", "thread", "value",
     )  # fmt: skip
 
     def __init__(self, roots: Sequence[Any], numbers: NodeNumbers) -> None:
         self.thread = threading.get_ident()
-        self.is_accumulating = False
+        self.is_accumulating = False  # True: gradients were as the last backward had left them
         self._frame = users_frame(sys._getframe(1))
-        self.fault: Fault | None = None
+        self.fault: Fault | None = None  # None if the loss is finite, or not known
         self._numbers, self._is_output_finite = numbers, True
         self._handles: list[Any] = []
-        self._given: dict[Any, Sequence[Tensor | None]] = {}
-        self._passed: list[tuple[Any, Sequence[Tensor | None]]] = []
+        # For each node whose backward has run: the gradients that it passed on, and that it got.
+        self._gradients: list[tuple[Any, list[Tensor], list[Tensor]]] = []
         self._room = _MOST_BYTES
-        tensors = [tensor for tensor in roots if isinstance(tensor, Tensor) and _is_small(tensor)]
-        self.value = _number(tensors[0]) if len(tensors) == len(roots) == 1 else None
+        tensors = [
+            root for root in roots
+            if isinstance(root, Tensor) and is_measurable(root) and root.grad_fn is not None
+            and root.numel() <= _MOST_VALUES
+        ]  # fmt: skip
+        self.value: float | None = None  # the loss, if it is one number
+        if len(tensors) == len(roots) == 1:
+            plain = local_part(tensors[0].detach())
+            is_number = plain.numel() == 1 and not plain.is_complex()
+            self.value = float(plain) if is_number else None
         kinds = [kinds_in(tensor.detach()) for tensor in tensors]
-        self.is_nan = any(kind & Kind.NAN for kind in kinds)
+        self.is_nan = any(kind & NonFinite.NAN for kind in kinds)
         grad_fns = [tensor.grad_fn for tensor in tensors]
         self._nodes = nodes_of_loss(grad_fns, self._is_of_run, _MOST_NODES)
         loss = next((root for root, kind in zip(tensors, kinds, strict=True) if kind), None)
@@ -205,15 +179,16 @@ class LossGraph:
         return is_finite is not None
 
     def _hook(self, node: Any) -> Callable[..., None]:
-        def keep(passed: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-            tensors = [tensor for tensor in (*passed, *given) if tensor is not None]
+        def keep(grad_inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> None:
+            passed_on = [tensor for tensor in grad_inputs if tensor is not None]
+            arrived = [tensor for tensor in grads if tensor is not None]
+            tensors = [*passed_on, *arrived]
             if any(tensor.layout is not torch.strided for tensor in tensors):
                 return  # sparse tensors do not know their size
             size = sum(tensor.nbytes for tensor in tensors)
             if size <= self._room:
                 self._room -= size
-                self._given[node] = given
-                self._passed.append((node, passed))
+                self._gradients.append((node, passed_on, arrived))
 
         return keep
 
@@ -222,17 +197,16 @@ class LossGraph:
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self._frame = [], [], None
-        self._given, self._passed = {}, []
+        self._gradients = []
 
     def fault_of_backward(self) -> Fault | None:
         """Return the first operation in the loss's backward that made a NaN or an infinity."""
-        for node, passed in self._passed:
-            bad = [tensor for tensor in passed if tensor is not None and kinds_in(tensor.detach())]
-            grads = [tensor for tensor in self._given[node] if tensor is not None]
-            if bad and any(kinds_in(tensor.detach()) for tensor in grads):
+        for node, passed_on, arrived in self._gradients:
+            bad = [tensor for tensor in passed_on if kinds_in(tensor.detach())]
+            if bad and any(kinds_in(tensor.detach()) for tensor in arrived):
                 return None  # it was given that, by an operation whose gradients are not known
             if bad:
-                return self._at_line(Fault(node, bad[0], grads, is_of_backward=True))
+                return self._at_line(Fault(node, bad[0], arrived, is_of_backward=True))
         return None
 
     def _at_line(self, fault: Fault) -> Fault:
@@ -253,16 +227,13 @@ class LossGraph:
 class _Values:
     """Hold the values in the graph of a loss, as far as they are known.
 
-    Args:
-        nodes: the nodes of the loss, each behind those that it gets values from.
-        loss: the loss.
-        is_output_finite: whether all outputs of the model are known to be finite.
+    Each node of `nodes` stands behind those that it gets values from.
     """
 
     def __init__(self, nodes: Sequence[Any], loss: Tensor, is_output_finite: bool) -> None:
         self._nodes, self._loss = dict.fromkeys(nodes), loss
         self._is_output_finite = is_output_finite
-        self._known: Known = {(loss.grad_fn, loss.output_nr): loss.detach()}
+        self._known: dict[tuple[Any, int], Tensor] = {(loss.grad_fn, loss.output_nr): loss.detach()}
         self._constants: dict[Any, list[Tensor]] = {}
         for node in nodes:
             for name, tensor in saved_by(node):
@@ -294,7 +265,7 @@ class _Values:
         leaf = getattr(before, "variable", None)
         return leaf.detach() if isinstance(leaf, Tensor) else self._known.get((before, number))
 
-    def _kinds(self, edge: tuple[Any, int]) -> Kind | None:
+    def _kinds(self, edge: tuple[Any, int]) -> NonFinite | None:
         """Return the kinds of an operation's output that are not finite; None if not known."""
         tensor = self._input(edge)
         if tensor is not None:
@@ -303,14 +274,16 @@ class _Values:
         if node is None:
             return None
         if node not in self._nodes:
-            return Kind.NONE if self._is_output_finite else None
+            return NonFinite.NONE if self._is_output_finite else None
         inputs = [
             self._kinds(edge_before)
             for edge_before in node.next_functions
             if edge_before[0] is not None
         ]
         is_moving = _MOVING.fullmatch(node.name()) is not None
-        return Kind.NONE if is_moving and inputs and not any(_is_bad(k) for k in inputs) else None
+        return (
+            NonFinite.NONE if is_moving and inputs and not any(_is_bad(k) for k in inputs) else None
+        )
 
     def fault(self) -> Fault:
         """Find the operation that made the loss not finite."""
@@ -335,16 +308,12 @@ class _Values:
         while waiting:
             edge = waiting.pop(0)
             kinds = self._kinds(edge)
-            if kinds and not self._is_meant(edge, kinds):
+            if kinds and (kinds & NonFinite.NAN or not _is_filled(edge[0])):
                 return edge
             if kinds is None and edge not in visited and edge[0] in self._nodes:
                 visited.add(edge)
                 waiting += [below for below in edge[0].next_functions if below[0] is not None]
         return None
-
-    def _is_meant(self, edge: tuple[Any, int], kinds: Kind) -> bool:
-        is_filled = edge[0] is not None and _FILLING.fullmatch(edge[0].name()) is not None
-        return is_filled and not kinds & Kind.NAN
 
     def _made_by(self, node: Any, edges: list[tuple[Any, int]], *, is_kept: bool) -> Fault:
         inputs = [tensor for tensor in map(self._input, edges) if tensor is not None]
@@ -368,28 +337,18 @@ _TOO_LITTLE = (
 )
 
 
-def _is_bad(kinds: Kind | None) -> bool:
+def _is_filled(node: Any) -> bool:
+    return node is not None and _FILLING.fullmatch(node.name()) is not None
+
+
+def _is_bad(kinds: NonFinite | None) -> bool:
     return kinds is None or bool(kinds)
-
-
-def _is_small(tensor: Tensor) -> bool:
-    return is_measurable(tensor) and tensor.grad_fn is not None and tensor.numel() <= _MOST_VALUES
-
-
-def _number(tensor: Tensor) -> float | None:
-    plain = local_part(tensor.detach())
-    return float(plain) if plain.numel() == 1 and not plain.is_complex() else None
 
 
 def _forward_name(node: Any) -> str:
     """Return the name of a node's operation: "log_softmax" of LogSoftmaxBackward0."""
     name = re.sub("Backward[0-9]*$", "", node.name().rpartition("::")[2])
     return re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
-def _trace(node: Any) -> list[str]:
-    traceback: list[str] = node.metadata.get("traceback_", [])
-    return traceback
 
 
 def _whole(number: int) -> int:

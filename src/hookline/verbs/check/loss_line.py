@@ -15,30 +15,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hookline.engine.torch_private.graph.nodes import number_of
-from hookline.verbs.check.finding import SourceLine
-from hookline.verbs.check.origins import is_ours
+from hookline.engine import number_of
+from hookline.verbs.check.finding import SourceLine, source_line
 
 _WORKS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.AugAssign, ast.Subscript, ast.Compare)
 
 
 class CalledAt(NamedTuple):
-    """Name the line that called a model.
+    """Name the line that called a model."""
 
-    Attributes:
-        code: the code of the calling function.
-        lineno: the number of the line.
-    """
-
-    code: CodeType
-    lineno: int
-
-
-def users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the nearest frame that is of no function of torch or hookline."""
-    while frame is not None and is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+    code: CodeType  # the code of the calling function
+    lineno: int  # the number of the line
 
 
 def line_of_loss(
@@ -46,14 +33,11 @@ def line_of_loss(
 ) -> SourceLine | None:
     """Return the line of a function in which an operation of the loss ran; None if not known.
 
-    Args:
-        frame: the frame of the function.
-        node: the node of the operation.
-        called_at: the line that called the last run of the model before the operation.
-        reaches: tells whether the value of a node was computed from the operation's.
+    `called_at` is the line that called the last run of the model before the operation. `reaches`
+    tells whether the value of a node was computed from the operation's.
     """
     if called_at == CalledAt(frame.f_code, frame.f_lineno):
-        return _line(frame, frame.f_lineno)  # the model, the loss and its backward
+        return source_line(frame, frame.f_lineno)  # the model, the loss and its backward
     statements = list(_statements(frame.f_code))
     variables, number = _known(frame, statements), number_of(node)
     later = [
@@ -68,21 +52,15 @@ def line_of_loss(
     last = max(before, key=lambda place: place.lineno, default=None)
     if statement is None or last is None or not _is_next(statements, last, statement):
         return None
-    return _line(frame, statement.lineno)
+    return source_line(frame, statement.lineno)
 
 
 class _Known(NamedTuple):
-    """Hold a variable that one statement stores.
+    """Hold a variable that one statement stores."""
 
-    Attributes:
-        number: the number of the node that made its value.
-        node: the node.
-        statement: the statement.
-    """
-
-    number: int
-    node: Any
-    statement: ast.stmt
+    number: int  # the number of the node that made its value
+    node: Any  # the node
+    statement: ast.stmt  # the statement
 
 
 def _known(frame: FrameType, statements: list[ast.stmt]) -> list[_Known]:
@@ -93,12 +71,6 @@ def _known(frame: FrameType, statements: list[ast.stmt]) -> list[_Known]:
         if isinstance(value, Tensor) and value.grad_fn is not None and len(places) == 1:
             variables.append(_Known(number_of(value.grad_fn), value.grad_fn, places[0]))
     return sorted(variables, key=lambda variable: variable.number)
-
-
-def _line(frame: FrameType, lineno: int) -> SourceLine:
-    code = frame.f_code
-    text = linecache.getline(code.co_filename, lineno).strip()
-    return SourceLine(code.co_filename, lineno, code.co_name, text)
 
 
 def _statements(code: CodeType) -> Iterator[ast.stmt]:

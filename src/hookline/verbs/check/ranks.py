@@ -28,53 +28,57 @@ _OF_ALL = ("gradient", "parameter")
 _UNKNOWN = "holds it; the rank that made it is not known"
 
 
-def is_on_any(mine: bool, device: torch.device) -> bool:
-    """Tell whether something is so on any rank. A collective."""
-    flag = torch.tensor(int(mine), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
+def is_on_any(flag: bool, device: torch.device) -> bool:
+    """Tell whether a flag is set on any rank. A collective."""
+    flags = torch.tensor(int(flag), device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
 
 
-def shared(mine: Finding | None, device: torch.device) -> Finding | None:
+def shared(finding: Finding | None, device: torch.device) -> Finding | None:
     """Return the earliest finding of all ranks; None if no rank has one. A collective."""
-    if not is_on_any(mine is not None, device):
+    if not is_on_any(finding is not None, device):
         return None
-    return earliest(mine, is_known=mine is not None and mine.kind != "gradient")
+    return earliest(finding, is_known=finding is not None and finding.kind != "gradient")
 
 
-def earliest(mine: Finding | None, *, is_known: bool, timeout: float = TIMEOUT_S) -> Finding | None:
+def earliest(
+    finding: Finding | None, *, is_known: bool, timeout: float = TIMEOUT_S
+) -> Finding | None:
     """Return the earliest finding of all ranks, the same on each of them.
 
     Args:
-        mine: this rank's finding, if it has one.
+        finding: this rank's finding, if it has one.
         is_known: whether this rank knows who made the value.
         timeout: how long to wait for the other ranks, in seconds.
     """
     ranks = ranks_of(None, _QUESTION)
     if len(ranks) < 2:
-        return mine
-    said: list[Any]
+        return finding
+    answers: list[Any]
     try:
-        data = None if mine is None else mine.as_json()
-        said = gather_json(_QUESTION, [is_known, data], ranks, timeout)
+        data = None if finding is None else finding.as_json()
+        answers = gather_json(_QUESTION, [is_known, data], ranks, timeout)
     except RanksError as error:
-        if mine is None:
+        if finding is None:
             raise
         note = f"the ranks did not meet: {first_line(error)}"
-        return mine.with_(rank=rank_here(), notes=(*mine.notes, note))
-    found = [
-        (not known, finding.step, finding.kind == "backward", rank, finding)
-        for rank, (known, data) in zip(ranks, said, strict=True)
+        return finding.with_(rank=rank_here(), notes=(*finding.notes, note))
+    candidates = [
+        (rank, not is_known_there, Finding.from_json(data))
+        for rank, (is_known_there, data) in zip(ranks, answers, strict=True)
         if data is not None
-        for finding in (Finding.from_json(data),)
     ]
-    *_, rank, finding = min(found, key=lambda one: one[:4])
-    if finding.rank is not None or any(note.endswith(_UNKNOWN) for note in finding.notes):
-        return finding  # the ranks have agreed on it before
-    if finding.kind in _OF_ALL:
+    rank, _, first = min(
+        candidates,
+        key=lambda entry: (entry[1], entry[2].step, entry[2].kind == "backward", entry[0]),
+    )
+    if first.rank is not None or any(note.endswith(_UNKNOWN) for note in first.notes):
+        return first  # the ranks have agreed on it before
+    if first.kind in _OF_ALL:
         # All ranks have made the gradients and the weights together.
-        return finding.with_(notes=(*finding.notes, f"rank {rank} {_UNKNOWN}"))
-    return finding.with_(rank=rank)
+        return first.with_(notes=(*first.notes, f"rank {rank} {_UNKNOWN}"))
+    return first.with_(rank=rank)
 
 
 def rank_here() -> int:

@@ -50,7 +50,7 @@ class ClipLine(VerbLine[RawLine]):
         super().__init__(line)
         self._limit = limit
         self._tallies: list[Tally] = []
-        self._told = False
+        self._has_warned = False
 
     def __enter__(self) -> Self:
         self._line.__enter__()
@@ -65,8 +65,8 @@ class ClipLine(VerbLine[RawLine]):
         if error is not None:
             return
         bad = [row for row in self.report().rows if row.nonfinite]
-        if bad and not self._told:
-            self._told = True
+        if bad and not self._has_warned:
+            self._has_warned = True
             warn(
                 f"hl.clip: {sum(row.nonfinite for row in bad)} gradients had inf or NaN, which"
                 f" clipping does not mend: {', '.join(row.site for row in bad[:4])}."
@@ -78,7 +78,7 @@ class ClipLine(VerbLine[RawLine]):
     def start(self, selection: Selection) -> None:
         """Register the hooks at the selected sites."""
         places = list(selection.places)
-        ours = [place for place in places if place[0].port == "grad"]
+        weights = [place for place in places if place[0].port == "grad"]
         between = [place for place in places if place[0].port != "grad"]
         is_total = self._limit.kind == "total_norm"
         if is_total and between:
@@ -87,8 +87,8 @@ class ClipLine(VerbLine[RawLine]):
                 f" ({between[0][0]}): it needs all gradients before it can change any, and these"
                 " are used up by then.\nUse norm= for each of them, or total_norm= for parameters."
             )
-        if ours and self._limit.kind != "value":
-            meet_for_norms([site for site, _ in ours], [node.tensor for _, node in ours])  # type: ignore[union-attr]
+        if weights and self._limit.kind != "value":
+            meet_for_norms([site for site, _ in weights], [node.tensor for _, node in weights])  # type: ignore[union-attr]
         if between and self._limit.kind == "norm" and isinstance(self._line.root, nn.Module):
             split = split_parameters(self._line.root)
             self._limit.is_split = bool(split)
@@ -97,8 +97,8 @@ class ClipLine(VerbLine[RawLine]):
             if is_total:
                 self._tallies.append(Tally("total"))
                 self._clip_total(selection)
-            elif ours:
-                self._clip_parameters(Selection(self._line.module_tree, ours))
+            elif weights:
+                self._clip_parameters(Selection(self._line.module_tree, weights))
             if between:
                 self._line.tap(
                     Selection(self._line.module_tree, between),
@@ -114,7 +114,7 @@ class ClipLine(VerbLine[RawLine]):
         tallies = {id(node.tensor): self._tally(site) for site, node in selection.places}  # type: ignore[union-attr]
         limit = self._limit
 
-        def clip_one(parameter: Tensor) -> None:
+        def clip_parameter(parameter: Tensor) -> None:
             holder = dense(parameter)
             if limit.kind == "value":
                 tallies[id(parameter)].add(largest(holder.grad), limit.bound)
@@ -123,15 +123,14 @@ class ClipLine(VerbLine[RawLine]):
                 norm = clip_norm([holder], limit.bound, limit.norm_type)
                 tallies[id(parameter)].add(norm, limit.bound)
 
-        def clip_each(parameters: list[Tensor]) -> None:
+        def clip_each(parameters: dict[int, Tensor]) -> None:
             # Each norm is a collective, so all ranks must compute norms in the same order.
-            for parameter in sorted(parameters, key=lambda one: numbers[id(one)]):
-                clip_one(parameter)
+            for key in tallies:
+                if key in parameters:
+                    clip_parameter(parameters[key])
 
-        numbers = {key: number for number, key in enumerate(tallies)}
         at_end = ClipAfterBackward(clip_each)
-
-        when_whole = ClipOnAccumulate(clip_one)
+        when_whole = ClipOnAccumulate(clip_parameter)
 
         def accumulated(parameter: Tensor) -> None:
             if is_grouped():  # DDP writes its reduced gradients into .grad at the end of backward
@@ -145,9 +144,9 @@ class ClipLine(VerbLine[RawLine]):
         parameters = [node.tensor for _, node in selection.places]  # type: ignore[union-attr]
         limit, tally = self._limit, self._tallies[0]
 
-        def clip_all(_: list[Tensor]) -> None:
-            held = [dense(parameter) for parameter in parameters if parameter.grad is not None]
-            tally.add(clip_norm(held, limit.bound, limit.norm_type), limit.bound)
+        def clip_all(_: dict[int, Tensor]) -> None:
+            holders = [dense(parameter) for parameter in parameters if parameter.grad is not None]
+            tally.add(clip_norm(holders, limit.bound, limit.norm_type), limit.bound)
 
         self._line.accumulated(selection, ClipAfterBackward(clip_all).accumulated)
 
@@ -200,13 +199,13 @@ class _ClipGradient(GradientCallback):
 
 
 def _misnamed(name: str) -> str:
-    if name == "max_norm":
-        here = "norm= (each gradient by itself), or total_norm= (all together, as clip_grad_norm_)"
-    elif name == "clip_value":
-        here = "value= (each element)"
-    else:
-        here = "norm=, total_norm= or value=, with norm_type=, ports= and every_thread="
-    return f"hl.clip has no {name}=.\nGive {here}."
+    advice = {
+        "max_norm": (
+            "norm= (each gradient by itself), or total_norm= (all together, as clip_grad_norm_)"
+        ),
+        "clip_value": "value= (each element)",
+    }.get(name, "norm=, total_norm= or value=, with norm_type=, ports= and every_thread=")
+    return f"hl.clip has no {name}=.\nGive {advice}."
 
 
 _LAPSE = Lapse("the clip of {sites} no longer happens", "the clip of {sites} is at {now} now")
@@ -282,13 +281,13 @@ def clip(
     if others:
         raise TypeError(_misnamed(next(iter(others))))
     bounds = {"norm": norm, "value": value, "total_norm": total_norm}
-    given = {kind: bound for kind, bound in bounds.items() if bound is not None}
-    if len(given) != 1:
+    given_bounds = {kind: bound for kind, bound in bounds.items() if bound is not None}
+    if len(given_bounds) != 1:
         raise AttachError(
-            f"hl.clip must be given one bound, got {', '.join(given) or 'none'}."
+            f"hl.clip must be given one bound, got {', '.join(given_bounds) or 'none'}."
             "\nGive norm= (each gradient), total_norm= (all together) or value= (each element)."
         )
-    ((kind, bound),) = given.items()
+    ((kind, bound),) = given_bounds.items()
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound >= 0:
         raise AttachError(
             f"{kind} must be a number >= 0, got {bound!r}."

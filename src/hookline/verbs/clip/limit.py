@@ -100,8 +100,8 @@ def refuse_split() -> None:
 def largest(grad: Any) -> Tensor:
     """Compute the largest absolute element of this rank's part of a gradient."""
     sizes: Tensor = local_part(grad.detach()).abs()
-    found: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
-    return found
+    size: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
+    return size
 
 
 def _scaled(grad: Tensor, bound: float | Tensor, norm: Tensor) -> Tensor:

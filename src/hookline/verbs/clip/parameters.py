@@ -29,7 +29,7 @@ from hookline.errors import RanksError, warn
 from hookline.util.locks import fork_safe_lock
 
 
-class _Came(dict[int, Tensor]):
+class _Accumulated(dict[int, Tensor]):
     """The parameters whose gradients were accumulated in a run of autograd, by their id."""
 
     __slots__ = ("__weakref__",)
@@ -37,35 +37,35 @@ class _Came(dict[int, Tensor]):
 
 @final
 class ClipAfterBackward:
-    """Call a function after backward, with the parameters whose gradients were accumulated.
+    """Call a function after backward, with the parameters whose gradients were accumulated, by id.
 
     The function runs after other callbacks at the end of backward, because only there DDP writes
     the reduced gradients into `.grad`.
     """
 
-    def __init__(self, act: Callable[[list[Tensor]], None]) -> None:
+    def __init__(self, act: Callable[[dict[int, Tensor]], None]) -> None:
         self._act = act
         # By the run of autograd, since several threads may run backward at once. The callback at
         # the end of a run holds its parameters. torch drops the callback of a run that raised.
-        self._came: weakref.WeakValueDictionary[int, _Came] = weakref.WeakValueDictionary()
+        self._by_run: weakref.WeakValueDictionary[int, _Accumulated] = weakref.WeakValueDictionary()
         self._lock = fork_safe_lock()
 
     def accumulated(self, parameter: Tensor) -> None:
         """Note a parameter whose gradient has been accumulated."""
         run = outer_backward()
         with self._lock:  # autograd has a thread for each device
-            came = self._came.get(run)
-            if came is None:
-                came = self._came[run] = _Came()
-                at_end_of_backward(partial(self._behind_others, run, came))
-            came[id(parameter)] = parameter
+            parameters = self._by_run.get(run)
+            if parameters is None:
+                parameters = self._by_run[run] = _Accumulated()
+                at_end_of_backward(partial(self._behind_others, run, parameters))
+            parameters[id(parameter)] = parameter
 
-    def _behind_others(self, run: int, came: _Came) -> None:
-        at_end_of_backward(partial(self._end, run, came))
+    def _behind_others(self, run: int, parameters: _Accumulated) -> None:
+        at_end_of_backward(partial(self._end, run, parameters))
 
-    def _end(self, run: int, came: _Came) -> None:
-        self._came.pop(run, None)
-        self._act(list(came.values()))
+    def _end(self, run: int, parameters: _Accumulated) -> None:
+        self._by_run.pop(run, None)
+        self._act(parameters)
 
 
 @final
@@ -115,13 +115,13 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
         return _whole(clip_grad_norm_(parameters, bound, norm_type))
     # torch's own function refuses gradients on several meshes, or on a mesh and on none.
     norms = [
-        _whole(get_total_norm([p.grad for p in some if p.grad is not None], norm_type))
-        for some in meshes.values()
+        _whole(get_total_norm([p.grad for p in group if p.grad is not None], norm_type))
+        for group in meshes.values()
     ]
     first = norms[0].device
     norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(first) for n in norms]), norm_type)
-    for some in meshes.values():
-        clip_grads_with_norm_(some, bound, norm)
+    for group in meshes.values():
+        clip_grads_with_norm_(group, bound, norm)
     return norm
 
 
@@ -142,9 +142,9 @@ def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
     if len(ranks) < 2:
         return
     question = "hl.clip(model, ...) by a norm over ranks"
-    said = gather_json(question, [str(site) for site in sites], sorted(ranks), TIMEOUT_S)
-    texts = [", ".join(map(repr, names[:8])) + ", …" * (len(names) > 8) for names in said]
-    if any(names != said[0] for names in said):
+    sites_by_rank = gather_json(question, [str(site) for site in sites], sorted(ranks), TIMEOUT_S)
+    texts = [", ".join(map(repr, names[:8])) + ", …" * (len(names) > 8) for names in sites_by_rank]
+    if any(names != sites_by_rank[0] for names in sites_by_rank):
         raise RanksError(
             f"{question} must select the same sites on every rank, got"
             f" {say_by_rank(sorted(ranks), texts)}."

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from hookline.display.results import Heading, Printout, Result
 from hookline.engine import Report, facts, has_numbers, innermost
 from hookline.util.locks import fork_safe_lock
 
@@ -41,8 +42,8 @@ class ClipRow:
 
 
 @final
-@dataclass(frozen=True)
-class ClipReport:
+@dataclass(frozen=True, repr=False)
+class ClipReport(Result):
     """The report of `line.report()`: how often, and how much, a line clipped.
 
     Print it, or iterate over its rows.
@@ -64,36 +65,49 @@ class ClipReport:
         """The number of gradients that arrived, over all sites."""
         return sum(row.seen for row in self.rows)
 
-    def __str__(self) -> str:
-        head = (
-            f"hl.clip on {self.report.model_type}: clipped {self.clipped} of {self.seen} gradients;"
-            f" {'; '.join(facts(self.report))}"
-        )
-        width = max((len(row.site) for row in self.rows), default=0)
-        lines = [f"  {_text(row, width, self.report)}" for row in self.rows]
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values. `rows` has a dict for each row."""
+        return {
+            "model": self.report.model_type,
+            "clipped": self.clipped,
+            "seen": self.seen,
+            "rows": self._table_rows(),
+        }
+
+    def _printout(self) -> Printout:
+        events = {str(site): event for site, event in self.report.replaced.items()}
+        why = {str(site): reason for site, reason in self.report.why.items()} | events
+        rows = [_cells(row, why.get(row.site, "")) for row in self.rows]
         if any(row.site == "total" for row in self.rows):  # its parameters have no rows
-            lines += [f"  {site}  {event}" for site, event in self.report.replaced.items()]
-        return "\n".join([head, *lines])
+            rows += [(site, "", "", "", "", "", event) for site, event in events.items()]
+        return Printout(
+            title="hl.clip",
+            head=f" on {self.report.model_type}: clipped {self.clipped} of {self.seen} gradients;"
+            f" {'; '.join(facts(self.report))}",
+            headings=_HEADINGS,
+            rows=rows,
+            more="rows: .rows",
+            is_compact=True,
+        )
 
-    __repr__ = __str__
+
+_HEADINGS = (
+    Heading("site", "path"), Heading("clipped", "number"), Heading("seen", "number"),
+    Heading("largest", "number"), Heading("least factor", "number", 1),
+    Heading("not finite", "number", 2), Heading("remark", "prose"),
+)  # fmt: skip
 
 
-def _text(row: ClipRow, width: int, report: Report) -> str:
-    text = _numbers(row, width, report)
-    event = {str(site): event for site, event in report.replaced.items()}.get(row.site)
-    return text if event is None or event in text else f"{text}; {event}"
-
-
-def _numbers(row: ClipRow, width: int, report: Report) -> str:
+def _cells(row: ClipRow, why: str) -> tuple[str, ...]:
     if not row.seen:
-        why = {str(site): reason for site, reason in report.why.items()}.get(row.site, "")
-        return f"{row.site:{width}}  never{': ' if why else ''}{why}"
+        return (row.site, "", "0", "", "", "", f"never{': ' if why else ''}{why}")
     if math.isnan(row.largest) and not row.nonfinite:
-        return f"{row.site:{width}}  {row.seen} without numbers: they are meta or fake tensors"
-    text = f"{row.site:{width}}  {row.clipped:>5} of {row.seen}  largest {row.largest:.4g}"
-    if row.clipped:
-        text += f", smallest factor {row.factor:.3g}"
-    return text + (f", {row.nonfinite} not finite" if row.nonfinite else "")
+        text = "without numbers: they are meta or fake tensors"
+        return (row.site, "", str(row.seen), "", "", "", f"{text}; {why}" if why else text)
+    factor = f"{row.factor:.3g}" if row.clipped else ""
+    nonfinite = str(row.nonfinite) if row.nonfinite else ""
+    counts = str(row.clipped), str(row.seen)
+    return (row.site, *counts, f"{row.largest:.4g}", factor, nonfinite, why)
 
 
 @final

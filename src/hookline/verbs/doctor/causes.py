@@ -13,13 +13,11 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from hookline.engine import Site, path_text
-from hookline.engine.gradients.tap import NO_BACKWARD
+from hookline.engine import NO_BACKWARD, ModuleNode, ParameterNode, Site, path_text
 from hookline.engine.report.why_silent import RAISED, UNKNOWN, Why, never_called, own_call
-from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
-from hookline.verbs.doctor.diagnosis import Finding
-from hookline.verbs.doctor.observe import Look, Use
-from hookline.verbs.doctor.trial_run import Run, Seen, halves
+from hookline.verbs.doctor.diagnosis import SiteVerdict
+from hookline.verbs.doctor.observe import Observations, Use
+from hookline.verbs.doctor.trial_run import SiteValue, TrialRun, halves
 
 NO_INPUTS = Why("no inputs given", "give some: hl.doctor(model, inputs), or --input")
 SWITCHED_OFF = Why(
@@ -31,48 +29,42 @@ SWITCHED_OFF = Why(
 @final
 @dataclass
 class Facts:
-    """The facts from which the causes are found.
+    """The facts from which the causes are found."""
 
-    Args:
-        nodes: the modules of the model.
-        look: the observations of a run with nothing attached.
-        run: the results of a run with the sites hooked; None where no inputs were given.
-        other_mode: the ids of the modules that only run in the other mode, training or eval.
-        differing: a module that ran in one of the runs and not in another; None if none did.
-        is_training: whether the model is in training mode.
-        no_run: the reason why nothing was run.
-    """
-
-    nodes: list[ModuleNode]
-    look: Look = field(default_factory=Look)
-    run: Run | None = None
+    nodes: list[ModuleNode]  # the modules of the model
+    # The observations of a run with nothing attached.
+    observations: Observations = field(default_factory=Observations)
+    # The results of a run with the sites hooked; None where no inputs were given.
+    run: TrialRun | None = None
+    # The ids of the modules that only run in the other mode, training or eval.
     other_mode: set[int] = field(default_factory=set)
+    # A module that ran in one of the runs and not in another; None if none did.
     differing: ModuleNode | None = None
-    is_training: bool = False
-    no_run: Why = NO_INPUTS
+    is_training: bool = False  # whether the model is in training mode
+    no_run: Why = NO_INPUTS  # the reason why nothing was run
 
 
-def finding(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> Finding:
-    """Return the finding about a site."""
+def verdict_on(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> SiteVerdict:
+    """Return the verdict on a site."""
     always = _before_any_run(site, node)
     if always is not None:
-        return Finding(site, 0, *always)
+        return SiteVerdict(site, 0, *always)
     run = facts.run
     if run is None:
-        return Finding(site, None, *facts.no_run)
+        return SiteVerdict(site, None, *facts.no_run)
     if site in run.refused:
-        return Finding(site, 0, *halves(run.refused[site]))
+        return SiteVerdict(site, 0, *halves(run.refused[site]))
     calls = run.fired.get(site, 0)
     if calls:
-        return Finding(site, calls, *(_to_mind(site, run) or ("", "")))
+        return SiteVerdict(site, calls, *(_to_mind(site, run) or ("", "")))
     causes = _OF_GRADIENTS if site.is_gradient else _OF_VALUES
     for cause in causes:
-        found = cause(site, node, facts)
-        if found is not None:
-            return Finding(site, 0, *found)
-    why = run.why.get(site, UNKNOWN.why)
+        why = cause(site, node, facts)
+        if why is not None:
+            return SiteVerdict(site, 0, *why)
+    text = run.why.get(site, UNKNOWN.why)
     blind = "ask about the uncompiled model, and without a profiler, to learn more"
-    return Finding(site, 0, why, "" if facts.look.called else blind)
+    return SiteVerdict(site, 0, text, "" if facts.observations.called else blind)
 
 
 # -- causes that hold for any input --------------------------------------------------------------
@@ -114,7 +106,7 @@ def _no_such_call(site: Site, node: Any, facts: Facts) -> Why | None:
 def _raised_before(site: Site, node: Any, facts: Facts) -> Why | None:
     if facts.run is None or facts.run.failure is None:
         return None
-    if isinstance(node, ModuleNode) and id(node.module) in facts.look.called:
+    if isinstance(node, ModuleNode) and id(node.module) in facts.observations.called:
         return Why(RAISED.why, "mend the failure below first")
     return Why("the forward raised before it came here", "mend the failure below first")
 
@@ -122,10 +114,10 @@ def _raised_before(site: Site, node: Any, facts: Facts) -> Why | None:
 def _called_past(site: Site, node: Any, facts: Facts) -> Why | None:
     if not isinstance(node, ModuleNode):
         return None
-    use = facts.look.direct.get(id(node.module))
+    use = facts.observations.direct.get(id(node.module))
     if use is None:
         return None
-    if id(node.module) in facts.look.overridden:
+    if id(node.module) in facts.observations.overridden:
         return own_call(node, " that calls forward directly, past its hooks")
     return Why(
         f"its .forward was called directly{_by(use)}; a direct call skips hooks",
@@ -134,7 +126,7 @@ def _called_past(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _weights_used(site: Site, node: Any, facts: Facts) -> Why | None:
-    use = facts.look.used.get(id(node.module)) if isinstance(node, ModuleNode) else None
+    use = facts.observations.used.get(id(node.module)) if isinstance(node, ModuleNode) else None
     if use is None:
         return None
     return Why(
@@ -147,7 +139,7 @@ def _weights_used(site: Site, node: Any, facts: Facts) -> Why | None:
 def _inside_attention(site: Site, node: Any, facts: Facts) -> Why | None:
     """Find a module inside a fused attention of transformers, which is not called."""
     parent = node.parent if isinstance(node, ModuleNode) else None
-    if parent is None or id(parent.module) not in facts.look.called:
+    if parent is None or id(parent.module) not in facts.observations.called:
         return None
     kind = getattr(getattr(parent.module, "config", None), "_attn_implementation", None)
     if kind in (None, "eager") or "att" not in parent.path.rpartition(".")[2].lower():
@@ -183,7 +175,7 @@ def _other_mode(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
-    ran = facts.look.called | facts.look.direct.keys()
+    ran = facts.observations.called | facts.observations.direct.keys()
     if not isinstance(node, ModuleNode) or not ran:
         return None
     highest, caller, above = node, node, node.parent
@@ -231,13 +223,13 @@ def _not_called(site: Site, node: Any, facts: Facts) -> Why | None:
     """Find why the module of the site, or of the parameter, did not run."""
     if isinstance(node, ParameterNode):
         return _unused_parameter(node, facts)
-    if _seen(site, facts) is not None:
+    if _value_at(site, facts) is not None:
         return None
     forward = Site(site.path, site.port.removeprefix("grad_"), (), site.call)
     for cause in _OF_VALUES:
-        found = cause(forward, node, facts)
-        if found is not None:
-            return found
+        why = cause(forward, node, facts)
+        if why is not None:
+            return why
     return None
 
 
@@ -251,8 +243,11 @@ def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
     other = not_repeated(facts) or _other_mode(Site(owner.path), owner, facts)
     if other is not None:
         return other
-    idle = id(owner.module) not in facts.look.called and id(owner.module) not in facts.look.direct
-    if idle and id(owner.module) not in facts.look.used and facts.look.called:
+    idle = (
+        id(owner.module) not in facts.observations.called
+        and id(owner.module) not in facts.observations.direct
+    )
+    if idle and id(owner.module) not in facts.observations.used and facts.observations.called:
         return Why(
             f"its module, {path_text(owner.path)}, did not run",
             "give inputs that take the branch in which it runs; or freeze it, if that is meant",
@@ -266,42 +261,44 @@ def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
 
 def _no_gradient_there(site: Site, node: Any, facts: Facts) -> Why | None:
     """Find why the value at a site can have no gradient."""
-    seen = _seen(site, facts)
-    if seen is None or seen.is_compiled:
+    value = _value_at(site, facts)
+    if value is None or value.is_compiled:
         return None
-    what = "its input" if site.port == "grad_input" else "its output"
-    if seen.is_quantised:
-        return Why(f"{what} is quantised, and has no gradient", _FLOAT_MODEL)
-    if not seen.dtype:
-        return Why(f"{what} holds no tensor ({seen.form})", "select a module that returns a tensor")
-    if not seen.is_floating:
+    subject = "its input" if site.port == "grad_input" else "its output"
+    if value.is_quantised:
+        return Why(f"{subject} is quantised, and has no gradient", _FLOAT_MODEL)
+    if not value.dtype:
+        return Why(
+            f"{subject} holds no tensor ({value.form})", "select a module that returns a tensor"
+        )
+    if not value.is_floating:
         instead = (
             f"'{path_text(site.path)}:grad_output'" if site.port == "grad_input" else "another site"
         )
-        return Why(f"{what} is {seen.dtype}, and only floating tensors have gradients",
+        return Why(f"{subject} is {value.dtype}, and only floating tensors have gradients",
                    f"select {instead}, whose value is floating")  # fmt: skip
-    if seen.grads_off:
+    if value.grads_off:
         return Why(
             "the model itself switches gradients off here: by torch.no_grad() in a forward, or by a"
             " checkpoint with use_reentrant=True",
             "remove the no_grad, or checkpoint with use_reentrant=False",
         )
-    return None if seen.needs_grad else _needs_none(site, node, what)
+    return None if value.needs_grad else _needs_none(site, node, subject)
 
 
-def _needs_none(site: Site, node: Any, what: str) -> Why:
-    own = (
+def _needs_none(site: Site, node: Any, subject: str) -> Why:
+    trainable = (
         [p for p in node.module.parameters() if p.requires_grad]
         if isinstance(node, ModuleNode)
         else []
     )
-    if site.port == "grad_output" and own:
+    if site.port == "grad_output" and trainable:
         return Why(
-            f"{what} needs no gradient although its parameters do: it is detached inside",
+            f"{subject} needs no gradient although its parameters do: it is detached inside",
             "remove the .detach(), .data or .item() in its forward",
         )
     return Why(
-        f"{what} needs no gradient: nothing that it is computed from requires one",
+        f"{subject} needs no gradient: nothing that it is computed from requires one",
         "give an input with x.requires_grad_(), or unfreeze the layers before it:"
         " module.requires_grad_()",
     )
@@ -320,13 +317,13 @@ def _no_backward(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
-    run, seen = facts.run, _seen(site, facts)
-    if run is None or not run.backward or seen is None or not seen.needs_grad:
+    run, value = facts.run, _value_at(site, facts)
+    if run is None or not run.backward or value is None or not value.needs_grad:
         return None
-    own = run.why.get(site, NO_BACKWARD)
-    if own != NO_BACKWARD:  # the line's own reason and remedy: the gradient was lost on its way
-        what, _, remedy = own.partition("; ")
-        return Why(what, remedy)
+    reason = run.why.get(site, NO_BACKWARD)
+    if reason != NO_BACKWARD:  # the line's own reason and remedy: the gradient was lost on its way
+        why, _, remedy = reason.partition("; ")
+        return Why(why, remedy)
     return Why(
         f"no gradient reached it: {run.backward} does not depend on it",
         "look for a .detach(), .data, .item() or argmax behind it; or take a loss that depends on"
@@ -337,7 +334,7 @@ def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
 # -- remarks on sites that fire ------------------------------------------------------------------
 
 
-def _to_mind(site: Site, run: Run) -> Why | None:
+def _to_mind(site: Site, run: TrialRun) -> Why | None:
     """Return a warning about a site that fires; None if there is none."""
     if site.is_gradient or (site.path, site.port) not in run.overwritten:
         return None
@@ -347,8 +344,8 @@ def _to_mind(site: Site, run: Run) -> Why | None:
     )
 
 
-def _seen(site: Site, facts: Facts) -> Seen | None:
-    return facts.run.seen.get((site.path, site.port.removeprefix("grad_"))) if facts.run else None
+def _value_at(site: Site, facts: Facts) -> SiteValue | None:
+    return facts.run.values.get((site.path, site.port.removeprefix("grad_"))) if facts.run else None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from hookline.display.data import Tabular
-from hookline.display.terminal import Grid, Part, Table, Words, text_of
+from hookline.display.results import Cell, Heading, Printout, Result
 from hookline.display.text import plural
 from hookline.engine import Site, as_written
 
 
 @final
 @dataclass(frozen=True)
-class Finding:
+class SiteVerdict:
     """The verdict on one selected site: whether it fires, and if not, why.
 
     Args:
@@ -56,8 +55,8 @@ class Note:
 
 
 @final
-@dataclass(frozen=True)
-class Diagnosis(Tabular):
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Result):
     """The result of `hl.doctor`. Print it, or read `sites`, `notes`, `failure` and `ok`.
 
         >>> found = hl.doctor(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.zeros(1, 2), "*")
@@ -82,7 +81,7 @@ class Diagnosis(Tabular):
 
     model_type: str
     ran: str
-    sites: tuple[Finding, ...]
+    sites: tuple[SiteVerdict, ...]
     notes: tuple[Note, ...] = ()
     failure: Note | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -90,19 +89,19 @@ class Diagnosis(Tabular):
     @property
     def ok(self) -> bool:
         """Tell whether the run went through and every selected site fires."""
-        return self.failure is None and all(finding.calls for finding in self.sites)
+        return self.failure is None and all(verdict.calls for verdict in self.sites)
 
-    def __getitem__(self, site: str | Site) -> Finding:
-        """Return the finding for a site, as it is written.
+    def __getitem__(self, site: str | Site) -> SiteVerdict:
+        """Return the verdict on a site, as it is written.
 
         Raises:
             KeyError: the site was not selected.
         """
-        for finding in self.sites:
-            if str(finding.site) == as_written(str(site)):
-                return finding
-        raise KeyError(f"{site} must be a selected site; the sites begin"
-                       f" {', '.join(str(one.site) for one in self.sites[:6])}.")  # fmt: skip
+        for verdict in self.sites:
+            if str(verdict.site) == as_written(str(site)):
+                return verdict
+        first = ", ".join(str(verdict.site) for verdict in self.sites[:6])
+        raise KeyError(f"{site} must be a selected site; the sites begin {first}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as plain values, with every site by itself."""
@@ -119,96 +118,78 @@ class Diagnosis(Tabular):
     def _table_rows(self) -> list[dict[str, Any]]:
         return [
             {
-                "site": str(finding.site),
-                "type": finding.site.module_type,
-                "verdict": finding.verdict,
-                "calls": finding.calls,
-                "why": finding.why,
-                "remedy": finding.remedy,
+                "site": str(verdict.site),
+                "type": verdict.site.module_type,
+                "verdict": verdict.verdict,
+                "calls": verdict.calls,
+                "why": verdict.why,
+                "remedy": verdict.remedy,
             }
-            for finding in self.sites
+            for verdict in self.sites
         ]
 
-    def __str__(self) -> str:
-        return text_of(diagnosis_parts(self))
-
-    __repr__ = __str__
+    def _printout(self) -> Printout:
+        """Describe the verdicts. Sites with the same verdict, reason and remedy share a row."""
+        rows = _rows(self.sites)
+        failure: tuple[str, ...] = ()
+        if self.failure is not None:
+            failure = ("The run failed", self.failure.what, f"-> {self.failure.remedy}")
+        environment = "; ".join(f"{name} {value}" for name, value in self.environment.items())
+        return Printout(
+            title="hl.doctor",
+            head=_head(self),
+            headings=_HEADINGS,
+            rows=rows[:_N_ROWS],
+            totals=[(note.about, _with_remedy(note.what, note.remedy)) for note in self.notes],
+            failure=failure,
+            notes=[[(environment, "dim")]],
+            n_rows=len(rows),
+            more="rows: see .sites",
+        )
 
 
 _N_FEW = 24  # up to this number, each site is shown
 _N_SITES = 4  # above it, this number of sites is shown of those that share a row
 _N_ROWS = 24
+_HEADINGS = Heading("site", "path"), Heading("verdict"), Heading("why, and what to do", "prose")
 
 
-def diagnosis_parts(found: Diagnosis) -> list[Part]:
-    """Describe a diagnosis for the terminal: verdicts, reasons and remedies, facts.
-
-    Sites with the same verdict, reason and remedy share a row; `found.sites` lists them singly.
-
-    >>> finding = Finding(Site("fc", "output", module_type="Linear"), 1)
-    >>> print(text_of(diagnosis_parts(Diagnosis("Net", "forward", (finding,)))).splitlines()[0])
-    hl.doctor on Net: 1 site, 1 fires, 0 never; ran forward
-    """
-    parts: list[Part] = [_head(found), _sites(found)]
-    if found.failure is not None:
-        parts.append([
-            ("The run failed", "bold red"),
-            (f"\n{found.failure.what}", "red"),
-            (f"\n-> {found.failure.remedy}", ""),
-        ])  # fmt: skip
-    if found.notes:
-        parts.append(
-            Grid([(note.about, _with_remedy(note.what, note.remedy)) for note in found.notes])
-        )
-    known = "; ".join(f"{name} {value}" for name, value in found.environment.items())
-    return [*parts, [(known, "dim")]]
+def _head(diagnosis: Diagnosis) -> str:
+    n_never = sum(verdict.calls == 0 for verdict in diagnosis.sites)
+    n_unknown = sum(verdict.calls is None for verdict in diagnosis.sites)
+    n_fire = len(diagnosis.sites) - n_never - n_unknown
+    unknown = f", {n_unknown} unknown" if n_unknown else ""
+    return (
+        f" on {diagnosis.model_type}: {plural(len(diagnosis.sites), 'site')},"
+        f" {plural(n_fire, 'fires', 'fire')}, {n_never} never{unknown}; ran {diagnosis.ran}"
+    )
 
 
-def _head(found: Diagnosis) -> Words:
-    n_never = sum(one.calls == 0 for one in found.sites)
-    n_unknown = sum(one.calls is None for one in found.sites)
-    n_fire = len(found.sites) - n_never - n_unknown
-    pieces = [
-        ("hl.doctor", "bold"),
-        (
-            f" on {found.model_type}: {plural(len(found.sites), 'site')},"
-            f" {plural(n_fire, 'fires', 'fire')}, ",
-            "",
-        ),
-        (f"{n_never} never", "bold yellow" if n_never else ""),
-    ]
-    if n_unknown:
-        pieces.append((f", {n_unknown} unknown", "bold yellow"))
-    return [*pieces, (f"; ran {found.ran}", "")]
-
-
-def _sites(found: Diagnosis) -> Table:
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for one in found.sites:
-        groups.setdefault((one.verdict, one.why, one.remedy), []).append(one)
-    has_reasons = any(why for _, why, _ in groups)
+def _rows(sites: Sequence[SiteVerdict]) -> list[list[Cell]]:
+    groups: dict[tuple[str, str, str], list[SiteVerdict]] = {}
+    for entry in sites:
+        groups.setdefault((entry.verdict, entry.why, entry.remedy), []).append(entry)
     # Sites that do not fire come first, because the user asks about them.
     ordered = sorted(groups.items(), key=lambda group: (bool(group[1][0].calls), not group[0][1]))
-    most = _N_FEW if len(found.sites) <= _N_FEW else _N_SITES
-    rows: list[list[Words]] = []
-    for (verdict, why, remedy), members in ordered[:_N_ROWS]:
+    most = _N_FEW if len(sites) <= _N_FEW else _N_SITES
+    rows: list[list[Cell]] = []
+    for (verdict, why, remedy), members in ordered:
         n_lines = min(len(members), most) + (len(members) > most)
         # The verdict stands on each line, because a blank line would read as no verdict.
         verdicts = "\n".join([verdict] * n_lines)
-        cells = [_names(members, most), [(verdicts, "" if members[0].calls else "bold yellow")]]
-        rows.append([*cells, *[_with_remedy(why, remedy, "yellow")] * has_reasons])
-    if len(ordered) > _N_ROWS:
-        more = f"and {len(ordered) - _N_ROWS} more rows: see .sites"
-        rows.append([[(more, "dim")], "", *[""] * has_reasons])
-    return Table(["site", "verdict", *["^why, and what to do"] * has_reasons], rows)
+        style = "" if members[0].calls else "bold yellow"
+        rows.append(
+            [_names(members, most), [(verdicts, style)], _with_remedy(why, remedy, "yellow")]
+        )
+    return rows
 
 
-def _names(members: Sequence[Finding], most: int) -> Words:
-    pieces = [("\n".join(str(one.site) for one in members[:most]), "")]
+def _names(members: Sequence[SiteVerdict], most: int) -> Cell:
+    pieces = [("\n".join(str(member.site) for member in members[:most]), "")]
     if len(members) > most:
-        pieces.append((f"\nand {len(members) - most:,} more", "dim"))
+        pieces.append((f"and {len(members) - most:,} more", "dim"))
     return pieces
 
 
-def _with_remedy(what: str, remedy: str, style: str = "") -> Words:
-    return [(what, style), (f"\n-> {remedy}" if remedy else "", "")]
+def _with_remedy(text: str, remedy: str, style: str = "") -> Cell:
+    return [(text, style), *[(f"-> {remedy}", "")] * bool(remedy)] if text or remedy else ""

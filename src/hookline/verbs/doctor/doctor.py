@@ -14,18 +14,28 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hookline.engine import Line, Selector, Site, check_ports, path_text
-from hookline.engine.compile.compiled_modules import is_compiled
+from hookline.engine import (
+    Line,
+    ModuleNode,
+    Selection,
+    Selector,
+    Site,
+    SitedNode,
+    check_ports,
+    has_forward,
+    is_compiled,
+    is_scripted,
+    path_text,
+    require_model,
+)
 from hookline.engine.report.why_silent import Why
-from hookline.engine.selection.module_tree import ModuleNode, require_model
-from hookline.engine.selection.selectors import Place, Selection
-from hookline.engine.torch_private.modules import has_forward, is_scripted
-from hookline.verbs.doctor.causes import Facts, finding
-from hookline.verbs.doctor.diagnosis import Diagnosis, Finding
+from hookline.verbs.doctor.causes import Facts, verdict_on
+from hookline.verbs.doctor.diagnosis import Diagnosis, SiteVerdict
 from hookline.verbs.doctor.notes import environment, notes
-from hookline.verbs.doctor.observe import Look, Uses, watching
-from hookline.verbs.doctor.trial_run import copied, hooked_run
-from hookline.verbs.shared.run_model import Inputs, call, lazy_name, untouched, without_list
+from hookline.verbs.doctor.observe import Observations, Uses, watching
+from hookline.verbs.doctor.trial_run import hooked_run
+from hookline.verbs.shared.rerun import copied, lazy_name, untouched
+from hookline.verbs.shared.run_model import Inputs, call, without_list
 
 
 def doctor(
@@ -67,7 +77,7 @@ def doctor(
 
     Returns:
         A diagnosis. Print it, or read `.sites`, `.notes`, `.failure` and `.ok`. `found[site]` is
-        the finding for one site, with `verdict`, `why` and `remedy`.
+        the verdict on one site, with `verdict`, `why` and `remedy`.
 
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.
@@ -81,15 +91,15 @@ def doctor(
     facts = Facts(line.nodes, is_training=model.training)
     selection = Selection(line.module_tree, places)
     _gather(model, inputs, selection, facts)
-    findings = [finding(site, node, facts) for site, node in selection.places]
+    verdicts = [verdict_on(site, node, facts) for site, node in selection.places]
     ran = "nothing"
     if facts.run is not None:
         ran = "forward and backward" if facts.run.backward else "forward"
     return Diagnosis(
         model_type=line.module_tree.name,
         ran=ran,
-        sites=(*findings, *holders),
-        notes=tuple(notes(model, findings, facts)),
+        sites=(*verdicts, *holders),
+        notes=tuple(notes(model, verdicts, facts)),
         failure=None if facts.run is None else facts.run.failure,
         environment=environment(model),
     )
@@ -97,11 +107,11 @@ def doctor(
 
 def _places(
     line: Line, selector: Selector, ports: tuple[str, ...]
-) -> tuple[list[Place], list[Finding]]:
-    """List the selected sites, and findings for named containers, which no verb would select."""
+) -> tuple[list[SitedNode], list[SiteVerdict]]:
+    """List the selected sites, and verdicts on named containers, which no verb would select."""
     parts = selector if isinstance(selector, list | tuple) and selector else [selector]
-    places: list[Place] = []
-    holders: list[Finding] = []
+    places: list[SitedNode] = []
+    holders: list[SiteVerdict] = []
     for part in parts:
         holder = _holder(line.nodes, part)
         if holder is None:
@@ -112,8 +122,10 @@ def _places(
         inside = f"{holder.path}.*" if holder.path else "*"
         inside = repr(inside if holds_modules else f"{path_text(holder.path)}:grad")
         site = Site(holder.path, "output", (), None, holder.aliases, kind)
-        what = f"{kind} is a container only: it has no forward, and is never called"
-        holders.append(Finding(site, 0, what, f"select the modules or parameters in it: {inside}"))
+        why = f"{kind} is a container only: it has no forward, and is never called"
+        holders.append(
+            SiteVerdict(site, 0, why, f"select the modules or parameters in it: {inside}")
+        )
     return places, holders
 
 
@@ -138,17 +150,17 @@ def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -
         return
     inputs = without_list(model, inputs)
     is_eager = not any(is_compiled(module) for module in model.modules())
-    can_look = is_eager and sys.getprofile() is None  # a thread has one profiling function
-    if can_look:
-        facts.look = _look(model, inputs, facts.nodes)
+    can_observe = is_eager and sys.getprofile() is None  # a thread has one profiling function
+    if can_observe:
+        facts.observations = _observe(model, inputs, facts.nodes)
     facts.run = hooked_run(model, selection, inputs)
-    if can_look and not facts.run.failure:
-        _look_closer(model, inputs, selection, facts)
+    if can_observe and not facts.run.failure:
+        _observe_closer(model, inputs, selection, facts)
 
 
-def _look_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
+def _observe_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
     """Find out whether modules that were not called are used by weight, or in the other mode."""
-    ran = _ran(facts.look)
+    ran = _ran(facts.observations)
     modules = {path: id(node.module) for node in facts.nodes for path in node.paths}
     fired = facts.run.fired if facts.run else {}
     silent = {
@@ -159,22 +171,22 @@ def _look_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Fac
     idle = silent - ran
     facts.differing = _differing(selection, facts, ran)
     if silent and facts.differing is None:
-        facts.differing = _unlike(facts.nodes, ran, _look(model, inputs, facts.nodes))
+        facts.differing = _unlike(facts.nodes, ran, _observe(model, inputs, facts.nodes))
     if not idle or facts.differing is not None:
         return
-    with untouched(model), Uses(facts.nodes, facts.look):
+    with untouched(model), Uses(facts.nodes, facts.observations):
         _try(model, inputs)
-    if not facts.look.fast:  # torch's function mode switches them off
+    if not facts.observations.fast:  # torch's function mode switches them off
         facts.differing = next((node for node in facts.nodes if _used_by_itself(node, facts)), None)
-    if facts.differing is None and idle - facts.look.used.keys():
-        flipped = _look(model, inputs, facts.nodes, flip=True)
+    if facts.differing is None and idle - facts.observations.used.keys():
+        flipped = _observe(model, inputs, facts.nodes, flip=True)
         facts.other_mode = _ran(flipped) - ran
         if facts.other_mode & idle:
-            again = _look(model, inputs, facts.nodes, flip=True)
+            again = _observe(model, inputs, facts.nodes, flip=True)
             facts.differing = _unlike(facts.nodes, _ran(flipped), again)
 
 
-def _unlike(nodes: list[ModuleNode], ran: set[int], again: Look) -> ModuleNode | None:
+def _unlike(nodes: list[ModuleNode], ran: set[int], again: Observations) -> ModuleNode | None:
     """Find a module that was called in one of two runs alone."""
     ran_again = _ran(again)
     keys = ((node, id(node.module)) for node in nodes)
@@ -183,38 +195,44 @@ def _unlike(nodes: list[ModuleNode], ran: set[int], again: Look) -> ModuleNode |
 
 def _used_by_itself(node: ModuleNode, facts: Facts) -> bool:
     """Tell whether a module that was not called before was called where uses were observed."""
-    use = facts.look.used.get(id(node.module))
-    return use is not None and use.within == node.path and id(node.module) not in _ran(facts.look)
+    use = facts.observations.used.get(id(node.module))
+    return (
+        use is not None
+        and use.within == node.path
+        and id(node.module) not in _ran(facts.observations)
+    )
 
 
-def _ran(look: Look) -> set[int]:
-    return look.called | look.direct.keys()
+def _ran(observations: Observations) -> set[int]:
+    return observations.called | observations.direct.keys()
 
 
 def _differing(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode | None:
     """Find a selected module that was called in the hooked run or in that without hooks alone."""
     run = facts.run
-    if run is None or facts.look.fast:  # hooks switch torch's fast paths off
+    if run is None or facts.observations.fast:  # hooks switch torch's fast paths off
         return None
     for site, node in selection.places:
         if not isinstance(node, ModuleNode) or site.is_gradient or site in run.refused:
             continue
         fired = run.fired.get(site, 0) > 0
-        is_called = id(node.module) in facts.look.called
+        is_called = id(node.module) in facts.observations.called
         if (fired and id(node.module) not in ran) or (is_called and not fired and not site.call):
             return node
     return None
 
 
-def _look(model: nn.Module, inputs: Any, nodes: list[ModuleNode], *, flip: bool = False) -> Look:
+def _observe(
+    model: nn.Module, inputs: Any, nodes: list[ModuleNode], *, flip: bool = False
+) -> Observations:
     with untouched(model):
         if flip:
             is_training = model.training
             for module in model.modules():
                 module.training = not is_training
-        with watching(nodes) as look:
+        with watching(nodes) as observations:
             _try(model, inputs)
-    return look
+    return observations
 
 
 def _try(model: nn.Module, inputs: Any) -> None:

@@ -16,12 +16,9 @@ import torch
 from torch import nn
 
 from hookline.display.text import plural
-from hookline.engine import path_text
-from hookline.engine.compile.compiled_modules import is_compiled
-from hookline.engine.selection.module_tree import ModuleNode
-from hookline.engine.torch_private.dynamo import dynamo_config, has_compiled
+from hookline.engine import ModuleNode, dynamo_config, has_compiled, is_compiled, path_text
 from hookline.verbs.doctor.causes import Facts, not_repeated
-from hookline.verbs.doctor.diagnosis import Finding, Note
+from hookline.verbs.doctor.diagnosis import Note, SiteVerdict
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.inventory import inventory
 
@@ -74,7 +71,7 @@ def environment(model: nn.Module) -> dict[str, str]:
     }  # fmt: skip
 
 
-def notes(model: nn.Module, findings: list[Finding], facts: Facts) -> Iterator[Note]:
+def notes(model: nn.Module, verdicts: list[SiteVerdict], facts: Facts) -> Iterator[Note]:
     """Yield all notes that apply."""
     yield from _versions()
     yield from _compiled(model)
@@ -84,9 +81,9 @@ def notes(model: nn.Module, findings: list[Finding], facts: Facts) -> Iterator[N
     yield from _foreign(model, facts)
     yield from _modes(model)
     yield from _places(model)
-    yield from _aliases(findings)
+    yield from _aliases(verdicts)
     yield from _inside_one_operation(facts.nodes)
-    yield from _structures(findings, facts)
+    yield from _structures(verdicts, facts)
     yield from _the_run(facts)
     yield from _repetition(facts)
 
@@ -98,8 +95,8 @@ def _repetition(facts: Facts) -> Iterator[Note]:
 
 
 def _versions() -> Iterator[Note]:
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if found and (int(found[1]), int(found[2])) < _OLDEST_TORCH:
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version and (int(version[1]), int(version[2])) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         yield Note(
             "torch",
@@ -112,10 +109,10 @@ def _compiled(model: nn.Module) -> Iterator[Note]:
     compiled = [module for module in model.modules() if is_compiled(module)]
     if compiled:
         whole = is_compiled(model)
-        what = "the model is" if whole else f"{len(compiled)} of its modules are"
+        subject = "the model is" if whole else f"{len(compiled)} of its modules are"
         yield Note(
             "compiled",
-            f"{what} compiled: lines work inside the graph, at the cost of one compilation for"
+            f"{subject} compiled: lines work inside the graph, at the cost of one compilation for"
             " each kind; raw backward hooks (line.backward, line.backward_pre) do not",
             "for gradients, record or edit the ports 'fc:grad_output' and 'fc:grad_input'",
         )
@@ -153,7 +150,9 @@ def _checkpointing(model: nn.Module, facts: Facts) -> Iterator[Note]:
 
 
 def _fast_path(facts: Facts) -> Iterator[Note]:
-    fast = [path_text(node.path) for node in facts.nodes if id(node.module) in facts.look.fast]
+    fast = [
+        path_text(node.path) for node in facts.nodes if id(node.module) in facts.observations.fast
+    ]
     if fast:
         yield Note(
             "fast path",
@@ -165,21 +164,21 @@ def _fast_path(facts: Facts) -> Iterator[Note]:
 
 
 def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
-    found = [hook for hook in inventory(model) if hook.owner not in ("hookline", "torch")]
-    if found:
-        shown = [
+    hooks = [hook for hook in inventory(model) if hook.owner not in ("hookline", "torch")]
+    if hooks:
+        texts = [
             f"{hook.kind} {hook.function} on {path_text(hook.path)}" + f" ({hook.owner})"
-            for hook in found
+            for hook in hooks
         ]
         yield Note(
             "other hooks",
-            f"{plural(len(found), 'hook')} of other code: {_list(shown)}",
+            f"{plural(len(hooks), 'hook')} of other code: {_list(texts)}",
             "expect values after these hooks; hl.inventory(model) lists them with file and line",
         )
     replacing = [
         f"{code.co_qualname} on {path_text(path)}"
         for path, _, code in foreign_hooks(facts.nodes)
-        if code in facts.look.replacing
+        if code in facts.observations.replacing
     ]
     if replacing:
         yield Note(
@@ -187,7 +186,7 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
             f"{_list(replacing)} returned a value, which replaces the module's output or input",
             "return None in that hook, if the replacement is not meant",
         )
-    backward = [path_text(hook.path) for hook in found if hook.kind.startswith("backward")]
+    backward = [path_text(hook.path) for hook in hooks if hook.kind.startswith("backward")]
     in_place = [node.path for node in facts.nodes if getattr(node.module, "inplace", False) is True]
     if backward and in_place:
         yield Note(
@@ -247,44 +246,44 @@ def _places(model: nn.Module) -> Iterator[Note]:
         )
 
 
-def _aliases(findings: list[Finding]) -> Iterator[Note]:
+def _aliases(verdicts: list[SiteVerdict]) -> Iterator[Note]:
     shared = {
-        finding.site.path: finding.site.aliases for finding in findings if finding.site.aliases
+        verdict.site.path: verdict.site.aliases for verdict in verdicts if verdict.site.aliases
     }
     if shared:
-        shown = [f"{path} is also {', '.join(aliases[:2])}" for path, aliases in shared.items()]
+        texts = [f"{path} is also {', '.join(aliases[:2])}" for path, aliases in shared.items()]
         yield Note(
             "shared",
-            f"{_list(shown)}: one module, so one site; its gradient is the sum over all uses",
+            f"{_list(texts)}: one module, so one site; its gradient is the sum over all uses",
             "select it by any of its paths; run.calls(path) tells the uses apart",
         )
 
 
 def _inside_one_operation(nodes: list[ModuleNode]) -> Iterator[Note]:
-    found = [path_text(node.path) for node in nodes if isinstance(node.module, nn.RNNBase)]
-    if found:
+    layers = [path_text(node.path) for node in nodes if isinstance(node.module, nn.RNNBase)]
+    if layers:
         yield Note(
             "recurrent",
-            f"the steps and gates of {_list(found)} run inside one operation, so only the inputs"
+            f"the steps and gates of {_list(layers)} run inside one operation, so only the inputs"
             " and outputs of the whole are seen",
             "use a loop over nn.LSTMCell, GRUCell or RNNCell to see each step",
         )
 
 
-def _structures(findings: list[Finding], facts: Facts) -> Iterator[Note]:
-    seen = facts.run.seen if facts.run is not None else {}
-    shown, example = [], ""
-    for finding in findings:
-        site = finding.site
-        value = seen.get((site.path, site.port))
+def _structures(verdicts: list[SiteVerdict], facts: Facts) -> Iterator[Note]:
+    values = facts.run.values if facts.run is not None else {}
+    texts, example = [], ""
+    for verdict in verdicts:
+        site = verdict.site
+        value = values.get((site.path, site.port))
         if site.port == "output" and value is not None and not (value.is_lone or site.leaf):
-            shown.append(f"{path_text(site.path)} gives {value.form}")
+            texts.append(f"{path_text(site.path)} gives {value.form}")
             if value.dtype and "(Tensor" in value.form and not example:
                 example = f"{path_text(site.path)}:output[0]"
-    if shown:
+    if texts:
         yield Note(
             "structures",
-            f"{_list(shown)}: hl.edits and functions of one tensor do not take such a value",
+            f"{_list(texts)}: hl.edits and functions of one tensor do not take such a value",
             f"select a part, {example!r}" if example else "select a part of it by its keys",
         )
 
@@ -300,7 +299,7 @@ def _the_run(facts: Facts) -> Iterator[Note]:
             "give a function for gradients of your loss:"
             " hl.doctor(model, lambda: loss(model(x)), ...)",
         )
-    if not facts.look.called and not run.failure and sys.getprofile() is not None:
+    if not facts.observations.called and not run.failure and sys.getprofile() is not None:
         yield Note("profiler", "a profiler is on, so direct calls of .forward could not be seen",
                    "call hl.doctor without the profiler")  # fmt: skip
 

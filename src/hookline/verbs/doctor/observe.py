@@ -20,10 +20,8 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hookline.engine import ModuleNode, global_hooks, hook_dict, parameters
 from hookline.engine.pytree import tree
-from hookline.engine.selection.module_tree import ModuleNode
-from hookline.engine.torch_private.hooks import global_hooks, hook_dict
-from hookline.engine.torch_private.modules import parameters
 
 # torch's own name for the method that every call of a module goes through.
 _CALL = "_call_impl"
@@ -47,33 +45,29 @@ class Use(NamedTuple):
 
 @final
 @dataclass
-class Look:
-    """The observations of one run; modules are keyed by id.
+class Observations:
+    """The observations of one run; modules are keyed by id."""
 
-    Args:
-        called: the modules that were called through `__call__`.
-        direct: the modules whose forward was called directly, and the caller.
-        overridden: the modules of `direct` whose class has a `__call__` of its own.
-        fast: the modules that torch ran as one operation, with their kind.
-        used: the modules whose own parameters an operation used, and the operation.
-        replacing: the code of the foreign hooks that returned a value.
-    """
-
-    called: set[int] = field(default_factory=set)
+    called: set[int] = field(default_factory=set)  # the modules that were called through `__call__`
+    # The modules whose forward was called directly, and the caller.
     direct: dict[int, Use] = field(default_factory=dict)
+    # The modules of `direct` whose class has a `__call__` of its own.
     overridden: set[int] = field(default_factory=set)
+    # The modules that torch ran as one operation, with their kind.
     fast: dict[int, str] = field(default_factory=dict)
+    # The modules whose own parameters an operation used, and the operation.
     used: dict[int, Use] = field(default_factory=dict)
+    # The code of the foreign hooks that returned a value.
     replacing: set[CodeType] = field(default_factory=set)
 
 
 @contextmanager
-def watching(nodes: list[ModuleNode]) -> Iterator[Look]:
+def watching(nodes: list[ModuleNode]) -> Iterator[Observations]:
     """Observe the modules that run in the block, in this thread; no profiler may be on."""
-    look = Look()
-    sys.setprofile(_Watcher(nodes, look))
+    observations = Observations()
+    sys.setprofile(_Watcher(nodes, observations))
     try:
-        yield look
+        yield observations
     finally:
         sys.setprofile(None)
 
@@ -82,31 +76,31 @@ def watching(nodes: list[ModuleNode]) -> Iterator[Look]:
 class _Watcher:
     """The profiling function: note calls, direct forwards, fused operations and hooks' results."""
 
-    def __init__(self, nodes: list[ModuleNode], look: Look) -> None:
+    def __init__(self, nodes: list[ModuleNode], observations: Observations) -> None:
         self._paths = {id(node.module): node.path for node in nodes}
         self._forwards = {code for node in nodes if (code := _code(node.module)) is not None}
         self._hooks = {code for _, _, code in foreign_hooks(nodes)}
-        self._look = look
+        self._observations = observations
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
         if event == "call":
             if code.co_name == _CALL:
-                self._look.called.add(id(frame.f_locals.get("self")))
+                self._observations.called.add(id(frame.f_locals.get("self")))
             elif code in self._forwards:
                 self._forward(frame)
         elif event == "return":
             if arg is not None and code in self._hooks:
-                self._look.replacing.add(code)
+                self._observations.replacing.add(code)
         elif event == "c_call" and getattr(arg, "__name__", "") in _FAST:
             module = _module_of(frame, self._paths)
             if module is not None:
-                self._look.fast[id(module)] = _FAST[arg.__name__]
+                self._observations.fast[id(module)] = _FAST[arg.__name__]
 
     def _forward(self, frame: FrameType) -> None:
         names = frame.f_code.co_varnames
         module = frame.f_locals.get(names[0]) if names else None
-        if id(module) not in self._paths or id(module) in self._look.direct:
+        if id(module) not in self._paths or id(module) in self._observations.direct:
             return
         above, has_own_call = frame.f_back, False
         for _ in range(_HIGHEST):
@@ -118,10 +112,10 @@ class _Watcher:
             has_own_call |= is_call and above.f_locals.get("self") is module
             above = above.f_back
         if has_own_call:
-            self._look.overridden.add(id(module))
+            self._observations.overridden.add(id(module))
         caller = frame.f_back
         within = None if caller is None else _module_of(caller, self._paths)
-        self._look.direct[id(module)] = Use(
+        self._observations.direct[id(module)] = Use(
             "forward", self._paths.get(id(within), ""), _line_of(frame.f_back)
         )
 
@@ -130,9 +124,9 @@ class _Watcher:
 class Uses(TorchFunctionMode):
     """Note which modules' own parameters torch's operations use, and where."""
 
-    def __init__(self, nodes: list[ModuleNode], look: Look) -> None:
+    def __init__(self, nodes: list[ModuleNode], observations: Observations) -> None:
         super().__init__()
-        self._look = look
+        self._observations = observations
         self._paths = {id(node.module): node.path for node in nodes}
         self._owners: dict[int, list[int]] = {}
         for node in nodes:
@@ -145,8 +139,8 @@ class Uses(TorchFunctionMode):
     ) -> Any:
         """Run an operation, and note the parameters among its arguments."""
         result = func(*args, **(kwargs or {}))
-        given = [*args, *(kwargs or {}).values()]
-        for value in given:
+        values = [*args, *(kwargs or {}).values()]
+        for value in values:
             parts = value if isinstance(value, list | tuple) else (value,)
             for part in parts:
                 if isinstance(part, Tensor) and id(part) in self._owners:
@@ -162,16 +156,16 @@ class Uses(TorchFunctionMode):
         if name == "__get__":
             name = f".{getattr(getattr(func, '__self__', None), '__name__', 'data')}"
         for owner in self._owners[id(parameter)]:
-            self._look.used.setdefault(owner, Use(name, within, _line_of(frame)))
+            self._observations.used.setdefault(owner, Use(name, within, _line_of(frame)))
 
 
 def foreign_hooks(nodes: list[ModuleNode]) -> Iterator[tuple[str, str, CodeType]]:
     """Yield the path, kind and code of every foreign forward and forward-pre hook."""
-    found = [("(every module)", kind, hook) for kind, hook in global_hooks()]
+    hooks = [("(every module)", kind, hook) for kind, hook in global_hooks()]
     for node in nodes:
         for kind in ("forward_pre", "forward"):
-            found += [(node.path, kind, hook) for hook in hook_dict(node.module, kind).values()]
-    for path, kind, hook in found:
+            hooks += [(node.path, kind, hook) for hook in hook_dict(node.module, kind).values()]
+    for path, kind, hook in hooks:
         code = _code_of(hook)
         if kind in ("forward_pre", "forward") and code is not None and not _is_known(code):
             yield path, kind, code
@@ -189,8 +183,8 @@ def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
         return None
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
         function = vars(type(function)).get("__call__", function)
-    found = getattr(inspect.unwrap(function), "__code__", None)
-    return found if isinstance(found, CodeType) else None
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def _module_of(frame: FrameType | None, paths: dict[int, str]) -> Any:

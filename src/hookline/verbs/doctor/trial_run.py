@@ -5,8 +5,10 @@ Only facts about the values are kept, and no memory of the values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any, final
 
 import torch
@@ -16,65 +18,58 @@ from hookline.engine import (
     Bound,
     GradientCallback,
     Line,
+    ModuleNode,
     Order,
+    ParameterNode,
     Pass,
     PendingGradient,
     Selection,
     Site,
+    SitedNode,
     SplitCallback,
+    path_text,
     snapshot,
+    version_counter,
+    walk,
 )
 from hookline.engine.pytree import describe, tree
-from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
-from hookline.engine.selection.selectors import Place
-from hookline.engine.torch_private.autograd import version_counter
-from hookline.engine.torch_private.hooks import tensor_hooks
 from hookline.errors import HooklineError
 from hookline.verbs.doctor.diagnosis import Note
-from hookline.verbs.doctor.failure import raised
-from hookline.verbs.shared.run_model import call, untouched
+from hookline.verbs.doctor.observe import foreign_hooks
+from hookline.verbs.shared.failing_module import failure_text
+from hookline.verbs.shared.rerun import ReentrantError, copied, gradients, leaves_of, untouched
+from hookline.verbs.shared.run_model import call
 
-REENTRANT = "CheckpointFunctionBackward"
+_VIEW_OF_A_HOOK = re.compile(r"BackwardHookFunction\w* is a view and is being modified")
 
 
 @final
-@dataclass
-class Seen:
-    """The facts about the value at a site, from its first call.
+@dataclass(slots=True)
+class SiteValue:
+    """The facts about the value at a site, from its first call."""
 
-    Args:
-        form: its structure.
-        dtype: the dtype of its first tensor; empty if it holds no tensor.
-        is_lone: whether it is one tensor.
-        is_floating: whether it holds a tensor that can have a gradient.
-        needs_grad: whether it holds a tensor that requires a gradient.
-        is_quantised: whether its first tensor is quantised.
-        grads_off: whether gradients were switched off when the value was seen.
-        is_compiled: whether compiled code returned it.
-        watched: for each tensor, a tensor that shares its version counter, and the version.
-    """
-
-    form: str = ""
-    dtype: str = ""
-    is_lone: bool = False
-    is_floating: bool = False
-    needs_grad: bool = False
-    is_quantised: bool = False
-    grads_off: bool = False
-    is_compiled: bool = False
-    watched: list[tuple[Tensor, int]] = field(default_factory=list)
+    form: str = ""  # its structure
+    dtype: str = ""  # the dtype of its first tensor; empty if it holds no tensor
+    is_lone: bool = False  # whether it is one tensor
+    is_floating: bool = False  # whether it holds a tensor that can have a gradient
+    needs_grad: bool = False  # whether it holds a tensor that requires a gradient
+    is_quantised: bool = False  # whether its first tensor is quantised
+    grads_off: bool = False  # whether gradients were switched off at the call
+    is_compiled: bool = False  # whether compiled code returned it
+    # For each tensor, a tensor that shares its version counter, and the version.
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @property
     def is_overwritten(self) -> bool:
-        """Tell whether any of the tensors has been written to since it was seen."""
-        return any(counter._version != before for counter, before in self.watched)
+        """Tell whether any of the tensors was written to after the call."""
+        return any(counter._version != before for counter, before in self.versions)
 
     def note(self, value: Any, *, is_compiled: bool) -> None:
         """Note the facts about a value."""
-        found = [tensor for _, tensor in tree.tensors(value)]
-        self.watched += [
+        tensors = [tensor for _, tensor in tree.tensors(value)]
+        self.versions += [
             (version_counter(tensor), tensor._version)
-            for tensor in found
+            for tensor in tensors
             if not (is_compiled or tensor.is_inference() or type(tensor) is not Tensor)
         ]
         if self.form:
@@ -83,10 +78,10 @@ class Seen:
         self.is_lone = isinstance(value, Tensor)
         self.is_compiled = is_compiled
         self.grads_off = not torch.is_grad_enabled()
-        self.is_floating = any(t.is_floating_point() or t.is_complex() for t in found)
-        self.needs_grad = any(tensor.requires_grad for tensor in found)
-        self.is_quantised = bool(found) and found[0].is_quantized
-        self.dtype = str(found[0].dtype).removeprefix("torch.") if found else ""
+        self.is_floating = any(t.is_floating_point() or t.is_complex() for t in tensors)
+        self.needs_grad = any(tensor.requires_grad for tensor in tensors)
+        self.is_quantised = bool(tensors) and tensors[0].is_quantized
+        self.dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
 
 
 @final
@@ -101,53 +96,27 @@ class _Nothing(GradientCallback):
 
 @final
 @dataclass
-class Run:
-    """The results of one hooked run.
+class TrialRun:
+    """The results of one hooked run."""
 
-    Args:
-        fired: how often each site fired.
-        why: the line's own reason for each site that never fired.
-        seen: the values at inputs and outputs of the selected modules, by (path, port).
-        refused: the sites at which the line itself raised, with the error.
-        failure: the error that the model raised.
-        backward: the tensor from which backward was run, in words; empty if backward did not run.
-        no_backward: the reason why backward could not run.
-        is_reentrant: whether a part of the graph is checkpointed with use_reentrant=True.
-        overwritten: the keys of `seen` whose values were overwritten in place.
-    """
-
-    fired: dict[Site, int] = field(default_factory=dict)
+    fired: dict[Site, int] = field(default_factory=dict)  # how often each site fired
+    # The line's own reason for each site that never fired.
     why: Mapping[Site, str] = field(default_factory=dict)
-    seen: dict[tuple[str, str], Seen] = field(default_factory=dict)
+    # The values at inputs and outputs of the selected modules, by (path, port).
+    values: dict[tuple[str, str], SiteValue] = field(default_factory=dict)
+    # The sites at which the line itself raised, with the error.
     refused: dict[Site, HooklineError] = field(default_factory=dict)
-    failure: Note | None = None
+    failure: Note | None = None  # the error that the model raised
+    # The tensor from which backward was run, in words; empty if backward did not run.
     backward: str = ""
-    no_backward: str = ""
+    no_backward: str = ""  # the reason why backward could not run
+    # Whether a part of the graph is checkpointed with use_reentrant=True.
     is_reentrant: bool = False
+    # The keys of `values` whose values were overwritten in place.
     overwritten: set[tuple[str, str]] = field(default_factory=set)
 
 
-def copied(inputs: Any) -> Any:
-    """Return the inputs with copied tensors, because a model may write to its inputs.
-
-    The copies also get the gradients of the run.
-    """
-
-    def copy(tensor: Tensor) -> Tensor:
-        new = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        if tensor.grad_fn is None:
-            return new
-        with torch.enable_grad():
-            return new.clone()  # a non-leaf as well, which may be written to in place
-
-    if isinstance(inputs, Mapping):
-        return {key: tree.map_tensors(copy, part) for key, part in inputs.items()}
-    if callable(inputs) and not isinstance(inputs, Tensor):
-        return inputs
-    return tree.map_tensors(copy, inputs)
-
-
-def hooked_run(model: nn.Module, selection: Selection, inputs: Any) -> Run:
+def hooked_run(model: nn.Module, selection: Selection, inputs: Any) -> TrialRun:
     """Run a model with the sites hooked: forward, and backward if a gradient site is selected.
 
     A site at which the line raises (because of a missing leaf, say) is left out of the next run.
@@ -155,17 +124,17 @@ def hooked_run(model: nn.Module, selection: Selection, inputs: Any) -> Run:
     refused: dict[Site, HooklineError] = {}
     while True:
         left = [place for place in selection.places if place[0] not in refused]
-        run = Run(refused=refused)
+        run = TrialRun(refused=refused)
         if not left:
             return run
         error = _run(model, left, inputs, run)
         if error is None:
             return run
-        at = next((site for site, _ in left if _is_at(site, error)), None)
-        if at is None:
+        site = next((site for site, _ in left if _is_at(site, error)), None)
+        if site is None:
             run.failure = Note("hookline", *halves(error))
             return run
-        refused[at] = error
+        refused[site] = error
 
 
 def _is_at(site: Site, error: HooklineError) -> bool:
@@ -173,44 +142,35 @@ def _is_at(site: Site, error: HooklineError) -> bool:
     return str(error).startswith(f"{site}: ") or any(f"the hook at {site} (" in n for n in notes)
 
 
-def _ours_behind(error: BaseException | None) -> HooklineError | None:
-    """Return the line's own error, if dynamo has wrapped it in another."""
-    while error is not None and not isinstance(error, HooklineError):
+def _raise_own(error: BaseException | None) -> None:
+    """Raise the line's own error, also if dynamo has wrapped it in another."""
+    while error is not None:
+        if isinstance(error, HooklineError):
+            raise error from None
         error = error.__cause__ or error.__context__
-    return error
 
 
 def halves(error: HooklineError) -> tuple[str, str]:
     """Split an error into the fault and the fix, its first two lines. Dynamo adds more lines."""
-    what, remedy, *_ = [*str(error).split("\n"), ""]
-    return what, remedy
+    fault, remedy, *_ = [*str(error).split("\n"), ""]
+    return fault, remedy
 
 
-def _run(model: nn.Module, places: list[Place], inputs: Any, run: Run) -> HooklineError | None:
+def _run(
+    model: nn.Module, places: list[SitedNode], inputs: Any, run: TrialRun
+) -> HooklineError | None:
+    """Run a model with sites hooked. Return the error that the line itself raised."""
     line = Line(model, name="doctor")
     line.options.quiet = line.options.lenient = True
     selection = Selection(line.module_tree, places)
-    wants_gradients = any(site.is_gradient for site in selection)
+    forward_selection = Selection(line.module_tree, _forward_places(places))
     try:
         with untouched(model), line:
             line.tap(selection, _count, Order.RECORD)
-            watched = Selection(line.module_tree, _forward_places(places))
-            if len(watched):
-                line.tap(watched, lambda site: _watch(site, run), Order.RECORD)
-            try:
-                output = call(model, copied(inputs))
-                run.fired = dict(line.report().fired)
-                if wants_gradients:
-                    _backward(model, output, run)
-                del output
-            except HooklineError:
-                raise
-            except Exception as error:
-                ours = _ours_behind(error)
-                if ours is not None:
-                    raise ours from None
-                run.failure = raised(model, error)
-            run.overwritten = {place for place, seen in run.seen.items() if seen.is_overwritten}
+            if len(forward_selection):
+                line.tap(forward_selection, lambda site: _note_values(site, run), Order.RECORD)
+            _call(model, inputs, line, run)
+            run.overwritten = {key for key, value in run.values.items() if value.is_overwritten}
             _count_fired(line, run)
     except HooklineError as error:
         return error
@@ -218,7 +178,43 @@ def _run(model: nn.Module, places: list[Place], inputs: Any, run: Run) -> Hookli
     return None
 
 
-def _count_fired(line: Line, run: Run) -> None:
+def _call(model: nn.Module, inputs: Any, line: Line, run: TrialRun) -> None:
+    """Run forward, and backward if a gradient site is selected; note an error of the model."""
+    try:
+        output = call(model, copied(inputs))
+        run.fired = dict(line.report().fired)
+        if any(site.is_gradient for site in run.fired):
+            _backward(model, output, run)
+    except Exception as error:
+        _raise_own(error)
+        run.failure = _failure(model, error)
+
+
+def _failure(model: nn.Module, error: Exception) -> Note:
+    """Describe the module that raised, its inputs, the error, and the remedy."""
+    text = failure_text(model, error)
+    if _VIEW_OF_A_HOOK.search(str(error)):
+        return Note(
+            "failure",
+            f"{text}: a full backward hook is registered before an in-place operation",
+            "remove that hook and use hl.attach(model), line.backward(...), or a grad_output"
+            " site; or use an operation that is not in place",
+        )
+    hooks = {code: (path, kind) for path, kind, code in foreign_hooks(walk(model))}
+    for frame, lineno in walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code in hooks:
+            path, kind = hooks[code]
+            place = f"{code.co_qualname} ({code.co_filename}:{lineno})"
+            return Note(
+                "failure",
+                f"{text}: raised by the {kind} hook {place} on {path_text(path)}",
+                "mend that hook, or remove it; hl.inventory(model) lists all hooks",
+            )
+    return Note("failure", text, "give the inputs that it expects; later sites were not reached")
+
+
+def _count_fired(line: Line, run: TrialRun) -> None:
     """Count the fired sites; forward sites as before backward, which runs checkpoints again."""
     for site, count in line.report().fired:
         if site.is_gradient or site not in run.fired:
@@ -233,29 +229,29 @@ def _let_by(current: Pass, value: Any) -> None:
     """Do nothing, because the tap counts the values."""
 
 
-def _watch(site: Site, run: Run) -> Bound:
-    place = site.path, site.port
+def _note_values(site: Site, run: TrialRun) -> Bound:
+    key = site.path, site.port
 
     def callback(current: Pass, value: Any) -> None:
-        run.seen.setdefault(place, Seen()).note(value, is_compiled=False)
+        run.values.setdefault(key, SiteValue()).note(value, is_compiled=False)
 
     def after(current: Pass, value: Any) -> None:
-        run.seen.setdefault(place, Seen()).note(value, is_compiled=True)
+        run.values.setdefault(key, SiteValue()).note(value, is_compiled=True)
 
     return SplitCallback(callback, snapshot, after)
 
 
-def _forward_places(places: list[Place]) -> list[Place]:
+def _forward_places(places: list[SitedNode]) -> list[SitedNode]:
     """List the whole inputs and outputs of the modules that hold a selected site."""
-    found: dict[Site, ModuleNode | ParameterNode] = {
+    nodes: dict[Site, ModuleNode | ParameterNode] = {
         Site(site.path, site.port.removeprefix("grad_")): node
         for site, node in places
         if isinstance(node, ModuleNode)
     }
-    return list(found.items())
+    return list(nodes.items())
 
 
-def _backward(model: nn.Module, output: Any, run: Run) -> None:
+def _backward(model: nn.Module, output: Any, run: TrialRun) -> None:
     """Run autograd once from the output, without changing any `.grad`."""
     if any(count for site, count in run.fired.items() if site.is_gradient):
         run.backward = "the backward of the given function"
@@ -267,29 +263,18 @@ def _backward(model: nn.Module, output: Any, run: Run) -> None:
     if loss is None:
         run.no_backward = f"no output requires a gradient ({describe.in_words(output)})"
         return
-    leaves, run.is_reentrant = _leaves_of(loss)
-    if run.is_reentrant:
-        stepping = [1 for p in model.parameters() for kind, _ in tensor_hooks(p) if kind != "grad"]
-        if stepping:
-            run.no_backward = (
-                "a checkpoint with use_reentrant=True only allows backward(), which would also run"
-                " the hooks after gradient accumulation"
-            )
-            return
-        kept = [(leaf, leaf.grad) for leaf in leaves]
-        try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            for leaf, grad in kept:
-                leaf.grad = grad
+    _, run.is_reentrant = leaves_of([loss])
+    try:
+        gradients([loss])
+    except ReentrantError as error:
+        run.no_backward = str(error)
     else:
-        torch.autograd.grad(loss, leaves, allow_unused=True)
-    run.backward = name
+        run.backward = name
 
 
 def _loss_of(output: Any) -> tuple[Tensor | None, str]:
-    given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    for value, name in ((given, "its output's loss"), (output, "the model's output")):
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    for value, name in ((loss, "its output's loss"), (output, "the model's output")):
         if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
             return value.sum(), name
     parts = [
@@ -302,22 +287,3 @@ def _loss_of(output: Any) -> tuple[Tensor | None, str]:
     home = parts[0].device
     total: Tensor = torch.stack([part.to(home, torch.float32) for part in parts]).sum()
     return total, "the sum of its outputs"
-
-
-def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
-    """List the leaf tensors of a graph, and tell whether it holds reentrant checkpoints."""
-    stack: list[Any] = [loss.grad_fn]
-    done: set[Any] = set()
-    leaves: list[Tensor] = [loss] if loss.grad_fn is None else []
-    is_reentrant = False
-    while stack:
-        node = stack.pop()
-        if node is None or node in done:
-            continue
-        done.add(node)
-        is_reentrant |= node.name() == REENTRANT
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            leaves.append(leaf)
-        stack += [other for other, _ in node.next_functions]
-    return leaves, is_reentrant

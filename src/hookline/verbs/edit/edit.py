@@ -93,17 +93,18 @@ def edit(
     line.originals.lapse = _LAPSE
     selection = line.select(selector, ports_for(model, ports))
 
-    change = defaults_by_name(change, 1)
+    everywhere = defaults_by_name(change, 1)
+    at = getattr(change, "at", None)  # a change that differs by site has a method `at(site)`
     effects: list[_NoOpDetector] = []
 
     def bind(site: Site) -> Bound:
         effects.append(_NoOpDetector(site))
-        if site.is_gradient:
-            return EditGradient(change, effects[-1])
-        return _checked(change, effects[-1])
+        function = defaults_by_name(at(site), 1) if callable(at) else everywhere
+        bound = EditGradient if site.is_gradient else _value_changer
+        return bound(function, effects[-1])
 
     line.tap(selection, bind, Order.EDIT)
-    line.options.remark = partial(_left_alone, effects)
+    line.options.remark = partial(_no_op_warning, effects)
     return line
 
 
@@ -150,17 +151,17 @@ class _NoOpDetector:
     def of_value(self, change: Callable[[Any], Any], value: Any) -> Any:
         """Call the function on a value, which it may not write to."""
         new = call_read_only(change, value, self._refusal, self._unreturned)
-        return new if is_dynamo_compiling() else self._seen(new)
+        return new if is_dynamo_compiling() else self._note(new)
 
     def of_gradient(self, change: Callable[[Any], Any], grad: Any) -> Any:
         """Call the function on a gradient, which it may not write to."""
-        return self._seen(guarded(change, grad, self.where))
+        return self._note(guarded(change, grad, self.where))
 
     def inside(self, change: Callable[[Any], Any], grad: Any) -> Any:
         """Call the function on a gradient in compiled code."""
         return call_read_only(change, grad, self._refusal, self._unreturned)
 
-    def _seen(self, new: Any) -> Any:
+    def _note(self, new: Any) -> Any:
         if new is None:
             self.was_left = True
         else:
@@ -184,13 +185,13 @@ class _NoOpDetector:
         )
 
 
-def _left_alone(effects: list[_NoOpDetector]) -> str | None:
+def _no_op_warning(effects: list[_NoOpDetector]) -> str | None:
     """Write the warning about edits that never changed anything; None if there are none."""
-    found = [one for one in effects if one.was_left and not one.has_changed]
-    if not found:
+    idle = [effect for effect in effects if effect.was_left and not effect.has_changed]
+    if not idle:
         return None
-    sites = ", ".join(one.where or "the root" for one in found[:3])
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    sites = ", ".join(effect.where or "the root" for effect in idle[:3])
+    more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
     return (
         f"hl.edit changed nothing at {sites}{more}: the function returned None each time, which"
         " leaves a value unchanged.\nReturn the new value, or only look at values with"
@@ -236,7 +237,9 @@ def _other_gradient(where: str, difference: str) -> StructureError:
     )
 
 
-def _checked(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callable[[Pass, Any], Any]:
+def _value_changer(
+    change: Callable[[Any], Any], effect: _NoOpDetector
+) -> Callable[[Pass, Any], Any]:
     where = effect.where
 
     def callback(current: Pass, value: Any) -> Any:
@@ -245,10 +248,11 @@ def _checked(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callable[[P
             if current.region is not None:
                 current.region.left(where)
             return None
-        found = describe.difference(value, new)
-        if found:
+        difference = describe.difference(value, new)
+        if difference:
             raise StructureError(
-                f"the edit at {where or 'the root'} would change the value's structure: {found}."
+                f"the edit at {where or 'the root'} would change the value's structure:"
+                f" {difference}."
                 "\nReturn a value of the same form (for a part of it, select a leaf such as"
                 " ':output[0]'), or use a raw hook: hl.attach(model), line.forward(...)."
             )

@@ -47,8 +47,8 @@ def scale(factor: float | Tensor) -> Edit:
         StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
             `factor`, or `factor` does not broadcast to its shape.
     """
-    given = _Given(factor, "scale")
-    return _edit("scale", lambda value: given.like(value) * value)
+    operand = _Operand(factor, "scale")
+    return _edit("scale", lambda value: operand.like(value) * value)
 
 
 def add(offset: float | Tensor) -> Edit:
@@ -72,8 +72,8 @@ def add(offset: float | Tensor) -> Edit:
         StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
             `offset`, or `offset` does not broadcast to its shape.
     """
-    given = _Given(offset, "add")
-    return _edit("add", lambda value: given.like(value) + value)
+    operand = _Operand(offset, "add")
+    return _edit("add", lambda value: operand.like(value) + value)
 
 
 def replace(new: float | Tensor) -> Edit:
@@ -96,11 +96,11 @@ def replace(new: float | Tensor) -> Edit:
         StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
             `new`, or `new` has another shape.
     """
-    given = _Given(new, "replace")
+    operand = _Operand(new, "replace")
 
     def change(tensor: Tensor) -> Tensor:
-        given.check_shape(tensor)
-        other = torch.as_tensor(given.like(tensor), dtype=tensor.dtype, device=tensor.device)
+        operand.check_shape(tensor)
+        other = torch.as_tensor(operand.like(tensor), dtype=tensor.dtype, device=tensor.device)
         # A copy, because a later in-place layer cannot write to an expanded tensor.
         return other.expand_as(tensor).clone()
 
@@ -131,7 +131,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
     """
     generators: dict[torch.device, torch.Generator] = {}
     lock = fork_safe_lock()
-    given = _Given(std, "noise")
+    operand = _Operand(std, "noise")
     try:
         std = float(std)
     except (TypeError, ValueError, RuntimeError):  # complex, or several elements
@@ -155,7 +155,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         )
 
     def change(tensor: Tensor) -> Tensor:
-        given.like(tensor)
+        operand.like(tensor)
         if tensor.is_meta:  # a meta tensor has a shape and no numbers
             return tensor + std
         if is_dynamo_compiling():  # a graph holds no lock
@@ -191,7 +191,7 @@ def clamp(min: float | Tensor | None = None, max: float | Tensor | None = None) 
         raise AttachError(
             "hl.edits.clamp must be given a bound, got none.\nGive a bound: hl.edits.clamp(min=0)."
         )
-    low, high = (None if bound is None else _Given(bound, "clamp") for bound in (min, max))
+    low, high = (None if bound is None else _Operand(bound, "clamp") for bound in (min, max))
 
     def by_numbers(value: Tensor) -> Tensor:
         # They bound a quantized value by what it stands for, whatever its dtype.
@@ -202,7 +202,7 @@ def clamp(min: float | Tensor | None = None, max: float | Tensor | None = None) 
         return torch.clamp(value, min, max)  # type: ignore[arg-type]  # no tensor is among them
 
     def by_tensors(value: Tensor) -> Tensor:
-        def like(bound: _Given | None) -> Tensor | None:
+        def like(bound: _Operand | None) -> Tensor | None:
             if bound is None:
                 return None
             return torch.as_tensor(bound.like(value), dtype=value.dtype, device=value.device)
@@ -265,7 +265,7 @@ def _tensor(value: Any, name: str) -> Tensor:
 
 
 @final
-class _Given:
+class _Operand:
     """A number or tensor that a value is combined with.
 
     Compiled code has guards on the values of numbers, so each new number would recompile it. It has
@@ -274,23 +274,23 @@ class _Given:
 
     __slots__ = ("_is_tensor", "_kind", "_name", "_number", "_tensor")
 
-    def __init__(self, given: float | Tensor, name: str) -> None:
+    def __init__(self, operand: float | Tensor, name: str) -> None:
         self._name = name
-        self._is_tensor = isinstance(given, Tensor)
-        self._number = given
-        if isinstance(given, Tensor):
-            self._tensor, self._kind = given, given.dtype
+        self._is_tensor = isinstance(operand, Tensor)
+        self._number = operand
+        if isinstance(operand, Tensor):
+            self._tensor, self._kind = operand, operand.dtype
             return
         # Independent of torch's default dtype. The widest dtype keeps the number exact.
-        dtype = {float: torch.float64, complex: torch.complex128}.get(type(given))
+        dtype = {float: torch.float64, complex: torch.complex128}.get(type(operand))
         try:
-            self._tensor = torch.as_tensor(given, dtype=dtype, device="cpu")
+            self._tensor = torch.as_tensor(operand, dtype=dtype, device="cpu")
             if self._tensor.dim():
                 raise TypeError  # a list or an array, which torch does not combine with a tensor
         except (TypeError, ValueError, RuntimeError):
             raise AttachError(
                 f"hl.edits.{name} must be given a number or a tensor, got"
-                f" {describe.in_words(given)}.\nGive hl.edit a function of your own for anything"
+                f" {describe.in_words(operand)}.\nGive hl.edit a function of your own for anything"
                 f" else: hl.edit(model, selector, lambda t: ...)."
             ) from None
         self._kind = self._tensor.dtype
@@ -353,12 +353,13 @@ class _Given:
             )
 
 
-def _broadcasts(given: Tensor, value: Tensor) -> bool:
-    if given.is_nested or value.is_nested:
+def _broadcasts(operand: Tensor, value: Tensor) -> bool:
+    if operand.is_nested or value.is_nested:
         return True  # torch raises its own error
-    missing = value.dim() - given.dim()
+    missing = value.dim() - operand.dim()
     return missing >= 0 and all(
-        size in (1, wanted) for size, wanted in zip(given.shape, value.shape[missing:], strict=True)
+        size in (1, value_size)
+        for size, value_size in zip(operand.shape, value.shape[missing:], strict=True)
     )
 
 

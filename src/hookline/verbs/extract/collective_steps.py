@@ -60,20 +60,20 @@ class Ranks:
             return [value]
         text = None if error is None else f"{type_and_line(error)}"
         try:
-            said = gather_json(_QUESTION, [value, text], range(self.n), PATIENCE_S)
+            answers = gather_json(_QUESTION, [value, text], range(self.n), PATIENCE_S)
         except RanksError:
             if error is None:
                 raise
         if error is not None:
             raise error
-        failed = {rank: found for rank, (_, found) in enumerate(said) if found is not None}
+        failed = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
         if failed:
             raise RanksError(
                 "hl.extract must succeed on every rank, got an error on another:"
                 f" {say_by_rank(failed, failed.values())}"
                 "\nMend that error, and start again: shards that are written are kept."
             )
-        return [found for found, _ in said]
+        return [result for result, _ in answers]
 
     def together(self, step: Callable[[], T]) -> T:
         """Do a step on each rank; return the result of this one. A collective.
@@ -81,9 +81,9 @@ class Ranks:
         Raises:
             RanksError: the step failed on another rank, or a rank did not come.
         """
-        found: list[T] = []
-        self.each(lambda: found.append(step()))
-        return found[0]
+        results: list[T] = []
+        self.each(lambda: results.append(step()))
+        return results[0]
 
     def first(self, step: Callable[[], Any]) -> Any:
         """Do a step on rank 0 alone, and return its result on each rank. A collective.
@@ -113,7 +113,7 @@ class Ranks:
         except Exception as caught:
             error = caught
         pulse.wait(self.n, failed=error is not None)
-        self.each(lambda: _raise(error))
+        self.each(lambda: raise_if(error))
         if self.me == 0:
             pulse.forget()
 
@@ -150,9 +150,9 @@ class Pulse:
         n_beats, since = -1, time.monotonic()
         self._store.add(self._ended, 1)
         while self._store.add(self._ended, 0) < n:
-            found = self._store.add(self._beats, 0)
-            if found != n_beats:
-                n_beats, since = found, time.monotonic()
+            n_now = self._store.add(self._beats, 0)
+            if n_now != n_beats:
+                n_beats, since = n_now, time.monotonic()
             elif time.monotonic() > since + PATIENCE_S:
                 return  # the meeting after this names the ranks that are missing
             time.sleep(_POLL_S)
@@ -167,6 +167,7 @@ def _nothing() -> None:
     """Do nothing: the step is another rank's."""
 
 
-def _raise(error: Exception | None) -> None:
+def raise_if(error: Exception | None) -> None:
+    """Raise an error, if there is one."""
     if error is not None:
         raise error

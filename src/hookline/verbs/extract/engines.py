@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol, final
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.recordings.reading import DamagedError
+from hookline.files.place import Place
+from hookline.files.reading import DamagedError
 from hookline.stores.job import Job
-from hookline.stores.place import Place
-from hookline.stores.shard_file import Shard, name_of, read_shard
-from hookline.stores.writer import Writer
+from hookline.stores.shard_file import Shard, Writer, name_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
 from hookline.verbs.extract.worker import Worker, shards_of
 
@@ -32,6 +32,7 @@ class Engine(Protocol):
 
 
 @final
+@dataclass(frozen=True)
 class Apart:
     """Makes shards in this process; each rank of several makes every n-th one.
 
@@ -41,23 +42,22 @@ class Apart:
         ranks: the processes that do the job together.
     """
 
-    def __init__(self, place: Place, worker: Worker, ranks: Ranks) -> None:
-        self._place = place
-        self._worker = worker
-        self._ranks = ranks
+    place: Place
+    worker: Worker
+    ranks: Ranks
 
     def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
         """Make this rank's share of shards, and wait for the others."""
-        mine = itertools.islice(numbers, self._ranks.me, None, self._ranks.n)
+        share = itertools.islice(numbers, self.ranks.me, None, self.ranks.n)
 
         def work(pulse: Pulse) -> None:
             def note(shard: Shard) -> None:
                 written(shard)
                 pulse.beat()
 
-            write_shards(self._place, self._worker, job, pulse.until_failure(mine), note)
+            write_shards(self.place, self.worker, job, pulse.until_failure(share), note)
 
-        self._ranks.apart(work)
+        self.ranks.apart(work)
 
 
 def write_shards(

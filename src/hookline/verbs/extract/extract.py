@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Unpack
 
 from torch import nn
 
-from hookline.engine import Selector, sharding, unwrapped
-from hookline.engine.selection.module_tree import require_model
-from hookline.errors import InputError
+from hookline.data.batches import Loading
+from hookline.data.sources import source_of
+from hookline.engine import Selector, require_model, sharding, unwrapped
+from hookline.errors import HooklineError, InputError, one_of
+from hookline.files.place import Place, place_of
 from hookline.stores import Store, open_store
-from hookline.stores.place import Place, place_of
 from hookline.verbs.extract.collective_steps import Ranks
 from hookline.verbs.extract.engines import Apart, Engine
 from hookline.verbs.extract.extraction import Extraction, check_free
 from hookline.verbs.extract.in_step import InStep
-from hookline.verbs.extract.inputs.sources import source_of
 from hookline.verbs.extract.on_ray import OnRay
 from hookline.verbs.extract.options import Extracting, check_options
 from hookline.verbs.extract.process_setup import Setup
@@ -75,8 +75,10 @@ def extract(
             - an iterator, or another iterable that is no sequence, which gives batches; the first
               dimension of a batch's first tensor is the number of its items
             - a data set of Hugging Face
-            - the path of a folder of images, of a saved data set of Hugging Face, or of a `.npy`,
-              `.npz`, `.txt`, `.jsonl` or `.parquet` file
+            - a path: of an image, or of a folder of images, those in folders inside it included; of
+              the folder of a data set of Hugging Face; of a `.npy`, `.npz`, `.pt` or `.safetensors`
+              file of arrays; of a `.txt` file, a text a line; of a `.jsonl` or `.parquet` file with
+              the key or column "text"
         selector: the sites, as in `hl.select`: outputs and inputs, and leaves of these.
         to: the folder, or a URL of fsspec such as `s3://bucket/features`.
         batch_size: the number of items in a batch; None takes the loader's, or 32.
@@ -134,16 +136,16 @@ def extract(
     with ExitStack() as stack:
 
         def prepare() -> tuple[Setup, Worker, Engine]:
-            source = source_of(
-                data,
-                batch_size=batch_size,
-                workers=options.get("workers", 0),
-                on_error=options.get("on_error", "raise"),
-                preprocess=options.get("preprocess"),
-                tokenize=options.get("tokenize"),
-                pin_memory=any(one.is_cuda for one in itertools.islice(model.parameters(), 1)),
+            first_parameter = next(model.parameters(), None)
+            loading = Loading(
+                batch_size,
+                options.get("workers", 0),
+                options.get("on_error", "raise"),
+                options.get("preprocess"),
+                options.get("tokenize"),
+                pin_memory=first_parameter is not None and first_parameter.is_cuda,
             )
-            setup = Setup(unwrapped(model), selector, source, options)
+            setup = Setup(unwrapped(model), selector, source_of(data, loading), options)
             _check_engine(engine, ranks, setup)
             # Before this process attaches to the model: actors get a copy of it without hooks.
             ray = stack.enter_context(OnRay(place, setup)) if engine == "ray" else None
@@ -158,8 +160,28 @@ def extract(
             stack.enter_context(place.locked())
 
         ranks.first(lock)
-        Extraction(place, setup, worker, ranks).run(chosen, resume=resume)
+        with _started_threads():
+            Extraction(place, setup, worker, ranks).run(chosen, resume=resume)
     return open_store(place)
+
+
+@contextmanager
+def _started_threads() -> Iterator[None]:
+    """Tell what to do where the system refuses a thread.
+
+    Raises:
+        HooklineError: it has refused one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        raise HooklineError(
+            "hl.extract must start threads that read and write shards, got RuntimeError: can't"
+            " start new thread.\nRaise the limit of processes (ulimit -u, or that of the"
+            " container), or end other processes. Shards that are written are kept."
+        ) from error
 
 
 def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
@@ -169,11 +191,8 @@ def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
         InputError: there is no such engine, the data has no length for several ranks, or FSDP1
             shards the model.
     """
-    if engine not in (None, "ray"):
-        raise InputError(
-            f"engine must be 'ray' or None, got {engine!r}."
-            "\nLeave it out to run in this process, or on the ranks of its process group."
-        )
+    fix = "Leave it out to run in this process, or on the ranks of its process group."
+    one_of("engine", engine, ("ray", None), fix)
     if engine == "ray" and ranks.n > 1:
         raise InputError(
             f"engine must be None in a process group, got 'ray' on {ranks.n} ranks."

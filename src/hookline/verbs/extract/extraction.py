@@ -11,21 +11,27 @@ from typing import Any, TypeVar, final
 
 from torch import nn
 
-from hookline.display.text import plural
+from hookline.data.fingerprints import fingerprint
+from hookline.display.text import listed, plural
 from hookline.display.units import size
 from hookline.engine import path_text, sharding
-from hookline.engine.identity import function_identity, model_identity
+from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
-from hookline.recordings.manifest import DAMAGE, MANIFEST
-from hookline.recordings.reading import DamagedError
+from hookline.files.place import LocalPlace, Place
+from hookline.files.reading import DAMAGE, DamagedError
+from hookline.files.sealed_json import MANIFEST
 from hookline.stores.first_batch import difference
-from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
-from hookline.stores.manifest import environment, read_manifest, write_manifest
-from hookline.stores.place import LocalPlace, Place
+from hookline.stores.job import (
+    SHARD_BYTES,
+    Job,
+    batches_per_shard,
+    environment,
+    read_manifest,
+    write_manifest,
+)
 from hookline.stores.shard_file import Shard, number_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
 from hookline.verbs.extract.engines import Engine, read_elsewhere
-from hookline.verbs.extract.inputs.sources import fingerprint
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.progress import Progress
 from hookline.verbs.extract.worker import Worker
@@ -88,8 +94,8 @@ class Extraction:
         self._worker.forms = {form.name: form for form in self._job.columns}
         if not is_new:
             self._ranks.apart(self._find_shards)
-        done = set(itertools.chain.from_iterable(self._ranks.each(lambda: list(self._shards))))
-        if len(done) == self._n_written:
+        numbers = set(itertools.chain.from_iterable(self._ranks.each(lambda: list(self._shards))))
+        if len(numbers) == self._n_written:
             return
         if self._begun is not None:
             _compare_environments(f"{self._place} was begun elsewhere", self._begun[1])
@@ -97,7 +103,7 @@ class Extraction:
         with Progress(
             self._job, self._shards, self._ranks.n, n_bytes, shown=self._is_shown()
         ) as progress:
-            engine.run(self._job, self._left(done), progress.written)
+            engine.run(self._job, self._left(numbers), progress.written)
         self._ranks.apart(self._finish)
 
     def _begun_job(self, setup: Setup) -> Job:
@@ -126,9 +132,9 @@ class Extraction:
         Raises:
             RanksError: their jobs differ.
         """
-        said = self._ranks.each(lambda: [self._job.as_json(), environment()])
-        for rank, (job, about) in enumerate(said):
-            differences = Job.from_json(job).differences(Job.from_json(said[0][0]))
+        answers = self._ranks.each(lambda: [self._job.as_json(), environment()])
+        for rank, (job, there) in enumerate(answers):
+            differences = Job.from_json(job).differences(Job.from_json(answers[0][0]))
             if differences:
                 raise RanksError(
                     f"hl.extract must have the same arguments on every rank, got on rank {rank}:"
@@ -136,7 +142,7 @@ class Extraction:
                     "\nGive each rank the same model, weights, data and options."
                 )
             if self._ranks.me == 0:
-                _compare_environments(f"rank {rank}", about, said[0][1])
+                _compare_environments(f"rank {rank}", there, answers[0][1])
 
     def _look_up(self, *, resume: bool) -> bool:
         """Read what is in the place; return whether that is nothing."""
@@ -232,7 +238,7 @@ class Extraction:
         """Name the differences from the store, values first; warn of those that may be rounding."""
         assert self._begun is not None
         assert self._job.first_batch is not None
-        begun, about = self._begun
+        begun, was = self._begun
         differences = self._job.column_differences(begun)
         if differences:
             return differences
@@ -242,7 +248,7 @@ class Extraction:
                 " the first batch: changes of hooks, attributes and code are not noticed."
             )
             return []
-        is_same_place = about == environment()
+        is_same_place = was == environment()
         try:
             values = difference(
                 begun.first_batch, self._job.first_batch, is_same_place=is_same_place
@@ -344,13 +350,13 @@ class Extraction:
         if damaged:
             warn(
                 f"{plural(len(damaged), 'damaged shard')} in {self._place} will be made again:"
-                f" {', '.join(damaged[:_MOST_NAMED])}{', …' * (len(damaged) > _MOST_NAMED)}."
+                f" {listed(damaged, _MOST_NAMED)}."
             )
 
-    def _left(self, done: set[int]) -> Iterator[int]:
+    def _left(self, written: set[int]) -> Iterator[int]:
         n_shards = self._job.n_shards
         numbers: Iterable[int] = itertools.count() if n_shards is None else range(n_shards)
-        return (number for number in numbers if number not in done)
+        return (number for number in numbers if number not in written)
 
     def _has_place(self, shard: Shard) -> bool:
         """Tell whether a shard holds the batches of its number.
@@ -358,10 +364,10 @@ class Extraction:
         The last shard of data without a length is shorter. It is made again if the store is not
         finished: the data may have grown.
         """
-        found, expected = range(*shard.batches), self._job.batches_of(shard.number)
+        batches, expected = range(*shard.batches), self._job.batches_of(shard.number)
         if self._job.n_items is None and self._n_written is not None:
-            return found.start == expected.start
-        return found == expected
+            return batches.start == expected.start
+        return batches == expected
 
     def _is_shown(self) -> bool:
         return self._ranks.me == 0 and self._options.get("progress", True)
@@ -373,11 +379,11 @@ def check_free(place: Place) -> None:
     Raises:
         FolderError: it holds other files.
     """
-    others = place.names()
-    if others and MANIFEST not in others:
+    names = place.names()
+    if names and MANIFEST not in names:
         raise FolderError(
             f"{place} must be empty or hold a store, got other files"
-            f" ({', '.join(others[:3])}{', …' * (len(others) > 3)}).\nGive a new folder."
+            f" ({listed(names, 3)}).\nGive a new folder."
         )
 
 
@@ -393,10 +399,10 @@ def _hooks_on(model: nn.Module) -> list[str]:
     return hooks[:_MOST_HOOKS]
 
 
-def _in_threads(step: Callable[[T], None], given: Iterable[T]) -> None:
+def _in_threads(step: Callable[[T], None], values: Iterable[T]) -> None:
     """Do a step for each, in several threads: it waits for a disk or the network."""
     with ThreadPoolExecutor(_N_THREADS) as pool:
-        for _ in pool.map(step, given):
+        for _ in pool.map(step, values):
             pass
 
 
@@ -416,14 +422,16 @@ def _check_space(place: Place, n_bytes: int) -> None:
 
 
 def _compare_environments(
-    what: str, was: Mapping[str, Any], now: Mapping[str, Any] | None = None
+    subject: str, was: Mapping[str, Any], now: Mapping[str, Any] | None = None
 ) -> None:
     """Warn of other versions, threads or processors than those that a store was begun with."""
     now = environment() if now is None else now
-    found = [f"{key} was {was.get(key)}, is {now[key]}" for key in now if was.get(key) != now[key]]
-    if found:
+    differences = [
+        f"{key} was {was.get(key)}, is {now[key]}" for key in now if was.get(key) != now[key]
+    ]
+    if differences:
         warn(
-            f"{what}: {'; '.join(found)}."
+            f"{subject}: {'; '.join(differences)}."
             "\nThe new shards may differ in their last bits from those that one run would make."
         )
 
@@ -432,9 +440,9 @@ def _say(shards: Sequence[Shard]) -> None:
     """Warn of numbers that are not finite, and of items that were skipped."""
     bad: dict[str, int] = {}
     for shard in shards:
-        for name, found in shard.statistics.items():
-            if found.non_finite:
-                bad[name] = bad.get(name, 0) + found.non_finite
+        for name, moments in shard.statistics.items():
+            if moments.non_finite:
+                bad[name] = bad.get(name, 0) + moments.non_finite
     for name, n_bad in bad.items():
         warn(
             f"{n_bad} numbers at {name} are NaN or infinite. They are stored as they are."

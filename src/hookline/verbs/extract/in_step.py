@@ -14,10 +14,10 @@ from torch import nn
 
 from hookline.engine import Site, calls_of_sharded, reshard, sharding
 from hookline.errors import RanksError
+from hookline.files.place import Place
 from hookline.stores.job import Job
-from hookline.stores.place import Place
 from hookline.stores.shard_file import Shard
-from hookline.verbs.extract.collective_steps import PATIENCE_S, Ranks
+from hookline.verbs.extract.collective_steps import PATIENCE_S, Ranks, raise_if
 from hookline.verbs.extract.engines import write_shards
 from hookline.verbs.extract.worker import Worker, shards_of
 
@@ -60,7 +60,7 @@ class InStep:
             except Exception as caught:
                 error = caught
                 steps.fail()
-        self._ranks.together(lambda: _raise(error))
+        self._ranks.together(lambda: raise_if(error))
 
     def _write(
         self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None], steps: _Steps
@@ -176,9 +176,9 @@ class _Steps:
             module.reshard()
 
     def _meet(self, state: int) -> int:
-        found = torch.tensor(state)
+        highest = torch.tensor(state)
         try:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
+            dist.all_reduce(highest, dist.ReduceOp.MAX, self._group)
         except RuntimeError as error:
             self._is_over = True
             raise RanksError(
@@ -187,9 +187,4 @@ class _Steps:
                 "\nLook at the output of the other ranks, and start again: shards that are written"
                 " are kept."
             ) from error
-        return int(found)
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
+        return int(highest)

@@ -24,13 +24,12 @@ import torch
 
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import HooklineError, InputError, RanksError, warn
-from hookline.models._torchvision_import import import_torchvision
+from hookline.files.place import LocalPlace, Place
+from hookline.models.torchvision_import import import_torchvision
 from hookline.stores.first_batch import difference
-from hookline.stores.job import Job
-from hookline.stores.manifest import environment
-from hookline.stores.place import LocalPlace, Place
+from hookline.stores.job import Job, environment
 from hookline.stores.shard_file import Shard
-from hookline.util.install import how_to_install
+from hookline.util.optional import how_to_install, load
 from hookline.verbs.extract.engines import read_elsewhere, write_shards
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.worker import Worker
@@ -66,7 +65,9 @@ class OnRay:
                 " an iterable.\nGive a Dataset, arrays or files."
             )
         self._place = place
-        self._device = next((one.device.type for one in setup.model.parameters()), "cpu")
+        self._device = next(
+            (parameter.device.type for parameter in setup.model.parameters()), "cpu"
+        )
         with ExitStack() as stack:
             stack.enter_context(_cluster(self._ray))
             _warn_of_other_nodes(self._ray, self._place)
@@ -87,7 +88,7 @@ class OnRay:
             return  # the manifest alone was not written
         n_actors = min(_room(self._ray, torch.get_num_threads(), self._device), len(left))
         size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
-        here, others, digest = environment(), set(), job.digest
+        driver, environments, digest = environment(), set(), job.digest
         failure: Exception | None = None
         with _quiet(), _ray_errors(self._ray):
             for row in self._dataset(left, size, n_actors, job).iter_rows():
@@ -95,11 +96,11 @@ class OnRay:
                     failure = pickle.loads(row["error"])
                     break
                 written(read_elsewhere(self._place, row["number"], digest))
-                others.add(row["environment"])
+                environments.add(row["environment"])
         if failure is not None:
             raise failure
-        for other in others:
-            _warn_of_another(here, json.loads(other))
+        for actor in environments:
+            _warn_of_another(driver, json.loads(actor))
 
     def _dataset(self, numbers: list[int], size: int, n_actors: int, job: Job) -> Any:
         import ray.data
@@ -160,8 +161,8 @@ class _Replica:
             self._thread.submit(self._make, numbers).result()
         except Exception as error:
             failure = _pickled(error)  # Ray would give its text alone
-        n, about = len(numbers), json.dumps(self._thread.submit(environment).result())
-        return {"number": numbers, "environment": [about] * n, "error": [failure] * n}
+        n, text = len(numbers), json.dumps(self._thread.submit(environment).result())
+        return {"number": numbers, "environment": [text] * n, "error": [failure] * n}
 
     def _make(self, numbers: list[int]) -> None:
         if self._worker is None:
@@ -210,7 +211,7 @@ class _Process:
         for kind, dtype in self.autocast:
             torch.set_autocast_enabled(kind, True)
             torch.set_autocast_dtype(kind, dtype)
-        sys.path += [one for one in self.path if one not in sys.path]
+        sys.path += [entry for entry in self.path if entry not in sys.path]
         if self.has_torchvision:
             with suppress(ImportError):
                 import_torchvision()
@@ -244,13 +245,13 @@ def _received(setup: Any) -> Setup:
         InputError: a class or function of it cannot be imported here.
     """
     try:
-        found: Setup = _import_ray().get(setup)
+        received: Setup = _import_ray().get(setup)
     except Exception as error:
         raise InputError(
             "model, data and options must be importable on each machine of the cluster, got"
             f" {first_line(error)}.\nInstall their packages there, or define them in the script."
         ) from error
-    return found
+    return received
 
 
 def _import_ray() -> Any:
@@ -260,14 +261,12 @@ def _import_ray() -> Any:
         HooklineError: it is not installed.
     """
     variables = dict(os.environ)
+    needs = "engine='ray' needs ray", how_to_install("ray"), HooklineError
     try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise HooklineError(f"engine='ray' needs ray.\n{how_to_install('ray')}") from error
+        load("ray.data", *needs)
+        return load("ray", *needs)
     finally:
         _put_back(variables)  # Ray sets one when it is imported
-    return ray
 
 
 @contextmanager
@@ -391,7 +390,7 @@ def _room(ray: Any, n_threads: int, device: str) -> int:
         RanksError: it has room for none: Ray would wait for ever.
     """
     machines = [{"CPU": 0, **node["Resources"]} for node in ray.nodes() if node["Alive"]]
-    n_cpus = [int(one["CPU"]) for one in machines]
+    n_cpus = [int(machine["CPU"]) for machine in machines]
     if max(n_cpus) < n_threads:
         raise RanksError(
             f"a machine of the cluster must have {n_threads} CPUs for an actor, got at most"
@@ -402,7 +401,8 @@ def _room(ray: Any, n_threads: int, device: str) -> int:
         has_spare = sum(n_cpus) > n_actors * n_threads
         return n_actors if has_spare or n_actors == 1 else n_actors - 1
     n_actors = sum(
-        min(int(one.get("GPU", 0)), n // n_threads) for one, n in zip(machines, n_cpus, strict=True)
+        min(int(machine.get("GPU", 0)), n // n_threads)
+        for machine, n in zip(machines, n_cpus, strict=True)
     )
     if not n_actors:
         raise RanksError(
@@ -425,11 +425,13 @@ def _warn_of_other_nodes(ray: Any, place: Place) -> None:
         )
 
 
-def _warn_of_another(here: dict[str, Any], there: dict[str, Any]) -> None:
-    found = [f"{key} is {there[key]}, here {here[key]}" for key in here if here[key] != there[key]]
-    if found:
+def _warn_of_another(driver: dict[str, Any], actor: dict[str, Any]) -> None:
+    differences = [
+        f"{key} is {actor[key]}, here {driver[key]}" for key in driver if driver[key] != actor[key]
+    ]
+    if differences:
         warn(
-            f"an actor differs from this process: {'; '.join(found)}."
+            f"an actor differs from this process: {'; '.join(differences)}."
             "\nIts shards may differ in their last bits from those that this process would make."
         )
 

@@ -7,9 +7,9 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
+from hookline.data.token_mask import Mask
 from hookline.engine.pytree import describe
-from hookline.errors import InputError
-from hookline.verbs.extract.inputs.token_mask import Mask
+from hookline.errors import InputError, positive_integer
 
 
 class Extracting(TypedDict, total=False):
@@ -56,7 +56,7 @@ def check_options(options: Extracting) -> None:
     if unknown:
         raise TypeError(
             f"hl.extract() got an unexpected keyword argument {min(unknown)!r}."
-            f"\nGive some of {', '.join(f'{known}=' for known in Extracting.__annotations__)}."
+            f"\nGive some of {', '.join(f'{name}=' for name in Extracting.__annotations__)}."
         )
     mask, inputs, n_bytes = options.get("mask"), options.get("inputs"), options.get("shard_bytes")
     if not (mask is None or isinstance(mask, str) or callable(mask)):
@@ -69,11 +69,9 @@ def check_options(options: Extracting) -> None:
             f"inputs must be a function of a batch, got {describe.in_words(inputs)}."
             "\nGive one such as inputs=lambda batch: batch[0]."
         )
-    if "shard_bytes" in options and (type(n_bytes) is not int or n_bytes < 1):
-        raise InputError(
-            f"shard_bytes must be a positive integer, got {n_bytes!r}."
-            "\nLeave it out, or give shard_bytes=32 * 1024**2."
-        )
+    if "shard_bytes" in options:
+        fix = "Leave it out, or give shard_bytes=32 * 1024**2."
+        positive_integer("shard_bytes", n_bytes, fix)
     if not isinstance(options.get("eval", True), bool):
         raise InputError(
             f"eval must be True or False, got {options['eval']!r}."

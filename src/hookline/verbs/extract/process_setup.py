@@ -10,18 +10,19 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from hookline.data.batches import DataSource
+from hookline.data.token_mask import DEFAULT_MASK
+from hookline.display.text import listed
 from hookline.engine import Selector, full_value, is_dtensor, local_part, sharding
 from hookline.engine.pytree import tree
 from hookline.errors import warn
-from hookline.verbs.extract.inputs.batches import Source
-from hookline.verbs.extract.inputs.token_mask import DEFAULT_MASK
-from hookline.verbs.extract.kept_state import KeptState
 from hookline.verbs.extract.options import Extracting
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.record.float32 import measured
 from hookline.verbs.record.keep import Keep
+from hookline.verbs.record.kept_state import KeptState
 from hookline.verbs.record.prefix import Prefix
-from hookline.verbs.shared.run_model import in_eval_mode
+from hookline.verbs.shared.rerun import in_eval_mode
 
 _MOST_NAMED = 3
 
@@ -40,7 +41,7 @@ class Setup:
 
     model: nn.Module
     selector: Selector
-    source: Source
+    source: DataSource
     options: Extracting
 
     @contextmanager
@@ -54,20 +55,21 @@ class Setup:
         options = self.options
         keep, dtype = options.get("keep"), options.get("dtype")
         is_split = sharding(self.model) == "split"
-        kept: Keep = {"copy": True} if is_split else {"keep": keep, "dtype": dtype, "copy": True}
+        keeping: Keep = {"copy": True} if is_split else {"keep": keep, "dtype": dtype, "copy": True}
         # Weights that are sharded change as they are gathered.
         state = None if sharding(self.model) else KeptState(self.model)
         is_eval = options.get("eval", True)
         # The block begins at once: an error in between would leave hooks on the model.
         with (
-            Prefix(self.model, self.selector, "extract", kept) as prefix,
+            Prefix(self.model, self.selector, "extract", keeping) as prefix,
             in_eval_mode(prefix.modules) if is_eval else nullcontext(),
         ):
+            prefix.state = state
             mask = options.get("mask", DEFAULT_MASK)
             gather = _Gather(keep, dtype) if is_split else None
-            worker = Worker(prefix, self.source, options.get("inputs"), mask, gather, state)
+            worker = Worker(prefix, self.source, options.get("inputs"), mask, gather)
             yield worker
-        changed = worker.changing or (state.changed() if state else [])
+        changed = prefix.changing or (state.changed() if state else [])
         if changed:
             remedy = (
                 "Extract in one process, without an interruption, or reset it before each batch."
@@ -75,7 +77,7 @@ class Setup:
                 else "Extract again without eval=False, and train the model afterwards."
             )
             warn(
-                f"{', '.join(changed[:_MOST_NAMED])}{', …' * (len(changed) > _MOST_NAMED)} changed"
+                f"{listed(changed, _MOST_NAMED)} changed"
                 f" while the model ran: rows may depend on the batches before them.\n{remedy}"
             )
 
@@ -95,10 +97,10 @@ class _Gather:
 
     def __call__(self, value: Any) -> Any:
         """Return what is stored of a value. A collective."""
-        found = tree.map_tensors(_whole, value)
+        whole = tree.map_tensors(_whole, value)
         if self.keep is not None:
-            found = measured(self.keep, found)
-        return tree.map_tensors(self._converted, found)
+            whole = measured(self.keep, whole)
+        return tree.map_tensors(self._converted, whole)
 
     def _converted(self, tensor: Tensor) -> Tensor:
         is_converted = self.dtype is not None and tensor.is_floating_point()

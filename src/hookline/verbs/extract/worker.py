@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from hookline.data.batches import DataSource, NumberedBatch
+from hookline.data.seeding import seeded
+from hookline.data.token_mask import Mask, tokens_of
 from hookline.engine import Site, sharding
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
-from hookline.stores.batch_columns import ColumnForm, columns_of
+from hookline.stores.batch_columns import Offload, columns_of
 from hookline.stores.first_batch import Computing, summary_of
 from hookline.stores.job import Job
-from hookline.stores.offload import Offload
-from hookline.stores.shard_file import Chunk
-from hookline.verbs.extract.inputs.call_hint import note_inputs
-from hookline.verbs.extract.inputs.sources import Batch, Source
-from hookline.verbs.extract.inputs.token_mask import Mask, tokens_of
-from hookline.verbs.extract.kept_state import KeptState
-from hookline.verbs.extract.seeding import seeded
+from hookline.stores.shard_file import Chunk, ColumnForm
+from hookline.verbs.extract.call_hint import note_inputs
 from hookline.verbs.record.prefix import Prefix
 
 
@@ -37,30 +36,22 @@ class Worker:
         inputs: a function of a batch that returns the model's inputs; None gives the whole batch.
         mask: the mask of the tokens of a batch, as in `hl.extract`.
         gather: makes of each value what is stored, where ranks have parts of it: a collective.
-        state: the state that the model keeps from batch to batch; None to ignore it.
 
     Attributes:
         forward: runs the model on a batch, and returns the sites that it did not reach.
         offload: brings values to the CPU.
         forms: the form of each column, once a batch was run.
-        changing: the names of the state that each batch so far has changed. If there are any, the
-            model runs to its end in each batch, because modules behind the last site may change
-            the state.
     """
 
     def __init__(
         self,
         prefix: Prefix,
-        source: Source,
+        source: DataSource,
         inputs: Any,
         mask: Mask,
         gather: Callable[[Any], Any] | None = None,
-        state: KeptState | None = None,
     ) -> None:
         self._prefix = prefix
-        self._state = state
-        self._may_stop = state is None
-        self.changing: list[str] = []
         self.forward: Callable[[Any], list[Site]] = prefix.run
         self._accelerators = prefix.devices() - {_CPU}
         self._gather = gather
@@ -71,10 +62,10 @@ class Worker:
         self.offload = Offload(self._device)
         self.forms: dict[str, ColumnForm] | None = None
         self._first_chunk: Chunk | None = None
-        self._first_copy: Batch | None = None
+        self._first_copy: NumberedBatch | None = None
 
     @cached_property
-    def first(self) -> Batch:
+    def first(self) -> NumberedBatch:
         """The first batch of the data. An iterator does not give it again."""
         return next(self.source.batches([0]))
 
@@ -109,11 +100,11 @@ class Worker:
         is_split = sharding(model) == "split"
         return summary_of(chunk.columns, Computing.of(kind, dtypes, is_split=is_split))
 
-    def _run_to_the_end(self, batch: Batch) -> Chunk:
+    def _run_to_the_end(self, batch: NumberedBatch) -> Chunk:
         with self._prefix.to_the_end():
             return self._run(batch)
 
-    def chunk(self, batch: Batch) -> Chunk:
+    def chunk(self, batch: NumberedBatch) -> Chunk:
         """Run the model on a batch, unless that was done already, and return its rows.
 
         The tensors may still be on their way from a device: `offload.ready()` waits for them.
@@ -125,11 +116,11 @@ class Worker:
         first_chunk, self._first_chunk, self._first_copy = self._first_chunk, None, None
         return first_chunk if first_chunk is not None and batch.number == 0 else self._run(batch)
 
-    def _run(self, batch: Batch) -> Chunk:
+    def _run(self, batch: NumberedBatch) -> Chunk:
         with seeded(batch.number, self._accelerators):
             return self._run_seeded(batch)
 
-    def _run_seeded(self, batch: Batch) -> Chunk:
+    def _run_seeded(self, batch: NumberedBatch) -> Chunk:
         if not batch.items:
             columns = {name: form.empty() for name, form in (self.forms or {}).items()}
             has_tokens = any(form.per == "token" for form in (self.forms or {}).values())
@@ -138,22 +129,22 @@ class Worker:
         tokens = tokens_of(data, self._mask, len(batch.items))
         with torch.no_grad():
             missing = self._forward_moved(tree.map_tensors(self._move, data))
-        taken = self._prefix.recording.take()
+        passes = self._prefix.recording.take()
         for site in missing:
-            taken[-1][site]  # raises, and says why
-        if len(taken) != 1:
+            passes[-1][site]  # raises, and says why
+        if len(passes) != 1:
             raise InputError(
-                f"the model must run once a batch, got {len(taken)} runs."
+                f"the model must run once a batch, got {len(passes)} runs."
                 "\nGive as `model` the module that is called once."
             )
-        one = taken[0] if self._gather is None else _Gathered(taken[0], self._gather)
-        found, forms = columns_of(one, self.sites, len(batch.items), tokens, self.forms)
+        record = passes[0] if self._gather is None else _Gathered(passes[0], self._gather)
+        columns, forms = columns_of(record, self.sites, len(batch.items), tokens, self.forms)
         self.forms = forms if self.forms is None else self.forms
         per_token = tokens if any(form.per == "token" for form in self.forms.values()) else None
         return Chunk(
             batch.number,
             batch.items,
-            {name: self.offload(tensor) for name, tensor in found.items()},
+            {name: self.offload(tensor) for name, tensor in columns.items()},
             None if per_token is None else per_token.lengths,
             None if per_token is None else per_token.ids,
             batch.skipped,
@@ -161,21 +152,11 @@ class Worker:
 
     def _forward_moved(self, data: Any) -> list[Site]:
         try:
-            return self._through(data)
+            return self.forward(data)
         except TypeError as error:
             if self._inputs is None:
                 note_inputs(self._prefix.modules[0], data, error)
             raise
-
-    def _through(self, inputs: Any) -> list[Site]:
-        """Run the model; to its end until a batch has changed no state."""
-        if self._may_stop or self._state is None:
-            return self.forward(inputs)
-        with self._prefix.to_the_end():
-            missing = self.forward(inputs)
-        self.changing = self._state.changed()
-        self._may_stop = not self.changing
-        return missing
 
     def first_inputs(self) -> Any:
         """Return what the model takes of the first batch."""
@@ -185,7 +166,7 @@ class Worker:
         """Forget what the model gave since the last batch."""
         self._prefix.recording.take()
 
-    def _inputs_of(self, batch: Batch) -> Any:
+    def _inputs_of(self, batch: NumberedBatch) -> Any:
         """Return the model's inputs from a batch.
 
         Raises:
@@ -212,21 +193,21 @@ class Worker:
 
 
 @final
+@dataclass(frozen=True)
 class _Gathered:
     """A pass whose values are gathered from all ranks when they are looked up.
 
     Args:
-        one: the pass.
+        record: the pass.
         gather: makes of a value the one that is stored.
     """
 
-    def __init__(self, one: PassRecord, gather: Callable[[Any], Any]) -> None:
-        self._one = one
-        self._gather = gather
+    record: PassRecord
+    gather: Callable[[Any], Any]
 
     def calls(self, key: Site) -> list[Any]:
         """Return the value of each call at a site."""
-        return [self._gather(value) for value in self._one.calls_as_placed(key)]
+        return [self.gather(value) for value in self.record.calls_as_placed(key)]
 
 
 def shards_of(
@@ -239,9 +220,9 @@ def shards_of(
         job: the job.
         numbers: the shards, in order; endless for data without a length.
     """
-    asked = itertools.chain.from_iterable(map(job.batches_of, numbers))
+    batch_numbers = itertools.chain.from_iterable(map(job.batches_of, numbers))
     pending: list[Chunk] = []
-    for batch in _load(worker, asked):
+    for batch in _load(worker, batch_numbers):
         pending.append(worker.chunk(batch))
         shard = batch.number // job.shard_batches
         if batch.number == job.batches_of(shard)[-1]:
@@ -251,14 +232,14 @@ def shards_of(
         yield pending[0].batch // job.shard_batches, pending
 
 
-def _load(worker: Worker, asked: Iterator[int]) -> Iterator[Batch]:
+def _load(worker: Worker, numbers: Iterator[int]) -> Iterator[NumberedBatch]:
     """Load batches; the first one of the data once."""
-    number = next(asked, None)
+    number = next(numbers, None)
     if number == 0:
         yield worker.first
     elif number is not None:
-        asked = itertools.chain([number], asked)
-    yield from worker.source.batches(asked)
+        numbers = itertools.chain([number], numbers)
+    yield from worker.source.batches(numbers)
 
 
 def _lone_tensor(data: Any) -> Any:

@@ -16,7 +16,7 @@ _MOST_WAITING = 1000  # entries with tensors on an accelerator
 
 @final
 @dataclass(slots=True)
-class _Entry:
+class _StepNumbers:
     """Hold the numbers of one step.
 
     Args:
@@ -40,13 +40,13 @@ class LoggedNumbers:
 
     def __init__(self, add: Callable[[StepReport], None]) -> None:
         self._add = add
-        self._entries: list[_Entry] = []
+        self._entries: list[_StepNumbers] = []
 
     def log(self, numbers: dict[str, float | Tensor], step: int, *, is_given: bool) -> None:
         """Keep numbers of a step."""
         last = self._entries[-1] if self._entries else None
         if last is None or last.step != step or last.is_given != is_given:
-            last = _Entry(step, is_given)
+            last = _StepNumbers(step, is_given)
             self._entries.append(last)
         last.numbers.update(numbers)
 
@@ -64,8 +64,8 @@ class LoggedNumbers:
 
     def report_others(self, step: int | None) -> None:
         """Report the numbers of all steps but one; None reports those of all."""
-        while others := [entry for entry in self._entries if entry.step != step]:
-            entry = others[0]
+        while entries := [entry for entry in self._entries if entry.step != step]:
+            entry = entries[0]
             self._entries.remove(entry)
             numbers = {name: float(number) for name, number in entry.numbers.items()}
             self._add(StepReport.of_logged(entry.step, entry.seconds, numbers))

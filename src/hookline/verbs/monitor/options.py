@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hookline.engine import PORTS, Line, Selection, Selector, Site
+from hookline.engine import PORTS, Line, ParameterNode, Selection, Selector, Site
 from hookline.engine.pytree import describe
-from hookline.engine.selection.module_tree import ParameterNode
-from hookline.errors import AttachError, SelectionError
+from hookline.errors import AttachError, SelectionError, positive_integer
 from hookline.statistics import Statistic, stats
 from hookline.verbs.monitor.parameters import KINDS
 
@@ -36,12 +35,9 @@ def checked_every(every: Any) -> int:
     Raises:
         AttachError: it is not a positive integer.
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise AttachError(
-            f"every= must be a positive integer, got {every!r}."
-            "\nGive every=1 to report each step, or every=100."
-        )
-    return every
+    fix = "Give every=1 to report each step, or every=100."
+    positive_integer("every=", every, fix, AttachError)
+    return int(every)
 
 
 def checked_number(name: str, number: Any, example: str) -> int:
@@ -64,24 +60,24 @@ def checked_number(name: str, number: Any, example: str) -> int:
     return int(number)
 
 
-def checked_statistics(given: Any) -> tuple[Statistic[Any], ...]:
+def checked_statistics(statistics: Any) -> tuple[Statistic[Any], ...]:
     """Return the statistics as a tuple; None is the moments.
 
     Raises:
         AttachError: one of them is not a statistic.
     """
-    if given is None:
+    if statistics is None:
         return (stats.moments(),)
-    found = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for one in found:
-        if not isinstance(one, Statistic) or isinstance(one, type):
+    checked = tuple(statistics) if isinstance(statistics, list | tuple) else (statistics,)
+    for statistic in checked:
+        if not isinstance(statistic, Statistic) or isinstance(statistic, type):
             raise AttachError(
-                f"stats= must be statistics, got {describe.in_words(one)}."
+                f"stats= must be statistics, got {describe.in_words(statistic)}."
                 "\nGive stats=hl.stats.moments(), or an object with start, update, merge, result."
             )
-    if not found:
+    if not checked:
         raise AttachError("stats= must name a statistic, got none.\nLeave it out for moments.")
-    return found
+    return checked
 
 
 def checked_ports(ports: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -110,17 +106,20 @@ def chosen(line: Line, selector: Selector, ports: str | Sequence[str] | None) ->
     """
     names = checked_ports(ports)
     parts = selector if isinstance(selector, list | tuple | set | frozenset) else [selector]
-    found: list[Any] = []
+    of_modules: list[Any] = []
     parameters: dict[Site, ParameterNode] = {}
     for part in parts:
         modules, measured = _chosen(line, part, names)
-        found += modules
+        of_modules += modules
         parameters.update(measured)
     order = {id(node.tensor): k for k, node in enumerate(line.module_tree.tensors)}
-    in_order = sorted(
-        parameters.items(), key=lambda one: (order[id(one[1].tensor)], KINDS.index(one[0].port))
-    )
-    return Chosen(Selection(line.module_tree, found), in_order)
+
+    def rank(pair: tuple[Site, ParameterNode]) -> tuple[int, int]:
+        site, node = pair
+        return order[id(node.tensor)], KINDS.index(site.port)
+
+    in_order = sorted(parameters.items(), key=rank)
+    return Chosen(Selection(line.module_tree, of_modules), in_order)
 
 
 def _chosen(

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hookline.engine import Site, local_part
-from hookline.engine.selection.module_tree import ParameterNode
+from hookline.engine import ParameterNode, Site, local_part
 from hookline.verbs.monitor.loss_scale import of_parameter
-from hookline.verbs.monitor.slots import FIRST, SiteSlots, Slots, counts_of
+from hookline.verbs.monitor.slots import FIRST, PLAIN, SiteSlots, Slots, counts_of
 
 KINDS = ("value", "grad", "update")
 
@@ -40,6 +39,7 @@ class Parameters:
         counts: which ranks count for a plain tensor.
 
     Attributes:
+        slots: the slots of all sites.
         keeps_copies: whether the memory of the copies is kept between steps.
     """
 
@@ -50,19 +50,23 @@ class Parameters:
         counts: str = FIRST,
     ) -> None:
         self.keeps_copies = True
-        self._slots = slots
+        self.slots = slots
         self._known: dict[int, _Parameter] = {}
         for number, (site, node) in enumerate(places, slots.n_modules):
-            known = self._known.setdefault(id(node.tensor), _Parameter(node.tensor))
-            setattr(known, site.port, slots.site(site, (number, 0), counts))
+            parameter = self._known.setdefault(id(node.tensor), _Parameter(node.tensor))
+            setattr(parameter, site.port, slots.site(site, (number, 0), counts))
 
     def __len__(self) -> int:
         return len(self._known)
 
     def of(self, optimizer: Optimizer) -> list[_Parameter]:
         """Return the parameters that an optimizer holds."""
-        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        return [known for one in held if (known := self._known.get(id(one))) is not None]
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        return [
+            parameter
+            for tensor in tensors
+            if (parameter := self._known.get(id(tensor))) is not None
+        ]
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, *, has_grads: bool) -> None:
@@ -72,17 +76,17 @@ class Parameters:
             optimizer: the optimizer.
             has_grads: whether the gradients are there; a closure computes them in the step.
         """
-        held, pairs = self.of(optimizer), []
-        for parameter in held:
+        parameters, pairs = self.of(optimizer), []
+        for parameter in parameters:
             tensor, grad = parameter.tensor, parameter.tensor.grad
             if parameter.value is not None:
                 pairs.append((parameter.value, tensor))
             if parameter.grad is not None and has_grads and grad is not None:
                 pairs.append((parameter.grad, of_parameter(optimizer, grad)))
-        self._slots.add_many(pairs)
-        for parameter in held:
+        self.slots.add_many(pairs)
+        for parameter in parameters:
             if parameter.update is not None:
-                weight = local_part(parameter.tensor.detach())
+                weight = _local(parameter.tensor)
                 if parameter.before is None or not _is_alike(parameter.before, weight):
                     parameter.before = weight.clone()
                 else:
@@ -97,25 +101,33 @@ class Parameters:
             if parameter.grad is not None and has_grads and grad is not None:
                 pairs.append((parameter.grad, grad))
             if parameter.update is not None and parameter.before is not None:
-                update = _change(parameter.before, local_part(parameter.tensor.detach()))
-                parameter.update.counts = counts_of(parameter.tensor) or parameter.update.counts
-                pairs.append((parameter.update, update))
+                if type(parameter.tensor) not in PLAIN:
+                    parameter.update.counts = counts_of(parameter.tensor) or parameter.update.counts
+                pairs.append(
+                    (parameter.update, _change(parameter.before, _local(parameter.tensor)))
+                )
                 if not self.keeps_copies:
                     parameter.before = None
-        self._slots.add_many(pairs)
+        self.slots.add_many(pairs)
 
     @torch.no_grad()
     def values(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Measure weights that no optimizer steps; None is all of them."""
         by_id = self._known
         measured = by_id.values() if tensors is None else map(by_id.get, map(id, tensors))
-        self._slots.add_many(
+        self.slots.add_many(
             [
                 (parameter.value, parameter.tensor)
                 for parameter in measured
                 if parameter is not None and parameter.value is not None
             ]
         )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, detached."""
+    tensor = tensor.detach()
+    return tensor if type(tensor) in PLAIN else local_part(tensor)
 
 
 def _change(before: Tensor, after: Tensor) -> Tensor:
@@ -125,5 +137,5 @@ def _change(before: Tensor, after: Tensor) -> Tensor:
     return torch.sub(after, before, out=before)
 
 
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+def _is_alike(copy: Tensor, weight: Tensor) -> bool:
+    return (copy.shape, copy.dtype, copy.device) == (weight.shape, weight.dtype, weight.device)

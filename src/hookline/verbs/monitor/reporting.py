@@ -11,7 +11,7 @@ from torch import nn
 
 from hookline.curves import Reports, StepReport
 from hookline.display.text import type_and_line
-from hookline.engine.identity import recorded_model
+from hookline.engine.model_fingerprint import recorded_model
 from hookline.errors import HooklineWarning, warn
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
@@ -74,7 +74,7 @@ class Reporting:
 
 @final
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingReport:
     """Hold a report that a writer has not taken yet, and the number of tries."""
 
     report: StepReport
@@ -94,14 +94,14 @@ class _Guarded:
     def __init__(self, writer: ReportWriter) -> None:
         self._writer = writer
         self._rewrites = getattr(writer, "rewrites", False)
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingReport] = []
         self._is_started = False
         self._n_left_out = 0
         self._has_told = False
 
     def add(self, report: StepReport) -> None:
         """Have a report wait."""
-        self._waiting.append(_Waiting(report))
+        self._waiting.append(_WaitingReport(report))
 
     def write(self, *, is_last: bool = False) -> None:
         """Write the reports that wait, as far as the writer takes them."""
@@ -125,7 +125,7 @@ class _Guarded:
         if not self._is_started:
             self._writer.start(self._waiting[0].report)
             self._is_started = True
-        refused: list[_Waiting] = []
+        refused: list[_WaitingReport] = []
         while len(refused) < len(self._waiting):
             waiting = self._waiting[len(refused)]
             if self._takes(waiting):
@@ -141,7 +141,7 @@ class _Guarded:
             assert error is not None
             raise error
 
-    def _takes(self, waiting: _Waiting) -> bool:
+    def _takes(self, waiting: _WaitingReport) -> bool:
         """Tell whether the writer takes a report."""
         try:
             self._writer.write(waiting.report)
@@ -157,7 +157,7 @@ class _Guarded:
             raise
         return True
 
-    def _leaves_out(self, refused: _Waiting) -> bool:
+    def _leaves_out(self, refused: _WaitingReport) -> bool:
         """Leave a report out that was refused too often, and say so of the first one."""
         if refused.n_tries <= _MOST_TRIES:
             return False

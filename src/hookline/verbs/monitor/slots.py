@@ -24,7 +24,7 @@ from hookline.util.locks import fork_safe_lock
 # Which ranks count where numbers of ranks are merged: all, as each sees values of its own; the
 # first, as each holds a copy; of a DTensor this rank ("mine"), or another that holds the same part.
 ALL, FIRST, MINE, NOT_MINE = "all", "first", "mine", "not mine"
-_PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a look
+PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a look
 
 
 @final
@@ -47,6 +47,7 @@ class SiteSlots:
 
     Args:
         site: the site.
+        name: the site as text.
         order: its place among the sites.
         of: the slots of all sites.
         counts: which ranks count, if the value is not a DTensor.
@@ -72,9 +73,11 @@ class SiteSlots:
         "widths",
     )
 
-    def __init__(self, site: Site, order: tuple[int, int], of: Slots, counts: str = ALL) -> None:
+    def __init__(
+        self, site: Site, name: str, order: tuple[int, int], of: Slots, counts: str = ALL
+    ) -> None:
         self.site = site
-        self.name = str(site)
+        self.name = name
         self.order = order
         self.slots: list[Tensor] | None = None
         self.turn = 0
@@ -97,7 +100,7 @@ class SiteSlots:
         if self.is_off:
             return
         try:
-            if type(value) not in _PLAIN:
+            if type(value) not in PLAIN:
                 self.counts = counts_of(value) or self.counts
                 value = local_part(value)
             if value.requires_grad:
@@ -106,10 +109,10 @@ class SiteSlots:
             with self._of.lock:
                 if not self._is_ready(value):
                     return
-                if torch.is_autocast_enabled(value.device.type):
-                    with torch.autocast(value.device.type, enabled=False):
-                        self._update(value, is_shared)
-                else:
+                if not torch.is_autocast_enabled(value.device.type):
+                    self._update(value, is_shared)
+                    return
+                with torch.autocast(value.device.type, enabled=False):
                     self._update(value, is_shared)
         except HooklineWarning:
             raise  # the user has made warnings errors
@@ -121,7 +124,7 @@ class SiteSlots:
         return (
             self.slots is None
             and not self.is_off
-            and type(value) in _PLAIN
+            and type(value) in PLAIN
             and value.dtype is self._dtype
             and value.device == self._device
             and value.numel() > 0
@@ -145,11 +148,11 @@ class SiteSlots:
         slots, self.slots = self.slots, None
         if slots is None:
             return None
-        for statistic, one, width in zip(self._of.statistics, slots, self.widths, strict=True):
-            if not isinstance(one, Tensor) or one.dim() != 1 or one.numel() != width:
+        for statistic, part, width in zip(self._of.statistics, slots, self.widths, strict=True):
+            if not isinstance(part, Tensor) or part.dim() != 1 or part.numel() != width:
                 name = type(statistic).__name__
-                found = describe.in_words(one) if isinstance(one, Tensor) else type(one).__name__
-                self._leave_out(f"{name} must keep a flat tensor of {width} slots, got {found}")
+                text = describe.in_words(part) if isinstance(part, Tensor) else type(part).__name__
+                self._leave_out(f"{name} must keep a flat tensor of {width} slots, got {text}")
                 return None
         return slots
 
@@ -177,10 +180,10 @@ class SiteSlots:
     def _move(self, value: Tensor) -> None:
         """Make empty slots on the value's device; the slots so far move along."""
         self._device = value.device
-        self._empty = [one.start(value) for one in self._of.statistics]
+        self._empty = [statistic.start(value) for statistic in self._of.statistics]
         if self.slots is not None:
             pairs = zip(self.slots, self._empty, strict=True)
-            self.slots = [mine.to(empty.device) for mine, empty in pairs]
+            self.slots = [part.to(empty.device) for part, empty in pairs]
         self.has(self._empty)
 
     def merge(self, slots: list[Tensor], turn: int | None = None) -> None:
@@ -202,14 +205,16 @@ class SiteSlots:
                     self.turn = self._of.turn(is_shared=True) if turn is None else turn
                 else:
                     triples = zip(self._of.statistics, self.slots, slots, strict=True)
-                    self.slots = [one.merge(mine, other) for one, mine, other in triples]
+                    self.slots = [
+                        statistic.merge(part, other) for statistic, part, other in triples
+                    ]
                     self.turn = self.turn if turn is None else min(self.turn, turn)
         except Exception as error:
             self._leave_out(f"its statistic raised {type_and_line(error)}")
 
     def has(self, slots: list[Tensor]) -> None:
         """Note the widths of the slots; statistics with other widths begin a new layout."""
-        widths = tuple(one.numel() if isinstance(one, Tensor) else 0 for one in slots)
+        widths = tuple(part.numel() if isinstance(part, Tensor) else 0 for part in slots)
         if widths != self.widths:
             self.widths = widths
             self._of.changed()
@@ -254,7 +259,7 @@ class Slots:
         with self.lock:
             name = str(site)
             if name not in self._sites:
-                self._sites[name] = SiteSlots(site, order, self, counts)
+                self._sites[name] = SiteSlots(site, name, order, self, counts)
             return self._sites[name]
 
     def turn(self, *, is_shared: bool) -> int:
@@ -316,8 +321,8 @@ class Slots:
     def sites(self) -> list[SiteSlots]:
         """Return the sites that ever had a value, in order."""
         with self.lock:
-            found = [one for one in self._sites.values() if one.widths]
-        return sorted(found, key=lambda one: one.order)
+            sites = [site for site in self._sites.values() if site.widths]
+        return sorted(sites, key=lambda site: site.order)
 
     def layout(self) -> tuple[list[SiteSlots], int]:
         """Return the sites that ever had a value, in order, and the version that they belong to."""
@@ -334,11 +339,11 @@ class Slots:
                     step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
         return step_slots
 
-    def has_modules(self, taken: dict[str, list[Tensor]]) -> bool:
+    def has_modules(self, slots: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
         with self.lock:
-            modules = [one for one in self._sites.values() if one.order[0] < self.n_modules]
-        return not modules or any(one.is_off or one.name in taken for one in modules)
+            modules = [site for site in self._sites.values() if site.order[0] < self.n_modules]
+        return not modules or any(site.is_off or site.name in slots for site in modules)
 
     def has_path(self, path: str) -> bool:
         """Tell whether a module has a path."""
@@ -355,21 +360,21 @@ class Slots:
         for name, slots in step_slots.slots.items():
             self._sites[name].merge(slots, step_slots.turns[name])
 
-    def complain(self, site: str, what: str) -> None:
+    def complain(self, site: str, complaint: str) -> None:
         """Keep a warning about a site, once for each site; `tell` gives them together."""
         if site not in self._told:
             self._told.add(site)
-            self._complaints.append((site, what))
+            self._complaints.append((site, complaint))
 
     def tell(self) -> None:
         """Warn of what was complained of since the last call."""
         complaints, self._complaints = self._complaints, []
         if complaints:
-            site, what = complaints[0]
+            site, complaint = complaints[0]
             more = len(complaints) - 1
-            others = f" (and {_named(complaints[1:])})" if more else ""
+            rest = f" (and {_named(complaints[1:])})" if more else ""
             warn(
-                f"hl.monitor: {site} {what}{others}."
+                f"hl.monitor: {site} {complaint}{rest}."
                 "\nSelect sites of floating values, or give stats= that can measure these."
             )
 
@@ -378,18 +383,18 @@ def _named(complaints: list[tuple[str, str]]) -> str:
     return ", ".join(site for site, _ in complaints[:4]) + (", …" if len(complaints) > 4 else "")
 
 
-def packed(sites: list[SiteSlots], taken: dict[str, list[Tensor]]) -> Tensor:
+def packed(sites: list[SiteSlots], slots_by_site: dict[str, list[Tensor]]) -> Tensor:
     """Pack the slots of all sites into one float64 tensor; `ABSENT` stands for missing values."""
     if not sites:
         return torch.empty(0, dtype=torch.float64)
-    device = next((slots[0].device for slots in taken.values()), torch.device("cpu"))
+    device = next((slots[0].device for slots in slots_by_site.values()), torch.device("cpu"))
     parts = []
     for site in sites:
-        slots = taken.get(site.name)
+        slots = slots_by_site.get(site.name)
         if slots is None:
             parts.append(_absent(sum(site.widths), device))
         else:
-            parts += [one.to(device, torch.float64) for one in slots]
+            parts += [part.to(device, torch.float64) for part in slots]
     return torch.cat(parts)
 
 
@@ -407,7 +412,7 @@ def graph_slots(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return ()
         value = tensor.detach()
-        return tuple([one.update(one.start(value), value) for one in statistics])
+        return tuple([statistic.update(statistic.start(value), value) for statistic in statistics])
 
     def inside(value: Any) -> Any:
         return tree.map_tensors(measure, value)
@@ -417,10 +422,10 @@ def graph_slots(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]:
 
 def by_leaf(result: Any) -> dict[Leaf, list[Tensor]]:
     """Return the slots of each tensor of a value, from the result of `graph_slots`."""
-    found: dict[Leaf, list[Tensor]] = {}
+    slots_by_leaf: dict[Leaf, list[Tensor]] = {}
     for leaf, slots in tree.tensors(result):
-        found.setdefault(leaf[:-1], []).append(slots)
-    return found
+        slots_by_leaf.setdefault(leaf[:-1], []).append(slots)
+    return slots_by_leaf
 
 
 def counts_of(tensor: Tensor) -> str | None:

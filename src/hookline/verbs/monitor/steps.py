@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol, final
 
@@ -16,16 +16,14 @@ from torch.optim import Optimizer
 
 from hookline.curves import LOGGED, StepReport
 from hookline.display.text import type_and_line
-from hookline.engine import Pass
+from hookline.engine import Pass, closure_of, parameter_ids
 from hookline.errors import HooklineWarning, InputError, warn
 from hookline.verbs.monitor.logged_numbers import LoggedNumbers
 from hookline.verbs.monitor.loss_scale import Scaling
-from hookline.verbs.monitor.optimizer_pairs import OptimizerPairs
 from hookline.verbs.monitor.orders import Orders
 from hookline.verbs.monitor.parameters import Parameters
-from hookline.verbs.monitor.ranks import Ranks
-from hookline.verbs.monitor.slots import Slots, StepSlots
-from hookline.verbs.shared.closures import closure_of
+from hookline.verbs.monitor.ranks import GatheredRanks
+from hookline.verbs.monitor.slots import StepSlots
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.
 _MOST_WAITING = 256
@@ -40,10 +38,10 @@ class Reporter(Protocol):
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """Have a method of `Steps` stop the monitor, and not the training, if it raises."""
+    """Have a method of `TrainingSteps` stop the monitor, and not the training, if it raises."""
 
     @functools.wraps(method)
-    def guarded(self: Steps, *args: Any, **options: Any) -> None:
+    def guarded(self: TrainingSteps, *args: Any, **options: Any) -> None:
         try:
             with self._lock:
                 if not self.has_failed:
@@ -62,7 +60,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 
 
 @final
-class Steps:
+class TrainingSteps:
     """Collect the slots of each step, and report the steps whose turn it is.
 
     A step ends when every parameter was stepped that an optimizer holds, and the others have no
@@ -74,8 +72,7 @@ class Steps:
 
     Args:
         model: the model.
-        slots: the slots of all sites.
-        parameters: measures parameters.
+        parameters: measures parameters, and has the slots of all sites.
         scaling: divides gradients by the scale of the loss.
         every: every so many steps are reported.
         to: takes the reports.
@@ -86,14 +83,13 @@ class Steps:
     def __init__(
         self,
         model: nn.Module,
-        slots: Slots,
         parameters: Parameters,
         scaling: Scaling,
         every: int,
         to: Reporter,
         lock: threading.RLock,
     ) -> None:
-        self.ranks = Ranks(slots.statistics)
+        self.ranks = GatheredRanks(parameters.slots.statistics)
         self.number = 0
         self.first = 0
         self.n_reported = 0
@@ -101,7 +97,7 @@ class Steps:
         self.told_by = ""  # "optimizer" or "pass", once it is known
         self._model = weakref.ref(model)
         self._knows_optimizers = False
-        self._slots = slots
+        self._slots = parameters.slots
         self._measured = parameters
         self._scaling = scaling
         self._every = every
@@ -260,16 +256,16 @@ class Steps:
     def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
         """Return the ids of the model's parameters that an optimizer holds."""
         n = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._held.get(optimizer)
-        if known is None or known[0] != n:  # a group was added
-            held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-            known = self._held[optimizer] = n, frozenset(held & self._of_model())
+        entry = self._held.get(optimizer)
+        if entry is None or entry[0] != n:  # a group was added
+            ids = frozenset(self._of_model().intersection(parameter_ids(optimizer)))
+            entry = self._held[optimizer] = n, ids
             self._not_held = None
-        return known[1]
+        return entry[1]
 
     def _of_model(self) -> set[int]:
         model = self._model()
-        return set() if model is None else {id(one) for one in model.parameters()}
+        return set() if model is None else {id(parameter) for parameter in model.parameters()}
 
     @_guarded
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -304,24 +300,27 @@ class Steps:
     def _is_later(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer steps after a later run than those of the open step did."""
         partners = self._pairs.before_run(optimizer)
-        return any(not self._stepped.isdisjoint(self._held_by(one)) for one in partners)
+        return any(not self._stepped.isdisjoint(self._held_by(partner)) for partner in partners)
 
     def _has_ended(self) -> bool:
         """Tell whether every parameter was stepped that will be stepped in this step."""
         if not self._knows_optimizers:
             return self._of_model() <= self._stepped
-        if not all(held <= self._stepped for _, held in self._held.values()):
+        if not all(ids <= self._stepped for _, ids in self._held.values()):
             return False
         # An optimizer that has not stepped yet may hold the parameters that have gradients.
-        return all(one.grad is None for one in self._not_held_by_any())
+        return all(parameter.grad is None for parameter in self._not_held_by_any())
 
     def _not_held_by_any(self) -> list[Tensor]:
         if self._not_held is None:
-            held = {one for _, ids in self._held.values() for one in ids}
+            held_ids = frozenset().union(*(ids for _, ids in self._held.values()))
             model = self._model()
-            parameters = [] if model is None else model.parameters()
-            self._not_held = [weakref.ref(one) for one in parameters if id(one) not in held]
-        return [one for ref in self._not_held if (one := ref()) is not None]
+            self._not_held = [
+                weakref.ref(parameter)
+                for parameter in ([] if model is None else model.parameters())
+                if id(parameter) not in held_ids
+            ]
+        return [parameter for ref in self._not_held if (parameter := ref()) is not None]
 
     # -- who tells ---------------------------------------------------------------------------------
 
@@ -446,3 +445,40 @@ class Steps:
                 self._tell_by_passes(is_last=True)
             if not has_failed or self._slots.has_values():
                 self._end_step(is_last=True)
+
+
+@final
+class OptimizerPairs:
+    """Pairs of optimizers that have stepped without a run of the model in between.
+
+    Optimizers may step at different rates, and then a training step has no fixed last one. Two that
+    have stepped directly after each other belong to one training step. So if the model runs between
+    their steps, the later of them begins another.
+    """
+
+    def __init__(self) -> None:
+        self._partners: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]]
+        self._partners = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[Optimizer] | None = None
+        self._has_run = False
+
+    def model_runs(self) -> None:
+        """Note that the model runs with gradients."""
+        self._has_run = True
+
+    def before_run(self, optimizer: Optimizer) -> Iterable[Optimizer]:
+        """Return the partners of an optimizer whose last steps were before the present run."""
+        return self._partners.get(optimizer, ()) if self._has_run else ()
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer steps directly after another, and note the two as a pair."""
+        last = None if self._last is None or self._has_run else self._last()
+        if last is None or last is optimizer:
+            return False
+        for member, partner in ((last, optimizer), (optimizer, last)):
+            self._partners.setdefault(member, weakref.WeakSet()).add(partner)
+        return True
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        self._last, self._has_run = weakref.ref(optimizer), False

@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import (
     Bound,
     GradientCallback,
+    GradInputTap,
     GradOutputTap,
     Order,
     Pass,
@@ -19,12 +20,11 @@ from hookline.engine import (
     PendingGradient,
     Site,
     SplitCallback,
+    is_inert,
 )
-from hookline.engine.gradients.ports import GradInputTap
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.outlines import Slot
 from hookline.engine.pytree.tree import Leaf
-from hookline.engine.taps.base import is_inert
 from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.slots import SiteSlots, Slots, by_leaf, graph_slots
 
@@ -51,9 +51,13 @@ class ValueSites:
         at = _AtLeaves(site, self._n, self._slots)
         self._n += 1
         if site.port == "grad_output":
-            return _GradOutputTap(site, self._passes, _Gradients(at, self._slots, self._scaling))
+            return _MeasuringGradOutputTap(
+                site, self._passes, _GradientMeasure(at, self._slots, self._scaling)
+            )
         if site.port == "grad_input":
-            return _GradInputTap(site, self._passes, _Gradients(at, self._slots, self._scaling))
+            return _MeasuringGradInputTap(
+                site, self._passes, _GradientMeasure(at, self._slots, self._scaling)
+            )
         return SplitCallback(_measure(at, self._slots), self._inside, _merge(at, self._slots))
 
 
@@ -71,12 +75,12 @@ class _AtLeaves:
         self.whole = self.at(())
 
     def at(self, leaf: Leaf) -> SiteSlots:
-        found = self._by_leaf.get(leaf)
-        if found is None:
+        slots = self._by_leaf.get(leaf)
+        if slots is None:
             site = replace(self._site, leaf=self._site.leaf + leaf)
             order = self._number, len(self._by_leaf)
-            found = self._by_leaf[leaf] = self._slots.site(site, order)
-        return found
+            slots = self._by_leaf[leaf] = self._slots.site(site, order)
+        return slots
 
 
 def _measure(at: _AtLeaves, slots: Slots) -> Any:
@@ -101,14 +105,14 @@ def _merge(at: _AtLeaves, slots: Slots) -> Any:
     def callback(current: Pass, result: Any) -> None:
         if not slots.is_on or (slots.needs_grad and slots.is_outside_training(current)):
             return
-        for leaf, found in by_leaf(result).items():
-            at.at(leaf).merge(found)
+        for leaf, parts in by_leaf(result).items():
+            at.at(leaf).merge(parts)
 
     return callback
 
 
 @final
-class _Gradients(GradientCallback):
+class _GradientMeasure(GradientCallback):
     """Measure the gradients at one site."""
 
     __slots__ = ("_at", "_scaling", "slots")
@@ -147,13 +151,13 @@ def _has(form: Any, slot: int) -> bool:
 
 
 @final
-class _GradOutputTap(GradOutputTap):
+class _MeasuringGradOutputTap(GradOutputTap):
     """Hook gradients only in steps that are reported."""
 
     __slots__ = ()
-    on: _Gradients
+    on: _GradientMeasure
 
-    def __init__(self, site: Site, passes: Passes, on: _Gradients) -> None:
+    def __init__(self, site: Site, passes: Passes, on: _GradientMeasure) -> None:
         super().__init__(site, passes, on, Order.GRAD_RECORD)
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -172,13 +176,13 @@ class _GradOutputTap(GradOutputTap):
 
 
 @final
-class _GradInputTap(GradInputTap):
+class _MeasuringGradInputTap(GradInputTap):
     """Hook gradients only in steps that are reported."""
 
     __slots__ = ()
-    on: _Gradients
+    on: _GradientMeasure
 
-    def __init__(self, site: Site, passes: Passes, on: _Gradients) -> None:
+    def __init__(self, site: Site, passes: Passes, on: _GradientMeasure) -> None:
         super().__init__(site, passes, on, Order.GRAD_RECORD)
 
     def fire(

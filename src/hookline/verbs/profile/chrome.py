@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hookline.engine import path_text
-from hookline.verbs.profile.contexts import BACKWARD, PHASES, Context
-from hookline.verbs.profile.files import write_file
-from hookline.verbs.profile.lane import Lane
+from hookline.files.replace_text import write_file
+from hookline.verbs.profile.call_tree import BACKWARD, PHASES, Context
+from hookline.verbs.profile.thread_account import Lane
 
 _MICROSECONDS = 1e6
 
@@ -31,7 +31,7 @@ def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
     events: list[dict[str, Any]] = [_name("process_name", pid, 0, f"hl.profile: {model_type}")]
     for number, lane in enumerate(lanes):
         events.append(_name("thread_name", pid, number, lane.name))
-        events += [{**one, "pid": pid, "tid": number} for one in _complete_events(lane)]
+        events += [{**event, "pid": pid, "tid": number} for event in _complete_events(lane)]
     n_lost = sum(lane.n_lost for lane in lanes)
     data = {
         "traceEvents": events,
@@ -62,7 +62,7 @@ def _joined(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str,
     running: list[tuple[Context, float]] = []
     last = -1.0
     for context, start, end in stretches:
-        chain = [one for one in context.chain if one.path is not None]
+        chain = [caller for caller in context.chain if caller.path is not None]
         n_common = 0
         # Between two stretches, a recomputation or other code may have run; it is inside a caller.
         while n_common < min(len(chain), len(running)) and running[n_common][0] is chain[n_common]:
@@ -72,7 +72,7 @@ def _joined(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str,
         while len(running) > n_common:
             ended, began = running.pop()
             yield _complete(ended, PHASES[BACKWARD], began, last)
-        running += [(one, start) for one in chain[n_common:]]
+        running += [(caller, start) for caller in chain[n_common:]]
         last = end
     while running:
         ended, began = running.pop()

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hookline.display.html import escape
-from hookline.display.text import escape_invisible, plural
+from hookline.display.text import escape_html, escape_invisible, plural
 from hookline.display.units import duration
 from hookline.engine import path_text
-from hookline.verbs.profile.contexts import CALLS, PHASES, Context
-from hookline.verbs.profile.files import write_file
+from hookline.files.replace_text import write_file
+from hookline.verbs.profile.call_tree import CALLS, PHASES, Context
 from hookline.verbs.profile.table import ProfileTable
 from hookline.verbs.profile.windows import Costs, Measured
 
@@ -41,7 +40,7 @@ def write_flame(
     # In a script element, "<" could end the element.
     text = json.dumps(data).replace("<", "\\u003c")
     title = f"{table.model_type}: {duration(total.seconds)}, {plural(n_passes, 'pass', 'passes')}"
-    page = _PAGE.replace("__TITLE__", escape(title)).replace("__DATA__", text)
+    page = _PAGE.replace("__TITLE__", escape_html(title)).replace("__DATA__", text)
     return write_file(path, page)
 
 

@@ -18,14 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from hookline.display.text import plural
-from hookline.engine import Order, backward_number, path_text
-from hookline.engine.line.registration import Registrations
+from hookline.engine import (
+    AroundCall,
+    ModuleNode,
+    OperationCounter,
+    Order,
+    Registrations,
+    ShapesOnly,
+    backward_number,
+    next_number,
+    number_of,
+    path_text,
+    running_node,
+    why_no_shapes,
+)
 from hookline.engine.pytree import tree
-from hookline.engine.torch_private.graph.nodes import next_number, number_of, running_node
-from hookline.engine.torch_private.graph.operations import OperationCounter
-from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, why_no_shapes
-from hookline.verbs.profile.contexts import BACKWARD, FORWARD, RECOMPUTE, Context
+from hookline.verbs.profile.call_tree import BACKWARD, FORWARD, RECOMPUTE, Context
 from hookline.verbs.profile.inputs import Kind, Kinds
+from hookline.verbs.shared.rerun import autocast_as
 from hookline.verbs.summary import missing_formulas
 
 
@@ -56,10 +66,10 @@ class Counted(NamedTuple):
             calls: the numbers of calls, by path.
         """
         counted = dict.fromkeys(calls, (0.0, 0.0))
-        for one in self.top.all():
-            if one.path in counted:
-                first, again = counted[one.path]
-                counted[one.path] = first + one.n_calls[0], again + one.n_calls[1]
+        for context in self.top.all():
+            if context.path in counted:
+                first, again = counted[context.path]
+                counted[context.path] = first + context.n_calls[0], again + context.n_calls[1]
         for path, number in calls.items():
             first, again = counted[path]
             # A module that a custom backward calls is no recomputation to hookline.
@@ -75,10 +85,10 @@ def count_flops(kinds: Kinds) -> Counted:
     """Count the FLOPs and the peak memory of all runs."""
     top, failure = Context(), kinds.failure
     missing: dict[str, list[str]] = {}
-    for kind in kinds.found:
+    for kind in kinds.kinds:
         if kinds.copy is None or kind.inputs is None or not kind.n_runs:
             continue
-        counted = _Counted(top, kind, missing)
+        counted = _CallStack(top, kind, missing)
         try:
             # In a context of its own, where no line of the caller sees the run.
             contextvars.Context().run(_run, kinds.copy, kind, counted)
@@ -87,31 +97,30 @@ def count_flops(kinds: Kinds) -> Counted:
     return Counted(top, failure, missing)
 
 
-def _run(copy: ShapesOnly, kind: Kind, counted: _Counted) -> None:
+def _run(copy: ShapesOnly, kind: Kind, counted: _CallStack) -> None:
     registrations = Registrations()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        found = stack.enter_context(copy.running(kind.inputs, kind.flags))
-        for device, dtype in kind.autocast:
-            stack.enter_context(torch.autocast(device, dtype=dtype))
+        run = stack.enter_context(copy.running(kind.inputs, kind.flags))
+        stack.enter_context(autocast_as(kind.autocast))
         stack.callback(registrations.end)
-        for path, one in found.modules.items():
-            if not isinstance(one, torch.jit.ScriptModule):
-                counted.attach(registrations, path, one)
+        for path, module in run.modules.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                counted.attach(registrations, path, module)
         counter = OperationCounter(counted.done, counted.lacks, counted.workspace)
         stack.enter_context(counter.counting())
         with torch.set_grad_enabled(kind.has_gradients):
-            output = found.modules[kind.path](*found.args, **found.kwargs)
+            output = run.modules[kind.path](*run.args, **run.kwargs)
         outputs = [output] if isinstance(output, Tensor) else tree.distinct(output)
-        reached = [outputs[k] for k in sorted(kind.seeds) if k < len(outputs)]
-        reached = [one for one in reached if one.requires_grad]
-        if reached:
-            torch.autograd.backward(reached, [torch.ones_like(one) for one in reached])
+        results = [outputs[k] for k in sorted(kind.seeds) if k < len(outputs)]
+        results = [result for result in results if result.requires_grad]
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
 
 @final
-class _Counted:
+class _CallStack:
     """The calling context of each operation of a run."""
 
     def __init__(self, top: Context, kind: Kind, missing: dict[str, list[str]]) -> None:
@@ -124,12 +133,11 @@ class _Counted:
 
     def attach(self, registrations: Registrations, path: str, module: nn.Module) -> None:
         """Register the hooks that keep the stack of calls."""
-        registrations.register(module, "forward_pre", partial(self._enter, path), Order.JOIN)
-        registrations.register(
-            module, "forward", partial(self._leave, path), Order.END, always_call=True
-        )
+        begin, end = partial(self._enter, path), partial(self._leave, path)
+        around = AroundCall(begin, end, (Order.JOIN, Order.END))
+        registrations.place([(around, ModuleNode(path, module, 0))])
 
-    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         above = self._stack[-1]
         if len(self._stack) == 1 and backward_number() != -1:
             self._stack.append(self._owner_in_backward().again(path))
@@ -140,7 +148,7 @@ class _Counted:
         self._border()
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        if any(one.path == path for one in self._stack):
+        if any(context.path == path for context in self._stack):
             while self._stack.pop().path != path:
                 pass  # a module that raised before its hooks were on
         self._border()

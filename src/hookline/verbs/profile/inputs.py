@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -15,25 +16,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.engine import backward_number, every_tensor, path_text
-from hookline.engine.autograd.written_views import GradHook
-from hookline.engine.torch_private.autograd import hook_node_before
-from hookline.engine.torch_private.graph.nodes import memory_of
-from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, flags_of, why_no_shapes
+from hookline.engine import (
+    GradHook,
+    ShapesOnly,
+    backward_number,
+    every_tensor,
+    flags_of,
+    hook_node_before,
+    memory_of,
+    path_text,
+    why_no_shapes,
+)
 from hookline.util.locks import fork_safe_lock
+from hookline.verbs.shared.rerun import Autocast, autocast_here
 
 _MOST_KINDS = 16
 _ATOMS = (int, float, bool, str, type(None))
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Kind:
     """The runs of a module with inputs of the same shapes.
 
     Args:
         path: the module's path.
         has_gradients: whether gradients were enabled.
-        autocast: the devices and dtypes of autocast.
+        autocast: the autocast of the runs.
 
     Attributes:
         inputs: the arguments and keyword arguments, without numbers; None if they were not copied.
@@ -48,25 +57,19 @@ class Kind:
         closed: whether the profile has ended: later backwards are not its own.
     """
 
-    __slots__ = (
-        "autocast", "closed", "flags", "has_gradients", "inputs", "is_noted", "kept_inputs",
-        "n_backwards", "n_nodes", "n_runs", "path", "seeds", "workspaces",
-    )  # fmt: skip
-
-    def __init__(self, path: str, *, has_gradients: bool, autocast: tuple[Any, ...]) -> None:
-        self.path = path
-        self.has_gradients = has_gradients
-        self.autocast = autocast
-        self.inputs: Any = None
-        self.flags: list[Any] = []
-        self.n_runs = 0
-        self.n_backwards = 0
-        self.kept_inputs = 0
-        self.workspaces: dict[str, list[int]] = {}
-        self.is_noted = False
-        self.seeds: set[int] = set()
-        self.n_nodes: set[int] = set()
-        self.closed = False
+    path: str
+    has_gradients: bool
+    autocast: Autocast
+    inputs: Any = None
+    flags: list[Any] = field(default_factory=list)
+    n_runs: int = 0
+    n_backwards: int = 0
+    kept_inputs: int = 0
+    workspaces: dict[str, list[int]] = field(default_factory=dict)
+    is_noted: bool = False
+    seeds: set[int] = field(default_factory=set)
+    n_nodes: set[int] = field(default_factory=set)
+    closed: bool = False
 
 
 @final
@@ -134,7 +137,7 @@ class Kinds:
 
     Attributes:
         wants_flops: whether the inputs are copied.
-        found: the kinds.
+        kinds: the kinds.
         failure: why the FLOPs of some runs are not known; empty where all are.
         seconds: the time that copying took.
     """
@@ -146,7 +149,7 @@ class Kinds:
         self._by_path = modules
         self.wants_flops = wants_flops
         self._by_key: dict[Any, Kind] = {}
-        self.found: list[Kind] = []
+        self.kinds: list[Kind] = []
         self.copy: ShapesOnly | None = None
         self.failure = ""
         self.seconds = 0.0
@@ -155,7 +158,7 @@ class Kinds:
     @property
     def differing(self) -> str:
         """Say which runs of a kind did not repeat each other; an empty text if all did."""
-        for kind in self.found:
+        for kind in self.kinds:
             if len(kind.n_nodes) > 1:
                 least, most = min(kind.n_nodes), max(kind.n_nodes)
                 return (
@@ -166,11 +169,7 @@ class Kinds:
 
     def begin(self, path: str, args: Any, kwargs: Any) -> Run:
         """Return the run that begins with these arguments."""
-        autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        )
+        autocast = autocast_here()
         has_gradients = torch.is_grad_enabled()
         is_training = self._model is not None and self._model.training
         key = path, has_gradients, is_training, autocast, _form(args), _form(kwargs)
@@ -180,7 +179,7 @@ class Kinds:
             if kind is None:
                 kind = Kind(path, has_gradients=has_gradients, autocast=autocast)
                 self._by_key[key] = kind
-                self.found.append(kind)
+                self.kinds.append(kind)
                 self._copy_inputs(kind, args, kwargs)
             if not kind.is_noted:  # the first run of the kind that does not fail
                 memory = self._memory()
@@ -191,13 +190,13 @@ class Kinds:
     def _memory(self) -> set[int]:
         if self._model is None:
             return set()
-        held = (*self._model.parameters(), *self._model.buffers())
-        return {memory_of(one)[0] for one in held if not is_lazy(one)}
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        return {memory_of(tensor)[0] for tensor in tensors if not is_lazy(tensor)}
 
     def _copy_inputs(self, kind: Kind, args: Any, kwargs: Any) -> None:
         if self.failure or self._model is None or not self.wants_flops:
             return
-        if len(self.found) > _MOST_KINDS:
+        if len(self.kinds) > _MOST_KINDS:
             self.failure = f"the inputs had more than {_MOST_KINDS} different shapes"
             return
         if any(map(is_lazy, self._model.parameters())):
@@ -216,7 +215,7 @@ class Kinds:
     def release(self) -> None:
         """Let go of the model."""
         self._model, self._by_path = None, {}
-        for kind in self.found:
+        for kind in self.kinds:
             kind.closed = True
         if self.copy is not None:
             self.copy.release()

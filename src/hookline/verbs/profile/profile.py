@@ -10,18 +10,25 @@ from typing import Any, Self, final
 import torch
 from torch import nn
 
+from hookline.display.results import Printout, Result, printout_of
 from hookline.display.text import plural, type_and_line
-from hookline.engine import Line, Site, hides, path_text
-from hookline.engine.compile.compiled_modules import is_compiled
-from hookline.engine.line.attachment import AtEnd
-from hookline.engine.selection.module_tree import ModuleNode, require_model
-from hookline.engine.torch_private.graph.shapes_only import is_sharded
-from hookline.engine.torch_private.modules import holds_compiled_call, is_scripted
+from hookline.engine import (
+    AtEnd,
+    Line,
+    ModuleNode,
+    Site,
+    hides,
+    holds_compiled_call,
+    is_compiled,
+    is_scripted,
+    is_sharded,
+    path_text,
+    require_model,
+)
 from hookline.errors import warn
+from hookline.files.replace_text import path_of
 from hookline.util.stopwatch import STOPWATCH
-from hookline.verbs.profile.chrome import write_trace
-from hookline.verbs.profile.clocks import clock_for
-from hookline.verbs.profile.contexts import (
+from hookline.verbs.profile.call_tree import (
     BACKWARD,
     CALLS,
     COLLECTIVES,
@@ -30,7 +37,8 @@ from hookline.verbs.profile.contexts import (
     RECOMPUTE,
     Context,
 )
-from hookline.verbs.profile.files import path_of
+from hookline.verbs.profile.chrome import write_trace
+from hookline.verbs.profile.clocks import clock_for
 from hookline.verbs.profile.flame import write_flame
 from hookline.verbs.profile.flops_and_memory import Counted, count_flops
 from hookline.verbs.profile.inputs import Kinds
@@ -40,11 +48,11 @@ from hookline.verbs.profile.tap import (
     CompiledRegions,
     GarbageHooks,
     Ledger,
-    OptimizerHooks,
     ProfileTap,
     ShardedTap,
+    optimizer_steps,
 )
-from hookline.verbs.profile.windows import Choice, Measured, Ran, medians
+from hookline.verbs.profile.windows import Measured, PassChoice, Ran, medians
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.verb_line import VerbLine
 from hookline.verbs.summary import Summary, describe_modules
@@ -52,7 +60,7 @@ from hookline.verbs.summary import Summary, describe_modules
 
 @final
 @hides("start")
-class Profile(VerbLine[Line]):
+class Profile(VerbLine[Line], Result):
     """The line of `hl.profile`, with the time, FLOPs and memory of each module.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -97,7 +105,7 @@ class Profile(VerbLine[Line]):
         self._failure: str | None = None
         self._tapped: set[str] = set()
         self._counted: tuple[int, Counted] | None = None
-        self._tables: dict[Choice, ProfileTable] = {}  # after the end
+        self._tables: dict[PassChoice, ProfileTable] = {}  # after the end
         self._added = ""
 
     def __enter__(self) -> Self:
@@ -109,15 +117,20 @@ class Profile(VerbLine[Line]):
         line, ledger, model = self._line, self._ledger, self._model
         assert model is not None
         inside = _inside_compiled(model)
-        self._tapped = {
-            node.path
+        tapped = [
+            node
             for node in line.nodes
             if id(node.module) not in inside and not is_scripted(node.module)
-        }
+        ]
+        self._tapped = {node.path for node in tapped}
         paths = {id(node.module): node.path for node in line.nodes}
         regions = CompiledRegions(ledger, line.passes, paths)
-        parameters = {id(one) for node in line.nodes for one in node.module.parameters(False)}
-        steps = OptimizerHooks(ledger, line.passes, parameters)
+        parameters = {
+            id(parameter)
+            for node in line.nodes
+            for parameter in node.module.parameters(recurse=False)
+        }
+        steps = optimizer_steps(ledger, line.passes, parameters)
         garbage = GarbageHooks(ledger)
         with line.all_or_nothing() as registrations:
             line.attached.append(AtEnd(garbage.close))
@@ -125,16 +138,14 @@ class Profile(VerbLine[Line]):
             line.attached.append(AtEnd(regions.close))
             line.attached.append(AtEnd(partial(STOPWATCH.readers.discard, id(ledger))))
             STOPWATCH.readers.add(id(ledger))
-            regions.open([one for one in model.modules() if holds_compiled_call(one)])
+            regions.open([module for module in model.modules() if holds_compiled_call(module)])
             registrations.register_everywhere("step_pre", steps.before)
             registrations.register_everywhere("step_post", steps.after)
-            for node in line.nodes:
-                if node.path in self._tapped:
-                    site = Site(node.path, module_type=type(node.module).__name__)
-                    registrations.register_all(node.module, ProfileTap(site, line.passes, ledger))
-                    if is_sharded(node.module):
-                        tap = ShardedTap(site, line.passes, ledger)
-                        registrations.register_all(node.module, tap)
+            for node in tapped:
+                site = Site(node.path, module_type=type(node.module).__name__)
+                registrations.place([(ProfileTap(site, line.passes, ledger), node)])
+                if is_sharded(node.module):
+                    registrations.place([(ShardedTap(site, line.passes, ledger), node)])
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -148,10 +159,10 @@ class Profile(VerbLine[Line]):
     def _where_it_failed(self, error: BaseException) -> str:
         raised = type_and_line(error)
         account = self._ledger.own_lane().account
-        found = None if self._model is None else find_failing_module(self._model, error)
+        place = None if self._model is None else find_failing_module(self._model, error)
         if account.slot in (BACKWARD, RECOMPUTE) and account.context.path is not None:
             return f"in the backward of {path_text(account.context.path)}: {raised}"
-        return f"in {found}: {raised}" if found is not None else f"outside the model: {raised}"
+        return f"in {place}: {raised}" if place is not None else f"outside the model: {raised}"
 
     def _ended(self, error: BaseException | None) -> None:
         if self._model is None:
@@ -189,7 +200,7 @@ class Profile(VerbLine[Line]):
     @property
     def table(self) -> ProfileTable:
         """Return sums over the passes so far, without those whose forward raised."""
-        return self._table(Choice.ALL)
+        return self._table(PassChoice.ALL)
 
     @property
     def per_pass(self) -> ProfileTable:
@@ -200,7 +211,7 @@ class Profile(VerbLine[Line]):
         median of its own, so that the parts of a module need not add up to it; `spread` is the
         interquartile range. Calls are means over these passes, and FLOPs over all passes.
         """
-        return self._table(Choice.LATER)
+        return self._table(PassChoice.LATER)
 
     @property
     def first(self) -> ProfileTable:
@@ -208,7 +219,7 @@ class Profile(VerbLine[Line]):
 
         FLOPs are means over all passes.
         """
-        return self._table(Choice.FIRST)
+        return self._table(PassChoice.FIRST)
 
     def __getitem__(self, path: str) -> Row:
         """Return the row of a module.
@@ -272,13 +283,11 @@ class Profile(VerbLine[Line]):
         """
         return self.table.to_dict()
 
-    def to_pandas(self) -> Any:
-        """Return the rows of `to_dict()` as a `pandas.DataFrame`.
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return self.table._table_rows()
 
-        Raises:
-            ModuleNotFoundError: pandas is not installed.
-        """
-        return self.table.to_pandas()
+    def _printout(self) -> Printout:
+        return printout_of(self.table)
 
     def trace(self, path: str | Path) -> Path:
         """Write the calls as a Chrome trace: a JSON file that opens in Perfetto.
@@ -323,19 +332,12 @@ class Profile(VerbLine[Line]):
         """
         lanes = self._settle()
         tops = [lane.top.context for lane in lanes]
-        costs, _ = self._ran().costs(Choice.ALL)
+        costs, _ = self._ran().costs(PassChoice.ALL)
         return write_flame(path_of(path), tops, costs, self.table)
-
-    def __str__(self) -> str:
-        return str(self.table)
 
     def __repr__(self) -> str:
         passes = plural(self._ran().n_passes, "pass", "passes")
         return f"<Profile of {self._described.model_type}, {passes}>"
-
-    def _repr_html_(self) -> str:
-        """Show the modules and the totals in a notebook."""
-        return self.table._repr_html_()
 
     def _settle(self) -> list[Any]:
         for lane in self._ledger.lanes:
@@ -345,7 +347,7 @@ class Profile(VerbLine[Line]):
     def _ran(self) -> Ran:
         return Ran([lane.windows for lane in self._ledger.lanes])
 
-    def _table(self, choice: Choice) -> ProfileTable:
+    def _table(self, choice: PassChoice) -> ProfileTable:
         if choice in self._tables:
             return self._tables[choice]
         table = self._make_table(choice)
@@ -353,28 +355,29 @@ class Profile(VerbLine[Line]):
             self._tables[choice] = table
         return table
 
-    def _make_table(self, choice: Choice) -> ProfileTable:
+    def _make_table(self, choice: PassChoice) -> ProfileTable:
         lanes = self._settle()
         counted = self._count()
         tops = [lane.top.context for lane in lanes]
         ran = self._ran()
         costs, n_passes = ran.costs(choice)
-        measured = Measured(tops, costs, adds=choice is Choice.ALL)
-        n_counted = 1 if choice is Choice.ALL else max(ran.n_passes, 1)
+        measured = Measured(tops, costs, adds=choice is PassChoice.ALL)
+        n_counted = 1 if choice is PassChoice.ALL else max(ran.n_passes, 1)
         rows = rows_of(self._described.rows, tops, measured, counted.top, n_counted)
         around = medians(measured.of(tops))
         in_model = measured.of(
             [context for top in tops for context in top.all() if context.path is not None]
         )
         overhead = sum(lane.clock.overhead for lane in lanes)
-        overhead -= 0 if choice is Choice.ALL else self._kinds.seconds  # once, in the first pass
+        if choice is not PassChoice.ALL:
+            overhead -= self._kinds.seconds  # once, in the first pass
         total = Total(
             time=median_phases(in_model),
             spread=spread(in_model),
             optimizer=around[OPTIMIZER],
             collectives=around[COLLECTIVES],
             outside=medians(measured.of(tops[:1]))[FORWARD],
-            failed=ran.failed_seconds if choice is Choice.ALL else 0,
+            failed=ran.failed_seconds if choice is PassChoice.ALL else 0,
             overhead=overhead / n_counted,
             garbage=sum(lane.clock.garbage for lane in lanes) / n_counted,
             flops=sum_of(row.self_flops for row in rows),
@@ -384,10 +387,10 @@ class Profile(VerbLine[Line]):
             passes=n_passes,
         )
         notes = self._notes(counted, tops, ran)
-        if choice is Choice.LATER and n_passes >= _FEW:
+        if choice is PassChoice.LATER and n_passes >= _FEW:
             notes += (_MEDIANS,)
         return ProfileTable(
-            self._described.model_type, rows, total, is_median=choice is not Choice.ALL,
+            self._described.model_type, rows, total, is_median=choice is not PassChoice.ALL,
             failure=self._failure, notes=notes,
         )  # fmt: skip
 
@@ -397,7 +400,7 @@ class Profile(VerbLine[Line]):
         if counted.failure:
             notes.append(f"FLOPs and peaks are not complete: {counted.failure}.")
         elif self._kinds.wants_flops and ran.n_passes:
-            sums = Measured(tops, ran.costs(Choice.ALL)[0], adds=True)
+            sums = Measured(tops, ran.costs(PassChoice.ALL)[0], adds=True)
             calls = {row.path: 0.0 for row in self._described.rows if row.path in self._tapped}
             for context in (context for top in tops for context in top.all()):
                 if context.path in calls:
@@ -409,7 +412,7 @@ class Profile(VerbLine[Line]):
 
     def _count(self) -> Counted:
         """Count the FLOPs of all runs so far."""
-        n_runs = sum(kind.n_runs + kind.n_backwards for kind in self._kinds.found)
+        n_runs = sum(kind.n_runs + kind.n_backwards for kind in self._kinds.kinds)
         if self._counted is None or self._counted[0] != n_runs:
             self._counted = n_runs, count_flops(self._kinds)
         return self._counted[1]
@@ -477,20 +480,20 @@ _MEDIANS = (
 
 def _device_of(model: nn.Module) -> torch.device:
     """Return the device on which most of a model's parameters are."""
-    devices = [one.device for one in (*model.parameters(), *model.buffers())]
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
     return max(set(devices), key=devices.count, default=torch.device("cpu"))
 
 
 def _inside_compiled(model: nn.Module) -> set[int]:
     """Return the ids of the modules that run inside compiled code."""
     compiled = [module for module in model.modules() if is_compiled(module)]
-    return {id(one) for module in compiled for one in module.modules()}
+    return {id(inner) for module in compiled for inner in module.modules()}
 
 
 def _added_modules(model: nn.Module, nodes: Sequence[ModuleNode]) -> str:
     """Say which modules a model has now and had not when the profile began."""
-    known = {id(node.module) for node in nodes}
-    added = [path for path, module in model.named_modules() if id(module) not in known]
+    ids = {id(node.module) for node in nodes}
+    added = [path for path, module in model.named_modules() if id(module) not in ids]
     if not added:
         return ""
     return (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 
 import numpy
 
-from hookline.verbs.profile.contexts import CALLS, PHASES, Context, outermost
+from hookline.verbs.profile.call_tree import CALLS, PHASES, Context, outermost
 from hookline.verbs.profile.windows import Costs, Measured, medians
 from hookline.verbs.summary import Row as Module
 
@@ -38,7 +38,7 @@ class Phases(NamedTuple):
 
     def over(self, number: float) -> Phases:
         """Divide the cost."""
-        return self if number == 1 else Phases(*(one / number for one in self))
+        return self if number == 1 else Phases(*(seconds / number for seconds in self))
 
 
 NOTHING = Phases()
@@ -182,7 +182,12 @@ class _ByPath:
         if path in called:
             return outermost(self.by_path.get(path, ()), lambda other: other == path)
         prefix = f"{path}." if path else ""
-        inside = [c for p, found in self.by_path.items() if p.startswith(prefix) for c in found]
+        inside = [
+            context
+            for other, contexts in self.by_path.items()
+            if other.startswith(prefix)
+            for context in contexts
+        ]
         return outermost(inside, lambda other: other.startswith(prefix))
 
 
@@ -205,11 +210,11 @@ def _row(
     called: Collection[str],
     n_counted: float,
 ) -> Row:
-    own = timed.by_path.get(module.path, [])
+    contexts = timed.by_path.get(module.path, [])
     below = [context for top in timed.outermost(module.path, called) for context in top.all()]
     own_flops = of_flops.by_path.get(module.path, [])
     tops = of_flops.outermost(module.path, called)
-    exclusive, inclusive = measured.of(own), measured.of(below)
+    exclusive, inclusive = measured.of(contexts), measured.of(below)
     n_kept = sum(context.kept for context in below)
     peak = max((context.peak for context in tops), default=0)
     return Row(
@@ -221,7 +226,7 @@ def _row(
         flops=_flops((context for top in tops for context in top.all()), n_counted),
         self_flops=_flops(own_flops, n_counted),
         activation_bytes=n_kept,
-        self_activation_bytes=sum(context.kept for context in own),
+        self_activation_bytes=sum(context.kept for context in contexts),
         # Compiled code may keep more than the eager operations that are counted.
         peak_bytes=max(peak, n_kept) if peak else 0,
         n_inner=_calls(inclusive, measured),
@@ -236,7 +241,7 @@ def _calls(costs: Costs, measured: Measured) -> float:
 
 def _flops(contexts: Iterable[Context], n_passes: float) -> Phases:
     total = [0, 0, 0]
-    for one in contexts:
+    for context in contexts:
         for phase in range(_N_PHASES):
-            total[phase] += one.flops[phase]
+            total[phase] += context.flops[phase]
     return Phases(*total).over(n_passes)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from hookline.display.data import Tabular
-from hookline.display.html import MOST_ROWS, escape, table
-from hookline.display.terminal import Grid, Part, Table, Words, text_of
+from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
 from hookline.display.units import count, duration, share, size
 from hookline.engine import path_text
-from hookline.errors import InputError, SelectionError
+from hookline.errors import InputError, SelectionError, one_of, positive_integer
 from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row, flat
 from hookline.verbs.summary import indented_name
 
 _N_NEAR = 3
-_GAP = 2  # characters between two columns
-# The columns that a narrow terminal does without, the first to go first.
-_DISPENSABLE = ("peak", "parameters", "type", "kept", "FLOPs", "calls", "self", "spread")
 
 
 @final
@@ -65,8 +60,8 @@ class Total:
 
 
 @final
-@dataclass(frozen=True)
-class ProfileTable(Tabular):
+@dataclass(frozen=True, repr=False)
+class ProfileTable(Result):
     """Hold what `hl.profile` has measured. Print it, or read `rows` and `total`.
 
     Args:
@@ -114,13 +109,8 @@ class ProfileTable(Tabular):
         Raises:
             InputError: `by` is none of these, or `n` is not a positive integer.
         """
-        if by not in ORDERS:
-            raise InputError(
-                f"by must be one of {', '.join(map(repr, ORDERS))}, got {by!r}."
-                '\nWrite prof.top(10, by="self").'
-            )
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise InputError(f"n must be a positive integer, got {n!r}.\nWrite prof.top(10).")
+        one_of("by", by, ORDERS, 'Write prof.top(10, by="self").')
+        positive_integer("n", n, "Write prof.top(10).")
         rows = sorted(self.rows, key=ORDERS[by], reverse=True)[:n]
         return replace(self, rows=rows, is_sorted=True)
 
@@ -153,121 +143,44 @@ class ProfileTable(Tabular):
     def _table_rows(self) -> list[dict[str, Any]]:
         return [row.to_dict() for row in self.rows]
 
-    def __str__(self) -> str:
-        return text_of(profile_parts(self), width=None)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Show the modules and the totals in a notebook."""
-        has = _Columns(self)
-        names = [name.replace("^", "") for name in has.names]
-        rows = []
-        for row in self.rows[:MOST_ROWS]:
-            name = (
-                path_text(row.path)
-                if self.is_sorted
-                else ("\u2003\u2003" * row.depth + row.module.name)
-            )
-            rows.append([name, *has.cells(row)])
-        facts = "; ".join(f"{label} {text}" for label, text in _totals(self))
-        head = f"<b>{escape(self.model_type)}</b>: {escape(facts)}"
-        for said in (self.failure, *self.notes):
-            head += f"<br>{escape(said)}" if said else ""
-        return table(head, names, rows, len(self.rows))
+    def _printout(self) -> Printout:
+        return Printout(
+            headings=_HEADINGS,
+            rows=[
+                (
+                    path_text(row.path) if self.is_sorted else indented_name(row.module),
+                    *_cells(row, has_spread=bool(self.total.spread)),
+                )
+                for row in self.rows
+            ],
+            totals=_totals(self),
+            failure=("The block raised", self.failure) if self.failure else (),
+            notes=[[(note, "dim")] for note in self.notes],
+            quiet={place for place, row in enumerate(self.rows) if not row.calls},
+            more="modules: .rows",
+        )
 
 
-def profile_parts(found: ProfileTable, width: int | None = None) -> list[Part]:
-    """Describe a profile for the terminal: the modules, the totals, what failed.
-
-    Args:
-        found: the profile.
-        width: the width in characters. Columns for which there is no room are left out and named,
-            because a number that is cut would be another number.
-    """
-    has = _Columns(found)
-    rows: list[list[Words]] = []
-    labels = []
-    for row in found.rows:
-        name = path_text(row.path) if found.is_sorted else indented_name(row.module)
-        labels.append(name)
-    left_out = [] if width is None else has.fit(found.rows, width, labels)
-    rows = [[name, *has.cells(row)] for name, row in zip(labels, found.rows, strict=True)]
-    quiet = {place for place, row in enumerate(found.rows) if not row.calls}
-    parts: list[Part] = [Table(has.names, rows, quiet), Grid(_totals(found), gap=3)]
-    if found.failure:
-        parts.append([("The block raised", "bold red"), (f"\n{found.failure}", "red")])
-    notes = [*found.notes]
-    if left_out:
-        notes.append(f"A wider terminal has more columns: {', '.join(left_out)}.")
-    return parts + [[(note, "dim")] for note in notes]
+_HEADINGS = (
+    Heading("module", "path"), Heading("type", gives_way=3), Heading("calls", "number", 6),
+    Heading("forward", "number"), Heading("self", "number", 7), Heading("backward", "number"),
+    Heading("self", "number", 7), Heading("recompute", "number"), Heading("spread", "number", 8),
+    Heading("FLOPs", "number", 5), Heading("backward", "number", 5),
+    Heading("recompute", "number", 5), Heading("kept", "number", 4), Heading("peak", "number", 1),
+    Heading("parameters", "number", 2),
+)  # fmt: skip
 
 
-Column = tuple[str, Callable[[Row], str], object]
-
-
-class _Columns:
-    """The columns of a table: those in which any module has a number."""
-
-    def __init__(self, found: ProfileTable) -> None:
-        time, flops = found.total.time, found.total.flops
-        every: list[Column] = [
-            ("^type", lambda row: row.module.module_type, True),
-            (">calls", lambda row: f"{row.calls:.4g}" if row.calls else "", True),
-            (">forward", lambda row: _time(row, row.time.forward), True),
-            (">self", lambda row: _time(row, row.self_time.forward), True),
-            (">backward", lambda row: _time(row, row.time.backward), time.backward),
-            (">self", lambda row: _time(row, row.self_time.backward), time.backward),
-            (">recompute", lambda row: _time(row, row.time.recompute), time.recompute),
-            (">spread", _spread, found.total.spread),
-            (">FLOPs", lambda row: _count(row.flops.forward), flops.forward),
-            (">backward", lambda row: _count(row.flops.backward), flops.backward),
-            (">recompute", lambda row: _count(row.flops.recompute), flops.recompute),
-            (">kept", lambda row: _size(row.activation_bytes), found.total.activation_bytes),
-            (">peak", lambda row: _size(row.peak_bytes), found.total.peak_bytes),
-            (">parameters", lambda row: f"{row.parameters:,}" if row.parameters else "", True),
-        ]
-        first = next(place for place, one in enumerate(every) if one[0] == ">FLOPs")
-        self._flops = every[first : first + 3]
-        self._shown = [one for one in every if one[2]]
-
-    def fit(self, rows: Sequence[Row], width: int, labels: Sequence[Words]) -> list[str]:
-        """Leave out columns until the others have room; return the names of those left out.
-
-        Args:
-            rows: the rows.
-            width: the width in characters.
-            labels: the names of the rows, in the first column.
-        """
-        texts = [one if isinstance(one, str) else "".join(t for t, _ in one) for one in labels]
-        lines = [line for text in texts for line in text.splitlines()]
-        room = width - max(map(len, lines), default=0)
-        widths = {
-            one: max(len(one[0]) - 1, *(len(one[1](row)) for row in rows), 0) + _GAP
-            for one in self._shown
-        }
-        left_out = []
-        for name in _DISPENSABLE:
-            if sum(widths.values()) <= room:
-                break
-            gone = [one for one in self._shown if self._group(one) == name]
-            for one in gone:
-                del widths[one]
-                self._shown.remove(one)
-            left_out += [name] * bool(gone)
-        return left_out
-
-    def _group(self, column: Column) -> str:
-        return "FLOPs" if column in self._flops else column[0][1:]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all columns."""
-        return ["^module", *(name for name, _, _ in self._shown)]
-
-    def cells(self, row: Row) -> list[str]:
-        """The texts of a row, without its name."""
-        return [text(row) for _, text, _ in self._shown]
+def _cells(row: Row, *, has_spread: bool) -> tuple[str, ...]:
+    """Return the texts of a row after its name, in the order of the columns."""
+    return (
+        row.module.module_type, f"{row.calls:.4g}" if row.calls else "",
+        _time(row, row.time.forward), _time(row, row.self_time.forward),
+        _time(row, row.time.backward), _time(row, row.self_time.backward),
+        _time(row, row.time.recompute), _spread(row) if has_spread else "",
+        *map(_count, row.flops), _size(row.activation_bytes), _size(row.peak_bytes),
+        f"{row.parameters:,}" if row.parameters else "",
+    )  # fmt: skip
 
 
 def _time(row: Row, seconds: float) -> str:
@@ -286,10 +199,10 @@ def _size(n_bytes: float) -> str:
     return size(n_bytes) if n_bytes else ""
 
 
-def _totals(found: ProfileTable) -> Sequence[tuple[str, str]]:
-    total = found.total
+def _totals(table: ProfileTable) -> Sequence[tuple[str, str]]:
+    total = table.total
     title = "Block"
-    if found.is_median:
+    if table.is_median:
         title = "Median of a pass" if total.passes > 1 else "One pass"
     time = total.time
     parts = [

@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
-from hookline.engine import Order, Pass, Passes, Site, backward_number
-from hookline.engine.compile.compiled_modules import Borders
-from hookline.engine.taps.base import HookSpec, Tap, call_frame, no_callback
-from hookline.util.imported import imported
+from hookline.engine import (
+    Borders,
+    HookSpec,
+    OptimizerSteps,
+    Order,
+    Pass,
+    Passes,
+    Site,
+    Tap,
+    backward_number,
+    call_frame,
+    no_callback,
+    parameter_ids,
+)
+from hookline.util.optional import imported
+from hookline.verbs.profile.call_tree import Context
 from hookline.verbs.profile.clocks import Clock
-from hookline.verbs.profile.contexts import Context
 from hookline.verbs.profile.inputs import Kinds
-from hookline.verbs.profile.lane import Lane
-from hookline.verbs.shared.closures import closure_of, with_closure
+from hookline.verbs.profile.thread_account import Lane
 
 
 @final
-class _Thread(threading.local):
+class _ThreadLanes(threading.local):
     """The lanes of a thread.
 
     Attributes:
-        own: the lane of the thread's calls; None before the first.
+        lane: the lane of the thread's calls; None before the first.
         active: the lane whose call began last in the thread.
     """
 
-    own: Lane | None = None
+    lane: Lane | None = None
     active: Lane | None = None
 
 
@@ -58,22 +67,22 @@ class Ledger:
         self.lanes: list[Lane] = []
         self.ended = False
         self._make_clock = make_clock
-        self.thread = _Thread()
+        self.thread = _ThreadLanes()
         self.thread.active = self.own_lane()
 
     def own_lane(self) -> Lane:
         """Return the lane of this thread."""
-        own = self.thread.own
-        if own is None:
-            own = Lane(self._make_clock(), Context(), name=threading.current_thread().name)
-            self.thread.own = own
-            self.lanes.append(own)
-        return own
+        lane = self.thread.lane
+        if lane is None:
+            lane = Lane(self._make_clock(), Context(), name=threading.current_thread().name)
+            self.thread.lane = lane
+            self.lanes.append(lane)
+        return lane
 
     def running_lane(self) -> Lane | None:
         """Return the lane that is charged in this thread; None if there is none."""
-        if self.thread.own is not None:
-            return self.thread.own
+        if self.thread.lane is not None:
+            return self.thread.lane
         task = backward_number()
         return next((lane for lane in self.lanes if lane.runs(task)), None)
 
@@ -82,11 +91,11 @@ class Ledger:
 
         autograd may recompute a checkpointed region in a thread of its own.
         """
-        lane = self.thread.own
+        lane = self.thread.lane
         if lane is None or current.recomputation is not None:
             task = backward_number()
-            found = (one for one in self.lanes if one.runs(task))
-            lane = next(found, None) or self.own_lane()
+            lanes = (lane for lane in self.lanes if lane.runs(task))
+            lane = next(lanes, None) or self.own_lane()
         self.thread.active = lane
         return lane
 
@@ -112,7 +121,7 @@ class ProfileTap(Tap):
 
     __slots__ = ("_ledger",)
 
-    hooks: ClassVar = (
+    hooks = (
         HookSpec("forward_pre", "begin", Order.JOIN, with_kwargs=True),
         HookSpec("forward_pre", "fire", Order.END),
         HookSpec("forward", "leave", Order.JOIN, always_call=True),
@@ -170,7 +179,7 @@ class ShardedTap(Tap):
 
     __slots__ = ("_ledger",)
 
-    hooks: ClassVar = (
+    hooks = (
         HookSpec("forward_pre", "begin", Order.EVERYWHERE),
         HookSpec("forward", "end", Order.EVERYWHERE),
     )
@@ -281,9 +290,8 @@ class GarbageHooks:
                 lane.clock.collection_ends()
 
 
-@final
-class OptimizerHooks:
-    """Charge the steps of the optimizers that hold a parameter of the model.
+def optimizer_steps(ledger: Ledger, passes: Passes, parameters: set[int]) -> OptimizerSteps:
+    """Return hooks that charge the steps of the optimizers that hold a parameter of the model.
 
     Args:
         ledger: the ledger.
@@ -291,36 +299,15 @@ class OptimizerHooks:
         parameters: the ids of the model's parameters.
     """
 
-    def __init__(self, ledger: Ledger, passes: Passes, parameters: set[int]) -> None:
-        self._ledger = ledger
-        self._passes = passes
-        self._of_model = parameters
-
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Charge the optimizer, except for its closure: the process-wide hook before a step."""
-        if is_dynamo_compiling() or not self._is_ours(optimizer):
-            return None
-        lane, closure = self._ledger.own_lane(), closure_of(args, kwargs)
-        lane.step_begins()
-        if closure is None:
-            return None
-
-        @functools.wraps(closure)
-        def around_the_model() -> Any:
-            lane.step_ends()
-            loss = closure()
-            lane.step_begins()
-            return loss
-
-        return with_closure(args, kwargs, around_the_model)
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Charge the code around: the process-wide hook after a step."""
-        if not is_dynamo_compiling() and self._is_ours(optimizer):
-            self._ledger.own_lane().step_ends()
-
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        if not self._passes.is_here():
+    def is_mine(optimizer: Optimizer) -> bool:
+        if is_dynamo_compiling() or not passes.is_here():
             return False
-        groups = optimizer.param_groups
-        return any(id(one) in self._of_model for group in groups for one in group["params"])
+        return not parameters.isdisjoint(parameter_ids(optimizer))
+
+    def begin(optimizer: Optimizer, has_gradients: bool) -> None:
+        ledger.own_lane().step_begins()
+
+    def end() -> None:
+        ledger.own_lane().step_ends()
+
+    return OptimizerSteps(is_mine, begin, end)

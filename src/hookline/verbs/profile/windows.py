@@ -17,7 +17,7 @@ import numpy
 import numpy.typing
 
 from hookline.display.text import plural
-from hookline.verbs.profile.contexts import BACKWARD, CALLS, FORWARD, SLOTS, Context
+from hookline.verbs.profile.call_tree import BACKWARD, CALLS, FORWARD, SLOTS, Context
 
 Costs = numpy.typing.NDArray[numpy.float64]
 
@@ -161,7 +161,7 @@ def _sum_of(costs: Iterable[Costs]) -> Costs:
     return total
 
 
-class Choice(Enum):
+class PassChoice(Enum):
     """Choose the passes of a table: all of them added up, the first one, or all later ones."""
 
     ALL = auto()
@@ -204,20 +204,24 @@ class Ran:
         """Return the number of passes."""
         return self.n_passes + self.n_failed
 
-    def costs(self, choice: Choice) -> tuple[list[list[Costs]], int]:
+    def costs(self, choice: PassChoice) -> tuple[list[list[Costs]], int]:
         """Return the costs of each thread's contexts for a table, and the number of passes."""
         samples = sorted((sample for thread in self._samples for sample in thread), key=_number)
-        if choice is Choice.ALL or not samples:
+        if choice is PassChoice.ALL or not samples:
             n_passes = self.n_passes or self.n_failed
-            divisor = 1 if choice is Choice.ALL else max(n_passes, 1)
+            divisor = 1 if choice is PassChoice.ALL else max(n_passes, 1)
             return [[costs / divisor] for costs in self._sums], n_passes if divisor == 1 else 1
         first = samples[0].number
         chosen = [
-            [sample for sample in thread if (sample.number == first) == (choice is Choice.FIRST)]
+            [
+                sample
+                for sample in thread
+                if (sample.number == first) == (choice is PassChoice.FIRST)
+            ]
             for thread in self._samples
         ]
         if not any(chosen):
-            return self.costs(Choice.FIRST)
+            return self.costs(PassChoice.FIRST)
         n_passes = sum(sample.n_passes for thread in chosen for sample in thread)
         return [[sample.costs for sample in thread] for thread in chosen], n_passes
 

@@ -14,8 +14,10 @@ from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep
+from hookline.verbs.record.kept_state import KeptState, may_keep_state
 from hookline.verbs.record.prefix import Prefix
-from hookline.verbs.shared.run_model import Inputs, in_eval_mode, without_list
+from hookline.verbs.shared.rerun import in_eval_mode
+from hookline.verbs.shared.run_model import Inputs, without_list
 
 
 def features(
@@ -37,7 +39,9 @@ def features(
     mode, dropout would make features random. Batch norm would mix the rows of a batch and update
     its statistics. The gradient mode stays the caller's.
 
-    A `DataLoader`, or an iterator of batches, is run batch by batch, each batch in its own pass:
+    A `DataLoader`, or an iterator of batches, is run batch by batch, each batch in its own pass. A
+    model with state of its own runs to its end until a batch has changed no buffer or attribute,
+    because the next batch may depend on these:
 
         >>> batches = torch.zeros(9, 2).split(4)
         >>> hl.features(model, iter(batches), "1").cat("1").shape
@@ -77,8 +81,13 @@ def features(
         Prefix(model, selector, "features", options) as prefix,
         in_eval_mode(prefix.modules) if eval else nullcontext(),
     ):
+        # A module behind the last site may change what the next batch depends on.
+        if isinstance(inputs, DataLoader | Iterator) and may_keep_state(model):
+            prefix.state = KeptState(model)
         for number, batch in enumerate(_batches(model, inputs)):
             missing = prefix.run(batch)
+            if prefix.state is not None:
+                prefix.recording.drop_repeats()  # of a run to the end
             if missing and number:
                 raise NotRecordedError(
                     f"{missing[0]} must have a value for each batch, got none for batch {number}."
@@ -92,11 +101,7 @@ def features(
 
 
 def _batches(model: nn.Module, inputs: Any) -> Iterator[Any]:
-    """Yield the batches one after the other.
-
-    Raises:
-        InputError: there is no batch, or a batch is a list of several parts.
-    """
+    """Yield the batches one after the other."""
     if isinstance(inputs, Dataset):
         raise InputError(
             f"inputs must be batches, got a data set ({type(inputs).__name__}).\nGive"

@@ -45,8 +45,8 @@ class _InFloat32(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function.__name__ in _WIDE:
-            args = tuple([_wide(one) for one in args])
-            kwargs = {name: _wide(one) for name, one in kwargs.items()}
+            args = tuple([_wide(argument) for argument in args])
+            kwargs = {name: _wide(argument) for name, argument in kwargs.items()}
         return function(*args, **kwargs)
 
 

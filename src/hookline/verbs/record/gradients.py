@@ -42,7 +42,7 @@ class KeepGradient(GradientCallback):
 
     Args:
         number: the number of the site in the recording.
-        kept: makes the kept form of a gradient.
+        keeper: makes the kept form of a gradient.
         parameter: the parameter whose gradient is kept. The parameter's norm is kept, too.
         keeps_graph: whether the kept gradients hold their graph.
     """
@@ -52,13 +52,13 @@ class KeepGradient(GradientCallback):
     def __init__(
         self,
         number: int,
-        kept: Keeper,
+        keeper: Keeper,
         parameter: Tensor | None,
         *,
         keeps_graph: bool,
     ) -> None:
         self._number = number
-        self._kept = kept
+        self._kept = keeper
         self.keeps_graph = keeps_graph
         # Held weakly: a hook that holds its own tensor is never freed.
         self._parameter = None if parameter is None else weakref.ref(parameter)
@@ -76,8 +76,8 @@ class KeepGradient(GradientCallback):
         if pending.form is None:
             current.note((self._number, value, was, pending.call, run, self._weight()))
             return
-        known = pending.gathered[run]
-        gathered = None if known is None else known()
+        reference = pending.gathered[run]
+        gathered = None if reference is None else reference()
         if gathered is None:
             gathered = PartialGradients(pending.form)
             # The recording alone holds it: an object of the graph's hooks must not hold the graph.

@@ -57,10 +57,7 @@ class Keep(TypedDict, total=False):
 
 
 def checked(verb: str, options: Keep) -> Keep:
-    """Refuse unknown options, and options with an invalid value.
-
-    Returns:
-        The options, with `keep` in a form that compiled code can call.
+    """Refuse unknown options, and options with an invalid value; return them for compiled code.
 
     Raises:
         TypeError: an option is unknown.
@@ -69,7 +66,7 @@ def checked(verb: str, options: Keep) -> Keep:
     for name in options.keys() - Keep.__annotations__.keys():
         raise TypeError(
             f"hl.{verb}() got an unexpected keyword argument {name!r}."
-            f"\nGive some of {', '.join(f'{known}=' for known in Keep.__annotations__)}."
+            f"\nGive some of {', '.join(f'{option}=' for option in Keep.__annotations__)}."
         )
     copy, detach, keep = options.get("copy"), options.get("detach", True), options.get("keep")
     if copy is not None and not isinstance(copy, bool):
@@ -155,12 +152,12 @@ class Keeper:
         """
         beside: list[tuple[Tensor, Tensor]] = []
         if self._keep is None:
-            found = tree.map_tensors(
+            value_kept = tree.map_tensors(
                 lambda tensor: self._take(tensor, self._must_copy(current, tensor), beside), value
             )
         else:
-            found = self._kept(current, value, site, beside)
-        return found, self._stamp(current, found, beside)
+            value_kept = self._kept(current, value, site, beside)
+        return value_kept, self._stamp(current, value_kept, beside)
 
     def _kept(
         self,
@@ -177,7 +174,7 @@ class Keeper:
             value = tree.map_tensors(Tensor.detach, value)
         try:
             # keep= gets this rank's part, and so communicates with no other rank.
-            found = measured(keep, local_shards(value))
+            result = measured(keep, local_shards(value))
         except Exception as error:
             if site is not None:
                 _refuse_structure(keep, value, site, error)
@@ -189,7 +186,7 @@ class Keeper:
             copied = must or _is_part(tensor) or self._must_copy(current, tensor)
             return self._take(tensor, copied, beside)
 
-        return tree.map_tensors(take, found)
+        return tree.map_tensors(take, result)
 
     def _must_copy(self, current: Pass, tensor: Tensor) -> bool:
         if self._copy is not None or self._unversioned is None:
@@ -212,24 +209,22 @@ class Keeper:
         beside.append((tensor, clone_locally(tensor.detach())))
         return tensor
 
-    def _stamp(self, current: Pass, found: Any, beside: list[tuple[Tensor, Tensor]]) -> Any:
-        held = tensor_holder(found)
-        if held is not None and self._copy:
+    def _stamp(self, current: Pass, result: Any, beside: list[tuple[Tensor, Tensor]]) -> Any:
+        holder = tensor_holder(result)
+        if holder is not None and self._copy:
             raise SiteError(
-                f"copy=True must copy every tensor, got one in a {type(held).__name__}, which"
+                f"copy=True must copy every tensor, got one in a {type(holder).__name__}, which"
                 " cannot be copied.\nRecord with keep=, a function that takes the tensors out."
             )
-        if held is not None and any(self._must_copy(current, one) for one in every_tensor(held)):
-            return Unknowable(type(held).__name__)
-        return stamp(found) if not beside else Beside(stamp(found), beside)
+        if holder is not None and any(
+            self._must_copy(current, tensor) for tensor in every_tensor(holder)
+        ):
+            return Unknowable(type(holder).__name__)
+        return stamp(result) if not beside else Beside(stamp(result), beside)
 
 
 def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error: Exception) -> None:
-    """Refuse a nested value if `keep` takes one of its tensors, and name that tensor's leaf.
-
-    Raises:
-        StructureError: `keep` takes one of the tensors.
-    """
+    """Refuse a nested value if `keep` takes one of its tensors, and name that tensor's leaf."""
     for leaf, tensor in itertools.islice(tree.tensors(value), _MOST_TRIED):
         if not leaf:
             return
@@ -245,5 +240,8 @@ def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error:
 
 
 def _is_part(tensor: Tensor) -> bool:
-    held = innermost(tensor)
-    return held.layout is torch.strided and held.untyped_storage().nbytes() > held.nbytes
+    memory_holder = innermost(tensor)
+    return (
+        memory_holder.layout is torch.strided
+        and memory_holder.untyped_storage().nbytes() > memory_holder.nbytes
+    )

@@ -10,9 +10,10 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from hookline.engine import Selector, Site, reshard, stop_all
+from hookline.engine import Line, Selector, Site, reshard, stop_all
 from hookline.recordings import Recording
-from hookline.verbs.record.keep import Keep
+from hookline.verbs.record.keep import Keep, checked
+from hookline.verbs.record.kept_state import KeptState
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.failing_module import note_failing_module
 from hookline.verbs.shared.run_model import call
@@ -67,14 +68,21 @@ class Prefix:
     Attributes:
         sites: the selected sites.
         modules: the modules of the model, the root first.
+        state: the state that the model keeps from batch to batch; None to ignore it.
+        changing: the names of the state that each batch so far has changed. If there are any, the
+            model runs to its end in each batch, because modules behind the last site may change
+            the state.
     """
 
     def __init__(self, model: nn.Module, selector: Selector, verb: str, options: Keep) -> None:
         self._model = model
+        self.state: KeptState | None = None
+        self._may_stop = False
+        self.changing: list[str] = []
         self._progress = progress = _Progress(next(_tokens))
-        self._recorder, line = start_recording(
-            model, selector, verb, ("output",), options, progress.seen
-        )
+        options = checked(verb, options)
+        line = Line(model, name=verb, lenient=selector is None)
+        self._recorder = start_recording(line, selector, ("output",), options, progress.seen)
         line.options.quiet = True
         self.sites = self._recorder.recording.sites
         # The line has listed the modules: `model.modules()` takes 0.6 microseconds a module.
@@ -94,7 +102,11 @@ class Prefix:
 
     def devices(self) -> set[torch.device]:
         """Return the devices of the model's parameters."""
-        return {one.device for module in self.modules for one in module.parameters(recurse=False)}
+        return {
+            parameter.device
+            for module in self.modules
+            for parameter in module.parameters(recurse=False)
+        }
 
     @contextmanager
     def to_the_end(self) -> Iterator[None]:
@@ -109,11 +121,23 @@ class Prefix:
             self._progress.stops = True
 
     def run(self, inputs: Any) -> list[Site]:
-        """Run the model on a batch; return the sites that it did not reach.
+        """Run the model on a batch; to its end until a batch has changed no state.
 
         Args:
             inputs: the batch, as `hl.features` takes it.
+
+        Returns:
+            The sites that the model did not reach.
         """
+        if self.state is None or self._may_stop:
+            return self._run(inputs)
+        with self.to_the_end():
+            missing = self._run(inputs)
+        self.changing = self.state.changed()
+        self._may_stop = not self.changing
+        return missing
+
+    def _run(self, inputs: Any) -> list[Site]:
         missing = self._progress.missing
         missing.update(self.sites)
         try:

@@ -17,7 +17,6 @@ from hookline.engine import (
     Bound,
     Callback,
     CompiledRun,
-    Ground,
     Line,
     Order,
     OutputTap,
@@ -194,41 +193,34 @@ def record(
     names = ports_for(model, ports)
     if to is not None:
         options = {"copy": True, **options}
-    line, bare = start_recording(
-        model, selector, "record", names, options, every_thread=every_thread
-    )
-    return line if to is None else store_line(bare, line.recording, to, options)
+    keeping = checked("record", options)
+    line = Line(model, name="record", every_thread=every_thread, lenient=selector is None)
+    recorder = start_recording(line, selector, names, keeping)
+    return recorder if to is None else store_line(line, recorder.recording, to, options)
 
 
 def start_recording(
-    model: Ground,
+    line: Line,
     selector: Selector,
-    name: str,
     ports: tuple[str, ...],
     options: Keep,
     after: Callable[[Site], None] | None = None,
-    *,
-    every_thread: bool = False,
-) -> tuple[RecordLine, Line]:
-    """Attach a recording line for the verb `name`; return it and the bare line.
+) -> RecordLine:
+    """Attach a line that records.
 
     Args:
-        model: the model, or tensors by name.
+        line: a new line.
         selector: which sites.
-        name: the name of the verb, for messages.
         ports: the ports for selectors that name none.
-        options: the options of `record`.
+        options: the options of `record`, as `checked` returns them.
         after: called with each site after its value has been kept; refuses gradient sites.
-        every_thread: as in `record`.
     """
-    options = checked(name, options)
-    line = Line(model, name=name, every_thread=every_thread, lenient=selector is None)
     selection = line.select(selector, ports)
     if after is not None:
-        _refuse_gradients(name, selection)
+        _refuse_gradients(line.name, selection)
     recorder = _Recorder(line, selection, options, after)
     line.tap(selection, recorder.bind, Order.RECORD)
-    return RecordLine(line, recorder.recording), line
+    return RecordLine(line, recorder.recording)
 
 
 def _refuse_gradients(name: str, selection: Selection) -> None:
@@ -362,12 +354,12 @@ def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
     The line's hooks hold the recording. A dropped line must be free to end.
     """
     name, model_type = line.name, line.module_tree.name
-    held = weakref.WeakMethod(line.report)
+    method = weakref.WeakMethod(line.report)
 
     def report() -> Report:
-        found = held()
-        if found is not None:
-            return found()
+        report_of_line = method()
+        if report_of_line is not None:
+            return report_of_line()
         why = dict.fromkeys(sites, "its line was dropped, and nobody could end it")
         fired = tuple((site, 0) for site in sites)
         return Report(name, model_type, 0, 0, True, fired, why, frozenset())
@@ -384,7 +376,7 @@ class _PlainTap(OutputTap):
 
     Args:
         number: the number of the site.
-        kept: keeps the values that the fast way cannot.
+        keeper: keeps the values that the fast way cannot.
         unversioned: tells whether an output may change without a new version. None where it cannot,
             as for a module that returns new memory.
         may_hand_on: whether the module may return the value that was kept just before.
@@ -397,14 +389,14 @@ class _PlainTap(OutputTap):
         site: Site,
         passes: Passes,
         number: int,
-        kept: Keeper,
+        keeper: Keeper,
         unversioned: Unversioned | None,
         *,
         may_hand_on: bool,
     ) -> None:
         super().__init__(site, passes, no_callback, Order.RECORD)
         self.number = number
-        self.kept = kept
+        self.kept = keeper
         self.unversioned = unversioned
         self.may_hand_on = may_hand_on
 
@@ -440,11 +432,11 @@ class _PlainTap(OutputTap):
             if self.unversioned is not None and (
                 not self.may_hand_on or not (log := current.log) or log[-1][1] is not output
             ):
-                known = current.unversioned
-                if known is None:
-                    known = self.unversioned.look(current)
+                unversioned_lines = current.unversioned
+                if unversioned_lines is None:
+                    unversioned_lines = self.unversioned.look(current)
                 # storage_offset comes first: data_ptr takes twice as long.
-                if output.storage_offset() or output.data_ptr() >> LINE in known:
+                if output.storage_offset() or output.data_ptr() >> LINE in unversioned_lines:
                     self.fire_slowly(module, args, output)
                     return
         except RuntimeError:  # it has no version counter, or no memory of its own
@@ -465,14 +457,14 @@ def _may_hand_on(module: nn.Module) -> bool:
     return is_of_torch or next(module.children(), None) is not None
 
 
-def _keep(number: int, kept: Keeper, site: Site) -> Callback:
+def _keep(number: int, keeper: Keeper, site: Site) -> Callback:
     def callback(current: Pass, value: Any) -> None:
         if current.region is None:
-            found, was = kept(current, value, site)
+            result, was = keeper(current, value, site)
         else:
             with aside(current.region):
-                found, was = kept(current, value, site)
-        current.note((number, found, was))
+                result, was = keeper(current, value, site)
+        current.note((number, result, was))
 
     return callback
 

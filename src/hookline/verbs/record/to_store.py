@@ -10,18 +10,15 @@ import torch
 from torch import nn
 
 from hookline.engine import Line, Pass, Report
-from hookline.engine.identity import function_identity, model_identity
+from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, FolderError, HooklineError, StructureError, warn
+from hookline.files.place import Place, place_of
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
-from hookline.stores.batch_columns import ColumnForm, columns_of
-from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
-from hookline.stores.manifest import environment, write_manifest
-from hookline.stores.offload import Offload
-from hookline.stores.place import Place, place_of
-from hookline.stores.shard_file import Chunk, Shard
-from hookline.stores.writer import Writer
+from hookline.stores.batch_columns import Offload, columns_of
+from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard, environment, write_manifest
+from hookline.stores.shard_file import Chunk, ColumnForm, Shard, Writer
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.shared.verb_line import VerbLine
@@ -82,7 +79,7 @@ class StoreSink:
         self._chunks: list[Chunk] = []
         self._forms: dict[str, ColumnForm] | None = None
         self._n_passes = self._n_items = 0
-        self._offload = Offload(next((one.device for one in model.parameters()), _CPU))
+        self._offload = Offload(next((parameter.device for parameter in model.parameters()), _CPU))
         self._job = _job_of(model, recording, options)
         self._is_open = True
         self._process = OwnProcess()
@@ -136,19 +133,19 @@ class StoreSink:
             )
 
     def _write(self, passes: list[PassRecord]) -> None:
-        for one in passes:
-            if one.failed or not len(one):
+        for record in passes:
+            if record.failed or not len(record):
                 continue  # the pass raised, or ran none of the selected sites
-            self._chunks.append(self._chunk(one))
+            self._chunks.append(self._chunk(record))
             if len(self._chunks) == self._job.shard_batches:
                 self._put()
 
-    def _chunk(self, one: PassRecord) -> Chunk:
-        n_items = _n_rows(one)
-        columns, forms = columns_of(one, self._recording.sites, n_items, None, self._forms)
+    def _chunk(self, record: PassRecord) -> Chunk:
+        n_items = _n_rows(record)
+        columns, forms = columns_of(record, self._recording.sites, n_items, None, self._forms)
         items = range(self._n_items, self._n_items + n_items)
-        found = {name: self._offload(tensor) for name, tensor in columns.items()}
-        chunk = Chunk(self._n_passes, items, found)
+        on_cpu = {name: self._offload(tensor) for name, tensor in columns.items()}
+        chunk = Chunk(self._n_passes, items, on_cpu)
         if self._forms is None:
             self._forms = forms
             n_passes = batches_per_shard(chunk, SHARD_BYTES)
@@ -210,28 +207,20 @@ def _job_of(model: nn.Module, recording: Recording, options: Keep) -> Job:
 
 
 def _check_empty(place: Place) -> None:
-    """Check that a place holds nothing. The lock alone would leave a file there.
-
-    Raises:
-        FolderError: it holds files.
-    """
-    others = place.names()
-    if others:
+    """Check that a place holds nothing. The lock alone would leave a file there."""
+    names = place.names()
+    if names:
         raise FolderError(
-            f"{place} must be empty, got files in it ({', '.join(others[:3])}"
-            f"{', …' * (len(others) > 3)}).\nGive a new folder: a loop of your own cannot"
+            f"{place} must be empty, got files in it ({', '.join(names[:3])}"
+            f"{', …' * (len(names) > 3)}).\nGive a new folder: a loop of your own cannot"
             " be resumed, as hl.extract can."
         )
 
 
-def _n_rows(one: PassRecord) -> int:
-    """Return the number of rows of a pass: the first dimension of its first value.
-
-    Raises:
-        StructureError: no value is a tensor with a dimension.
-    """
-    for key in one:
-        for _, tensor in tree.tensors(one[key]):
+def _n_rows(record: PassRecord) -> int:
+    """Return the number of rows of a pass: the first dimension of its first value."""
+    for key in record:
+        for _, tensor in tree.tensors(record[key]):
             if tensor.ndim:
                 return len(tensor)
             raise StructureError(
@@ -239,6 +228,6 @@ def _n_rows(one: PassRecord) -> int:
                 "\nGive keep= a function that makes such rows."
             )
     raise StructureError(
-        f"pass {one.number} must have a tensor at a selected site, got none."
+        f"pass {record.number} must have a tensor at a selected site, got none."
         "\nSelect sites whose values are tensors."
     )

@@ -6,15 +6,14 @@ The traceback names the module, so nothing needs to be attached beforehand.
 from __future__ import annotations
 
 import re
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from hookline.display.text import type_and_line
+from hookline.engine import path_text, walk
 from hookline.engine.pytree import describe
-from hookline.engine.selection.module_tree import walk
-from hookline.engine.selection.site import path_text
 from hookline.errors import HooklineError
 
 _NOTE = "hookline: "
@@ -23,23 +22,16 @@ _MOST_KINDS = 3
 
 
 class FailingModule(NamedTuple):
-    """The innermost module that was running when an exception was raised.
+    """The innermost module that was running when an exception was raised."""
 
-    Args:
-        path: the module's path.
-        module_type: the name of its class.
-        got: its arguments, with dtypes and devices if the exception is about these.
-        has: the dtypes and devices of its parameters, if the exception is about these.
-    """
-
-    path: str
-    module_type: str
-    got: str
-    has: str = ""
+    path: str  # the module's path
+    module_type: str  # the name of its class
+    arguments: str  # its arguments, with dtypes and devices if the exception is about these
+    parameters: str = ""  # theirs, if the exception is about these
 
     def __str__(self) -> str:
-        has = f" and has parameters of {self.has}" if self.has else ""
-        return f"{path_text(self.path)} ({self.module_type}), which got {self.got}{has}"
+        kinds = f" and has parameters of {self.parameters}" if self.parameters else ""
+        return f"{path_text(self.path)} ({self.module_type}), which got {self.arguments}{kinds}"
 
 
 def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule | None:
@@ -52,27 +44,21 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
         ...     print(find_failing_module(model, error))
         1 (Linear), which got Tensor[1, 2]
 
-    Args:
-        model: the model that was running.
-        error: the exception, with its traceback.
-
     Returns:
         The module's path, type and arguments. None if no module of the model is in the traceback.
     """
     paths = {id(node.module): node.path for node in walk(model)}
     is_about_kinds = _ABOUT_KINDS.search(str(error)) is not None
-    found: FailingModule | None = None
-    step: TracebackType | None = error.__traceback__
-    while step is not None:
-        code, local = step.tb_frame.f_code, step.tb_frame.f_locals
-        module = local.get("self")
+    innermost: FailingModule | None = None
+    for frame, _ in walk_tb(error.__traceback__):
+        local = frame.f_locals
+        module: Any = local.get("self")
         # torch's own name for the method that every call of a module goes through.
-        if code.co_name == "_call_impl" and module is not None and id(module) in paths:
-            got = _arguments(local, in_full=is_about_kinds)
-            has = _kinds_of_parameters(module) if is_about_kinds else ""
-            found = FailingModule(paths[id(module)], type(module).__name__, got, has)
-        step = step.tb_next
-    return found
+        if frame.f_code.co_name == "_call_impl" and id(module) in paths:
+            arguments = _arguments(local, in_full=is_about_kinds)
+            kinds = _kinds_of_parameters(module) if is_about_kinds else ""
+            innermost = FailingModule(paths[id(module)], type(module).__name__, arguments, kinds)
+    return innermost
 
 
 def failure_text(model: nn.Module, error: BaseException) -> str:
@@ -94,18 +80,18 @@ def note_failing_module(model: nn.Module, error: Exception) -> None:
     """
     if isinstance(error, HooklineError) or notes_of(error):
         return
-    found = find_failing_module(model, error)
-    if found is not None:
-        error.add_note(f"{_NOTE}the model failed in {found}.")
+    module = find_failing_module(model, error)
+    if module is not None:
+        error.add_note(f"{_NOTE}the model failed in {module}.")
 
 
 def _arguments(local: dict[str, Any], *, in_full: bool) -> str:
-    def shown(value: Any) -> str:
+    def text_of(value: Any) -> str:
         is_full = in_full and isinstance(value, Tensor)
         return describe.in_full(value) if is_full else describe.in_words(value)
 
-    parts = [shown(value) for value in local.get("args", ())]
-    parts += [f"{key}={shown(value)}" for key, value in local.get("kwargs", {}).items()]
+    parts = [text_of(value) for value in local.get("args", ())]
+    parts += [f"{key}={text_of(value)}" for key, value in local.get("kwargs", {}).items()]
     return ", ".join(parts) or "nothing"
 
 

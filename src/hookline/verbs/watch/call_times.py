@@ -5,24 +5,23 @@ between the first and the last after it. So the time of hooks counts for no modu
 An exception between two hooks leaves no state to repair.
 
 Two things stay in the times: torch's own loop over the hooks, about 2 us a call, and the time that
-the model loses because hooks have used the caches meanwhile. `Call.is_exact` tells whether these
-matter.
+the model loses because hooks have used the caches meanwhile. `TimedCall.is_exact` tells whether
+these matter.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine import Order, Passes, Site
-from hookline.engine.line.registration import Registrations
-from hookline.engine.taps.base import HookSpec, Tap, is_inert, no_callback
-from hookline.util.stopwatch import STOPWATCH, Stopwatch, is_above
+from hookline.engine import HookSpec, Order, Passes, Site, Tap, is_inert, no_callback
+from hookline.util.stopwatch import Stopwatch, is_above
 
 # The most that hooks add to the time of a call beyond what is left out: torch's loop, and the
 # Python code and tables that have left the caches (`benchmarks/watching.py`).
@@ -34,40 +33,22 @@ _SHARE = 0.1
 
 
 @final
-class Call:
-    """A call of a module that is under way.
+@dataclass(slots=True, eq=False)
+class TimedCall:
+    """A call of a module that is under way."""
 
-    Args:
-        key: the id of the frame of the call; the frame itself is not kept alive.
-        reading: the stopwatch's reading at which it stands still for the hooks of the call.
-
-    Attributes:
-        began: the reading at which the forward began; None before.
-        got: the structure of the inputs, as text.
-        has_run: whether the forward has returned.
-        seconds: the duration of the forward; None while it runs, and if compiled code ran in it.
-        n_calls: the number of calls of watched modules in it, itself included.
-        n_bytes: the size of its inputs.
-        has_compiled: whether compiled code ran in it, which does more than the model alone.
-        launches: whether it, or a module inside it, returned a tensor on an accelerator.
-    """
-
-    __slots__ = (
-        "began", "got", "has_compiled", "has_run", "key", "launches", "n_bytes", "n_calls",
-        "reading", "seconds",
-    )  # fmt: skip
-
-    def __init__(self, key: int, reading: float) -> None:
-        self.key = key
-        self.reading = reading
-        self.began: float | None = None
-        self.got = "?"
-        self.has_run = False
-        self.seconds: float | None = None
-        self.n_calls = 1
-        self.n_bytes = 0
-        self.has_compiled = False
-        self.launches = False
+    key: int  # the id of the frame of the call; the frame itself is not kept alive
+    reading: float  # the stopwatch's reading at which it stands still for the hooks of the call
+    began: float | None = None  # the reading at which the forward began; None before
+    inputs: str = "?"  # the structure of the inputs, as text
+    has_run: bool = False  # whether the forward has returned
+    # The duration of the forward; None while it runs, and if compiled code ran in it.
+    seconds: float | None = None
+    n_calls: int = 1  # the number of calls of watched modules in it, itself included
+    n_bytes: int = 0  # the size of its inputs
+    # Whether compiled code ran in it, which does more than the model alone.
+    has_compiled: bool = False
+    launches: bool = False  # whether it, or a module inside it, returned a tensor on an accelerator
 
     @property
     def is_exact(self) -> bool:
@@ -83,7 +64,7 @@ class Running(threading.local):
     """The calls of a line's modules that are under way in a thread, outermost first."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TimedCall] = []
 
     def begin(self, frame: FrameType, reading: float) -> None:
         """Add a call, and drop those that ended with an exception."""
@@ -92,9 +73,9 @@ class Running(threading.local):
             calls.pop()
         for call in calls:
             call.n_calls += 1
-        calls.append(Call(id(frame), reading))
+        calls.append(TimedCall(id(frame), reading))
 
-    def find(self, frame: FrameType) -> Call | None:
+    def find(self, frame: FrameType) -> TimedCall | None:
         """Return the call with this frame, and drop the inner calls that ended by an exception."""
         calls, key = self.calls, id(frame)
         # From the end, because Python reuses the id of a frame, and only for later calls.
@@ -109,15 +90,12 @@ class Running(threading.local):
 class ClockTap(Tap):
     """Time the calls of a module, with four hooks around the other hooks of hookline.
 
-    Args:
-        passes: the passes of the line.
-        running: the calls of the line's modules that are under way.
-        stopwatch: the stopwatch of all lines, so that no line counts the hooks of another.
+    All lines share the stopwatch, so that no line counts the hooks of another.
     """
 
     __slots__ = ("running", "stopwatch")
 
-    hooks: ClassVar = (
+    hooks = (
         HookSpec("forward_pre", "begin", Order.JOIN),
         HookSpec("forward_pre", "fire", Order.END),
         HookSpec("forward", "leave", Order.JOIN),
@@ -172,10 +150,3 @@ class ClockTap(Tap):
             return False
         current.calls.get(self)  # makes compiled code that has run print its values now
         return True
-
-
-def time_calls(
-    module: nn.Module, placements: Registrations, passes: Passes, running: Running
-) -> None:
-    """Register the four hooks of a clock tap on a module."""
-    placements.register_all(module, ClockTap(passes, running, STOPWATCH))

@@ -11,10 +11,12 @@ from typing import Any, Self, TextIO, final
 import torch
 from torch import Tensor, nn
 
+from hookline.display.results import fold_line
 from hookline.display.text import type_and_line
 from hookline.engine import (
     GradientCallback,
     Line,
+    ModuleNode,
     Order,
     Pass,
     PendingGradient,
@@ -27,17 +29,17 @@ from hookline.engine import (
     check_ports,
     hides,
     innermost,
+    is_scripted,
     local_shards,
     path_text,
     snapshot,
 )
 from hookline.engine.pytree import describe, tree
-from hookline.engine.selection.module_tree import ModuleNode
-from hookline.engine.torch_private.modules import is_scripted
 from hookline.statistics.spread import BLOCK_NUMEL, mean_and_std
+from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.verb_line import VerbLine
-from hookline.verbs.watch.call_times import Call, Running, time_calls
+from hookline.verbs.watch.call_times import ClockTap, Running, TimedCall
 
 
 @final
@@ -57,9 +59,9 @@ class Watch(VerbLine[Line]):
 
     def _ending(self, error: BaseException | None) -> None:
         if error is not None and self._model is not None:
-            found = find_failing_module(self._model, error)
-            if found is not None:
-                self._printer.say(f"!! {found}, raised {type_and_line(error)}")
+            failing = find_failing_module(self._model, error)
+            if failing is not None:
+                self._printer.say(f"!! {failing}, raised {type_and_line(error)}")
 
     def _ended(self, error: BaseException | None) -> None:
         self._model = None
@@ -67,18 +69,17 @@ class Watch(VerbLine[Line]):
     def report(self) -> Report:
         """Report the sites that were matched and attached, and how often each fired."""
         full = self._line.report()
-        shown = tuple(
+        fired = tuple(
             (site, count)
             for site, count in full.fired
             if site.port != "input" and not (self._optional and site.is_gradient and not count)
         )
-        return replace(full, fired=shown, why={site: full.why[site] for site, n in shown if not n})
+        return replace(full, fired=fired, why={site: full.why[site] for site, n in fired if not n})
 
     def start(self, selection: Selection, *, optional: bool) -> None:
         """Attach the taps: an input tap starts a module's clock, an output tap prints the module.
 
         Args:
-            selection: the sites.
             optional: whether a gradient that never arrives is left out of the report.
         """
         self._optional = optional
@@ -90,25 +91,25 @@ class Watch(VerbLine[Line]):
         ]
         depth = {site: site.path.count(".") for site, _ in places}
         width = max((len(site.path) + 2 * depth[site] + 3 for site, _ in places), default=8)
-
+        label_width = min(width, 44)
         printer = self._printer  # hooks that held self would keep the line alive
 
         def bind(site: Site) -> Any:
             if site.is_gradient:
-                return _Back(printer, site, min(width, 44), optional)
+                return _GradientPrinter(printer, site, label_width, optional)
             if site.port == "input":
                 return SplitCallback(printer.enter, _nothing, _see_nothing)
-            shown = min(width, 44)
             return SplitCallback(
-                printer.leave(site, shown), snapshot, printer.compiled(site, shown)
+                printer.leave(site, label_width), snapshot, printer.compiled(site, label_width)
             )
 
         line = self._line
         with line.all_or_nothing() as placements:
             line.tap(Selection(line.module_tree, [*places, *starts]), bind, Order.RECORD)
-            for module in {id(node): node.module for _, node in starts}.values():
-                if not is_scripted(module):
-                    time_calls(module, placements, line.passes, printer.running)
+            for node in {id(node): node for _, node in starts}.values():
+                if not is_scripted(node.module):
+                    clock = ClockTap(line.passes, printer.running, STOPWATCH)
+                    placements.place([(clock, node)])
 
 
 @final
@@ -125,11 +126,11 @@ class _Printer:
         """Note the structure of the inputs of the call that has just begun."""
         if self.running.calls:
             call = self.running.calls[-1]
-            call.got = describe.shape_or_structure(local_shards(value))
+            call.inputs = describe.shape_or_structure(local_shards(value))
             call.n_bytes = sum(
-                one.numel() * one.itemsize
-                for _, one in tree.tensors(value)
-                if one.layout is torch.strided and not one.is_nested
+                tensor.numel() * tensor.itemsize
+                for _, tensor in tree.tensors(value)
+                if tensor.layout is torch.strided and not tensor.is_nested
             )
 
     def leave(self, site: Site, width: int) -> Any:
@@ -140,14 +141,14 @@ class _Printer:
             calls = self.running.calls
             call = calls[-1] if calls and calls[-1].has_run else None
             label = "  " * (len(calls) - (call is not None)) + name
-            if _is_elsewhere(value):
-                for one in calls:
-                    one.launches = True
+            if _is_on_accelerator(value):
+                for running in calls:
+                    running.launches = True
             with aside(current.region):
-                shown = _shown(value)
-            got = "?" if call is None else call.got
-            took = "" if call is None else _took(call)
-            self.say(f"{label:{width}}  {site.module_type:18} {got} -> {shown}{took}")
+                value_text = _value_text(value)
+            inputs = "?" if call is None else call.inputs
+            duration = "" if call is None else _duration_text(call)
+            self.say(f"{label:{width}}  {site.module_type:18} {inputs} -> {value_text}{duration}")
 
         return callback
 
@@ -158,22 +159,23 @@ class _Printer:
         def callback(current: Pass, value: Any) -> None:
             for call in self.running.calls:
                 call.has_compiled = True
-            self.say(f"{label:{width}}  {site.module_type:18} -> {_shown(value)}")
+            self.say(f"{label:{width}}  {site.module_type:18} -> {_value_text(value)}")
 
         return callback
 
-    def back(self, site: Site, width: int, value: Any) -> None:
+    def gradient(self, site: Site, width: int, value: Any) -> None:
         """Print a gradient."""
         name = path_text(site.path)
-        self.say(f"{'< ' + name:{width}}  {site.module_type:18} {site.port} {_shown(value)}")
+        self.say(f"{'< ' + name:{width}}  {site.module_type:18} {site.port} {_value_text(value)}")
 
     def say(self, text: str) -> None:
         """Print a line in one write: another thread may print at the same time."""
-        print(f"{text}\n", end="", file=self._file if self._file is not None else sys.stdout)
+        file = self._file if self._file is not None else sys.stdout
+        print(f"{fold_line(text, file)}\n", end="", file=file)
 
 
 @final
-class _Back(GradientCallback):
+class _GradientPrinter(GradientCallback):
     """Print the gradients at one site."""
 
     __slots__ = ("_printer", "_site", "_width", "optional")
@@ -186,7 +188,7 @@ class _Back(GradientCallback):
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Print the gradient of one tensor."""
-        self._printer.back(self._site, self._width, grad)
+        self._printer.gradient(self._site, self._width, grad)
 
 
 def watch(
@@ -230,7 +232,8 @@ def watch(
         selector: which modules, as in `hl.select`. None is every module.
         ports: what is printed: "output" (with the input's shape and the time), "grad_output",
             "grad_input" or "grad". None prints outputs, and their gradients if backward runs.
-        file: the file to print to; None is the standard output.
+        file: the file to print to; None is the standard output. Lines that are wider than a
+            terminal are folded; in other files, each module has one line.
         every_thread: True prints modules of every thread and async task. False prints those of the
             calling thread or task, and of code that runs in a copy of its context.
 
@@ -244,8 +247,8 @@ def watch(
     line = Line(model, name="watch", every_thread=every_thread)
     line.options.lenient = selector is None
     watching = Watch(line, model, file)
-    wanted = ("output", "grad_output") if ports is None else check_ports(ports)
-    watching.start(line.select(selector, wanted), optional=ports is None)
+    default_ports = ("output", "grad_output") if ports is None else check_ports(ports)
+    watching.start(line.select(selector, default_ports), optional=ports is None)
     return watching
 
 
@@ -257,7 +260,7 @@ def _see_nothing(current: Pass, value: Any) -> None:
     """Print nothing of an input of compiled code."""
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Describe a value: its shape and dtype, and the mean and std of its first floating tensor.
 
     Other tensors of it are named if they hold NaN or infinities.
@@ -271,14 +274,14 @@ def _shown(value: Any) -> str:
     ]
     if not floating:
         return text
-    (_, first), *others = floating
+    (_, first), *rest = floating
     dtype = str(first.dtype).removeprefix("torch.")
     try:
         with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
             mean, std = _mean_and_std(innermost(first.detach()))
             broken = [
                 describe.leaf_text(leaf)
-                for leaf, tensor in others
+                for leaf, tensor in rest
                 if tensor is not first and not _is_finite(innermost(tensor.detach()))
             ]
     except Exception:  # a sparse or fake tensor has no numbers to show; the model must go on
@@ -316,14 +319,14 @@ def _mean_and_std(tensor: Tensor) -> tuple[float, float]:
     return tensor.double().mean().item(), math.nan  # inf if all infinities have one sign
 
 
-def _is_elsewhere(value: Any) -> bool:
+def _is_on_accelerator(value: Any) -> bool:
     """Tell whether a value is computed by a device that Python does not wait for."""
     return any(tensor.device.type not in ("cpu", "meta") for _, tensor in tree.tensors(value))
 
 
-def _took(call: Call) -> str:
+def _duration_text(call: TimedCall) -> str:
     """Format the time of a call; empty where it was not timed."""
     if call.seconds is None:
         return ""
-    about = "" if call.is_exact else "~"
-    return f"  {about}{call.seconds * 1e3:.3f} ms{' to launch' if call.launches else ''}"
+    mark = "" if call.is_exact else "~"
+    return f"  {mark}{call.seconds * 1e3:.3f} ms{' to launch' if call.launches else ''}"

@@ -2,8 +2,6 @@
 
 from hookline.views.page.curves_view import write_curves_page as write_curves_page
 from hookline.views.page.serving import Serving as Serving
+from hookline.views.page.single_file import write_page as write_page
 from hookline.views.page.sources import FolderSource as FolderSource
 from hookline.views.page.sources import OpenRecordings as OpenRecordings
-from hookline.views.page.write import write_page as write_page
-
-__all__ = ["FolderSource", "OpenRecordings", "Serving", "write_curves_page", "write_page"]

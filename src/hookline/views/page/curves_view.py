@@ -19,35 +19,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves import Logged, RunReader, StepReport, logged_of, numbers_of
+from hookline.curves.alerts import PORTS, alerts_of, path_and_port
+from hookline.curves.table import CurveTable
 from hookline.display.text import escape_invisible, plural
 from hookline.errors import InputError
-from hookline.views.page.alerts import PORTS, alerts_of, path_and_port
-from hookline.views.page.curve_table import CurveTable
 from hookline.views.page.links import number as number_of
-from hookline.views.page.templates import curves_environment
-from hookline.views.page.write import replace_file, target_of
+from hookline.views.page.render import curves_environment
+from hookline.views.page.single_file import replace_file, target_of
 
 _COLUMNS_IN_FILE = 256
 _MOST_POINTS = 512  # of a curve of the user's own numbers
 _TITLES = {
-    "mean": "mean",
-    "std": "standard deviation",
-    "norm": "norm",
-    "max": "maximum",
-    "min": "minimum",
-    "zero_share": "share of zeros",
-    "non_finite": "non-finite count",
+    "mean": "mean", "std": "standard deviation", "norm": "norm", "max": "maximum",
+    "min": "minimum", "zero_share": "share of zeros", "non_finite": "non-finite count",
     "ratio": "update ÷ weight",
-}
+}  # fmt: skip
 _KINDS = {
-    "output": "outputs",
-    "grad_output": "gradients of outputs",
-    "input": "inputs",
-    "grad_input": "gradients of inputs",
-    "value": "weights",
-    "grad": "gradients of weights",
+    "output": "outputs", "grad_output": "gradients of outputs", "input": "inputs",
+    "grad_input": "gradients of inputs", "value": "weights", "grad": "gradients of weights",
     "update": "updates of weights",
-}
+}  # fmt: skip
 assert set(_KINDS) == set(PORTS)
 
 
@@ -126,18 +117,18 @@ class OpenRun:
             "n_ranks": self.n_ranks,
         }
 
-    def since(self, name: str, column: int, stride: int, known: int) -> dict[str, Any]:
+    def since(self, name: str, column: int, stride: int, n_now: int) -> dict[str, Any]:
         """Return what a page lacks that has the columns before one, of a number.
 
         Args:
             name: the number; one that is not here stands for the usual one.
             column: the first column that is wanted: the last one of the page, which may have grown.
             stride: the steps in each of the page's columns; after a change all columns are sent.
-            known: how many numbers of the last step the page has; another count sends the whole.
+            n_now: how many numbers of the last step the page has; another count sends the whole.
         """
         table = self.table
         name = name if name in table.names else usual_of(table.names)
-        if stride != table.stride or known != table.now.size or column > len(table.columns):
+        if stride != table.stride or n_now != table.now.size or column > len(table.columns):
             column = 0
         columns = table.columns[column:]
         answer: dict[str, Any] = {
@@ -145,15 +136,15 @@ class OpenRun:
             "number": name,
             "stride": table.stride,
             "from": column,
-            "firsts": [one.first for one in columns],
-            "lasts": [one.last for one in columns],
+            "firsts": [span.first for span in columns],
+            "lasts": [span.last for span in columns],
             "values": self._values(name, column),
             "bad": _packed(table.bad(column), np.uint8),
             "now": _packed(table.now, np.float32),
             "alerts": self._alerts_now(),
         }
         if not column:
-            answer["names"] = [[one, _TITLES.get(one, one)] for one in table.names]
+            answer["names"] = [[key, _TITLES.get(key, key)] for key in table.names]
             answer["sites"] = [_site_data(site) for site in table.sites]
         return answer
 
@@ -163,15 +154,12 @@ class OpenRun:
             return [""]
         values = self.table.values(name, column)
         sent = values if self.table.stride > 1 else values[:1]
-        return [_packed(one, np.float32) for one in sent]
+        return [_packed(part, np.float32) for part in sent]
 
     def _alerts_now(self) -> list[Any]:
         if self._alerts[0] != self._n_taken:
-            found = [
-                {"title": alert.title, "text": alert.text, "rule": alert.rule, "sites": alert.sites}
-                for alert in alerts_of(self.table, self.reports)
-            ]
-            self._alerts = self._n_taken, found
+            alerts = [alert._asdict() for alert in alerts_of(self.table, self.reports)]
+            self._alerts = self._n_taken, alerts
         return self._alerts[1]
 
     def whole(self) -> dict[str, Any]:
@@ -193,7 +181,9 @@ class OpenRun:
             )
         at = self.table.sites[site]
         chosen = [self.reports[column.index] for column in self.table.columns]
-        return [[_of_rank(one, at, rank, name) for one in chosen] for rank in range(self.n_ranks)]
+        return [
+            [_of_rank(report, at, rank, name) for report in chosen] for rank in range(self.n_ranks)
+        ]
 
 
 def logged_data(reports: Sequence[StepReport]) -> list[dict[str, Any]]:
@@ -242,8 +232,8 @@ def _of_rank(report: StepReport, site: str, rank: int, name: str) -> float | Non
     if rank >= len(report.slots):
         return None
     if name == "ratio":
-        found = report.ratio(site, rank)
-        return None if found is None or not np.isfinite(found) else found
+        ratio = report.ratio(site, rank)
+        return None if ratio is None or not np.isfinite(ratio) else ratio
     for result in report.layout.results(site, report.slots, rank, is_lenient=True):
         numbers = numbers_of(result)
         number = numbers.get("" if name == "value" and name not in numbers else name)
@@ -279,18 +269,17 @@ class CurvePages:
         """Return the steps that a page lacks as JSON.
 
         Args:
-            run: the run.
             parameters: `state`, the version of the run that the page shows; `steps`, how many it
                 has; and the arguments of `OpenRun.since`.
         """
-        asked = [number_of(parameters, one) or 0 for one in ("from", "stride", "known")]
+        page = [number_of(parameters, name) or 0 for name in ("from", "stride", "known")]
         with run.lock:
             run.read()
             if parameters.get("state", run.version) != run.version:
                 return "application/json", json.dumps({"state": run.version, "gone": ""})
             answer: dict[str, Any] = {"state": run.version, **run.status()}
             if number_of(parameters, "steps") != answer["n_steps"]:
-                answer |= run.since(parameters.get("number", ""), asked[0], asked[1], asked[2])
+                answer |= run.since(parameters.get("number", ""), *page)
             if number_of(parameters, "logged") != answer["n_logged"]:
                 answer["logged"] = logged_data(run.logged)
         return "application/json", json.dumps(answer)
@@ -299,15 +288,14 @@ class CurvePages:
         """Return a site's numbers of each rank as JSON."""
         site = number_of(parameters, "site")
         with run.lock:
-            found = run.of_ranks(-1 if site is None else site, parameters.get("number", ""))
-        return "application/json", json.dumps(found)
+            numbers = run.of_ranks(-1 if site is None else site, parameters.get("number", ""))
+        return "application/json", json.dumps(numbers)
 
 
 def write_curves_page(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
     """Write the page of a run as one HTML file, which loads nothing.
 
     Args:
-        folder: the folder of the run.
         path: the file to write, or a folder, in which `report.html` is written.
 
     Returns:

@@ -48,15 +48,10 @@ def is_loopback(host: str) -> bool:
 @final
 @dataclass(frozen=True)
 class Rules:
-    """The rules for requests that the server answers.
+    """The rules for requests that the server answers."""
 
-    Args:
-        host: the address that the server is bound to.
-        token: the token that a client must send; empty requires none.
-    """
-
-    host: str
-    token: str = ""
+    host: str  # the address that the server is bound to
+    token: str = ""  # the token that a client must send; empty requires none
 
     def allows_host(self, header: str) -> bool:
         """Return whether a Host header names this server: a loopback name or the bound address.
@@ -118,10 +113,10 @@ class Guard:
             return
         if self._rules.token:
             pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            given = dict(pairs).get("token", "")
-            if given and self._rules.knows(given):
+            token = dict(pairs).get("token", "")
+            if token and self._rules.knows(token):
                 rest = urlencode([pair for pair in pairs if pair[0] != "token"])
-                await _welcome(send, scope["path"], rest, f"{self._rules.cookie}={given}")
+                await _welcome(send, scope["path"], rest, f"{self._rules.cookie}={token}")
                 return
             if not self._rules.knows(_cookie(headers.get(b"cookie", ""), self._rules.cookie)):
                 text = "hookline: open the whole address that was printed, with its token."
@@ -138,10 +133,10 @@ class Guard:
 
 def _cookie(header: str, name: str) -> str:
     try:
-        found = SimpleCookie(header).get(name)
+        cookie = SimpleCookie(header).get(name)
     except CookieError:
         return ""
-    return found.value if found is not None else ""
+    return cookie.value if cookie is not None else ""
 
 
 async def _welcome(send: Any, path: str, query: str, named_token: str) -> None:

@@ -1,15 +1,18 @@
-"""Write a place in a recording as an address, and parse addresses."""
+"""Write and parse addresses: of a value in a recording, and of items of a store."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import parse_qsl, quote_plus
 
-from hookline.errors import InputError
+from hookline.display.text import plural
+from hookline.errors import InputError, one_of
+from hookline.views.page.entries import Place
 from hookline.views.page.pictures import ORDERS, Choice
-from hookline.views.page.values import Place
 
 # Names may have lone surrogates, which strict UTF-8 refuses.
 _ERRORS = "surrogatepass"
+MOST_ITEMS = 64  # on one page
 
 
 def query_of(place: Place, choice: Choice | None = None) -> str:
@@ -49,11 +52,7 @@ def choice_of(parameters: dict[str, str]) -> Choice:
         InputError: a number or the order is malformed.
     """
     order = parameters.get("order", "index")
-    if order not in ORDERS:
-        raise InputError(
-            f"order must be one of {', '.join(ORDERS)}, got {order[:20]!r}."
-            f"\nWrite order={ORDERS[0]}."
-        )
+    one_of("order", order[:20], ORDERS, f"Write order={ORDERS[0]}.")
     return Choice(number(parameters, "sample") or 0, order, number(parameters, "first") or 0)
 
 
@@ -72,3 +71,58 @@ def number(parameters: dict[str, str], name: str) -> int | None:
             f"\nWrite {name}=0, or leave it out."
         )
     return int(text)
+
+
+# -- items of a store ---------------------------------------------------------------------------
+
+
+def items_of(text: str, name: str = "items") -> tuple[int, ...]:
+    """Parse the numbers of items.
+
+        >>> items_of("5,17"), items_of("1000:1003")
+        ((5, 17), (1000, 1001, 1002))
+
+    Raises:
+        InputError: the text is neither, or names more than 64 items.
+    """
+    first, colon, last = text.replace(" ", "").partition(":")
+    parts = [first, last] if colon else first.split(",")
+    items: Sequence[int] = ()
+    if all(part.isdecimal() and part.isascii() and len(part) < 16 for part in parts):
+        numbers = [int(part) for part in parts]
+        items = range(numbers[0], numbers[1]) if colon else numbers
+    if not 0 < len(items) <= MOST_ITEMS:
+        raise InputError(
+            f"{name} must name 1 to {MOST_ITEMS} items, got {text[:40]!r}."
+            "\nGive numbers such as 5,17 or a range such as 1000:1008."
+        )
+    return tuple(items)
+
+
+def text_of(items: Sequence[int]) -> str:
+    """Write the numbers of items, as `items_of` parses them.
+
+    >>> text_of([5, 17]), text_of([1000, 1001, 1002])
+    ('5,17', '1000:1003')
+    """
+    if len(items) > 1 and _is_range(items):
+        return f"{items[0]}:{items[-1] + 1}"
+    return ",".join(map(str, items))
+
+
+def in_words(items: Sequence[int]) -> str:
+    """Name items in a sentence.
+
+    >>> in_words([7]), in_words([5, 17]), in_words([1000, 1001, 1002])
+    ('item 7', 'items 5 and 17', 'items 1,000 to 1,002')
+    """
+    if len(items) > 2 and _is_range(items):
+        return f"items {items[0]:,} to {items[-1]:,}"
+    if len(items) > 6:
+        return plural(len(items), "item")
+    *others, last = (f"{number:,}" for number in items)
+    return f"items {', '.join(others)} and {last}" if others else f"item {last}"
+
+
+def _is_range(items: Sequence[int]) -> bool:
+    return list(items) == list(range(items[0], items[-1] + 1))

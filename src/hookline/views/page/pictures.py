@@ -1,22 +1,41 @@
-"""Draw the pictures of a site's page: channels, tables of tokens, class maps over the input."""
+"""Draw the pictures of the pages: feature maps, tables of tokens, class maps over the input."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 from hookline.display.units import measure
 from hookline.errors import HooklineError, InputError
-from hookline.views.page.optional_imports import load
-from hookline.views.page.thumbnails import coloured, data_address, in_own_range, in_range, is_signed
-from hookline.views.plots.reducing import cells, order_of, range_text, scale_of, smaller
-from hookline.views.plots.values import Arranged, Value, arrange
+from hookline.recordings.walk import Value
+from hookline.util.optional import load
+from hookline.views.pixels import (
+    PAGE_NEEDS,
+    cells,
+    coloured,
+    data_address,
+    is_signed,
+    palette_indices,
+    range_text,
+    scale_of,
+    smaller,
+)
+from hookline.views.plots.arranging import Arranged, arrange, order_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_CHANNELS = 8
+MAX_TILE_PIXELS = 48
+MAX_IMAGE_PIXELS = 192
+_MIN_MAP_PIXELS = 4
 
 PER_PAGE = 32
 ORDERS = ("index", "mean", "std", "max")
@@ -38,42 +57,27 @@ class Tile:
 @final
 @dataclass(frozen=True)
 class Picture:
-    """The drawing of one sample.
+    """The drawing of one sample."""
 
-    Args:
-        kind: "channels" for a grid of maps, "table" for one map of rows and columns.
-        tiles: the pictures.
-        about: a text on the layout, the rows and columns, and the scale of colours.
-        total: the number of channels in all.
-        first: the index of the first channel shown.
-        n_samples: the number of samples that can be stepped through.
-        channels: the channels shown, in order.
-    """
-
-    kind: str
-    tiles: tuple[Tile, ...]
-    about: str
-    total: int = 1
-    first: int = 0
-    n_samples: int = 1
-    channels: tuple[int, ...] = ()
+    kind: str  # "channels" for a grid of maps, "table" for one map of rows and columns
+    tiles: tuple[Tile, ...]  # the pictures
+    about: str  # a text on the layout, the rows and columns, and the scale of colours
+    total: int = 1  # the number of channels in all
+    first: int = 0  # the index of the first channel shown
+    n_samples: int = 1  # the number of samples that can be stepped through
+    channels: tuple[int, ...] = ()  # the channels shown, in order
 
 
 @final
 @dataclass(frozen=True)
 class Choice:
-    """The part of a value to draw.
+    """The part of a value to draw."""
 
-    Args:
-        sample: the index of the sample.
-        order: the order of channels: by index, or the largest mean, deviation or maximum first.
-        first: the position in that order to start from.
-        channels: if given, draw only these channels, so that pictures side by side match.
-    """
-
-    sample: int = 0
+    sample: int = 0  # the index of the sample
+    # the order of channels: by index, or the largest mean, deviation or maximum first
     order: str = "index"
-    first: int = 0
+    first: int = 0  # the position in that order to start from
+    # if given, draw only these channels, so that pictures side by side match
     channels: tuple[int, ...] = ()
 
 
@@ -82,9 +86,8 @@ def picture_of(tensor: Tensor, module_type: str, choice: Choice) -> Picture:
 
     Raises:
         InputError: the value cannot be drawn; the first line says why.
-        HooklineError: pillow is not installed.
     """
-    return _drawn(_arranged(tensor, module_type, choice.sample), choice)
+    return _drawn(*_arranged(tensor, module_type, choice.sample), choice)
 
 
 def difference_picture(a: Tensor, b: Tensor, module_type: str, choice: Choice) -> Picture:
@@ -93,9 +96,10 @@ def difference_picture(a: Tensor, b: Tensor, module_type: str, choice: Choice) -
     Raises:
         InputError: the values cannot be drawn.
     """
-    one, other = (_arranged(tensor, module_type, choice.sample) for tensor in (a, b))
-    gap = one[0].data.double() - other[0].data.double()
-    return _drawn((replace(one[0], data=gap), one[1]), choice, is_gap=True)
+    first, n_samples = _arranged(a, module_type, choice.sample)
+    second, _ = _arranged(b, module_type, choice.sample)
+    gap = replace(first, data=first.data.double() - second.data.double())
+    return _drawn(gap, n_samples, choice, is_gap=True)
 
 
 def class_maps(activation: Tensor, gradient: Tensor, image: Tensor, sample: int) -> list[Tile]:
@@ -126,8 +130,8 @@ def class_maps(activation: Tensor, gradient: Tensor, image: Tensor, sample: int)
     ground = _grey(image[sample])
     texts = ("what raises it", "what lowers it")
     return [
-        Tile(_overlaid(ground, one.relu()), text)
-        for one, text in zip((weighted, -weighted), texts, strict=True)
+        Tile(_overlaid(ground, heat.relu()), text)
+        for heat, text in zip((weighted, -weighted), texts, strict=True)
     ]
 
 
@@ -146,34 +150,31 @@ def _arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, 
     return arrange(value, None, sample), tensor.shape[0] if tensor.dim() > 2 else 1
 
 
-def _drawn(found: tuple[Arranged, int], choice: Choice, *, is_gap: bool = False) -> Picture:
-    arranged, n_samples = found
+def _drawn(arranged: Arranged, n_samples: int, choice: Choice, *, is_gap: bool = False) -> Picture:
     if len(arranged.space) < 2:
         return _table(arranged, n_samples, is_gap)
     data = arranged.data
     chosen = order_of(data, choice.order, None, "it")
     first = min(max(choice.first, 0), max(len(chosen) - 1, 0)) // PER_PAGE * PER_PAGE
-    shown = chosen[first : first + PER_PAGE]
+    channels = chosen[first : first + PER_PAGE]
     if choice.channels and max(choice.channels) < len(data):
-        shown = list(choice.channels)
-    scale = scale_of(data[shown], robust=True, signed=True) if is_gap else None
+        channels = list(choice.channels)
+    scale = scale_of(data[channels], robust=True, signed=True) if is_gap else None
     signed = is_gap or is_signed(data)
     tiles = []
-    for channel in shown:
-        drawn = smaller(data[channel][None].double(), _TILE)[0].numpy()
-        if scale is None:
-            indices, _ = in_own_range(drawn, signed)
-        else:
-            indices = in_range(drawn, scale.low, scale.high)
+    for channel in channels:
+        drawn = smaller(data[channel][None].double(), _TILE)[0]
+        indices = palette_indices(drawn.numpy(), scale or scale_of(drawn, signed=signed))
         source = coloured(indices, is_signed=signed)
         tiles.append(Tile(source, f"{channel}: {range_text(data[channel])}"))
-    colours = "from its least value (dark) to its greatest (light)"
-    if signed:
-        colours = "on its own scale, blue below zero, white at zero, red above"
-    about = f"{arranged.text}; each channel {colours}"
     if scale is not None:
-        about = f"{arranged.text}; blue below zero, red above, to ±{measure(scale.high)}"
-    return Picture("channels", tuple(tiles), about, len(chosen), first, n_samples, tuple(shown))
+        colours = f"blue below zero, red above, to ±{measure(scale.high)}"
+    elif signed:
+        colours = "each channel on its own scale, blue below zero, white at zero, red above"
+    else:
+        colours = "each channel from its least value (dark) to its greatest (light)"
+    about = f"{arranged.text}; {colours}"
+    return Picture("channels", tuple(tiles), about, len(chosen), first, n_samples, tuple(channels))
 
 
 def _table(arranged: Arranged, n_samples: int, is_gap: bool) -> Picture:
@@ -188,7 +189,7 @@ def _table(arranged: Arranged, n_samples: int, is_gap: bool) -> Picture:
     small = cells(rows.double(), _TABLE)
     # The scale is that of the numbers, as in hl.plots.tokens: means of areas may share one sign.
     scale = scale_of(rows, robust=True, signed=is_gap or None)
-    drawn = in_range(small.numpy(), scale.low, scale.high)
+    indices = palette_indices(small.numpy(), scale)
     ends = f"{measure(scale.low)} to {measure(scale.high)}"
     colours = f"blue below zero, red above, {ends}" if scale.is_signed else f"dark to light, {ends}"
     size = f"{height:,} x {width:,}"
@@ -198,7 +199,7 @@ def _table(arranged: Arranged, n_samples: int, is_gap: bool) -> Picture:
         text += "; each dot is the mean of an area"
     if steps != [1, 1]:
         text += f", of one element in {math.prod(steps)}"
-    tile = Tile(coloured(drawn, is_signed=scale.is_signed), f"{size}: {range_text(rows)}")
+    tile = Tile(coloured(indices, is_signed=scale.is_signed), f"{size}: {range_text(rows)}")
     return Picture("table", (tile,), text, 1, 0, n_samples)
 
 
@@ -217,7 +218,7 @@ def _overlaid(ground: np.ndarray[Any, Any], weights: Tensor) -> str:
     places = np.linspace(0, 1, len(_HEAT))
     colours = np.stack([np.interp(spread, places, _HEAT[:, k]) for k in range(3)], axis=-1)
     blended = 0.5 * 255 * ground[:, :, None] + 0.5 * colours
-    picture = load("PIL.Image").fromarray(np.round(blended).astype(np.uint8))
+    picture = load("PIL.Image", *PAGE_NEEDS).fromarray(np.round(blended).astype(np.uint8))
     return data_address(picture)
 
 
@@ -242,9 +243,96 @@ def histogram_path(counts: Sequence[int], width: float = 480, height: float = 96
         return ""
     step = width / len(counts)
     parts = []
-    for k, one in enumerate(heights):
-        if one:
-            y = height - max(height * float(one) / top, 1.0)
+    for k, bar in enumerate(heights):
+        if bar:
+            y = height - max(height * float(bar) / top, 1.0)
             ends = f"{k * step:.4g} {height:g}V{y:.3g}H{(k + 1) * step:.4g}V{height:g}Z"
             parts.append(f"M{ends}")
     return "".join(parts)
+
+
+# -- thumbnails -----------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Strip:
+    """A picture of feature maps side by side."""
+
+    source: str  # the picture as a `data:` address
+    width: int  # the width of one tile, in pixels
+    height: int  # the height of one tile, in pixels
+    # the smallest and largest finite value of each channel shown; None if there are none
+    ranges: tuple[tuple[float, float] | None, ...]
+    channels: int  # the number of channels of the value
+
+
+def feature_strip(tensor: Tensor) -> Strip | None:
+    """Draw the first channels of the first sample of an image-like tensor.
+
+        >>> strip = feature_strip(torch.rand(2, 16, 100, 200))
+        >>> len(strip.ranges), strip.width, strip.height
+        (8, 48, 24)
+
+    Each channel has its own scale, in the colours of `hl.plots.channels`. If the sample has
+    negative numbers, the colours are blue and red with white at zero. Otherwise they go from the
+    channel's smallest value to its largest.
+
+    Args:
+        tensor: any tensor; one of shape `(N, C, H, W)` with H and W of at least 4 is drawn.
+
+    Returns:
+        The strip; None for a tensor that is not image-like.
+    """
+    if not is_image_like(tensor) or tensor.is_meta:
+        return None
+    maps = tensor[0, :MAX_CHANNELS].detach().cpu().to(torch.float64)
+    form = strip_form(tensor.shape)
+    maps = adaptive_avg_pool2d(maps[None], (form.height, form.width))[0]
+    signed = is_signed(tensor[0])
+    tiles = [palette_indices(tile.numpy(), scale_of(tile, signed=signed)) for tile in maps]
+    source = coloured(np.concatenate(tiles, axis=1), is_signed=signed)
+    ranges = tuple(_range(tile) for tile in maps)
+    return Strip(source, form.width, form.height, ranges, form.channels)
+
+
+def _range(tile: Tensor) -> tuple[float, float] | None:
+    """Return the smallest and the largest finite number."""
+    finite = tile[tile.isfinite()]
+    return (float(finite.min()), float(finite.max())) if finite.numel() else None
+
+
+class StripForm(NamedTuple):
+    """The layout of a strip of feature maps, known before it is drawn."""
+
+    tiles: int  # the number of maps shown
+    width: int  # the width of one tile, in pixels
+    height: int  # the height of one tile, in pixels
+    channels: int  # the number of channels of the value
+    samples: int  # the number of samples of the value; the strip shows the first
+
+
+def strip_form(shape: Sequence[int]) -> StripForm:
+    """Compute the layout of the strip of a value of shape `(N, C, H, W)`."""
+    shrink = min(MAX_TILE_PIXELS / max(shape[2:]), 1)
+    height, width = (max(round(side * shrink), 1) for side in shape[2:])
+    return StripForm(min(shape[1], MAX_CHANNELS), width, height, shape[1], shape[0])
+
+
+def input_thumbnail(image: Image) -> str:
+    """Convert an input image to a `data:` address, at most 192 pixels wide and high."""
+    small = image.convert("RGBA" if "A" in image.getbands() else "RGB")
+    small.thumbnail((MAX_IMAGE_PIXELS, MAX_IMAGE_PIXELS))
+    return data_address(small)
+
+
+def is_image_like(tensor: Tensor) -> bool:
+    """Return whether a tensor holds maps: shape `(N, C, H, W)`, with H and W of at least 4."""
+    return (
+        not tensor.is_nested
+        and tensor.layout is torch.strided
+        and not (tensor.is_complex() or tensor.is_quantized)
+        and tensor.dim() == 4
+        and tensor.numel() > 0
+        and min(tensor.shape[2:]) >= _MIN_MAP_PIXELS
+    )

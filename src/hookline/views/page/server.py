@@ -24,18 +24,20 @@ from typing import Any, final
 from hookline.display.text import type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
+from hookline.util.optional import how_to_install, load
 from hookline.views.page.curves_view import CurvePages
+from hookline.views.page.entries import ValueEntry
 from hookline.views.page.guard import Guard, Rules
-from hookline.views.page.items import items_of, text_of
-from hookline.views.page.links import choice_of, number, parameters_of, query_of
-from hookline.views.page.optional_imports import load
-from hookline.views.page.shown_recordings import PageState, notices_of
+from hookline.views.page.links import choice_of, items_of, number, parameters_of, query_of, text_of
+from hookline.views.page.page_state import PageState, notices_of
+from hookline.views.page.pictures import feature_strip
+from hookline.views.page.render import environment, script_hashes, sort_keys, table
 from hookline.views.page.site_view import site_view
 from hookline.views.page.sources import OpenRecordings
-from hookline.views.page.templates import environment, script_hashes, sort_keys, table
-from hookline.views.page.thumbnails import feature_strip
-from hookline.views.page.values import ValueEntry
+from hookline.views.pixels import PAGE_NEEDS
 
+_NEEDS = "hookline view needs starlette and uvicorn"
+SERVER_NEEDS = _NEEDS, how_to_install("cli", "page"), HooklineError
 # Up to this size, values are measured as soon as the page opens; beyond it, on request.
 _UNASKED_BYTES = 1024**3
 _SECONDS = 0.2  # the time to measure for one answer
@@ -47,13 +49,10 @@ class Pages:
 
     Args:
         shelf: the recordings to show.
-
-    Raises:
-        HooklineError: jinja2 or pillow is not installed.
     """
 
     def __init__(self, shelf: OpenRecordings) -> None:
-        load("PIL.Image")
+        load("PIL.Image", *PAGE_NEEDS)
         self._shelf = shelf
         self._templates = environment()
         self._templates.globals["is_served"] = True
@@ -64,21 +63,21 @@ class Pages:
         run = self._shelf.run()
         if run is not None:
             return self._of_runs.index(run, self._shelf.source.name)
-        shown, state = self._shown(parameters)
-        report = shown.recording.report()
-        to_measure = shown.bytes_to_measure
-        names = [name for name in shown.names if name]
-        found = table(
-            shown.rows,
-            shown.columns,
+        page, state = self._page(parameters)
+        report = page.recording.report()
+        to_measure = page.bytes_to_measure
+        names = [name for name in page.names if name]
+        variables = table(
+            page.rows,
+            page.columns,
             "site?",
             "strip?",
-            sort="gap" if shown.other is not None else None,
+            sort="gap" if page.other is not None else None,
             size=size(to_measure),
             start=to_measure <= _UNASKED_BYTES,
         )
-        for line, row in zip(found["data"]["lines"], shown.rows, strict=True):
-            line["waits"] = row.seen is not None and not shown.is_measured(row.seen)
+        for line, row in zip(variables["data"]["lines"], page.rows, strict=True):
+            line["waits"] = row.entry is not None and not page.is_measured(row.entry)
         return "text/html", self._render(
             "index.html",
             title=" and ".join(_last(name) for name in names),
@@ -86,62 +85,61 @@ class Pages:
             state=state,
             subtitle="two recordings compared; numbers are those of the first"
             if len(names) > 1
-            else shown.about,
+            else page.about,
             where=", ".join(names),
-            compared=names if shown.other is not None else (),
+            compared=names if page.other is not None else (),
             model_type=report.model_type,
-            facts=_facts(shown),
+            facts=_facts(page),
             images=(),
             classes=(),
             n_images=0,
             n_images_left_out=0,
-            notices=notices_of(shown),
+            notices=notices_of(page),
             embedded=False,
-            **found,
+            **variables,
             silent=[(site, report.why.get(site, "")) for site in report.silent],
-            items=shown.items,
+            items=page.items,
             top="../../" if parameters["items"] else "",
         )
 
     def site(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Render one value's page."""
-        shown, state = self._shown(parameters)
-        seen = _named(shown, parameters)
-        view = site_view(shown, seen, choice_of(parameters))
-        parts = seen.site.path.split(".") if seen.site.path else []
+        page, state = self._page(parameters)
+        entry = _named(page, parameters)
+        view = site_view(page, entry, choice_of(parameters))
+        parts = entry.site.path.split(".") if entry.site.path else []
         trail = []
         for k, part in enumerate(parts):
             href = ""
             if k < len(parts) - 1:
-                at = str(type(seen.site)(".".join(parts[: k + 1]), "output"))
-                if shown.of_site(at):
-                    href = f"site?{query_of(shown.of_site(at)[0].place)}"
+                at = str(type(entry.site)(".".join(parts[: k + 1]), "output"))
+                if page.of_site(at):
+                    href = f"site?{query_of(page.of_site(at)[0].place)}"
             trail.append((part, href))
         return "text/html", self._render(
-            "site.html", title=view.label, home="./", state=state, view=view, trail=trail,
-            here=query_of(seen.place),
+            "site.html", title=view["label"], home="./", state=state, view=view, trail=trail,
+            here=query_of(entry.place),
         )  # fmt: skip
 
     def numbers(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Render the statistics of one value, which its page fetches later."""
-        shown, _ = self._shown(parameters)
-        seen = _named(shown, parameters)
+        page, _ = self._page(parameters)
+        entry = _named(page, parameters)
         of_other = parameters.get("of") == "other"
-        there = shown.there(seen.place)
-        if of_other and there is None:
+        if of_other and page.twin(entry.place) is None:
             raise InputError("the other recording has no such value.\nGo to the start page.")
-        with shown.reading():
-            found = shown.measure(there if of_other and there else seen, of_other=of_other)
+        with page.reading():
+            entry = page.measure(entry, of_other=of_other)
         template = self._templates.get_template("site_parts.html")
-        return "text/html", str(template.module.numbers(found))
+        return "text/html", str(template.module.numbers(entry))
 
     def strip(self, parameters: dict[str, str]) -> tuple[str, bytes]:
         """Draw the feature maps of a row as PNG."""
-        shown, _ = self._shown(parameters)
-        seen = _named(shown, parameters)
-        with shown.reading():
+        page, _ = self._page(parameters)
+        entry = _named(page, parameters)
+        with page.reading():
             try:
-                strip = feature_strip(shown.tensor(seen))
+                strip = feature_strip(page.tensor(entry))
             except (RuntimeError, TypeError):  # torch cannot read the numbers
                 strip = None
         if strip is None:
@@ -150,22 +148,22 @@ class Pages:
 
     def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Measure some rows and return their cells as JSON."""
-        shown, state = self._shown(parameters)
+        page, state = self._page(parameters)
         if parameters.get("state", state) != state:
             return "application/json", "{}"  # the page shows the rows of an older recording
-        done, after = shown.measure_some(number(parameters, "from") or 0, _SECONDS)
+        measured, after = page.measure_some(number(parameters, "from") or 0, _SECONDS)
         lines = []
-        for at in done:
-            row = shown.rows[at]
-            assert row.seen is not None
+        for index in measured:
+            row = page.rows[index]
+            assert row.entry is not None
             lines.append({
-                "line": at,
-                "cells": [column.text(row) for column in shown.columns],
-                "keys": sort_keys(row, shown.columns),
-                "bad": row.seen.non_finite > 0,
-                "problem": row.seen.problem,
+                "line": index,
+                "cells": [column.text(row) for column in page.columns],
+                "keys": sort_keys(row, page.columns),
+                "bad": row.entry.non_finite > 0,
+                "problem": row.entry.problem,
             })  # fmt: skip
-        answer = {"lines": lines, "next": after, "notices": notices_of(shown)}
+        answer = {"lines": lines, "next": after, "notices": notices_of(page)}
         return "application/json", json.dumps(answer)
 
     def state(self, _: dict[str, str]) -> tuple[str, str]:
@@ -173,17 +171,18 @@ class Pages:
         try:
             run = self._shelf.run()
         except FolderError as error:
-            gone = str(error).splitlines()[0]
-            return "application/json", json.dumps({"state": "", "gone": gone})
+            problem = str(error).splitlines()[0]
+            return "application/json", json.dumps({"state": "", "gone": problem})
         state = self._shelf.state() if run is None else run.version
         missing = [
             source.name
             for source in (self._shelf.source, self._shelf.other)
             if source is not None and not source.state()
         ]
-        gone = f"{', '.join(missing)} holds no recording now: deleted or being replaced."
-        is_gone = bool(missing) and not state
-        return "application/json", json.dumps({"state": state, "gone": gone if is_gone else ""})
+        problem = ""
+        if missing and not state:
+            problem = f"{', '.join(missing)} holds no recording now: deleted or being replaced."
+        return "application/json", json.dumps({"state": state, "gone": problem})
 
     def new(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Return the steps of a run that a page lacks as JSON; without a run, why."""
@@ -220,27 +219,21 @@ class Pages:
             **({"state": state} if status == 503 else {}),
         )  # fmt: skip
 
-    def _shown(self, parameters: dict[str, str]) -> tuple[PageState, str]:
+    def _page(self, parameters: dict[str, str]) -> tuple[PageState, str]:
         """Return what the page shows, of a store the items that the address names."""
         items = parameters["items"]
-        return self._shelf.shown(items_of(items) if items else None)
+        return self._shelf.page(items_of(items) if items else None)
 
     def _render(self, template: str, **values: Any) -> str:
         return str(self._templates.get_template(template).render(**values))
 
 
 def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
-    """Create the server's ASGI app.
-
-    Args:
-        shelf: the recordings to show.
-        rules: the rules for requests.
-
-    Raises:
-        HooklineError: starlette, jinja2 or pillow is not installed.
-    """
-    applications, routing = load("starlette.applications"), load("starlette.routing")
-    responses, concurrency = load("starlette.responses"), load("starlette.concurrency")
+    """Create the server's ASGI app."""
+    parts = "applications", "routing", "responses", "concurrency"
+    applications, routing, responses, concurrency = (
+        load(f"starlette.{part}", *SERVER_NEEDS) for part in parts
+    )
     pages = Pages(shelf)
 
     def answer(make: Callable[[dict[str, str]], tuple[str, Any]], scope: Any) -> Any:
@@ -293,22 +286,22 @@ def _response(responses: Any, content: str | bytes, media: str, status: int) -> 
     return responses.Response(body, status, media_type=media)
 
 
-def _named(shown: PageState, parameters: dict[str, str]) -> ValueEntry:
+def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     where = (number(parameters, name) for name in ("pass", "call", "backward"))
-    return shown.find(parameters.get("at", ""), *where)
+    return page.find(parameters.get("at", ""), *where)
 
 
-def _facts(shown: PageState) -> list[tuple[str, str]]:
+def _facts(page: PageState) -> list[tuple[str, str]]:
     """List the totals at the top of the page as (label, text)."""
-    bytes_shown = size(sum(seen.n_bytes for seen in shown.values))
-    n_items = shown.items[1]
-    sites = "Sites", f"{len(shown.recording.sites):,}"
+    bytes_shown = size(sum(entry.n_bytes for entry in page.values))
+    n_items = page.items[1]
+    sites = "Sites", f"{len(page.recording.sites):,}"
     if n_items:
         return [sites, ("Items", f"{n_items:,}"), ("Size of those shown", bytes_shown)]
     return [
         sites,
-        ("Values", f"{len(shown.values):,}"),
-        ("Passes", f"{len(shown.recording.passes):,}"),
+        ("Values", f"{len(page.values):,}"),
+        ("Passes", f"{len(page.recording.passes):,}"),
         ("Size", bytes_shown),
     ]
 

@@ -11,12 +11,13 @@ from typing import final
 from hookline.curves import Curves, is_run, run_version
 from hookline.display.text import plural
 from hookline.errors import FolderError, InputError
+from hookline.opening import open as open_folder
 from hookline.statistics import Moments
-from hookline.stores import Store, excerpt, open_folder
+from hookline.statistics.of_values import statistics_of
+from hookline.stores import Store, excerpt
 from hookline.views.page.curves_view import OpenRun
-from hookline.views.page.items import in_words
-from hookline.views.page.shown_recordings import PageState, Shown
-from hookline.views.statistics import Statistics
+from hookline.views.page.links import in_words
+from hookline.views.page.page_state import FolderContents, PageState
 
 _MANIFEST = "manifest.json"
 _N_ITEMS = 8  # of a store, if no items are chosen
@@ -43,17 +44,14 @@ class FolderSource:
     def state(self) -> str:
         """Return a text that changes with the manifest, or with the run; empty if there is none."""
         try:
-            found = (self.folder / _MANIFEST).stat()
+            status = (self.folder / _MANIFEST).stat()
         except (OSError, ValueError):
             return run_version(self.folder)
         # The time of the last change tells that the right to read it was given.
-        return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_ctime_ns}-{found.st_size}"
+        return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}"
 
-    def read(self, items: Sequence[int] | None = None) -> Shown:
+    def read(self, items: Sequence[int] | None = None) -> FolderContents:
         """Read the manifest, and of a store the items that are shown.
-
-        Args:
-            items: of a store, the items to show instead of the usual ones.
 
         Raises:
             FolderError: the folder holds no recording or store, one of another version, or a
@@ -73,35 +71,25 @@ class FolderSource:
                     f"items can be chosen of a store, got a recording: {self.name}."
                     "\nLeave out the items; the page of a value shows its samples."
                 )
-            return Shown(opened)
+            return FolderContents(opened)
         items = range(min(len(opened), _N_ITEMS)) if items is None else items
         try:
             recording = excerpt(opened, items)
         except IndexError as error:
             raise InputError(f"{self.name}: {error}\nGive items that it has.") from error
-        whole = {site: _statistics(opened, site) for site in opened.sites}
+        whole = {
+            site: statistics_of(
+                opened.statistics.get(site, Moments()),
+                str(list(opened[site].shape)),
+                opened[site].dtype,
+            )
+            for site in opened.sites
+        }
         about = (
             f"a store of {plural(len(opened), 'item')}; the table's statistics are of all,"
             f" pictures and histograms of {in_words(items)}"
         )
-        return Shown(recording, whole, about, tuple(items), len(opened))
-
-
-def _statistics(store: Store, site: str) -> Statistics:
-    """Return the statistics of a column from the sums of its shards."""
-    column, found = store[site], store.statistics.get(site, Moments())
-    known = found.finite > 0
-    return Statistics(
-        found.mean if known else None,
-        found.std if known else None,
-        found.min if known else None,
-        found.max if known else None,
-        found.zeros / found.count if found.count else None,
-        found.non_finite,
-        found.count,
-        str(list(column.shape)),
-        str(column.dtype).removeprefix("torch."),
-    )
+        return FolderContents(recording, whole, about, tuple(items), len(opened))
 
 
 @final
@@ -117,7 +105,7 @@ class OpenRecordings:
         self.source = source
         self.other = other
         self._lock = threading.Lock()
-        self._shown: dict[tuple[int, ...] | None, PageState] = {}  # the last used one last
+        self._pages: dict[tuple[int, ...] | None, PageState] = {}  # the last used one last
         self._state = ""
         self._run: OpenRun | None = None
 
@@ -128,7 +116,8 @@ class OpenRecordings:
 
     def state(self) -> str:
         """Return a text that changes with either recording; empty if one is missing."""
-        states = [one.state() for one in (self.source, self.other) if one is not None]
+        sources = [self.source] if self.other is None else [self.source, self.other]
+        states = [source.state() for source in sources]
         return " ".join(states) if all(states) else ""
 
     def is_run(self) -> bool:
@@ -150,11 +139,8 @@ class OpenRecordings:
         run.read()
         return run
 
-    def shown(self, items: tuple[int, ...] | None = None) -> tuple[PageState, str]:
+    def page(self, items: tuple[int, ...] | None = None) -> tuple[PageState, str]:
         """Return the current recordings and the state that they belong to.
-
-        Args:
-            items: of stores, the items to show instead of the usual ones.
 
         Raises:
             FolderError: a folder holds no recording, one of another version, or a damaged one.
@@ -163,13 +149,13 @@ class OpenRecordings:
         with self._lock:
             state = self.state()
             is_new = bool(state) and state != self._state
-            known = None if is_new else self._shown.pop(items, None)
-            if known is None:
+            page = None if is_new else self._pages.pop(items, None)
+            if page is None:
                 other = self.other.read(items) if self.other is not None else None
-                known = PageState((self.source.read(items), other), self.names)
+                page = PageState(self.source.read(items), other, self.names)
             if is_new:
-                self._shown, self._state = {}, state
-            self._shown[items] = known
-            while len(self._shown) > _MOST_KEPT:
-                del self._shown[next(iter(self._shown))]
-            return known, self._state
+                self._pages, self._state = {}, state
+            self._pages[items] = page
+            while len(self._pages) > _MOST_KEPT:
+                del self._pages[next(iter(self._pages))]
+            return page, self._state

@@ -3,13 +3,13 @@
 hl.plots.channels(run, "layer1.0.conv1").savefig("channels.png")
 """
 
-from hookline.views.plots.channels import channels as channels
-from hookline.views.plots.compare import compare as compare
-from hookline.views.plots.gradients import gradients as gradients
-from hookline.views.plots.histograms import histograms as histograms
-from hookline.views.plots.images import images as images
-from hookline.views.plots.statistics import statistics as statistics
-from hookline.views.plots.tokens import tokens as tokens
+from hookline.views.plots.channels import channels
+from hookline.views.plots.compare import compare
+from hookline.views.plots.gradients import gradients
+from hookline.views.plots.histograms import histograms
+from hookline.views.plots.images import images
+from hookline.views.plots.statistics import statistics
+from hookline.views.plots.tokens import tokens
 
 __all__ = ["channels", "compare", "gradients", "histograms", "images", "statistics", "tokens"]
 

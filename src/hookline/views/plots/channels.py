@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from hookline.display.text import share_text
 from hookline.engine import Site
-from hookline.views.plots.checks import Source
-from hookline.views.plots.reducing import (
-    Array,
-    Scale,
-    around,
-    order_of,
-    range_text,
-    scale_of,
-    share_text,
-    smaller,
-)
+from hookline.recordings.checks import Source
+from hookline.recordings.walk import Value, look_up
+from hookline.statistics.of_values import Array
+from hookline.views.pixels import Scale, range_text, scale_of, smaller
+from hookline.views.plots.arranging import Arranged, arrange, order_of
 from hookline.views.plots.sheet import (
     BLUE,
     GREY,
@@ -33,7 +28,6 @@ from hookline.views.plots.sheet import (
     text_width,
     tidy,
 )
-from hookline.views.plots.values import Arranged, Value, arrange, look_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,106 +86,110 @@ def channels(
         HooklineError: matplotlib is not installed.
     """
     value = look_up(recording, site)
-    found = arrange(value, layout, sample)
-    chosen = order_of(found.data, order, n, value.label)
-    total = found.data.shape[0]
-    shown = share_text(len(chosen), total, "channel")
+    arranged = arrange(value, layout, sample)
+    data, chosen = arranged.data, order_of(arranged.data, order, n, value.label)
+    total = len(data)
     by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
     of_all = f"of all {total:,}: " if len(chosen) < total else ""
-    lines = [f"{value.form}, {found.text}", f"{shown}{by}; {of_all}{range_text(found.data)}"]
-    if found.data.numel() == total:  # maps of one element are drawn as bars, like vectors
-        lines.append("each map is a single number" if found.space else "")
-        return _bars(found.data.flatten(), chosen, value.title, lines)
-    if len(found.space) == 1:
-        return _curves(value, found, chosen, lines)
-    maps = smaller(found.data[chosen], MAX_SIDE).numpy()
-    if max(found.data.shape[1:]) > MAX_SIDE:
+    lines = [
+        f"{value.form}, {arranged.text}",
+        f"{share_text(len(chosen), total, 'channel')}{by}; {of_all}{range_text(data)}",
+    ]
+    if data.numel() == total:  # maps of one element are drawn as bars, like vectors
+        lines.append("each map is a single number" if arranged.space else "")
+        return _bars(data.flatten(), chosen, value.title, lines)
+    if len(arranged.space) == 1:
+        return _curves(value, arranged, chosen, lines)
+    maps = smaller(data[chosen], MAX_SIDE)
+    if max(data.shape[1:]) > MAX_SIDE:
         lines.append(f"drawn at {maps.shape[1]} x {maps.shape[2]}: each dot the mean of an area"
                      + "; the scales are of these" * (not shared))  # fmt: skip
-    whole = scale_of(found.data, robust=shared)
-    columns, tile = tiling(len(chosen), maps.shape[1], maps.shape[2], _WIDTH)
-    n_rows = math.ceil(len(chosen) / columns)
-    width = max(columns * (tile[0] + _GAP), 4.6)
-    height = n_rows * (tile[1] + _LABEL + _GAP)
+    whole = scale_of(data, robust=shared)
+    tiles = tiling(len(chosen), maps.shape[1] / maps.shape[2], _WIDTH)
+    width, height = max(tiles.width_of_all, 4.6), tiles.height_of(len(chosen))
     sheet = Sheet(width, height + 0.4, value.title, lines)
     axes = sheet.canvas(0, 0, width, height)
-    grid(axes, maps, chosen, columns, tile, whole if shared else None, signed=whole.is_signed)
-    has_bad = not np.isfinite(maps).all()
+    grid(axes, maps, chosen, tiles, whole if shared else None, signed=whole.is_signed)
+    has_bad = not bool(maps.isfinite().all())
     if shared:
-        sheet.bar(0.1, height + 0.08, whole, "value, one scale for all", has_bad=has_bad)
+        place = (0.1, height + 0.08)
+        sheet.bar(place, whole, "value, one scale for all", has_bad=has_bad)
     else:
         ends = ("-largest", "+largest") if whole.is_signed else ("least", "greatest")
-        sheet.bar(0.2, height + 0.08, Scale(-1 if whole.is_signed else 0, 1, whole.is_signed),
-                  "value, each map on its own scale", ends, has_bad=has_bad)  # fmt: skip
+        scale = Scale(-1 if whole.is_signed else 0, 1, whole.is_signed)
+        place = (0.2, height + 0.08)
+        sheet.bar(place, scale, "value, each map on its own scale", ends, has_bad=has_bad)
     return sheet.figure
 
 
-def tiling(n: int, height: int, width: int, across: float) -> tuple[int, tuple[float, float]]:
-    """Return the number of columns of a grid of maps, and the size of a tile in inches."""
-    aspect = min(max(height / width, 0.125), 8.0)
+class Tiling(NamedTuple):
+    """A grid of tiles, each under a label, in inches."""
+
+    columns: int  # the number of columns
+    width: float  # the width of a tile
+    height: float  # the height of a tile without its label
+
+    @property
+    def width_of_all(self) -> float:
+        """The width of a row."""
+        return self.columns * (self.width + _GAP)
+
+    def height_of(self, n: int) -> float:
+        """Return the height of n tiles."""
+        return math.ceil(n / self.columns) * (self.height + _LABEL + _GAP)
+
+    def place(self, k: int) -> tuple[float, float]:
+        """Return the left edge of a tile, and its top edge below the label."""
+        row, column = divmod(k, self.columns)
+        return column * (self.width + _GAP), row * (self.height + _LABEL + _GAP) + _LABEL
+
+
+def tiling(n: int, aspect: float, across: float) -> Tiling:
+    """Lay out n maps in a width; the aspect is their height by their width."""
+    aspect = min(max(aspect, 0.125), 8.0)
     square = math.sqrt(n * aspect)
     # A number of columns that fills all rows, if there is one.
-    about = range(max(1, math.floor(square)), math.ceil(square) + 2)
-    even = [columns for columns in about if n % columns == 0]
+    near = range(max(1, math.floor(square)), math.ceil(square) + 2)
+    even = [columns for columns in near if n % columns == 0]
     columns = min(n, even[-1] if even else math.ceil(square))
-    wide = min((across - columns * _GAP) / columns, 1.9, 1.9 / aspect)
-    return columns, (wide, wide * aspect)
+    width = min((across - columns * _GAP) / columns, 1.9, 1.9 / aspect)
+    return Tiling(columns, width, width * aspect)
 
 
 def grid(
-    axes: Axes,
-    maps: Array,
-    numbers: list[int],
-    columns: int,
-    tile: tuple[float, float],
-    scale: Scale | None,
-    *,
+    axes: Axes, maps: Tensor, numbers: list[int], tiles: Tiling, scale: Scale | None, *,
     signed: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Draw maps, shape `(n, height, width)`, in rows on a canvas, each under its index.
 
     Maps on their own scales have their ranges beside the indices, if there is room for all of them.
     """
-    wide, high = tile
-    labels = [label_of(number, drawn) for number, drawn in zip(numbers, maps, strict=True)]
-    ranges = _ranges(maps, labels, wide) if scale is None else [""] * len(maps)
+    labels = [_label(number, drawn) for number, drawn in zip(numbers, maps, strict=True)]
+    ranges = _ranges(maps, labels, tiles.width) if scale is None else [""] * len(maps)
     for k, (label, ends, drawn) in enumerate(zip(labels, ranges, maps, strict=True)):
-        left = (k % columns) * (wide + _GAP)
-        top = (k // columns) * (high + _LABEL + _GAP)
-        axes.text(left, top + _LABEL - 0.03, label, fontsize=SMALL, va="bottom")
+        left, top = tiles.place(k)
+        axes.text(left, top - 0.03, label, fontsize=SMALL, va="bottom")
         if ends:
-            axes.text(left + wide, top + _LABEL - 0.03, ends, fontsize=TINY, va="bottom",
+            axes.text(left + tiles.width, top - 0.03, ends, fontsize=TINY, va="bottom",
                       ha="right", alpha=0.75)  # fmt: skip
-        own = scale_of_map(drawn, signed) if scale is None else scale
-        draw_map(axes, drawn, own, (left, top + _LABEL, wide, high))
+        box = (left, top, tiles.width, tiles.height)
+        draw_map(axes, drawn.numpy(), scale or scale_of(drawn, signed=signed), box)
 
 
-def scale_of_map(drawn: Array, signed: bool) -> Scale:
-    """Return the scale of a single map."""
-    finite = drawn[np.isfinite(drawn)]
-    if not finite.size:
-        return Scale(0.0, 1.0, signed)
-    low, high = float(finite.min()), float(finite.max())
-    if signed:
-        reach = max(abs(low), abs(high)) or 1.0
-        return Scale(-reach, reach, True)
-    return Scale(low, high, False) if low < high else Scale(*around(low), False)
-
-
-def label_of(number: int, drawn: Array) -> str:
+def _label(number: int, drawn: Tensor) -> str:
     """Return a channel's label: its index, and a mark for NaN or a constant map."""
-    if not np.isfinite(drawn).all():
+    if not drawn.isfinite().all():
         return f"{number} NaN"
     return f"{number} const" if drawn.min() == drawn.max() else f"{number}"
 
 
-def _ranges(maps: Array, labels: list[str], wide: float) -> list[str]:
+def _ranges(maps: Tensor, labels: list[str], width: float) -> list[str]:
     """Format each map's range with three or two digits; empty texts if they do not all fit."""
     for digits in (3, 2):
-        found = [_range(drawn, digits) for drawn in maps]
-        pairs = zip(labels, found, strict=True)
-        if all(text_width([label]) + text_width([ends], TINY) <= wide for label, ends in pairs):
-            return found
+        ranges = [_range(drawn, digits) for drawn in maps.numpy()]
+        pairs = zip(labels, ranges, strict=True)
+        if all(text_width([label]) + text_width([ends], TINY) <= width for label, ends in pairs):
+            return ranges
     return [""] * len(maps)
 
 
@@ -203,32 +201,31 @@ def _range(drawn: Array, digits: int) -> str:
     return low if finite.min() == finite.max() else f"{low} to {high}"
 
 
-def _curves(value: Value, found: Arranged, chosen: list[int], lines: list[str]) -> Figure:
+def _curves(value: Value, arranged: Arranged, chosen: list[int], lines: list[str]) -> Figure:
     """Draw sequences as one curve a channel, each on its own scale."""
-    curves = smaller(found.data[chosen], 4 * MAX_SIDE).numpy()
-    length = found.data.shape[1]
+    curves = smaller(arranged.data[chosen], 4 * MAX_SIDE)
+    length = arranged.data.shape[1]
     if length > curves.shape[1]:
         lines.append(f"drawn at {curves.shape[1]} points: each the mean of a stretch")
     columns = min(len(chosen), 8 if len(chosen) > 16 else 4)
-    n_rows = math.ceil(len(chosen) / columns)
-    wide, high = _WIDTH / columns - _GAP, 0.55
-    height = n_rows * (high + _LABEL + _GAP)
+    tiles = Tiling(columns, _WIDTH / columns - _GAP, 0.55)
+    height = tiles.height_of(len(chosen))
     sheet = Sheet(_WIDTH, height + 0.2, value.title, lines)
     axes = sheet.canvas(0, 0, _WIDTH, height)
     for k, (number, curve) in enumerate(zip(chosen, curves, strict=True)):
-        left = (k % columns) * (wide + _GAP)
-        bottom = (k // columns) * (high + _LABEL + _GAP) + _LABEL + high
-        axes.text(left, bottom - high - 0.03, label_of(number, curve), fontsize=SMALL, va="bottom")
-        own = scale_of_map(curve, False)
-        span = own.high - own.low
-        if own.low <= 0 <= own.high:
-            zero = bottom + own.low / span * high
-            axes.plot([left, left + wide], [zero, zero], color=GREY, linewidth=0.4)
-        x = left + np.linspace(0, 1, len(curve)) * wide if len(curve) > 1 else [left + wide / 2]
-        y = bottom - (np.where(np.isfinite(curve), curve, np.nan) - own.low) / span * high
+        left, top = tiles.place(k)
+        axes.text(left, top - 0.03, _label(number, curve), fontsize=SMALL, va="bottom")
+        scale, bottom = scale_of(curve, signed=False), top + tiles.height
+        span = scale.high - scale.low
+        if scale.low <= 0 <= scale.high:
+            zero = bottom + scale.low / span * tiles.height
+            axes.plot([left, left + tiles.width], [zero, zero], color=GREY, linewidth=0.4)
+        steps = np.linspace(0, 1, len(curve)) if len(curve) > 1 else np.array([0.5])
+        heights = (curve.where(curve.isfinite(), math.nan).numpy() - scale.low) / span
+        y = bottom - heights * tiles.height
         dot = "." if len(curve) < 3 else ""
-        axes.plot(x, y, color=BLUE, linewidth=0.8, marker=dot)
-    axes.text(0, height + 0.02, f"{found.space}: 0 to {length - 1}, left to right; each curve on"
+        axes.plot(left + steps * tiles.width, y, color=BLUE, linewidth=0.8, marker=dot)
+    axes.text(0, height + 0.02, f"{arranged.space}: 0 to {length - 1}, left to right; each curve on"
               " its own scale, the grey line is zero", fontsize=SMALL, va="top",
               clip_on=False)  # fmt: skip
     return sheet.figure

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hookline.display.text import plural
+from hookline.display.text import plural, share_text
 from hookline.display.units import measure
 from hookline.engine import Site
 from hookline.engine.pytree import describe
-from hookline.errors import InputError
-from hookline.views.plots.channels import MAX_SIDE, grid, tiling
-from hookline.views.plots.checks import Source, check_count
-from hookline.views.plots.differences import Difference, difference, differences
-from hookline.views.plots.reducing import cells, scale_of, share_text, smaller
+from hookline.errors import InputError, one_of
+from hookline.recordings.checks import Source, check_count
+from hookline.recordings.differences import Difference, difference, differences
+from hookline.recordings.walk import Value, look_up
+from hookline.views.pixels import cells, scale_of, smaller
+from hookline.views.plots.arranging import arrange, drawable
+from hookline.views.plots.channels import MAX_SIDE, Tiling, grid, tiling
 from hookline.views.plots.rows import RowSheet
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, TEXT, Sheet, draw_map
-from hookline.views.plots.values import Arranged, Value, arrange, drawable, look_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,10 +78,7 @@ def compare(
             invalid; or without a site, a recording has several passes.
         HooklineError: matplotlib is not installed.
     """
-    if order not in ("difference", "index"):
-        raise InputError(
-            f"order must be 'difference' or 'index', got {order!r}.\nWrite order='difference'."
-        )
+    one_of("order", order, ("difference", "index"), "Write order='difference'.")
     if n is not None:
         check_count("n", n)
     if site is None:
@@ -89,33 +87,31 @@ def compare(
 
 
 def _all_sites(a: Source, b: Source, n: int, order: str) -> Figure:
-    found, remarks = differences(a, b)
-    differing = [one for one in found if one.differs]
-    first = differing[0] if differing else None
-    if order == "difference":
-        found.sort(key=lambda one: (not one.problem, -one.relative))
-    drawn = found[:n]
-    equal = len(found) - len(differing)
-    more = (
-        f"; {share_text(len(drawn), len(found), 'site')} shown" if len(drawn) < len(found) else ""
+    gaps, remarks = differences(a, b)
+    differing = [gap for gap in gaps if gap.differs]
+    text = (
+        f"{len(differing)} of {plural(len(gaps), 'site')} differ, {len(gaps) - len(differing)}"
+        " equal to the last bit"
     )
-    how = (first.problem or f"relative {measure(first.relative)}") if first else ""
+    first = ""
+    if differing:
+        gap = differing[0]
+        size = gap.problem or f"relative {measure(gap.relative)}"
+        first = f"the first that differs on the way through the model: {gap.label} ({size})"
+    if order == "difference":
+        gaps.sort(key=lambda gap: (not gap.problem, -gap.relative))
+    drawn = gaps[:n]
+    if len(drawn) < len(gaps):
+        text += f"; {share_text(len(drawn), len(gaps), 'site')} shown"
     rows = RowSheet(
         "Two recordings compared",
-        [
-            f"{len(differing)} of {plural(len(found), 'site')} differ, {equal} equal to the last"
-            " bit" + more,
-            f"the first that differs on the way through the model: {first.label} ({how})"
-            if first
-            else "",
-            "; ".join(remarks),
-        ],
-        [one.label for one in drawn],
+        [text, first, "; ".join(remarks)],
+        [gap.label for gap in drawn],
         ["relative L2 difference", "1 - cosine"],
         column_width=2.8,
     )
-    _marks(rows.axes[0], drawn, [one.relative for one in drawn])
-    _marks(rows.axes[1], drawn, [abs(one.cosine) for one in drawn])
+    _marks(rows.axes[0], drawn, [gap.relative for gap in drawn])
+    _marks(rows.axes[1], drawn, [abs(gap.cosine) for gap in drawn])
     return rows.figure
 
 
@@ -153,9 +149,9 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
             f" {describe.shape(b.tensor)}."
             "\nCompare recordings of inputs of one shape."
         )
-    found = arrange(a, reading[1], reading[0])
-    other = arrange(b, reading[1], reading[0])
-    gap = found.data.double() - other.data.double()
+    sample, layout = reading
+    first, second = arrange(a, layout, sample), arrange(b, layout, sample)
+    gap = first.data.double() - second.data.double()
     apart = gap.nan_to_num(math.inf).flatten(1).abs().sum(1) if gap.dim() > 1 else gap.abs()
     ranked = apart.argsort(descending=True, stable=True).tolist()
     chosen = (ranked if order == "difference" else list(range(len(ranked))))[:n]
@@ -165,23 +161,15 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
         if whole.differs
         else "equal to the last bit"
     )
-    by = "; largest difference first" if order == "difference" and len(found.space) == 2 else ""
-    total = found.data.shape[0]
-    shown = share_text(len(chosen), total, "channel") if len(found.space) == 2 else ""
-    lines = [f"{a.form}, {found.text}", f"{words} (all samples)", f"{shown}{by}"]
-    if len(found.space) == 2:
-        panels = [
-            smaller(data[chosen].double(), MAX_SIDE) for data in (found.data, other.data, gap)
-        ]
-        return _panels(a, panels, chosen, lines)
-    tables = [_table(data, found) for data in (found.data, other.data, gap)]
-    return _panels(a, [table[None] for table in tables], [], lines)
-
-
-def _table(data: torch.Tensor, found: Arranged) -> torch.Tensor:
-    """Arrange a sequence as tokens x features, and a vector as one row."""
-    table = data.double()[None] if not found.space else data.double().T
-    return cells(table, (256, 256))
+    lines = [f"{a.form}, {first.text}", f"{words} (all samples)"]
+    parts = first.data.double(), second.data.double(), gap
+    if len(first.space) == 2:
+        by = "; largest difference first" * (order == "difference")
+        lines.append(f"{share_text(len(chosen), len(first.data), 'channel')}{by}")
+        return _panels(a, [smaller(data[chosen], MAX_SIDE) for data in parts], chosen, lines)
+    # A sequence is a table of tokens x features, a vector one row.
+    tables = [cells(data.T if first.space else data[None], (256, 256))[None] for data in parts]
+    return _panels(a, tables, [], lines)
 
 
 def _panels(
@@ -190,11 +178,11 @@ def _panels(
     """Draw three panels of maps, shape `(n, height, width)`; the first two share a scale."""
     n, high, wide = panels[0].shape
     if numbers:
-        columns, (tile_wide, tile_high) = tiling(n, high, wide, _PANEL)
-        height = math.ceil(n / columns) * (tile_high + 0.22)
+        tiles = tiling(n, high / wide, _PANEL)
+        height = tiles.height_of(n)
     else:
-        columns, tile_wide = 1, _PANEL
-        height = tile_high = min(max(high * 0.17, 0.5), 5.0)
+        height = min(max(high * 0.17, 0.5), 5.0)
+        tiles = Tiling(1, _PANEL, height)
     sheet = Sheet(3 * _PANEL + 2 * _SPACE, height + 0.75, value.title, lines)
     both = scale_of(torch.cat(panels[:2]))
     scales = [both, both, scale_of(panels[2], signed=True)]
@@ -204,9 +192,9 @@ def _panels(
         axes = sheet.canvas(left, 0.2, _PANEL, height)
         axes.set_title(head, fontsize=TEXT, fontweight="bold", loc="left", pad=3, **PLAIN)
         if numbers:
-            grid(axes, maps.numpy(), numbers, columns, (tile_wide, tile_high), scale, signed=True)
+            grid(axes, maps, numbers, tiles, scale, signed=True)
         else:
-            box = (0.0, 0.0, tile_wide, tile_high)
+            box = (0.0, 0.0, tiles.width, tiles.height)
             draw_map(axes, maps[0].numpy(), scale, box, smooth=False)
             rows = "token down" if high > 1 else "one row"
             axes.text(0, height + 0.03, f"{rows}, feature across", fontsize=SMALL, va="top",
@@ -214,5 +202,6 @@ def _panels(
         if k != 1:
             label = "value in both" if not k else "difference"
             bad = not np.isfinite(maps.numpy()).all() or (not k and not panels[1].isfinite().all())
-            sheet.bar(left + 0.1, height + 0.45, scale, label, has_bad=bool(bad), width=1.6)
+            place = (left + 0.1, height + 0.45)
+            sheet.bar(place, scale, label, has_bad=bool(bad), width=1.6)
     return sheet.figure

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
-from hookline.views.plots.checks import check_source
+from hookline.recordings.checks import check_source
 from hookline.views.plots.rows import RowSheet
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 
@@ -58,25 +58,24 @@ def gradients(recording: Recording) -> Figure:
             "the recording must be whole, got one of its passes."
             "\nGive the recording: the figure shows means over its passes."
         )
-    flow = recording.gradients()
-    found = flow.rows
-    has_ratio = any(row.ratio is not None for row in found)
+    sites = recording.gradients().rows
+    has_ratio = any(row.ratio is not None for row in sites)
     headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
     rows = RowSheet(
         "Gradient flow",
         [
-            f"{plural(len(found), 'site')} in registration order, the first at the top"
-            + _means([row.count for row in found if row.count]),
-            _conspicuous(found) or "none is dead or exploding",
+            f"{plural(len(sites), 'site')} in registration order, the first at the top"
+            + _means([row.count for row in sites if row.count]),
+            _conspicuous(sites) or "none is dead or exploding",
         ],
-        [row.site for row in found],
+        [row.site for row in sites],
         headings,
         column_width=2.6,
     )
-    _on_logs(rows.axes[0], found, [row.norm if row.count else None for row in found])
+    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites])
     if has_ratio:
-        _on_logs(rows.axes[1], found, [row.ratio for row in found])
-    _zeros(rows.axes[-1], found)
+        _on_logs(rows.axes[1], sites, [row.ratio for row in sites])
+    _zeros(rows.axes[-1], sites)
     return rows.figure
 
 
@@ -89,14 +88,14 @@ def _conspicuous(rows: tuple[GradientRow, ...]) -> str:
     )
 
 
-def _zeros(zeros: Axes, found: tuple[GradientRow, ...]) -> None:
+def _zeros(zeros: Axes, rows: tuple[GradientRow, ...]) -> None:
     """Draw the share of zeros of each site."""
     share = np.array(
-        [row.zeros * 100 if row.count and row.state != "none" else math.nan for row in found]
+        [row.zeros * 100 if row.count and row.state != "none" else math.nan for row in rows]
     )
-    _path(zeros, found, share)
-    for state in {row.state for row in found}:  # one call for all: a call costs milliseconds
-        some = [y for y, row in enumerate(found) if row.state == state]
+    _path(zeros, rows, share)
+    for state in {row.state for row in rows}:  # one call for all: a call costs milliseconds
+        some = [y for y, row in enumerate(rows) if row.state == state]
         colour, marker = _STATES.get(state, (GREY, "o"))
         style = {"color": colour, "marker": marker, "linestyle": "", "zorder": 2}
         zeros.plot(share[some], some, markersize=_size(marker), **style)
@@ -160,12 +159,12 @@ def _by_kind(
     rows: tuple[GradientRow, ...], numbers: list[float | None]
 ) -> dict[tuple[str, float | None], list[int]]:
     """Group rows with a number by state and by position at the edge (None on the axis)."""
-    found: dict[tuple[str, float | None], list[int]] = {}
+    kinds: dict[tuple[str, float | None], list[int]] = {}
     for y, (row, number) in enumerate(zip(rows, numbers, strict=True)):
         if number is not None:
             place = None if 0 < number < math.inf else 0.02 if number == 0 else 0.98
-            found.setdefault((row.state, place), []).append(y)
-    return found
+            kinds.setdefault((row.state, place), []).append(y)
+    return kinds
 
 
 def _say(

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookline.display.text import plural
+from hookline.display.text import plural, share_text, shorten
 from hookline.display.units import measure, share
 from hookline.engine import Site
-from hookline.views.plots.checks import Source, check_count
-from hookline.views.plots.reducing import histogram, share_text, short, some_of
+from hookline.recordings.checks import Source, check_count
+from hookline.recordings.walk import Value, chosen_values, not_drawn
+from hookline.statistics.of_values import histogram
+from hookline.views.plots.arranging import some_of
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
-from hookline.views.plots.values import Value, chosen_values, not_drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,12 +81,12 @@ def histograms(
     for k, value in enumerate(drawn):
         left = (k % columns) * (_WIDE + _ACROSS) + 0.3
         top = (k // columns) * (_HIGH + _DOWN) + 0.36
-        _one(sheet.axes(left, top, _WIDE - 0.1, _HIGH), value, bins, log)
+        _draw(sheet.axes(left, top, _WIDE - 0.1, _HIGH), value, bins, log)
     return sheet.figure
 
 
-def _one(axes: Axes, value: Value, bins: int, log: bool) -> None:
-    counts, edges, found = histogram(value.tensor, bins)
+def _draw(axes: Axes, value: Value, bins: int, log: bool) -> None:
+    counts, edges, statistics = histogram(value.tensor, bins)
     ends = [measure(float(end)) for end in (edges[0], edges[-1])]
     if np.abs(edges).max() > _LARGEST:
         edges = edges / _LARGEST
@@ -106,12 +107,15 @@ def _one(axes: Axes, value: Value, bins: int, log: bool) -> None:
     axes.tick_params(labelsize=SMALL, length=2, pad=1.5)
     if not log:
         axes.locator_params(axis="y", nbins=3)
-    axes.set_title(short(value.label, 26), fontsize=SMALL, fontweight="bold",
+    axes.set_title(shorten(value.label, 26), fontsize=SMALL, fontweight="bold",
                    loc="left", pad=12, **PLAIN)  # fmt: skip
-    words = f"{found.shape} mean {measure(found.mean)}, zeros {share(found.zeros)}"
+    words = f"{statistics.shape} mean {measure(statistics.mean)}, zeros {share(statistics.zeros)}"
     style: dict[str, Any] = {"alpha": 0.75}
-    if found.non_finite:
-        words, style = f"{found.shape}, {found.non_finite:,} NaN or infinite", {"color": ORANGE}
-    axes.text(0, 1.03, short(words, 44), transform=axes.transAxes, fontsize=6.2, va="bottom",
+    if statistics.non_finite:
+        words, style = (
+            f"{statistics.shape}, {statistics.non_finite:,} NaN or infinite",
+            {"color": ORANGE},
+        )
+    axes.text(0, 1.03, shorten(words, 44), transform=axes.transAxes, fontsize=6.2, va="bottom",
               **style, **PLAIN)  # fmt: skip
     tidy(axes)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from hookline.display.text import share_text
 from hookline.engine import Site, as_written
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
+from hookline.recordings.checks import Source, check_count
+from hookline.recordings.walk import Value, look_up
+from hookline.statistics.of_values import Array
+from hookline.views.pixels import range_text, shares, smaller
+from hookline.views.plots.arranging import arrange, drawable
 from hookline.views.plots.channels import tiling
-from hookline.views.plots.checks import Source, check_count
-from hookline.views.plots.reducing import range_text, share_text, smaller
 from hookline.views.plots.sheet import SMALL, Sheet
-from hookline.views.plots.values import Value, arrange, drawable, look_up
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SIDE = 256
-_LABEL, _GAP = 0.15, 0.07
 
 
 def images(
@@ -54,7 +55,7 @@ def images(
         HooklineError: matplotlib is not installed.
     """
     check_count("n", n)
-    value = _found(recording, site)
+    value = _look_up(recording, site)
     shape = list(drawable(value).shape)
     if layout is None and len(shape) == 4:
         layout = "NCHW" if shape[1] in (1, 3) else "NHWC"
@@ -67,25 +68,24 @@ def images(
         )
     n_samples = shape[layout.index("N")] if layout and "N" in layout else 1
     drawn = [arrange(value, layout, k).data for k in range(min(n, n_samples))]
-    columns, (wide, high) = tiling(len(drawn), drawn[0].shape[1], drawn[0].shape[2], 8.8)
-    n_rows = math.ceil(len(drawn) / columns)
-    width, height = columns * (wide + _GAP), n_rows * (high + _LABEL + _GAP)
+    tiles = tiling(len(drawn), drawn[0].shape[1] / drawn[0].shape[2], 8.8)
+    width, height = max(tiles.width_of_all, 4.6), tiles.height_of(len(drawn))
     lines = [
         f"{value.form}, read as {layout}; {share_text(len(drawn), n_samples, 'picture')}",
         f"each from its least value (black) to its greatest; {range_text(torch.stack(drawn))}",
     ]
-    sheet = Sheet(max(width, 4.6), height, value.title, lines)
-    axes = sheet.canvas(0, 0, max(width, 4.6), height)
-    for k, one in enumerate(drawn):
-        left, top = (k % columns) * (wide + _GAP), (k // columns) * (high + _LABEL + _GAP)
-        axes.text(left, top + _LABEL - 0.03, str(k), fontsize=SMALL, va="bottom")
-        box = (left, left + wide, top + _LABEL + high, top + _LABEL)
-        axes.imshow(_colours(one), extent=box, aspect="auto", interpolation="antialiased")
-        axes.set(xlim=(0, max(width, 4.6)), ylim=(height, 0))
+    sheet = Sheet(width, height, value.title, lines)
+    axes = sheet.canvas(0, 0, width, height)
+    for k, image in enumerate(drawn):
+        left, top = tiles.place(k)
+        axes.text(left, top - 0.03, str(k), fontsize=SMALL, va="bottom")
+        box = (left, left + tiles.width, top + tiles.height, top)
+        axes.imshow(_colours(image), extent=box, aspect="auto", interpolation="antialiased")
+        axes.set(xlim=(0, width), ylim=(height, 0))
     return sheet.figure
 
 
-def _found(recording: Source, site: str | Site) -> Value:
+def _look_up(recording: Source, site: str | Site) -> Value:
     """Look up a site; if the model's input was not recorded, say how to record it."""
     try:
         return look_up(recording, site)
@@ -93,10 +93,9 @@ def _found(recording: Source, site: str | Site) -> Value:
         if isinstance(recording, Recording):
             sites = list(recording.sites)
         else:
-            sites = [one for one, _ in recording.fired()]
-        if as_written(str(site)) != str(Site("", "input")) or any(
-            (one.path, one.port) == ("", "input") for one in sites
-        ):
+            sites = [fired for fired, _ in recording.fired()]
+        has_input = any((fired.path, fired.port) == ("", "input") for fired in sites)
+        if has_input or as_written(str(site)) != str(Site("", "input")):
             raise
         raise NotRecordedError(
             'the model\'s input was not recorded.\nRecord it: hl.record(model, "(root)",'
@@ -104,15 +103,12 @@ def _found(recording: Source, site: str | Site) -> Value:
         ) from error
 
 
-def _colours(one: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _colours(image: torch.Tensor) -> Array:
     """Convert an image of shape `(channels, height, width)` to RGB from 0 to 1."""
-    maps = smaller(one, _SIDE).double().numpy()
-    is_finite = np.isfinite(maps)
-    held = maps[is_finite]
-    low, high = (float(held.min()), float(held.max())) if held.size else (0.0, 1.0)
-    part = 0.5 if math.isinf(high - low) else 1.0  # halved if the range would overflow
-    low, high = low * part, high * part
-    scaled = (np.where(is_finite, maps * part, low) - low) / ((high - low) or 1.0)
+    maps = smaller(image, _SIDE).double()
+    finite = maps[maps.isfinite()]
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    scaled = shares(maps.numpy(), low, high)
     colours = np.broadcast_to(scaled, (3, *scaled.shape[1:])).transpose(1, 2, 0).copy()
-    colours[~is_finite.all(0)] = (1.0, 0.83, 0.0)
+    colours[np.isnan(scaled).any(0)] = (1.0, 0.83, 0.0)
     return colours

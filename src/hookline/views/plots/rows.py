@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from hookline.views.plots.reducing import short
+from hookline.display.text import shorten
 from hookline.views.plots.sheet import GREY, PLAIN, SMALL, TEXT, Sheet, text_width, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _ROW = 0.17  # inches
 _MOST = 12.0  # the most inches of rows; beyond it, rows stand closer together
@@ -35,34 +34,27 @@ class RowSheet:
         labels: the label of each row, from the top.
         columns: the heading of each column, with its unit.
         column_width: the width of a column, in inches.
-        foot: the space below the rows, in inches.
-        head: the space above the rows, in inches.
+        space: the space above and below the rows, in inches.
     """
 
     def __init__(
-        self,
-        title: str,
-        lines: Sequence[str],
-        labels: Sequence[str],
-        columns: Sequence[str],
-        column_width: float = 2.2,
-        foot: float = 0.0,
-        head: float = 0.0,
-    ) -> None:
+        self, title: str, lines: Sequence[str], labels: Sequence[str], columns: Sequence[str],
+        column_width: float = 2.2, space: tuple[float, float] = (0.0, 0.0),
+    ) -> None:  # fmt: skip
         n = len(labels)
         height = min(max(n * _ROW, 0.6), _MOST)
-        texts = [short(label, _LONGEST) for label in labels]
+        texts = [shorten(label, _LONGEST) for label in labels]
         # If rows stand closer than the height of text, only every k-th is labelled.
         step = max(1, math.ceil(n * 0.125 / height))
         if step > 1:
             lines = [*lines, f"every {_ordinal(step)} row is named, at the marks"]
         left = text_width(texts) + 0.15
         width = max(left + len(columns) * (column_width + _GAP), 4.5)
-        self.sheet = Sheet(width, height + 0.5 + foot + head, title, lines)
-        self.height, self.left = height, left
+        self.sheet = Sheet(width, height + 0.5 + space[1] + space[0], title, lines)
+        self.figure, self.height, self.left = self.sheet.figure, height, left
         self.axes: list[Axes] = []
         for k, heading in enumerate(columns):
-            place = (left + k * (column_width + _GAP), 0.05 + head, column_width, height)
+            place = (left + k * (column_width + _GAP), 0.05 + space[0], column_width, height)
             axes = self.sheet.axes(*place)
             axes.set_ylim(n - 0.5, -0.5)
             axes.set_yticks(range(0, n, step))
@@ -77,11 +69,6 @@ class RowSheet:
             axes.set_xlabel(heading, fontsize=TEXT, **PLAIN)
             tidy(axes, ("bottom",))
             self.axes.append(axes)
-
-    @property
-    def figure(self) -> Figure:
-        """The figure."""
-        return self.sheet.figure
 
 
 def _ordinal(number: int) -> str:

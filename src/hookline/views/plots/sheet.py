@@ -16,12 +16,17 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hookline.views.plots.optional_imports import load
-from hookline.views.plots.reducing import Array, Scale, shown
+from hookline.display.text import escape_unprintable
+from hookline.errors import HooklineError
+from hookline.statistics.of_values import Array
+from hookline.util.optional import how_to_install, load
+from hookline.views.pixels import Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_NEEDS = "plots need matplotlib", how_to_install("plots"), HooklineError
 
 # A path may hold any character, also `$` and `_`, so text is never parsed as math.
 PLAIN = {"parse_math": False, "usetex": False}
@@ -41,7 +46,7 @@ _INCH_A_CHARACTER = {TITLE: 0.105, TEXT: 0.066, SMALL: 0.06, TINY: 0.05}
 def colour_map(is_signed: bool) -> Any:
     """Return the colour map: viridis, or RdBu centred at zero for signed numbers."""
     name, bad = _MAPS[is_signed]
-    return load("matplotlib").colormaps[name].with_extremes(bad=bad)
+    return load("matplotlib", *_NEEDS).colormaps[name].with_extremes(bad=bad)
 
 
 def text_width(texts: Sequence[str], size: float = SMALL) -> float:
@@ -54,21 +59,19 @@ class Sheet:
     """A figure under a header, laid out in inches from its top left corner.
 
     Args:
-        width: the width without margins, in inches.
-        height: the height without margins and header, in inches.
         title: the title: the site, or the kind of figure.
         lines: the lines below the title; empty ones are left out.
     """
 
     def __init__(self, width: float, height: float, title: str, lines: Sequence[str]) -> None:
-        title, lines = shown(title), [shown(line) for line in lines]
+        title, lines = escape_unprintable(title), [escape_unprintable(line) for line in lines]
         heading = textwrap.wrap(title, max(20, int(width / _INCH_A_CHARACTER[TITLE]))) or ["(root)"]
         most = max(30, int(width / _INCH_A_CHARACTER[TEXT]))
         below = [part for line in lines if line for part in textwrap.wrap(line, most)]
         head = 0.2 * len(heading) + _LINE * len(below) + 0.12
         self.width, self.height = width + 2 * _MARGIN, height + head + 2 * _MARGIN
         self.figure: Figure = _figure_class()(figsize=(self.width, self.height), dpi=DPI)
-        load("matplotlib.backends.backend_agg").FigureCanvasAgg(self.figure)
+        load("matplotlib.backends.backend_agg", *_NEEDS).FigureCanvasAgg(self.figure)
         self._top = _MARGIN + head
         self._line(_MARGIN, "\n".join(heading), fontsize=TITLE, fontweight="bold")
         if below:
@@ -92,42 +95,30 @@ class Sheet:
         return axes
 
     def bar(
-        self,
-        left: float,
-        top: float,
-        scale: Scale,
-        label: str,
-        ends: tuple[str, str] | None = None,
-        *,
-        has_bad: bool = False,
-        width: float = 2.2,
-    ) -> None:
+        self, place: tuple[float, float], scale: Scale, label: str,
+        ends: tuple[str, str] | None = None, *, has_bad: bool = False, width: float = 2.2,
+    ) -> None:  # fmt: skip
         """Draw a horizontal colour bar with its label, and a patch for NaN if there is any.
 
         Args:
-            left: the bar's left edge, in inches.
-            top: the bar's top edge, in inches.
-            scale: the range of the colours.
-            label: the quantity.
             ends: texts at the ends in place of numbers.
             has_bad: whether NaN or infinity was drawn.
-            width: the bar's width, in inches.
         """
+        left, top = place
         axes = self.axes(left, top, width, 0.1)
         ramp = np.linspace(0, 1, 256)[None]
         # The axis goes from 0 to 1: the numbers themselves could be too large or too close for it.
         axes.imshow(ramp, cmap=colour_map(scale.is_signed), aspect="auto", extent=(0, 1, 0, 1))
-        middle = [] if ends and not scale.is_signed else [0.5]
-        places = [0.0, *middle, 1.0]
-        half = 0.0 if scale.is_signed else scale.low / 2 + scale.high / 2
-        numbers = [f"{n:.3g}" for n in (scale.low, *[half] * len(middle), scale.high)]
-        if scale.cuts:
-            numbers[-1] = f"≥ {numbers[-1]}"
-            numbers[0] = f"≤ {numbers[0]}"
-        if ends:
-            numbers = [ends[0], *(["0"] if middle else []), ends[1]]
+        low, high = ends or (f"{scale.low:.3g}", f"{scale.high:.3g}")
+        if scale.cuts and not ends:
+            low, high = f"≤ {low}", f"≥ {high}"
+        places, texts = [0.0, 0.5, 1.0], [low, "0", high]
+        if not scale.is_signed:
+            texts[1] = f"{scale.low / 2 + scale.high / 2:.3g}"
+            if ends:
+                del places[1], texts[1]
         axes.set_yticks([])
-        axes.set_xticks(places, numbers, fontsize=SMALL, **PLAIN)
+        axes.set_xticks(places, texts, fontsize=SMALL, **PLAIN)
         axes.tick_params(length=2)
         tidy(axes, ())
         axes.text(1.06, 0.5, label, transform=axes.transAxes, fontsize=SMALL, va="center", **PLAIN)
@@ -156,10 +147,10 @@ def draw_map(
     left, top, width, height = box
     numbers, low, high = within(numbers, scale)
     # Not with imshow, which would reset the limits and the aspect of the axes for each map.
-    image = load("matplotlib.image").AxesImage(
+    image = load("matplotlib.image", *_NEEDS).AxesImage(
         axes,
         cmap=colour_map(scale.is_signed),
-        norm=load("matplotlib.colors").Normalize(low, high),
+        norm=load("matplotlib.colors", *_NEEDS).Normalize(low, high),
         extent=(left, left + width, top + height, top),
         interpolation="antialiased" if smooth else "nearest",
         interpolation_stage="rgba",  # otherwise NaN would bleed into neighbouring numbers
@@ -179,7 +170,7 @@ def tidy(axes: Axes, keep: Sequence[str] = ("left", "bottom")) -> None:
 def _figure_class() -> Any:
     """Create a subclass of matplotlib's Figure that a notebook shows as a PNG."""
 
-    class HooklineFigure(load("matplotlib.figure").Figure):  # type: ignore[misc]
+    class HooklineFigure(load("matplotlib.figure", *_NEEDS).Figure):  # type: ignore[misc]
         def _repr_png_(self) -> bytes:
             out = io.BytesIO()
             self.savefig(out, format="png", pil_kwargs={"compress_level": 3})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -9,12 +10,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hookline.display.text import plural
+from hookline.display.text import plural, share_text, shorten
 from hookline.engine import Site, as_written
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
-from hookline.views.plots.checks import Source, check_source
-from hookline.views.plots.reducing import Array, scale_of, share_text, short, some_of
+from hookline.recordings.checks import Source, check_source
+from hookline.recordings.walk import (
+    Skipped,
+    Value,
+    chosen_values,
+    look_up,
+    look_up_all,
+    not_drawn,
+    tensors_of,
+)
+from hookline.statistics.of_values import Array, Statistics, site_statistics
+from hookline.views.pixels import scale_of
+from hookline.views.plots.arranging import some_of
 from hookline.views.plots.rows import RowSheet, stretch
 from hookline.views.plots.sheet import (
     BLUE,
@@ -30,16 +42,6 @@ from hookline.views.plots.sheet import (
     text_width,
     tidy,
 )
-from hookline.views.plots.values import (
-    Skipped,
-    Value,
-    chosen_values,
-    look_up,
-    look_up_all,
-    not_drawn,
-    walk,
-)
-from hookline.views.statistics import Statistics, site_statistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,6 +55,7 @@ HEADINGS = {
     "zeros": "zeros, %",
     "non_finite": "NaN or infinite, count",
 }
+Sites = str | Site | Sequence[str | Site] | None
 MOST_LINES = 6
 MOST_PASSES = 400
 
@@ -98,22 +101,21 @@ def statistics(
     names = [what] if isinstance(what, str) else list(what)
     unknown = [name for name in names if name not in HEADINGS]
     if unknown or not names:
-        got = repr(unknown[0]) if unknown else "none"
         raise InputError(
-            f"what must be some of {', '.join(HEADINGS)}, got {got}."
+            f"what must be some of {', '.join(HEADINGS)}, got"
+            f" {repr(unknown[0]) if unknown else 'none'}."
             "\nWrite what=('mean', 'std'), for instance."
         )
-    if isinstance(recording, PassRecord):
-        return _over_depth(recording, sites, names)
-    filled = [one for one in recording.passes if len(one)]
-    if len(filled) > 1:
-        return _over_passes(filled, sites, names)
+    if not isinstance(recording, PassRecord):
+        passes = [record for record in recording.passes if len(record)]
+        if len(passes) > 1:
+            return _over_passes(passes, sites, names)
     return _over_depth(recording, sites, names)
 
 
-def number_of(found: Statistics | None, name: str) -> float:
+def _number(statistics: Statistics | None, name: str) -> float:
     """Return a statistic as a number to draw; NaN if there is none."""
-    number = None if found is None else getattr(found, name)
+    number = None if statistics is None else getattr(statistics, name)
     if number is None:
         return math.nan
     return number * 100 if name == "zeros" else float(number)
@@ -124,7 +126,7 @@ def _headings(names: list[str], measured: Iterable[Statistics | None]) -> dict[s
 
     The mean, minimum and maximum of a single number are all that number, so it is drawn once.
     """
-    if any(found is None or found.numel != 1 for found in measured):
+    if any(statistics is None or statistics.numel != 1 for statistics in measured):
         return {name: HEADINGS[name] for name in names}
     return {"mean": "value"} | {name: HEADINGS[name] for name in names if name == "non_finite"}
 
@@ -133,14 +135,12 @@ def _kind(headings: dict[str, str]) -> str:
     return ", each value a single number" if headings.get("mean") == "value" else ""
 
 
-def _over_depth(
-    source: Source, sites: str | Site | Sequence[str | Site] | None, names: list[str]
-) -> Figure:
+def _over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
     values, skipped = chosen_values(source, sites)
     measured = [site_statistics(value.tensor) for value in values]
     headings = _headings(names, measured)
     order = "as they fired, the first at the top" if sites is None else "as they were named"
-    n_bad = sum(1 for found in measured if found and found.non_finite)
+    n_bad = sum(1 for statistics in measured if statistics and statistics.non_finite)
     rows = RowSheet(
         "Statistics over depth",
         [
@@ -156,9 +156,9 @@ def _over_depth(
         column_width=max(1.25, min(2.4, 7.0 / len(headings))),
     )
     y = np.arange(len(values))
-    bad = np.array([bool(found and found.non_finite) for found in measured])
+    bad = np.array([bool(statistics and statistics.non_finite) for statistics in measured])
     for axes, name in zip(rows.axes, headings, strict=True):
-        x = np.array([number_of(found, name) for found in measured])
+        x = np.array([_number(statistics, name) for statistics in measured])
         axes.plot(x, y, color=BLUE, linewidth=0.8, marker="o", markersize=2.6)
         axes.plot(np.where(np.isnan(x), 0, x)[bad], y[bad], color=ORANGE, marker="x",
                   markersize=6, linestyle="")  # fmt: skip
@@ -170,18 +170,17 @@ def _over_depth(
     return rows.figure
 
 
-def _over_passes(
-    passes: list[PassRecord], sites: str | Site | Sequence[str | Site] | None, names: list[str]
-) -> Figure:
+def _over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) -> Figure:
     drawn = some_of(passes, MOST_PASSES)
-    found, skipped, bad = _measure(drawn, sites)
-    labels = list(found)
-    headings = _headings(names, [one for row in found.values() for one in row.values()])
+    by_site, skipped, bad = _measure(drawn, sites)
+    labels = list(by_site)
+    measured = itertools.chain.from_iterable(of_site.values() for of_site in by_site.values())
+    headings = _headings(names, measured)
     tables = {name: np.full((len(labels), len(drawn)), np.nan) for name in headings}
-    for row, measured in enumerate(found.values()):
-        for k, one in measured.items():
+    for row, of_site in enumerate(by_site.values()):
+        for k, statistics in of_site.items():
             for name, table in tables.items():
-                table[row, k] = number_of(one, name)
+                table[row, k] = _number(statistics, name)
     lines = [
         share_text(len(drawn), len(passes), "pass", "passes")
         + (", evenly spaced" if len(drawn) < len(passes) else "")
@@ -192,30 +191,28 @@ def _over_passes(
         else "",
         not_drawn(skipped),
     ]
-    numbers = [current.number for current in drawn]
-    if len(labels) <= MOST_LINES:
-        return _curves(tables, labels, numbers, headings, lines)
-    return _carpets(tables, labels, numbers, headings, lines)
+    draw = _curves if len(labels) <= MOST_LINES else _carpets
+    return draw(tables, labels, [record.number for record in drawn], headings, lines)
 
 
 def _measure(
-    passes: list[PassRecord],
-    sites: str | Site | Sequence[str | Site] | None,
+    passes: list[PassRecord], sites: Sites
 ) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
     """Measure each site that fired, by index of the pass; find the first NaN or infinity."""
-    wanted = None if sites is None else _as_written(sites)
+    named = [sites] if isinstance(sites, str | Site) else sites
+    keys = None if named is None else [as_written(str(site)) for site in named]
     by_site: dict[str, dict[int, Statistics | None]] = {}
     skipped: dict[str, Skipped] = {}
     bad: tuple[int, str] | None = None
     for k, record in enumerate(passes):
-        for key, value in walk(record) if wanted is None else _named_values(record, wanted):
+        for key, value in tensors_of(record) if keys is None else _named_values(record, keys):
             if isinstance(value, Skipped):
                 skipped.setdefault(key, value)
                 continue
             measured = by_site.setdefault(key, {})[k] = site_statistics(value.tensor)
             if bad is None and measured is not None and measured.non_finite:
                 bad = record.number, key
-    for key in wanted or ():
+    for key in keys or ():
         if not any(key in record for record in passes):
             look_up(passes[0], key)  # raises the error that says why
     if not by_site:
@@ -226,13 +223,8 @@ def _measure(
     return by_site, list(skipped.values()), bad
 
 
-def _as_written(sites: str | Site | Sequence[str | Site]) -> list[str]:
-    named = [sites] if isinstance(sites, str | Site) else sites
-    return [as_written(str(site)) for site in named]
-
-
-def _named_values(record: PassRecord, wanted: list[str]) -> Iterator[tuple[str, Value | Skipped]]:
-    for key in wanted:
+def _named_values(record: PassRecord, keys: list[str]) -> Iterator[tuple[str, Value | Skipped]]:
+    for key in keys:
         values = look_up_all(record, key) if key in record else []
         for value in values:
             yield (key if len(values) == 1 else value.label), value
@@ -253,7 +245,7 @@ def _curves(
             colour, dash, marker = _STYLES[row]
             axes.plot(passes, tables[name][row], color=colour, linestyle=dash, marker=marker,
                       linewidth=1, markersize=3, markevery=max(1, len(passes) // 12),
-                      label=short(label, 52))  # fmt: skip
+                      label=shorten(label, 52))  # fmt: skip
         axes.set_ylabel(heading, fontsize=TEXT, **PLAIN)
         if name == "zeros":
             axes.set_ylim(-4, 104)
@@ -285,8 +277,8 @@ def _carpets(
 ) -> Figure:  # fmt: skip
     """Draw one row of colours a site and one column a statistic."""
     width = max(1.5, min(2.6, 8.0 / len(headings)))
-    rows = RowSheet("Statistics over passes", lines, labels, ["pass"] * len(headings), width,
-                    foot=0.45, head=0.18)  # fmt: skip
+    title, names = "Statistics over passes", ["pass"] * len(headings)
+    rows = RowSheet(title, lines, labels, names, width, space=(0.18, 0.45))
     for k, (axes, name) in enumerate(zip(rows.axes, headings, strict=True)):
         table, usual = _compressed(tables[name])
         scale = scale_of(torch.from_numpy(table), robust=True)
@@ -298,11 +290,11 @@ def _carpets(
         heading = headings[name] + " (log)" * (usual is not None)
         axes.set_title(heading, fontsize=TEXT, loc="left", **PLAIN)
         step = max(1, math.ceil(len(passes) / 4))
-        axes.set_xticks(range(0, len(passes), step), [str(one) for one in passes[::step]])
+        axes.set_xticks(range(0, len(passes), step), [str(number) for number in passes[::step]])
         axes.grid(visible=False)
         left = rows.left + k * (width + 0.4) + 0.1
         ends = None
         if usual is not None:
             ends = (f"{np.sinh(scale.low) * usual:.3g}", f"{np.sinh(scale.high) * usual:.3g}")
-        rows.sheet.bar(left, rows.height + 0.78, scale, "", ends, width=width * 0.75)
+        rows.sheet.bar((left, rows.height + 0.78), scale, "", ends, width=width * 0.75)
     return rows.figure

@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hookline.display.text import plural
+from hookline.display.text import plural, share_text, shorten
 from hookline.engine import Site
 from hookline.errors import InputError
-from hookline.views.plots.checks import Source
-from hookline.views.plots.reducing import (
-    cells,
-    order_of,
-    range_text,
-    scale_of,
-    share_text,
-    short,
-)
+from hookline.recordings.checks import Source
+from hookline.recordings.walk import look_up
+from hookline.views.pixels import cells, range_text, scale_of
+from hookline.views.plots.arranging import arrange, order_of
 from hookline.views.plots.sheet import (
     PLAIN,
     SMALL,
@@ -30,7 +25,6 @@ from hookline.views.plots.sheet import (
     tidy,
     within,
 )
-from hookline.views.plots.values import arrange, look_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,25 +78,25 @@ def tokens(
         HooklineError: matplotlib is not installed.
     """
     value = look_up(recording, site)
-    found = arrange(value, layout, sample, usual="TC")
-    if not found.space:
+    arranged = arrange(value, layout, sample, usual="TC")
+    if not arranged.space:
         raise InputError(
-            f"{value.label} must have tokens, got a value {found.text}.\nUse hl.plots.channels for"
-            " vectors, or give layout='TC' if its rows are tokens."
+            f"{value.label} must have tokens, got a value {arranged.text}."
+            "\nUse hl.plots.channels for vectors, or give layout='TC' if its rows are tokens."
         )
-    chosen = order_of(found.data, order, n, value.label)
-    table = found.data[chosen].flatten(1).T
+    chosen = order_of(arranged.data, order, n, value.label)
+    table = arranged.data[chosen].flatten(1).T
     n_tokens, n_features = table.shape
     if texts is not None and len(texts) != n_tokens:
         raise InputError(
             f"texts must have one text for each of the {plural(n_tokens, 'token')} of"
             f" {value.label}, got {plural(len(texts), 'text')}.\nGive one for each, or texts=None."
         )
-    shown = share_text(len(chosen), found.data.shape[0], "feature")
+    share = share_text(len(chosen), len(arranged.data), "feature")
     by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
     lines = [
-        f"{value.form}, {found.text}",
-        f"{plural(n_tokens, 'token')}, {shown}{by}; {range_text(table)}",
+        f"{value.form}, {arranged.text}",
+        f"{plural(n_tokens, 'token')}, {share}{by}; {range_text(table)}",
     ]
     drawn = cells(table, _MOST)
     if drawn.shape != table.shape:
@@ -124,9 +118,9 @@ def tokens(
         extent=(-0.5, n_features - 0.5, n_tokens - 0.5, -0.5),
         interpolation="nearest",
     )
-    _label(axes, found.space, labels, height, chosen)
+    _label(axes, arranged.space, labels, height, chosen)
     has_bad = not bool(drawn.isfinite().all())
-    sheet.bar(left, height + 0.6, scale, "value", has_bad=has_bad)
+    sheet.bar((left, height + 0.6), scale, "value", has_bad=has_bad)
     return sheet.figure
 
 
@@ -154,5 +148,5 @@ def _label(
 
 def _printable(text: str) -> str:
     """Format a token: show outer spaces, escape newlines, shorten long texts."""
-    seen = text.replace(" ", "␣") if text != text.strip() else text
-    return short(seen, _LONGEST) or "''"
+    text = text.replace(" ", "␣") if text != text.strip() else text
+    return shorten(text, _LONGEST) or "''"

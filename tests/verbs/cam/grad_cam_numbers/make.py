@@ -54,7 +54,7 @@ def waves(shape, step):
 
 
 def main():
-    from hookline.models._torchvision_import import import_torchvision
+    from hookline.models.torchvision_import import import_torchvision
 
     import_torchvision()
     import pytorch_grad_cam as package

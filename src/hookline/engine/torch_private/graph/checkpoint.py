@@ -99,18 +99,12 @@ class _Recomputing(threading.local):
 _recomputing = _Recomputing()
 
 
-class Origin(NamedTuple):
-    """Refer to a tensor outside of a reentrant region, which may be freed before its node.
+class OuterTensor(NamedTuple):
+    """Refer to a tensor outside of a reentrant region, which may be freed before its node."""
 
-    Attributes:
-        tensor: a weak reference to the tensor.
-        node: the node that computed the tensor.
-        number: the tensor's index among the results of the node.
-    """
-
-    tensor: Callable[[], Tensor | None]
-    node: Any
-    number: int
+    tensor: Callable[[], Tensor | None]  # a weak reference to the tensor
+    node: Any  # the node that computed the tensor
+    number: int  # the tensor's index among the results of the node
 
 
 @final
@@ -148,7 +142,7 @@ class ReentrantRegion:
         self.at_outputs: list[Callable[[Sequence[Any]], None]] = []
         self.has_run = False
         self.made_inside: list[bool] = []
-        self.passed_on: list[Origin | None] = []
+        self.passed_on: list[OuterTensor | None] = []
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the function, or have it run again."""
@@ -179,7 +173,7 @@ class ReentrantRegion:
         finally:
             _recomputing.regions, self._detached = before, ()
 
-    def input_of(self, detached: Tensor) -> Origin | None:
+    def input_of(self, detached: Tensor) -> OuterTensor | None:
         """Return the checkpoint's input that the present run has as this detached tensor."""
         for tensor, origin in zip(self._detached, self._inputs, strict=False):
             if tensor is detached:
@@ -187,13 +181,13 @@ class ReentrantRegion:
         return None
 
 
-def _origin_of(tensor: Tensor) -> Origin | None:
+def _origin_of(tensor: Tensor) -> OuterTensor | None:
     """Return the tensor in the graph that a tensor is, or was detached from by a checkpoint.
 
     None for other leaves.
     """
     if tensor.grad_fn is not None:
-        return Origin(weakref.ref(tensor), tensor.grad_fn, tensor.output_nr)
+        return OuterTensor(weakref.ref(tensor), tensor.grad_fn, tensor.output_nr)
     origins = (region.input_of(tensor) for region in _recomputing.regions)
     return next((origin for origin in origins if origin is not None), None)
 
@@ -256,10 +250,8 @@ _RECOMPUTES = frozenset({"recompute_fn", "backward"})
 def aside(region: Any) -> AbstractContextManager[Any]:
     """Return a context for operations in a region that the second run will not repeat.
 
-    A selective checkpoint identifies the operations of the second run by their number.
-
-    Args:
-        region: the checkpointed region; None for a context that does nothing.
+    A selective checkpoint identifies the operations of the second run by their number. Without a
+    region, the context does nothing.
     """
     is_counted = region is not None and torch._C._len_torch_dispatch_stack() > 0
     return _disable_current_modes() if is_counted else _NOTHING

@@ -28,15 +28,17 @@ def storage_address(tensor: Tensor) -> int | None:
         return None
 
 
-def jagged_parts(tensor: Any) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Return the values, offsets, lengths and ragged dimension of a jagged tensor."""
-    return tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx
+def jagged_parts(tensor: Any) -> tuple[list[Tensor], int]:
+    """Return the values, offsets and lengths (if any) of a jagged tensor, and its ragged dim."""
+    parts = tensor.values(), tensor.offsets(), tensor.lengths()
+    return [part for part in parts if part is not None], tensor._ragged_idx
 
 
-def jagged_of(values: Tensor, offsets: Tensor, lengths: Tensor | None, dim: int) -> Tensor:
-    """Make a jagged tensor of its parts."""
+def jagged_of(parts: list[Tensor], dim: int) -> Tensor:
+    """Make a jagged tensor of the results of `jagged_parts`."""
     # Not nested_tensor_from_jagged, which warns in the backward of a graph.
     from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
 
     view_of: Callable[..., Tensor] = nested_view_from_values_offsets_lengths
+    values, offsets, lengths = parts if len(parts) == 3 else (*parts, None)
     return view_of(values, offsets, lengths, dim)

@@ -65,15 +65,9 @@ def formulas() -> dict[Any, Formula]:
 
 
 def with_workspace(operation: Any, args: Sequence[Any], out: Any) -> Any:
-    """Return the workspace that an operation keeps for backward, of a size that shapes do not show.
+    """Return the workspace that an operation keeps for backward; None without one.
 
-    Args:
-        operation: the operation.
-        args: its arguments.
-        out: its result on tensors without numbers, in which the workspace is empty.
-
-    Returns:
-        The empty workspace; None where there is none.
+    In `out`, the operation's result on tensors without numbers, the workspace is empty.
     """
     if operation not in _WORKSPACES or not isinstance(out, tuple | list):
         return None

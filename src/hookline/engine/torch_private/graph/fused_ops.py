@@ -18,9 +18,11 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     if not isinstance(layer, nn.TransformerEncoderLayer):
         return False
-    given = dict(zip(("src", "src_mask", "src_key_padding_mask"), args, strict=False)) | kwargs
-    src = given.get("src")
-    is_masked = any(given.get(name) is not None for name in ("src_mask", "src_key_padding_mask"))
+    arguments = dict(zip(("src", "src_mask", "src_key_padding_mask"), args, strict=False)) | kwargs
+    src = arguments.get("src")
+    is_masked = any(
+        arguments.get(name) is not None for name in ("src_mask", "src_key_padding_mask")
+    )
     if not isinstance(src, Tensor) or src.dim() != 3 or (src.is_nested and is_masked):
         return False
     tensors = [src, *layer.parameters()]

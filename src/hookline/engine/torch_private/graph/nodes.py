@@ -29,40 +29,36 @@ def number_of(node: Any) -> int:
 def nodes_below(roots: Iterable[Any], lowest: int) -> tuple[list[tuple[int, Any]], Any]:
     """Walk over the graph below some nodes.
 
-    Args:
-        roots: the nodes to begin at.
-        lowest: the lowest number of a node to visit.
-
     Returns:
         The nodes and their numbers, the highest number first. And the node with the highest number
         below `lowest`, where the graph goes on; None if the graph ends.
     """
-    seen: set[Any] = set()
-    found: list[tuple[int, Any]] = []
+    visited: set[Any] = set()
+    numbered: list[tuple[int, Any]] = []
     before: tuple[int, Any] = (-1, None)
     waiting = [root for root in roots if root is not None]
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)  # holds the node, so that no other one gets its id
+        visited.add(node)  # holds the node, so that no other one gets its id
         number = node._sequence_nr()
         if number >= lowest:
             if number < _ACCUMULATES:
-                found.append((number, node))
-                waiting += [one for one, _ in node.next_functions if one is not None]
+                numbered.append((number, node))
+                waiting += [below for below, _ in node.next_functions if below is not None]
         elif number > before[0]:
             before = number, node
-    found.sort(key=lambda one: one[0], reverse=True)
-    return found, before[1]
+    numbered.sort(key=lambda entry: entry[0], reverse=True)
+    return numbered, before[1]
 
 
 def kept_by(node: Any) -> Iterator[Tensor]:
     """Yield the tensors that a node keeps for backward, without unpacking what was packed."""
     for name in _names_of_kept(node.__class__):
-        kept = getattr(node, name)
-        for one in kept if isinstance(kept, tuple | list) else (kept,):
-            tensor = None if one is None else _data(one)
+        saved = getattr(node, name)
+        for part in saved if isinstance(saved, tuple | list) else (saved,):
+            tensor = None if part is None else _data(part)
             if isinstance(tensor, Tensor):
                 yield tensor
 
@@ -81,9 +77,9 @@ def workspace_of(node: Any) -> int | None:
 _WITH_WORKSPACE = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0")
 
 
-def _data(kept: Any) -> Any:
+def _data(saved: Any) -> Any:
     try:
-        return kept.data
+        return saved.data
     except RuntimeError:  # it was freed, or nothing was saved
         return None
 
@@ -137,9 +133,7 @@ def nodes_of_loss(roots: Iterable[Any], is_of_run: Callable[[int], bool], most: 
     """Walk over the graph below some nodes, down to the nodes that were made in runs of a model.
 
     Args:
-        roots: the nodes to begin at.
         is_of_run: tells whether the node of a number was made in such a run.
-        most: the most nodes to visit.
 
     Returns:
         The nodes, the lowest number first: each behind those that its operation got values from.

@@ -62,9 +62,9 @@ class OperationCounter:
         if self._workspace is not None:
             out = self._sized(operation, args, out)
         # A view of a parameter or an input, or one that was written to, is not made here.
-        given = {storage._cdata for storage in _storages([*args, *kwargs.values()])}
+        argument_storages = {storage._cdata for storage in _storages([*args, *kwargs.values()])}
         for storage in _storages([out]):
-            if storage._cdata not in given:
+            if storage._cdata not in argument_storages:
                 self._hold(storage)
         self._done(flops, self._n_bytes)
         return out
@@ -81,8 +81,8 @@ class OperationCounter:
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         key, n_bytes = storage._cdata, int(storage.nbytes())
-        known = self._alive.get(key)
-        if known is None or known() is not storage:
+        known_ref = self._alive.get(key)
+        if known_ref is None or known_ref() is not storage:
 
             def freed(ref: Any) -> None:
                 if self._alive.get(key) is ref:

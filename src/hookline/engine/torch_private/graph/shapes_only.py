@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookline.engine.torch_private.distributed import is_dtensor, sharding
+from hookline.engine.torch_private.distributed import is_dtensor, own_class, sharding
 from hookline.engine.torch_private.modules import children
 from hookline.errors import ModelError
 
@@ -27,13 +27,7 @@ Flags = list[tuple[bool, list[bool]]]
 
 
 class Runnable(NamedTuple):
-    """A module and inputs of fake tensors.
-
-    Attributes:
-        modules: the modules, by path.
-        args: the arguments.
-        kwargs: the keyword arguments.
-    """
+    """Modules by path, and the inputs of the model, all with fake tensors."""
 
     modules: dict[str, nn.Module]
     args: tuple[Any, ...]
@@ -46,10 +40,6 @@ class ShapesOnly:
 
     The copy shares no Python object with the model that a copy can have for itself. A parameter
     that FSDP2 shards has its whole shape in the copy.
-
-    Args:
-        model: the model.
-        modules: the modules to find in the copy again, by path.
 
     Raises:
         ModelError: the model is split over ranks in a way that a copy cannot undo.
@@ -99,9 +89,7 @@ class ShapesOnly:
     def running(self, inputs: tuple[Any, Any], flags: Flags) -> Iterator[Runnable]:
         """Yield fake modules and inputs, with the flags that the model had; run them in the block.
 
-        Args:
-            inputs: arguments and keyword arguments, copied.
-            flags: the flags, by `flags_of`.
+        The inputs are arguments and keyword arguments, copied by `copied`.
         """
         # Late, because it loads sympy.
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -111,9 +99,9 @@ class ShapesOnly:
             with _Fakes(self._stand_ins):
                 parts = copy.deepcopy((self._every, self._modules, inputs), memo)
             every, modules, (args, kwargs) = parts
-            for made, (training, needs) in zip(every, flags, strict=True):
-                made.training = training
-                for parameter, need in zip(made.parameters(recurse=False), needs, strict=False):
+            for module, (training, needs) in zip(every, flags, strict=True):
+                module.training = training
+                for parameter, need in zip(module.parameters(recurse=False), needs, strict=False):
                     parameter.requires_grad_(need)
             with self._stand_ins.computing():
                 yield Runnable(modules, args, kwargs)
@@ -125,15 +113,14 @@ class ShapesOnly:
             if not name.startswith("_") or "_hooks" not in name or not isinstance(hooks, dict):
                 continue
             # The hooks of `torch.nn.utils` compute weights: they are a part of the model.
-            kept = {
+            lasting_hooks = {
                 k: h for k, h in hooks.items() if type(h).__module__.startswith("torch.nn.util")
             }
-            self._memo[id(hooks)] = OrderedDict(kept)
+            self._memo[id(hooks)] = OrderedDict(lasting_hooks)
 
     def _shell(self, module: nn.Module) -> nn.Module:
         """Return an empty copy of a module that FSDP2 forbids to copy, of its original class."""
-        bases = type(module).__mro__
-        kind: Any = bases[[base.__name__ for base in bases].index("FSDPModule") + 1]
+        kind: Any = own_class(module)
         shell: nn.Module = kind.__new__(kind)
         nn.Module.__init__(shell)
         self._memo[id(module)] = shell
@@ -143,7 +130,10 @@ class ShapesOnly:
 def flags_of(model: nn.Module) -> Flags:
     """Return the modes of a model's modules, and which of their parameters require gradients."""
     return [
-        (module.training, [one.requires_grad for one in module.parameters(recurse=False)])
+        (
+            module.training,
+            [parameter.requires_grad for parameter in module.parameters(recurse=False)],
+        )
         for module in model.modules()
     ]
 
@@ -189,11 +179,11 @@ class _StandIns(TorchFunctionMode):
             if tensor.layout is not torch.strided or tensor.is_nested:
                 raise ModelError(f"it holds a tensor of layout {tensor.layout}")
             strides = tensor.stride() if not is_dtensor(tensor) else None
-            made = _empty(tensor.shape, strides, tensor.dtype, torch.device("meta"))
-            made = _like(made, tensor)
-        self._made.append((made, tensor.device))
-        self._devices[made.untyped_storage()._cdata] = tensor.device
-        return made
+            stand_in = _empty(tensor.shape, strides, tensor.dtype, torch.device("meta"))
+            stand_in = _like(stand_in, tensor)
+        self._made.append((stand_in, tensor.device))
+        self._devices[stand_in.untyped_storage()._cdata] = tensor.device
+        return stand_in
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor that keeps its numbers, in the copy that runs, too."""
@@ -216,19 +206,17 @@ class _StandIns(TorchFunctionMode):
     def as_fakes(self) -> dict[int, Any]:
         """Return fake tensors on the devices of the originals, by the id of the stand-in."""
         fakes = {
-            id(one): _like(_empty(one.shape, one.stride(), one.dtype, device), one)
-            for one, device in self._made
+            id(stand_in): _like(
+                _empty(stand_in.shape, stand_in.stride(), stand_in.dtype, device), stand_in
+            )
+            for stand_in, device in self._made
         }
         return fakes | {id(tensor): tensor for tensor in self._with_numbers}
 
 
 @final
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Run operations with numbers if all their tensors keep numbers, such as sizes of batches.
-
-    Args:
-        tensors: the tensors that keep their numbers.
-    """
+    """Run operations with numbers if all their tensors keep numbers, such as sizes of batches."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -288,11 +276,11 @@ def _empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _like(made: Tensor, tensor: Tensor) -> Tensor:
+def _like(stand_in: Tensor, tensor: Tensor) -> Tensor:
     """Make a parameter of a tensor where the original is one, and let it require gradients."""
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+    return stand_in.requires_grad_(tensor.requires_grad)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -3,5 +3,3 @@
 from hookline.verbs.monitor.sinks.choose import writers_for as writers_for
 from hookline.verbs.monitor.sinks.protocol import ReportWriter as ReportWriter
 from hookline.verbs.monitor.sinks.protocol import name_of as name_of
-
-__all__ = ["ReportWriter", "name_of", "writers_for"]

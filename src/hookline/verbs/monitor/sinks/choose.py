@@ -32,18 +32,27 @@ _BY_MODULE: dict[str, Callable[[Any], ReportWriter]] = {
     "mlflow": lambda _: MlflowWriter(None),
 }
 
+# Endings of files that hookline does not write. Others may be those of a folder: "runs/v1.5".
+_OTHER_FILES = frozenset(
+    {
+        ".bin", ".csv", ".db", ".feather", ".gz", ".h5", ".html", ".json", ".log", ".npy", ".npz",
+        ".pkl", ".pt", ".pth", ".safetensors", ".sqlite", ".tsv", ".txt", ".xlsx", ".yaml", ".yml",
+        ".zip",
+    }
+)  # fmt: skip
+
 
 def writers_for(to: Any) -> list[ReportWriter]:
     """Return the writers for `to=`; none for None.
 
     Raises:
-        AttachError: nothing can be written to an object of this kind.
+        AttachError: nothing can be written to an object of this kind, or to a file of this ending.
         FolderError: a folder cannot be used.
     """
     if to is None:
         return []
     if isinstance(to, list | tuple):
-        return [writer for one in to for writer in writers_for(one)]
+        return [writer for part in to for writer in writers_for(part)]
     return [_writer_for(to)]
 
 
@@ -70,6 +79,12 @@ def _file_writer(path: Path) -> ReportWriter:
         return JsonLinesWriter(path)
     if path.suffix == ".parquet":
         return ParquetWriter(path)
+    if path.suffix.lower() in _OTHER_FILES and not path.is_dir():
+        raise AttachError(
+            "to= must be a folder, or a file that ends in .jsonl or .parquet, got"
+            f" {str(path)!r}.\nGive to={str(path.with_suffix('.jsonl'))!r}, or a folder:"
+            f" to={str(path.with_suffix(''))!r}."
+        )
     return RunWriter(path)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, final
 
 from hookline.curves import RunFolder, StepReport
-from hookline.engine.identity import RecordedModel
+from hookline.engine.model_fingerprint import RecordedModel
 from hookline.errors import FolderError
-from hookline.util.deleted import is_deleted
+from hookline.files.open_regular import is_deleted
 
 
 @final

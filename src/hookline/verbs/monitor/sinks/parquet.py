@@ -9,7 +9,7 @@ from typing import Any, final
 
 from hookline.curves import StepReport
 from hookline.errors import AttachError, FolderError
-from hookline.util.install import how_to_install
+from hookline.util.optional import how_to_install
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.monitor.sinks.files import make_parent
 

@@ -42,8 +42,8 @@ class TensorBoardWriter:
             self._writer.add_scalar(name, numbers.pop(name), report.step, report.seconds)
         file = self._writer.file_writer
         values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        for site, found in report.histograms():
-            values.append(Summary.Value(tag=f"{site}/histogram", histo=_as_proto(found)))
+        for site, histogram in report.histograms():
+            values.append(Summary.Value(tag=f"{site}/histogram", histo=_as_proto(histogram)))
         file.add_summary(Summary(value=values), report.step, report.seconds)
 
     def close(self) -> None:
@@ -51,24 +51,24 @@ class TensorBoardWriter:
         self._writer.flush()
 
 
-def _as_proto(found: Histogram) -> Any:
+def _as_proto(histogram: Histogram) -> Any:
     """Return TensorBoard's histogram: a bucket holds the numbers up to its limit."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
-    limits = [min(edge, sys.float_info.max) for edge in found.edges[1:]]
-    buckets = [*map(float, found.counts)]
-    buckets[limits.index(0.0)] += found.zeros
+    limits = [min(edge, sys.float_info.max) for edge in histogram.edges[1:]]
+    buckets = [*map(float, histogram.counts)]
+    buckets[limits.index(0.0)] += histogram.zeros
     filled = [place for place, count in enumerate(buckets) if count]
     # The bucket before the first filled one tells where that begins.
-    kept = slice(max(filled[0] - 1, 0), filled[-1] + 1)
-    middles = [(low + high) / 2 for low, high in itertools.pairwise(found.edges)]
-    middles = [min(max(one, found.min), found.max) for one in middles]
+    span = slice(max(filled[0] - 1, 0), filled[-1] + 1)
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(histogram.edges)]
+    middles = [min(max(middle, histogram.min), histogram.max) for middle in middles]
     return HistogramProto(
-        min=found.min,
-        max=found.max,
+        min=histogram.min,
+        max=histogram.max,
         num=sum(buckets),
         sum=sum(count * at for count, at in zip(buckets, middles, strict=True)),
         sum_squares=sum(count * at * at for count, at in zip(buckets, middles, strict=True)),
-        bucket_limit=limits[kept],
-        bucket=buckets[kept],
+        bucket_limit=limits[span],
+        bucket=buckets[span],
     )

@@ -55,8 +55,8 @@ class WandbWriter:
         if self._run.step == self._row and report.step != self._step:
             self._run.log({}, commit=True)
         row = {f"{_PREFIX}{name}": number for name, number in report.numbers().items()}
-        for site, found in report.histograms():
-            row[f"{_PREFIX}{site}/histogram"] = _as_histogram(found)
+        for site, histogram in report.histograms():
+            row[f"{_PREFIX}{site}/histogram"] = _as_histogram(histogram)
         self._run.log({_STEP: report.step, **row}, commit=False)
         self._row, self._step = self._run.step, report.step
 
@@ -66,10 +66,10 @@ class WandbWriter:
             self._run.log({}, commit=True)
 
 
-def _as_histogram(found: Histogram) -> Any:
+def _as_histogram(histogram: Histogram) -> Any:
     import wandb
 
-    counts, edges = found.finite_bins()
-    each = -(-len(counts) // wandb.Histogram.MAX_LENGTH)  # bins to a bin of W&B
-    sums = [sum(counts[start : start + each]) for start in range(0, len(counts), each)]
-    return wandb.Histogram(np_histogram=(sums, [*edges[:-1:each], edges[-1]]))
+    counts, edges = histogram.finite_bins()
+    per_bin = -(-len(counts) // wandb.Histogram.MAX_LENGTH)  # bins to a bin of W&B
+    sums = [sum(counts[start : start + per_bin]) for start in range(0, len(counts), per_bin)]
+    return wandb.Histogram(np_histogram=(sums, [*edges[:-1:per_bin], edges[-1]]))

@@ -1,0 +1,295 @@
+"""Arrays as data: each row is an item. Mapped files stay on disk."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from xxhash import xxh3_128
+
+from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread
+from hookline.data.loading import RawBatch
+from hookline.engine.pytree import describe
+from hookline.errors import InputError
+
+_PIECE_BYTES = 8 * 1024**2
+
+
+class ArrayPart(NamedTuple):
+    """The bytes of an array inside a file.
+
+    Args:
+        path: the file.
+        offset: the first byte of the first element.
+        dtype: the dtype, as NumPy writes it.
+        shape: the shape.
+        strides: the bytes from one index to the next, for each dimension.
+    """
+
+    path: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The first byte behind the array."""
+        if 0 in self.shape:
+            return self.offset
+        steps = zip(self.shape, self.strides, strict=True)
+        last = sum(max((n - 1) * step, 0) for n, step in steps)
+        return self.offset + last + np.dtype(self.dtype).itemsize
+
+    def mapped(self) -> NDArray[Any]:
+        """Map the array read-only.
+
+        Raises:
+            InputError: the file cannot be read, or is shorter than the array.
+        """
+        remedy = "Put the file back that the job was started with."
+        try:
+            data = np.memmap(self.path, np.uint8, "r")
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{self.path} must be readable, got {type(error).__name__}: {error}.\n{remedy}"
+            ) from error
+        if self.end > len(data):
+            raise InputError(
+                f"{self.path} must have at least {self.end} bytes, got {len(data)}.\n{remedy}"
+            )
+        return np.ndarray(self.shape, np.dtype(self.dtype), data.data, self.offset, self.strides)
+
+
+def part_of(array: NDArray[Any]) -> ArrayPart | None:
+    """Find the file of a memory-mapped array, or of a view of one; None for memory."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        top, base = base, base.base
+    if not isinstance(base, mmap.mmap) or not isinstance(top, np.memmap) or top.filename is None:
+        return None
+    if top.mode == "c":  # copy-on-write: memory may differ from the file
+        return None
+    start = top.offset - top.offset % mmap.ALLOCATIONGRANULARITY
+    address = np.frombuffer(base, np.uint8).ctypes.data
+    offset = start + array.ctypes.data - address
+    return ArrayPart(Path(top.filename), offset, array.dtype.str, array.shape, array.strides)
+
+
+class Rows(Protocol):
+    """Rows that are read by a range."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def read(self, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Copy rows into a tensor; all of them without a range."""
+
+
+@final
+class TensorRows:
+    """The rows of a tensor.
+
+    Args:
+        tensor: the tensor.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+    def read(self, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Copy rows: a model that changes its input in place must not change the data."""
+        return self._tensor[start:stop].clone() if self.shape else self._tensor.clone()
+
+
+@final
+class ArrayRows:
+    """The rows of an array: of NumPy, or anything that gives an array when it is sliced.
+
+    It pickles as the place in its file where it is memory-mapped.
+
+    Args:
+        array: the array, or the place of one in a file.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array: Any = None if isinstance(array, ArrayPart) else array
+        self._part = part_of(array) if isinstance(array, np.ndarray) else None
+        if isinstance(array, ArrayPart):
+            self._part = array
+        self.shape = tuple(array.shape)
+        self.dtype = array.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_array": None} if self._part is not None else vars(self)
+
+    def read(self, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Copy rows into a tensor, in this machine's byte order."""
+        if self._array is None:
+            assert self._part is not None
+            self._array = self._part.mapped()
+        rows = self._array[slice(start, stop) if self.shape else ()]
+        if isinstance(rows, Tensor):  # as a column of a store gives them
+            return rows.detach().clone()
+        rows = np.asarray(rows)
+        return torch.from_numpy(np.array(rows, rows.dtype.newbyteorder("="), order="C", copy=True))
+
+
+@final
+class ArrayItems:
+    """Items that are rows of arrays of one length.
+
+    Args:
+        arrays: an array; a tuple of arrays, the model's arguments; or a dict of them, its keyword
+            arguments.
+        argument: the name of the argument, for messages.
+
+    Raises:
+        InputError: an array has no rows, a dtype that torch lacks, or a length of its own.
+    """
+
+    names = None
+    may_draw = False
+    fix = "Give arrays of one length."
+
+    def __init__(self, arrays: Any, argument: str = "data") -> None:
+        self._arrays = arrays
+        parts = _named(arrays)
+        for name, rows in parts:
+            _check(rows, argument + name)
+        lengths = {rows.shape[0] for _, rows in parts}
+        if len(lengths) != 1:
+            texts = [f"{rows.shape[0]:,} in {argument}{name}" for name, rows in parts[:4]]
+            more = ", …" * (len(parts) > 4)
+            raise InputError(
+                f"{argument} must hold arrays of one length, got {', '.join(texts)}{more}."
+                "\nCut them to one length, or leave out those that the model does not take."
+            )
+        self._length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def identity(self) -> dict[str, Any]:
+        """Return shape, dtype and fingerprint of each array."""
+        parts = {name: _identity(rows) for name, rows in _named(self._arrays)}
+        if "" in parts:
+            return {"kind": "array", **parts[""]}
+        return {"kind": "arrays", "arrays": parts}
+
+    def load(self, number: int, indices: range) -> RawBatch:
+        """Copy rows. Errors are raised: the rows are of one file or memory."""
+        start, stop = indices.start, indices.stop
+        data: Any
+        if isinstance(self._arrays, dict):
+            data = {key: rows.read(start, stop) for key, rows in self._arrays.items()}
+        elif isinstance(self._arrays, tuple):
+            data = tuple(rows.read(start, stop) for rows in self._arrays)
+        else:
+            data = self._arrays.read(start, stop)
+        return RawBatch(number, list(indices), data)
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is a tensor, or has a shape, a dtype and rows."""
+    if isinstance(value, type):
+        return False
+    return isinstance(value, Tensor | ArrayRows) or all(
+        hasattr(value, name) for name in ("shape", "dtype", "__len__", "__getitem__")
+    )
+
+
+def array_items(data: Any, argument: str = "data") -> ArrayItems:
+    """Return the rows of an array, or of a tuple or mapping of arrays, as items.
+
+    Raises:
+        InputError: a part is not an array; or as in `ArrayItems`.
+    """
+    if is_array(data):
+        return ArrayItems(_rows(data), argument)
+    is_several = isinstance(data, Mapping | tuple | list)
+    keys: Any = list(data) if isinstance(data, Mapping) else range(len(data) if is_several else 0)
+    for key in keys:
+        if not is_array(data[key]):
+            raise InputError(
+                f"{argument}[{key!r}] must be an array or a tensor, got"
+                f" {describe.in_words(data[key])}."
+                "\nLeave it out, or give a list or a Dataset, whose items may be anything."
+            )
+    if not keys:
+        raise InputError(
+            f"{argument} must hold at least one array, got"
+            f" {'an empty ' * is_several}{type(data).__name__}."
+            "\nGive the arrays that the model takes."
+        )
+    if isinstance(data, Mapping):
+        return ArrayItems({key: _rows(data[key]) for key in keys}, argument)
+    return ArrayItems(tuple(map(_rows, data)), argument)
+
+
+def read_numbers(rows: Rows, name: str, *bounds: int) -> Tensor:
+    """Copy rows; all of them without bounds.
+
+    Raises:
+        InputError: torch does not have their dtype.
+    """
+    try:
+        return rows.read(*bounds)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{name} must hold numbers of a dtype that torch has, got {rows.dtype}."
+            "\nConvert it first, such as array.astype('float32')."
+        ) from error
+
+
+def _rows(array: Any) -> Rows:
+    if isinstance(array, ArrayRows):
+        return array
+    return TensorRows(array) if isinstance(array, Tensor) else ArrayRows(array)
+
+
+def _named(arrays: Any) -> list[tuple[str, Rows]]:
+    if isinstance(arrays, dict):
+        return [(f"[{key!r}]", rows) for key, rows in arrays.items()]
+    if isinstance(arrays, tuple):
+        return [(f"[{index}]", rows) for index, rows in enumerate(arrays)]
+    return [("", arrays)]
+
+
+def _check(rows: Rows, name: str) -> None:
+    """Check that an array has rows, in a dtype that torch has.
+
+    Raises:
+        InputError: it does not.
+    """
+    if not rows.shape or not rows.shape[0]:
+        raise InputError(
+            f"{name} must have at least one row, got shape {list(rows.shape)}."
+            "\nGive an array whose first dimension counts the items."
+        )
+    read_numbers(rows, name, 0, 1)
+
+
+def _identity(rows: Rows) -> dict[str, Any]:
+    """Return shape, dtype and a fingerprint: of all rows, or of a large array's 1,024."""
+    first = rows.read(0, 1)
+    n, row_bytes = rows.shape[0], max(first.nbytes, 1)
+    digest = xxh3_128()
+    if n * row_bytes <= WHOLE_BYTES:
+        step = max(_PIECE_BYTES // row_bytes, 1)
+        ranges = [(start, min(start + step, n)) for start in range(0, n, step)]
+    else:
+        most = max(min(N_SAMPLES, WHOLE_BYTES // row_bytes), 2)
+        ranges = [(row, row + 1) for row in spread(n, most)]
+    for start, stop in ranges:
+        digest.update(bytes_of(rows.read(start, stop)).data)
+    dtype = str(first.dtype).removeprefix("torch.")
+    return {"shape": list(rows.shape), "dtype": dtype, "fingerprint": digest.hexdigest()}

@@ -1,0 +1,87 @@
+"""The batches that a model is run on, and the sources that give them by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, Protocol
+
+from hookline.models.loaded import Preprocess
+
+OnError = Literal["raise", "skip"]
+
+
+class NumberedBatch(NamedTuple):
+    """The items of a data set that a model is run on at once.
+
+    Args:
+        number: the number of the batch, from 0.
+        items: the index of each item in the data set.
+        data: the items as one value: a tensor, a tuple, a dict, ... None if there are no items.
+        skipped: the items that are left out, each with the reason.
+    """
+
+    number: int
+    items: list[int]
+    data: Any
+    skipped: list[tuple[int, str]]
+
+
+class DataSource(Protocol):
+    """A data set as batches by number.
+
+    Batch k has the items from `k * batch_size` up to `(k + 1) * batch_size`, whichever batches
+    were asked for before. Batches of an iterable are those that it gives.
+    """
+
+    @property
+    def batch_size(self) -> int:
+        """The number of items a batch; 0 for an iterable, whose batches have sizes of their own."""
+
+    @property
+    def n_items(self) -> int | None:
+        """The number of items; None for an iterable."""
+
+    @property
+    def names(self) -> list[str] | None:
+        """The file name of each item; None where items are not files."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this data set from another one, for JSON.
+
+        The same content has the same identity in another folder, process or machine.
+        """
+
+    def batches(self, numbers: Iterable[int]) -> Iterator[NumberedBatch]:
+        """Load batches, in the order in which they are asked for.
+
+        Args:
+            numbers: the numbers of the batches. For an iterable they must increase. It ends where
+                the iterable ends, whatever else is asked for.
+
+        Raises:
+            InputError: an item cannot be loaded, or the items of a batch do not fit together.
+        """
+
+
+class Loading(NamedTuple):
+    """Set how items are loaded.
+
+    Args:
+        batch_size: items a batch; None for the loader's own, or 32.
+        workers: processes that load ahead of the model; 0 loads in this process.
+        on_error: "raise", or "skip" to leave out an item that fails to load and list the error.
+        preprocess: converts a picture to a tensor; for pictures only.
+        tokenize: for texts only: converts a list of texts to a dict of tensors, padded to one
+            length. Or a tokenizer of transformers: it pads to the longest text of the batch, and
+            cuts at `tokenizer.model_max_length`.
+        pin_memory: put batches in page-locked memory, from which a GPU copies faster.
+        skip_fix: says how to leave out items that fail.
+    """
+
+    batch_size: int | None = None
+    workers: int = 0
+    on_error: OnError = "raise"
+    preprocess: Preprocess | None = None
+    tokenize: Callable[[list[str]], Any] | None = None
+    pin_memory: bool = False
+    skip_fix: str = "Leave out items that fail, and list them: on_error='skip'."

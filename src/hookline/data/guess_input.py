@@ -1,0 +1,75 @@
+"""Guess an input that a model accepts, for commands without an input."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hookline.data.named_input import load_input, picture_batch
+from hookline.errors import InputError
+from hookline.models.loaded import Batch, LoadedModel, describe
+from hookline.models.packages import import_package
+
+_TEXT = "A line holds hooks together for a while."
+_N_TOKENS = 8
+_SIDE = 224
+_CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+
+
+def guess_input(loaded: LoadedModel) -> Batch | None:
+    """Guess an input for a model that was loaded by name.
+
+        >>> guess_input(load_model("demo:digits")).description
+        'eight digits, 8x1x8x8 float32'
+
+    For a library's model, the library prepares a text or a grey picture. For any other model, the
+    input is random numbers in the shape that its first layer takes: 8 tokens for an embedding,
+    224x224 for a 2-D convolution. For `demo:digits`, it is the eight digits that hookline ships.
+
+    Args:
+        loaded: the model.
+
+    Returns:
+        A batch, of one row except for `demo:digits`; None if the shape cannot be guessed.
+
+    Raises:
+        InputError: the input needs pillow, which is not installed.
+    """
+    if loaded.name == "demo:digits":
+        return load_input("demo", loaded)
+    if loaded.tokenize is not None:
+        return load_input(_TEXT, loaded)
+    if not loaded.name.startswith(("torchvision:", "timm:", "hf:")):
+        return _by_first_layer(loaded)  # its preparation of pictures is a guess itself
+    return _by_first_layer(loaded) if loaded.preprocess is None else _grey_picture(loaded)
+
+
+def _grey_picture(loaded: LoadedModel) -> Batch | None:
+    assert loaded.preprocess is not None
+    image_module = import_package("PIL.Image", loaded.name, InputError)
+    picture = image_module.new("RGB", (256, 256), (128, 128, 128))
+    return picture_batch(loaded.preprocess(picture).unsqueeze(0), "a grey picture", loaded)
+
+
+def _by_first_layer(loaded: LoadedModel) -> Batch | None:
+    for module in loaded.model.modules():
+        x = _for_layer(module)
+        if x is not None:
+            return Batch((x,), {}, f"random, {describe(x)}")
+        if any(True for _ in module.parameters(recurse=False)):
+            return None  # the first layer is of an unknown kind
+    return None
+
+
+def _for_layer(module: nn.Module) -> Tensor | None:
+    # A separate generator: torch's global random state is not consumed.
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(module, nn.Embedding):
+        return torch.randint(0, module.num_embeddings, (1, _N_TOKENS), generator=generator)
+    if isinstance(module, nn.Linear):
+        return torch.randn(1, module.in_features, generator=generator)
+    for kind, n_sides in _CONVOLUTIONS.items():
+        if type(module) is kind:
+            side = _SIDE if n_sides < 3 else _SIDE // 4
+            return torch.randn(1, module.in_channels, *[side] * n_sides, generator=generator)
+    return None

@@ -1,0 +1,383 @@
+"""Load batches of indexed items: in this process or in others, failures included."""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from hookline.data.batches import Loading, NumberedBatch
+from hookline.data.seeding import seeded
+from hookline.engine.pytree import describe
+from hookline.engine.pytree.tree import map_tensors, tensors
+from hookline.errors import InputError
+
+_N_TEXT = 200  # characters of an error's first line
+
+
+class Refusal(InputError):
+    """An error of the whole data set, which skipping an item would not mend."""
+
+
+class Skip(NamedTuple):
+    """Stands for an item that cannot be run, such as an empty text: it is left out and listed.
+
+    Args:
+        reason: why, for the list of skipped items.
+    """
+
+    reason: str
+
+
+# The machine or the data set has failed, not the item: it is never skipped.
+_FATAL = (MemoryError, torch.OutOfMemoryError, Refusal)
+
+
+@final
+class Failure:
+    """An item that failed to load, and its error. It travels from a worker without the error.
+
+    Args:
+        item: its index in the data set.
+        error: the error.
+        root: the folder of the data. It is cut out of the text, which is the same elsewhere.
+    """
+
+    def __init__(self, item: int, error: BaseException, root: str = "") -> None:
+        self.item = item
+        self.error: BaseException | None = error
+        lines = (str(error).replace(root, "") if root else str(error)).strip().splitlines()
+        message = lines[0].rstrip(".")[:_N_TEXT] if lines else ""
+        self.text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        self.fix = "Save it as UTF-8." if isinstance(error, UnicodeDecodeError) else ""
+        if isinstance(error, InputError) and len(lines) > 1:
+            self.fix = lines[1]
+        self.trace = "".join(traceback.format_exception(error))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "error": None}  # an error may hold what cannot be pickled
+
+    def raise_as(self, message: str) -> None:
+        """Raise an InputError that has the original error as its cause.
+
+        Raises:
+            InputError: always.
+        """
+        refusal = InputError(message)
+        if self.error is None:
+            refusal.add_note(f"hookline: in a worker process:\n{self.trace}")
+        raise refusal from self.error
+
+
+@final
+@dataclass
+class RawBatch:
+    """A batch as it is loaded, before it is checked.
+
+    Args:
+        number: the number of the batch.
+        items: the index of each item that was loaded.
+        data: the items as one value.
+        failures: the items that failed.
+        skipped: the items that are left out, each with the reason.
+        problem: the error of making one value of items that are well alone.
+        refusal: the message of an error of the whole data set, from a worker process.
+    """
+
+    number: int
+    items: list[int]
+    data: Any = None
+    failures: list[Failure] = field(default_factory=list)
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    problem: Failure | None = None
+    refusal: str | None = None
+
+    def pin_memory(self) -> RawBatch:
+        """Put the tensors in page-locked memory. DataLoader calls this in a thread."""
+        # torch's own pinning would turn a tuple, which is the model's arguments, into a list.
+        self.data = map_tensors(Tensor.pin_memory, self.data)
+        return self
+
+
+class Items(Protocol):
+    """A data set whose items are found by their index."""
+
+    @property
+    def names(self) -> list[str] | None:
+        """The file name of each item, or None."""
+
+    @property
+    def fix(self) -> str:
+        """Say in one sentence what to do where the items of a batch do not fit together."""
+
+    @property
+    def may_draw(self) -> bool:
+        """Tell whether code that is not hookline's loads items, and may draw random numbers."""
+
+    def __len__(self) -> int: ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this data set from another one."""
+
+    def load(self, number: int, indices: range) -> RawBatch:
+        """Load a batch; errors are in the result."""
+
+
+class SingleItems(ABC):
+    """Items that are loaded one by one, so that those that fail are known.
+
+    Attributes:
+        names: the file name of each item, or None.
+        may_draw: whether code that is not hookline's loads items.
+        root: the folder of the data, cut out of the texts of errors.
+    """
+
+    names: list[str] | None = None
+    may_draw = True
+    root = ""
+
+    @abstractmethod
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        """Load items by their indices."""
+
+    @abstractmethod
+    def collate(self, values: list[Any], indices: list[int]) -> Any:
+        """Make one value of items."""
+
+    def load(self, number: int, indices: range) -> RawBatch:
+        """Load a batch; errors are in the result."""
+        batch = RawBatch(number, [])
+        values = []
+        try:
+            items = self.read(indices)
+            if len(items) != len(indices):
+                raise ValueError(f"{len(items)} items for {len(indices)} indices")
+            pairs = list(zip(indices, items, strict=True))
+        except _FATAL:
+            raise
+        except Exception:
+            pairs = self._read_one_by_one(indices, batch.failures)
+        for index, item in pairs:
+            if isinstance(item, Skip):
+                batch.skipped.append((index, item.reason))
+            else:
+                batch.items.append(index)
+                values.append(item)
+        if values:
+            self._collate(batch, values)
+        return batch
+
+    def _read_one_by_one(
+        self, indices: Iterable[int], failures: list[Failure]
+    ) -> list[tuple[int, Any]]:
+        pairs = []
+        for index in indices:
+            try:
+                (item,) = self.read([index])
+            except _FATAL:
+                raise
+            except Exception as error:
+                failures.append(Failure(index, error, self.root))
+            else:
+                pairs.append((index, item))
+        return pairs
+
+    def _collate(self, batch: RawBatch, values: list[Any]) -> None:
+        """Make one value of items; leave out those that fail alone, and try the rest again."""
+        try:
+            batch.data = self.collate(values, batch.items)
+        except _FATAL:
+            raise
+        except Exception as error:
+            problem = Failure(batch.items[0], error, self.root)
+            good = self._collate_one_by_one(batch, values)
+            batch.items = [index for index, _ in good]
+            if len(good) == len(values):
+                batch.problem = problem
+            elif good:
+                self._collate(batch, [value for _, value in good])
+
+    def _collate_one_by_one(self, batch: RawBatch, values: list[Any]) -> list[tuple[int, Any]]:
+        good = []
+        for index, value in zip(batch.items, values, strict=True):
+            try:
+                self.collate([value], [index])
+            except _FATAL:
+                raise
+            except Exception as error:
+                batch.failures.append(Failure(index, error, self.root))
+            else:
+                good.append((index, value))
+        return good
+
+
+class LoaderOptions(NamedTuple):
+    """Options of DataLoader beyond `Loading`, as a user's own loader has them."""
+
+    worker_init_fn: Callable[[int], None] | None = None
+    timeout: float = 0
+    multiprocessing_context: Any = None
+    prefetch_factor: int | None = None
+
+
+@final
+@dataclass(eq=False)
+class _Batches(Dataset[RawBatch]):
+    """The data set whose items are batches.
+
+    Args:
+        items: the items.
+        n_items: how many there are, for the whole job: the length of a data set may change.
+        batch_size: the items of a batch.
+    """
+
+    items: Items
+    n_items: int
+    batch_size: int
+
+    def __getitem__(self, number: int) -> RawBatch:
+        start = number * self.batch_size
+        stop = min(start + self.batch_size, self.n_items)
+        try:
+            with seeded(number) if self.items.may_draw else nullcontext():
+                return self.items.load(number, range(start, stop))
+        except InputError as error:
+            if get_worker_info() is None:
+                raise
+            # DataLoader would put the worker's traceback into the message.
+            return RawBatch(number, [], refusal=str(error))
+
+
+@final
+@dataclass(eq=False)
+class _StartWorker:
+    """Start a worker process as a user's own DataLoader would.
+
+    Args:
+        dataset: the user's own data set.
+        then: the user's `worker_init_fn`.
+    """
+
+    dataset: Any
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        if self.dataset is not None:
+            # The user's code looks for its data set there. The object refuses plain assignment.
+            object.__setattr__(get_worker_info(), "dataset", self.dataset)
+        if self.then is not None:
+            self.then(worker)
+
+
+@final
+class IndexedSource:
+    """Batches of items that are found by their index.
+
+    Args:
+        items: the data set.
+        loading: how it is loaded; `batch_size` is set.
+        options: what else DataLoader is given.
+    """
+
+    def __init__(
+        self, items: Items, loading: Loading, options: LoaderOptions | None = None
+    ) -> None:
+        assert loading.batch_size is not None
+        self._items = items
+        self._loading = loading
+        self._options = options or LoaderOptions()
+        self.batch_size = loading.batch_size
+        self.n_items = len(items)
+
+    @property
+    def names(self) -> list[str] | None:
+        """The file name of each item; None where items are not files."""
+        return self._items.names
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this data set from another one, for JSON."""
+        return {**self._items.identity(), "length": self.n_items}
+
+    def batches(self, numbers: Iterable[int]) -> Iterator[NumberedBatch]:
+        """Load batches, in the order in which they are asked for."""
+        workers, options = self._loading.workers, self._options
+        if isinstance(numbers, Sized):  # a process that has nothing to load is not started
+            workers = min(workers, max(len(numbers), 1))
+        loader: DataLoader[RawBatch] = DataLoader(
+            _Batches(self._items, self.n_items, self.batch_size),
+            batch_size=None,  # each item of the data set is a batch
+            sampler=self._in_range(numbers),
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            pin_memory=self._loading.pin_memory and torch.accelerator.is_available(),
+            worker_init_fn=_StartWorker(
+                getattr(self._items, "dataset", None), options.worker_init_fn
+            ),
+            timeout=options.timeout if workers else 0,
+            multiprocessing_context=options.multiprocessing_context if workers else None,
+            prefetch_factor=options.prefetch_factor if workers else None,
+            # Its own generator: the default one would draw from the user's.
+            generator=torch.Generator(),
+        )
+        for loaded in loader:
+            yield self._checked(loaded)
+
+    def _in_range(self, numbers: Iterable[int]) -> Iterator[int]:
+        n_batches = -(-self.n_items // self.batch_size)
+        for number in map(operator.index, numbers):
+            if not 0 <= number < n_batches:
+                raise IndexError(
+                    f"a batch's number must be from 0 to {n_batches - 1}, got {number}"
+                )
+            yield number
+
+    def _checked(self, loaded: RawBatch) -> NumberedBatch:
+        if loaded.refusal is not None:
+            raise InputError(loaded.refusal)
+        if loaded.failures and self._loading.on_error == "raise":
+            first = min(loaded.failures, key=lambda failure: failure.item)
+            names = self.names
+            name = f" ({names[first.item]})" if names else ""
+            fixes = [fix for fix in (first.fix, self._loading.skip_fix) if fix]
+            first.raise_as(
+                "\n".join([f"item {first.item}{name} must load, got {first.text}.", *fixes])
+            )
+        skipped = [*loaded.skipped, *((failure.item, failure.text) for failure in loaded.failures)]
+        if loaded.problem is not None:
+            loaded.problem.raise_as(
+                f"{_span(loaded.items)} must fit together in one batch, got {loaded.problem.text}."
+                f"\n{loaded.problem.fix or self._items.fix}"
+            )
+        if loaded.items:
+            _check_first_dimension(loaded, self._items.fix)
+        return NumberedBatch(loaded.number, loaded.items, loaded.data, sorted(skipped))
+
+
+def _as_it_is(loaded: Any) -> Any:
+    return loaded
+
+
+def _span(items: Sequence[int]) -> str:
+    return f"item {items[0]}" if len(items) == 1 else f"items {items[0]} to {items[-1]}"
+
+
+def _check_first_dimension(loaded: RawBatch, fix: str) -> None:
+    """Check that a batch has a row for each item; a collate function may have dropped some.
+
+    Raises:
+        InputError: no tensor has as many rows as there are items.
+    """
+    n_items = len(loaded.items)
+    if not any(tensor.dim() and tensor.shape[0] == n_items for _, tensor in tensors(loaded.data)):
+        raise InputError(
+            f"{_span(loaded.items)} must become a batch with a first dimension of"
+            f" {n_items}, got {describe.in_words(loaded.data)}.\n{fix}"
+        )

@@ -1,0 +1,214 @@
+"""Load a batch from an INPUT as a user types it: all items of a path, a text, or random numbers."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.data import npy_files
+from hookline.data.arrays import ArrayRows, read_numbers
+from hookline.data.batches import Loading
+from hookline.data.images import ImageItems
+from hookline.data.loading import IndexedSource, Items
+from hookline.data.paths import SUFFIXES, items_of_path, path_of
+from hookline.data.random_batch import PREFIX, make_random
+from hookline.data.texts import TextItems, tokenizer_of
+from hookline.data.torch_datasets import DatasetItems
+from hookline.display.text import plural
+from hookline.errors import InputError
+from hookline.models.demo import load_demo_digits
+from hookline.models.loaded import Batch, LoadedModel, describe
+from hookline.models.packages import import_package
+from hookline.util.local_paths import is_file, is_folder, is_special
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MAX_ITEMS = 64  # of pictures and rows; texts are small
+_N_TEXT_SHOWN = 40
+
+
+def load_input(spec: str, loaded: LoadedModel) -> Batch:
+    """Load the input that a user names, as a batch for a model.
+
+        >>> loaded = load_model("demo:digits")
+        >>> batch = load_input("demo", loaded)
+        >>> loaded.model(*batch.args, **batch.kwargs).shape
+        torch.Size([8, 10])
+
+    Args:
+        spec: the input, one of:
+
+            - a path as `hl.extract` takes it, all of whose items become one batch: a picture, or a
+              folder of at most 64 pictures; a `.txt`, `.jsonl` or `.parquet` file of texts; or the
+              folder of a data set of Hugging Face with at most 64 rows;
+            - a `.npy`, `.npz`, `.pt` or `.safetensors` file: one array is the argument, several are
+              keyword arguments, and a tuple in a `.pt` file is several arguments;
+            - `random:SHAPE[:DTYPE]`, such as `random:1x3x224x224` or `random:1x128:int64`: numbers
+              from a fixed seed. Floats are normal, and float32 by default. Integers are from 0 to
+              99, or below the size of the model's vocabulary;
+            - for a model with a tokenizer: the text itself;
+            - for `demo:digits`: `demo`, the eight digits that hookline ships.
+        loaded: the model.
+
+    Returns:
+        The batch. Nothing is moved or cast, with one exception: if the model's parameters are
+        float32, numpy's float64 becomes float32, and the description says so.
+
+    Raises:
+        InputError: the file does not exist, is broken or of an unknown kind, or the model does not
+            take such an input. The message gives the fix.
+    """
+    if spec.lower().startswith(PREFIX):
+        return make_random(spec, loaded)
+    if spec == "demo" and loaded.name == "demo:digits":
+        return _demo_batch()
+    if loaded.tokenize is not None and _is_text(spec):
+        if not spec.strip():
+            raise InputError(
+                "the text must not be empty.\nGive a text, a file or random:SHAPE:int64."
+            )
+        items = DatasetItems([spec], tokenize=tokenizer_of(loaded.tokenize))
+        return _batch_of(items, f'text "{_shorten(spec)}"')
+    path = path_of(spec, "the input", _path_fix(spec, loaded))
+    if path.suffix.lower() in npy_files.SUFFIXES and not is_folder(path):
+        return _array_batch(path, loaded.model)
+    return _path_batch(path, loaded)
+
+
+def picture_batch(
+    pixels: Tensor, source: str, loaded: LoadedModel, pictures: tuple[Image, ...] = ()
+) -> Batch:
+    """Return preprocessed pictures as a batch for a model."""
+    description = f"{source}, {describe(pixels)}"
+    # A model with several inputs (text and pictures) names the one that takes pictures.
+    if "pixel_values" in inspect.signature(loaded.model.forward).parameters:
+        return Batch((), {"pixel_values": pixels}, description, pictures)
+    return Batch((pixels,), {}, description, pictures)
+
+
+def _demo_batch() -> Batch:
+    pixels, _ = load_demo_digits()
+    image_module = import_package("PIL.Image", "demo:digits", InputError)
+    pictures = [image_module.fromarray((image[0] * 255).round().byte().numpy()) for image in pixels]
+    return Batch((pixels,), {}, f"eight digits, {describe(pixels)}", tuple(pictures))
+
+
+def _path_batch(path: Path, loaded: LoadedModel) -> Batch:
+    pictures: list[Image] = []
+    preprocess = loaded.preprocess
+
+    def prepare(picture: Image) -> Tensor:
+        assert preprocess is not None
+        pictures.append(picture)
+        return preprocess(picture)
+
+    loading = Loading(preprocess=None if preprocess is None else prepare, tokenize=loaded.tokenize)
+    items = items_of_path(path, loading)
+    n_items = len(items)
+    if n_items > _MAX_ITEMS and not isinstance(items, TextItems):
+        kind = "pictures" if isinstance(items, ImageItems) else "rows"
+        raise InputError(
+            f"{path} must hold at most {_MAX_ITEMS} {kind} for a batch, got {n_items}."
+            "\nPut those that you want into a folder of their own."
+        )
+    source = path.name
+    if isinstance(items, ImageItems) and is_folder(path):
+        others_text = f", {plural(items.n_others, 'other file')} left out" if items.n_others else ""
+        source = f"{path.resolve().name}/ ({plural(n_items, 'picture')}{others_text})"
+    batch = _batch_of(items, source)
+    return picture_batch(batch.args[0], source, loaded, tuple(pictures)) if pictures else batch
+
+
+def _batch_of(items: Items, source: str) -> Batch:
+    """Load all items as one batch.
+
+    Raises:
+        InputError: one of them cannot be loaded, or all are blank texts.
+    """
+    loading = Loading(len(items), skip_fix="Mend it, or leave it out.")
+    (batch,) = IndexedSource(items, loading).batches([0])
+    if not batch.items:
+        raise InputError(f"{source} must have at least one text, got none.\nWrite one text a line.")
+    if isinstance(items, TextItems):
+        source = f"{source} ({plural(len(batch.items), 'text')})"
+    return _described(batch.data, source)
+
+
+def _array_batch(path: Path, model: nn.Module) -> Batch:
+    """Read a file of arrays: one is the argument, several are keyword arguments.
+
+    Raises:
+        InputError: the file is broken, needs unpickling, or holds no array of numbers.
+    """
+    content = npy_files.open_arrays(path)
+    wants_float32 = _first_float_dtype(model) is torch.float32
+    notes: set[str] = set()
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, ArrayRows):
+            return value
+        tensor = read_numbers(value, str(path))
+        if tensor.dtype is not torch.float64 or not wants_float32:
+            return tensor
+        notes.add(" (float64 in the file)")
+        return tensor.float()
+
+    if isinstance(content, dict):
+        content = {str(key): read(value) for key, value in content.items()}
+    else:
+        parts = content if isinstance(content, tuple | list) else (content,)
+        content = tuple(map(read, parts))
+    values = list(content.values() if isinstance(content, dict) else content)
+    if not any(isinstance(value, Tensor) for value in values):
+        raise InputError(
+            f"{path} must hold a tensor, got {describe(values[0]) if values else 'none'}.\n"
+            "Save a tensor, a tuple of arguments, or a dict of keyword arguments."
+        )
+    batch = _described(content, path.name)
+    return Batch(batch.args, batch.kwargs, batch.description + "".join(notes))
+
+
+def _described(data: Any, source: str) -> Batch:
+    """Return the data of a batch as arguments, with a description of each."""
+    if isinstance(data, dict):
+        parts = [f"{key} {describe(value)}" for key, value in data.items()]
+        return Batch((), data, ", ".join([source, *parts]))
+    args = data if isinstance(data, tuple) else (data,)
+    return Batch(args, {}, ", ".join([source, *map(describe, args)]))
+
+
+def _is_text(spec: str) -> bool:
+    """Tell whether a text is meant: no path exists, and it does not look like a file's name."""
+    path = os.path.expanduser(spec)
+    if is_file(path) or is_folder(path) or is_special(path):
+        return False
+    return any(map(str.isspace, spec)) or Path(spec).suffix.lower() not in SUFFIXES
+
+
+def _path_fix(spec: str, loaded: LoadedModel) -> str:
+    if spec == "demo":
+        return "'demo' is an input of demo:digits only: give a file or random:SHAPE."
+    if loaded.tokenize is not None:
+        return "Check the path, or give a text with a space in it."
+    takes = "a picture, a folder of pictures, " if loaded.preprocess else ""
+    return (
+        f"Give {takes}{', '.join(npy_files.SUFFIXES)} or random:SHAPE (random:1x3x224x224);"
+        f" {loaded.name} has no tokenizer for text."
+    )
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _N_TEXT_SHOWN else text[: _N_TEXT_SHOWN - 3] + "..."
+
+
+def _first_float_dtype(model: nn.Module) -> torch.dtype | None:
+    return next(
+        (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None
+    )

@@ -1,0 +1,146 @@
+"""Files of arrays; those of NumPy are mapped wherever their bytes lie as they are."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookline.data.arrays import ArrayPart, ArrayRows
+from hookline.errors import InputError
+from hookline.models.checkpoints import read_tensors
+from hookline.models.packages import in_short
+
+SUFFIXES = (".npy", ".npz", ".pt", ".safetensors")
+_LOCAL_HEADER_BYTES = 30  # of a member of a zip archive; then its name and extra fields
+_ENDING = ".npy"
+_ENCRYPTED = 1  # a flag of a member
+
+
+def open_arrays(path: Path) -> Any:
+    """Open a file of arrays, without unpickling.
+
+    Args:
+        path: `.npy`, `.npz`, `.pt` (anything that `torch.save` wrote) or `.safetensors`.
+
+    Returns:
+        An array, or a dict of several: of NumPy as rows that are read when they are needed, of
+        torch as tensors. Of a `.pt` file what it holds.
+
+    Raises:
+        InputError: the file is broken, or needs unpickling.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".npy":
+        with _readable(path), path.open("rb") as file:
+            return ArrayRows(_part(path, file))
+    content = _members(path) if suffix == ".npz" else read_tensors(path, InputError)
+    is_lone = suffix in (".npz", ".safetensors") and len(content) == 1
+    return next(iter(content.values())) if is_lone else content
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Tell what to do where a file of NumPy cannot be read.
+
+    Raises:
+        InputError: it is broken, or holds something else than numbers.
+    """
+    try:
+        yield
+    except Exception as error:  # readers of broken files raise errors without a common base
+        raise InputError(
+            f"{path} must be a file that np.save or np.savez wrote, got {in_short(error)}."
+            "\nWrite it anew, as numbers: np.save(FILE, array.astype('float32'))."
+        ) from error
+
+
+def _members(path: Path) -> dict[str, ArrayRows]:
+    with _readable(path), path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        return {
+            info.filename.removesuffix(_ENDING): ArrayRows(_member(path, file, archive, info))
+            for info in archive.infolist()
+        }
+
+
+def _member(path: Path, file: Any, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
+    if not info.filename.endswith(_ENDING):
+        raise ValueError(f"a member {info.filename}")
+    if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED:
+        return _part(path, file, _start(file, info))
+    with archive.open(info) as member:
+        _, shape, dtype = _header(member)
+    return Compressed(path, info.filename.removesuffix(_ENDING), shape, dtype)
+
+
+def _start(file: Any, info: zipfile.ZipInfo) -> int:
+    """Find the first byte of a member: its own header may differ from the one in the directory."""
+    file.seek(info.header_offset)
+    head = file.read(_LOCAL_HEADER_BYTES)
+    name, extra = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
+    return info.header_offset + _LOCAL_HEADER_BYTES + name + extra
+
+
+def _part(path: Path, file: Any, start: int = 0) -> ArrayPart:
+    """Find the bytes of an array: in a `.npy` file, or further inside another file."""
+    file.seek(start)
+    is_fortran, shape, dtype = _header(file)
+    steps = [dtype.itemsize]
+    for size in shape[:-1] if is_fortran else shape[:0:-1]:
+        steps.append(steps[-1] * size)
+    strides = tuple(steps if is_fortran else steps[::-1])[: len(shape)]
+    part = ArrayPart(path, file.tell(), dtype.str, shape, strides)
+    n_bytes = file.seek(0, 2)
+    if part.end > n_bytes:
+        raise ValueError(f"{n_bytes} bytes for an array that ends at {part.end}")
+    return part
+
+
+def _header(file: Any) -> tuple[bool, tuple[int, ...], np.dtype[Any]]:
+    version = np.lib.format.read_magic(file)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }.get(version)
+    if read is None:  # version 3 is for names of fields outside latin-1
+        raise ValueError("an array of records")
+    shape, is_fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError("Python objects, which need unpickling")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"the shape {shape}")
+    return is_fortran, tuple(shape), dtype
+
+
+@final
+@dataclass(eq=False)
+class Compressed:
+    """An array in a compressed `.npz` file. It is read whole on first use, and pickles as its name.
+
+    Args:
+        path: the file.
+        key: the name of the array.
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    _array: NDArray[Any] | None = field(default=None, init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_array": None}
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._array is None:
+            with _readable(self.path), np.load(self.path, allow_pickle=False) as archive:
+                self._array = archive[self.key]
+        return self._array[index]

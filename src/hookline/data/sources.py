@@ -1,0 +1,208 @@
+"""Data of any kind as a source of batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    default_collate,
+)
+
+from hookline.data.arrays import array_items, is_array
+from hookline.data.batches import DataSource, Loading, OnError
+from hookline.data.huggingface import HuggingFaceItems, is_huggingface
+from hookline.data.loading import IndexedSource, Items, LoaderOptions
+from hookline.data.paths import items_of_path, path_of
+from hookline.data.streams import IterableSource
+from hookline.data.texts import tokenizer_of
+from hookline.data.torch_datasets import DatasetItems
+from hookline.errors import InputError, one_of, positive_integer
+
+_BATCH_SIZE = 32
+_PATH_FIX = "Check the path; texts of your own are given as a list: ['first', 'second']."
+
+
+def source_of(data: Any, loading: Loading) -> DataSource:
+    """Return data of any kind as batches by number.
+
+        >>> import torch
+        >>> source = source_of(torch.arange(10), Loading(batch_size=4))
+        >>> [batch.items for batch in source.batches([2, 0])]
+        [[8, 9], [0, 1, 2, 3]]
+
+    An item that draws random numbers gets the same ones in every run and every process: the global
+    generators of torch, NumPy and Python are seeded with the number of its batch.
+
+    Args:
+        data: one of:
+
+            - a data set: any object with `__len__` and `__getitem__`, such as a torch Dataset or a
+              list; its items are collated as by `DataLoader`;
+            - a `DataLoader` that does not shuffle: its data set, loaded with its options;
+            - an iterable of ready batches; the first dimension of a batch's first tensor counts
+              its items;
+            - a tensor or an array, whose rows are items; or a tuple of arrays of one length (the
+              model's arguments), or a dict of them (its keyword arguments);
+            - a path, as in `items_of_path`. Texts are read when they are needed; blank ones are
+              skipped and listed.
+        loading: how it is loaded. A DataLoader has its own batch size, and an iterable of ready
+            batches has none.
+
+    Raises:
+        InputError: the data are empty or of no kind that is known, or an option does not fit.
+    """
+    _check_options(loading)
+    if loading.tokenize is not None:
+        loading = loading._replace(tokenize=tokenizer_of(loading.tokenize))
+    if isinstance(data, DataLoader):
+        return _of_loader(data, loading)
+    if isinstance(data, IterableDataset):
+        # Its own generator: the default one would draw from the user's.
+        loader = DataLoader(data, loading.batch_size or _BATCH_SIZE, generator=torch.Generator())
+        return _of_iterable(loader, loading._replace(batch_size=None))
+    if isinstance(data, str | os.PathLike):
+        return _indexed(items_of_path(path_of(data, "data", _PATH_FIX), loading), loading)
+    if is_huggingface(data):
+        return _indexed(HuggingFaceItems(data, loading.preprocess, loading.tokenize), loading)
+    if is_array(data) or isinstance(data, tuple | Mapping):
+        return _indexed(array_items(data), loading)
+    if _is_map_style(data):
+        return _indexed(DatasetItems(data, default_collate, loading.tokenize), loading)
+    if isinstance(data, Iterable) and not _is_misplaced(data):
+        return _of_iterable(data, loading)
+    raise InputError(
+        "data must be a Dataset, a DataLoader, an iterable of batches, an array, a dict or tuple of"
+        f" arrays, or a path, got {_in_words(data)}."
+        f"\n{_remedy(data)}"
+    )
+
+
+def _check_options(loading: Loading) -> None:
+    size: Any = loading.batch_size
+    if size is not None:
+        positive_integer("batch_size", size, "Give batch_size=32.")
+    if type(loading.workers) is not int or loading.workers < 0:
+        raise InputError(
+            f"workers must be an integer >= 0, got {loading.workers!r}."
+            "\nGive workers=0 to load in this process."
+        )
+    fix = "Give 'skip' to leave out items that fail to load, and list them."
+    one_of("on_error", loading.on_error, get_args(OnError), fix)
+
+
+def _indexed(items: Items, loading: Loading, options: LoaderOptions | None = None) -> DataSource:
+    if not len(items):
+        raise InputError(
+            "data must have at least one item, got an empty"
+            f" {type(getattr(items, 'dataset', items)).__name__}.\nGive data with items."
+        )
+    loading = loading._replace(batch_size=loading.batch_size or _BATCH_SIZE)
+    return IndexedSource(items, loading, options)
+
+
+def _of_iterable(data: Iterable[Any], loading: Loading) -> DataSource:
+    kind = type(data).__name__
+    if loading.batch_size is not None:
+        raise InputError(
+            f"batch_size must be left out for ready batches, got {loading.batch_size} for this"
+            f" {kind}.\nLeave it out; each batch is run as the {kind} gives it."
+        )
+    if loading.on_error == "skip":
+        raise InputError(
+            f"on_error must be 'raise' for ready batches, got 'skip' for this {kind}."
+            "\nGive a Dataset, whose items are loaded one by one."
+        )
+    return IterableSource(data, loading.tokenize)
+
+
+def _of_loader(loader: DataLoader[Any], loading: Loading) -> DataSource:
+    """Return the source of a DataLoader: its data set, with its options.
+
+    Raises:
+        InputError: it does not go through the data set in order, or leaves out a part.
+    """
+    _check_order(loader)
+    if loading.batch_size not in (None, loader.batch_size):
+        raise InputError(
+            f"batch_size must be the DataLoader's own, {loader.batch_size}, got"
+            f" {loading.batch_size}.\nLeave it out, or give the data set: loader.dataset."
+        )
+    is_indexed = not isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None
+    # A subclass may change the batches on their way, such as by moving them to a device.
+    if not is_indexed or type(loader).__iter__ is not DataLoader.__iter__:
+        return _of_iterable(loader, loading._replace(batch_size=None))
+    options = LoaderOptions(
+        loader.worker_init_fn,
+        loader.timeout,
+        loader.multiprocessing_context,
+        loader.prefetch_factor,
+    )
+    loading = loading._replace(
+        batch_size=loader.batch_size,
+        workers=loading.workers or loader.num_workers,
+        pin_memory=loading.pin_memory or loader.pin_memory,
+    )
+    tokenize = loading.tokenize if loader.collate_fn is default_collate else None
+    items = DatasetItems(loader.dataset, loader.collate_fn, tokenize)
+    return _indexed(items, loading, options)
+
+
+def _check_order(loader: DataLoader[Any]) -> None:
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    order: Any = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        order = loader.batch_sampler
+    size = "" if loader.batch_size is None else f", batch_size={loader.batch_size}"
+    remedy = f"Give DataLoader(dataset{size}), so that each run and each resume has the same rows."
+    if not is_iterable and type(order) is not SequentialSampler:
+        shuffles = "one that shuffles" if type(order).__name__ == "RandomSampler" else "one with a"
+        name = shuffles if shuffles.endswith("shuffles") else f"{shuffles} {type(order).__name__}"
+        raise InputError(
+            f"data must be a DataLoader that goes through its data set in order, got {name}."
+            f"\n{remedy}"
+        )
+    if not is_iterable and len(order) != len(loader.dataset):  # type: ignore[arg-type]
+        raise InputError(
+            f"data must be a DataLoader of its whole data set, got {len(order)} of"
+            f" {len(loader.dataset)} items.\n{remedy}"  # type: ignore[arg-type]
+        )
+    if loader.drop_last:
+        raise InputError(
+            "data must be a DataLoader that keeps its last batch, got one with drop_last=True."
+            f"\n{remedy}"
+        )
+
+
+def _is_map_style(data: Any) -> bool:
+    return (
+        hasattr(data, "__len__")
+        and hasattr(data, "__getitem__")
+        and not _is_misplaced(data)
+    )  # fmt: skip
+
+
+def _is_misplaced(data: Any) -> bool:
+    """Return whether a value is none of data, though it has a length or gives values."""
+    kinds = (type, nn.Module, bytes, bytearray, set, frozenset)
+    no_length = isinstance(data, Dataset) and not hasattr(data, "__len__")
+    return isinstance(data, kinds) or hasattr(data, "__dataframe__") or no_length
+
+
+def _in_words(data: Any) -> str:
+    return f"the class {data.__name__}" if isinstance(data, type) else type(data).__name__
+
+
+def _remedy(data: Any) -> str:
+    if hasattr(data, "__dataframe__"):
+        return "Give its columns as arrays, such as data['name'].to_numpy()."
+    if isinstance(data, Dataset):
+        return "Give it a __len__, so that its items have indices; or make it an IterableDataset."
+    return "Give torch.utils.data.TensorDataset(...), or a folder of images such as 'photos/'."

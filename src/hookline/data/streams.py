@@ -1,0 +1,147 @@
+"""Ready batches of an iterable, by arrival."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from hookline.data.batches import NumberedBatch
+from hookline.data.loading import Failure, Refusal
+from hookline.engine.pytree import describe
+from hookline.engine.pytree.tree import tensors
+from hookline.errors import InputError
+
+
+@final
+class IterableSource:
+    """Batches as an iterable gives them.
+
+    An iterator is consumed once, over all calls of `batches`. Any other iterable begins anew when
+    an earlier batch is asked for.
+
+    Args:
+        iterable: the iterable; each batch holds a tensor, whose first dimension counts the items.
+        tokenize: makes a dict of tensors of a batch that is a list of texts; None refuses texts.
+    """
+
+    batch_size = 0
+    n_items = None
+    names = None
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        tokenize: Callable[[list[str]], dict[str, Tensor]] | None = None,
+    ) -> None:
+        self._tokenize = tokenize
+        self._iterable = iterable
+        self._is_once = isinstance(iterable, Iterator)
+        self._rest: Iterator[Any] | None = None
+        self._next = 0
+        self._n_items = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._is_once:
+            raise InputError(
+                "data must be readable from the start in each process, got an iterator"
+                f" ({type(self._iterable).__name__}).\nGive a Dataset, a DataLoader, arrays or"
+                " files."
+            )
+        return {**vars(self), "_rest": None, "_next": 0, "_n_items": 0}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the name of its class, and what its batches depend on where that is known."""
+        loader: Any = self._iterable
+        data = loader.dataset if isinstance(loader, DataLoader) else loader
+        identity: dict[str, Any] = {"kind": "batches", "type": type(data).__name__, "length": None}
+        if isinstance(loader, DataLoader) and isinstance(data, IterableDataset):
+            # Each worker makes batches of its own share.
+            identity |= {"workers": loader.num_workers, "batch_size": loader.batch_size}
+        return identity
+
+    def batches(self, numbers: Iterable[int]) -> Iterator[NumberedBatch]:
+        """Load batches whose numbers increase; those between are loaded and dropped."""
+        before = -1
+        for number in map(operator.index, numbers):
+            if number <= before:
+                raise IndexError(f"numbers of batches must increase, got {number} after {before}")
+            before = number
+            if number < self._next:
+                self._begin_again(number)
+            batch = None
+            while self._next <= number:
+                batch = self._load()
+                if batch is None:
+                    return
+            assert batch is not None
+            yield batch
+
+    def _begin_again(self, number: int) -> None:
+        if self._is_once:
+            raise InputError(
+                f"data must give batch {number} again, got an iterator"
+                f" ({type(self._iterable).__name__}) that is past it."
+                "\nGive a Dataset, a DataLoader, arrays or files; or a new iterator."
+            )
+        self._rest, self._next, self._n_items = None, 0, 0
+
+    def _load(self) -> NumberedBatch | None:
+        """Take the next batch; None at the end."""
+        number, start = self._next, self._n_items
+        # After an error the place in the iterable is unknown: any number is asked for again.
+        self._next = sys.maxsize
+        try:
+            if self._rest is None:
+                self._rest = iter(self._iterable)
+            data = next(self._rest)
+            if self._tokenize is not None and isinstance(data, list | tuple) and _is_text(data):
+                data = self._tokenize(list(data))
+        except StopIteration:
+            self._next = number
+            if number == 0:
+                raise InputError(
+                    f"data must give at least one batch, got none from this"
+                    f" {type(self._iterable).__name__}."
+                    "\nGive an iterable that has batches, or an iterator that was not used before."
+                ) from None
+            return None
+        except Refusal:
+            raise
+        except Exception as error:
+            Failure(number, error).raise_as(
+                f"batch {number} must load, got {type(error).__name__} from this"
+                f" {type(self._iterable).__name__}: {error}."
+                "\nGive a Dataset to leave out single items that fail: on_error='skip'."
+            )
+        size = _size(data, number)
+        if not size and not number:
+            raise InputError(
+                f"the first batch must hold at least one item, got {describe.in_words(data)}."
+                "\nLeave it out: its values show what the store will hold."
+            )
+        self._next, self._n_items = number + 1, start + size
+        return NumberedBatch(number, list(range(start, start + size)), data, [])
+
+
+def _is_text(data: Sequence[Any]) -> bool:
+    return bool(data) and all(isinstance(text, str) for text in data)
+
+
+def _size(data: Any, number: int) -> int:
+    """Return the first dimension of the first tensor in a batch.
+
+    Raises:
+        InputError: there is no tensor, or the first is a scalar.
+    """
+    first = next((tensor for _, tensor in tensors(data)), None)
+    if first is None or not first.dim():
+        raise InputError(
+            f"batch {number} must hold a tensor whose first dimension counts the items, got"
+            f" {describe.in_words(data)}.\nGive batches such as torch.stack(items)."
+        )
+    return int(first.shape[0])

@@ -1,0 +1,231 @@
+"""Gradient taps in compiled code, whose hooks are part of the graph.
+
+A hook in a graph hands the gradient to the tap through an operator. A tensor that the graph got
+from outside gets a hook outside, after the graph has run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookline.engine.autograd.gradient_operator import (
+    ENDED,
+    LOST,
+    emptied,
+    hook_in_graph,
+    number_of,
+    outline,
+    place_in,
+    settle_untraced_views,
+)
+from hookline.engine.compile.graph_callback import NO_PASS, GraphCapture, GraphGradient
+from hookline.engine.compile.runs import CompiledRun, run_of
+from hookline.engine.gradients.tap import Early, GradientTap, PendingGradient, pass_of_gradients
+from hookline.engine.passes.passes import Pass
+from hookline.engine.pytree import tree
+from hookline.engine.torch_private.autograd import is_written_by_compiled
+from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, while_tracing
+from hookline.errors import AttachError
+
+
+class GraphValue(NamedTuple):
+    """Describe a value whose gradients come out of a compiled graph."""
+
+    pending: PendingGradient
+    # The slots whose gradients are ignored, because hooks outside of the graph get them.
+    ignored: frozenset[int | None]
+
+
+# Tensors that a graph got from outside: slot, tensor, and the hook's number in tracing order.
+Outside = tuple[tuple[int, Tensor, str], ...]
+
+# The slot of each tensor in a value, in a graph; None for a tensor that requires no gradient.
+TensorSlots = tuple[int | None, ...]
+
+
+class GraphGradientTap(GradientTap):
+    """A gradient tap that also works in compiled code."""
+
+    __slots__ = ()
+
+    def _as_traced(self) -> GraphCapture:
+        return GraphGradient(self.site.call, number_of(self), self.passes.switch)
+
+    def trace(self, value: Any) -> None:
+        """Hook a value in the graph being compiled, so that its gradients leave the graph."""
+        self.is_traced()
+        traced = self.active
+        if not isinstance(traced, GraphGradient):
+            return
+        if not traced.is_meant():
+            traced.add(None)
+            return
+        value = self.part(NO_PASS, value)
+        is_on = torch.is_grad_enabled()
+        tensors: list[Tensor] = []
+        slots: list[int | None] = []
+        for _, tensor in tree.tensors(value):
+            slot = None
+            if tensor.requires_grad:
+                slot = place_in(tensors, tensor)
+                if slot == len(tensors):
+                    tensors.append(tensor)
+            slots.append(slot)
+        outside = self._hook_traced(traced, tensors, is_on=is_on) if tensors else ()
+        # The structure of a value with parts, with empty tensors.
+        form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
+        traced.add((tuple(slots), form, is_on, outside))
+
+    def _hook_traced(self, traced: GraphGradient, tensors: list[Tensor], *, is_on: bool) -> Outside:
+        """Hook tensors in a graph, unless gradients are disabled.
+
+        Returns:
+            The tensors that the graph got from outside, by slot. Their gradients come from outside,
+            too, so these tensors get hooks there.
+        """
+        call, of_run, owner = traced.n_calls(), traced.switch.number, self._owner()
+        are_outside = come_from_outside(tensors)
+        outside: Outside = ()
+        for slot, tensor in enumerate(tensors):
+            if are_outside[slot] != "0":
+                number = next_hook() if are_outside[slot] == "1" else ""
+                outside = (*outside, (slot, tensor, number))
+            elif is_on:
+                address = traced.number, of_run, call, slot
+                hook_in_graph(tensor, address, owner, self.on)
+        return outside
+
+    @while_tracing
+    def _owner(self) -> str:
+        """Return the module's id as a string."""
+        compiler = self.passes.compiler
+        return "0" if compiler is None else str(compiler.owner_of(self))
+
+    def collect(self, current: Pass, run: CompiledRun) -> None:
+        """Count the values whose gradients are pending in a graph."""
+        caught = () if self.traced is None else self.traced.taken()
+        for view in settle_untraced_views():
+            self.note_view(current, view)
+        n_before = run.n_before[self] = current.calls.get(self, 0)
+        current.calls[self] = n_before + len(caught)
+        self.ran = max(self.ran, n_before + len(caught))
+        for call, value in enumerate(caught):
+            if value is not None:
+                self._collect_call(current, run, call, value)
+
+    def _collect_call(self, current: Pass, run: CompiledRun, call: int, value: Any) -> None:
+        """Count one call's value whose gradients are pending in a graph."""
+        slots, form, is_on, outside = value
+        number = run.n_before[self] + call
+        early = self._early(current, number) or Early(PendingGradient(number), {}, {})
+        pending = early.pending
+        if current.recomputation is not None and current.recomputation.is_repetition:
+            ignored = frozenset(slots)
+        else:  # the graph has only a share of the early tensors' gradients
+            ignored = frozenset(slots[index] for index in early.slots)
+        run.pending[self, call] = GraphValue(pending, ignored)
+        outside = tuple([entry for entry in outside if entry[0] not in ignored])
+        if not is_on:
+            early = self._collect_off(current, early, slots, outside)
+        if form is not None:
+            numbers = [early.slots.get(index, slot) for index, slot in enumerate(slots)]
+            pending.form = outline(form, numbers)
+        if is_on:
+            self._collect_on(current, pending, slots, outside)
+
+    def _collect_on(
+        self, current: Pass, pending: PendingGradient, slots: TensorSlots, outside: Outside
+    ) -> None:
+        is_again = current.recomputation is not None
+        if not is_again or current.recomputation.has_gradients:
+            self._wait_outside(current, pending, outside)
+        if is_again:
+            return
+        if any(slot is not None for slot in slots):
+            self.placed += 1
+        else:
+            self.needless += 1
+            self.on.missing(current, pending)
+
+    def _collect_off(
+        self, current: Pass, early: Early, slots: TensorSlots, outside: Outside
+    ) -> Early:
+        """Handle a value that flowed while gradients were disabled.
+
+        A tensor that came into a reentrant checkpoint from outside gets its hooks now, as in
+        `wait`. A change inside the graph would reach only the checkpoint's share of the tensor's
+        gradient.
+        """
+        if current.recomputation is not None and not current.region.is_reentrant:
+            return early
+        outside = tuple([entry for entry in outside if entry[1].grad_fn is not None])
+        if not self._comes_later(current) or not outside:
+            return early
+        if self.on.inside is not None:
+            self.lose(_FROM_BEFORE)
+            return early
+        places = {slot: -1 - slots.index(slot) for slot, _, _ in outside}
+        hooked = tuple([(places[slot], tensor, number) for slot, tensor, number in outside])
+        self._wait_outside(current, early.pending, hooked)
+        hooked_slots = {index: places[slot] for index, slot in enumerate(slots) if slot in places}
+        return self._note_early(current, early._replace(slots={**early.slots, **hooked_slots}))
+
+    def _wait_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
+        """Hook the tensors that a graph got from outside; after the run, these tensors exist."""
+        compiler = self.passes.compiler
+        owner = 0 if compiler is None else compiler.owner_of(self)
+        first = pass_of_gradients(current)
+        for slot, tensor, number in outside:
+            # It is known who wrote last, not when: the write may be of code that ran earlier.
+            if not number or is_written_by_compiled(tensor):
+                self.lose(_WRITTEN_BY_GRAPH)
+            else:
+                hook = self._hook_for(first, pending, slot)
+                self._put(current, tensor, hook, owner, int(number))
+                if self.on.awaits is not None:
+                    self.on.awaits(current, pending, slot, tensor)
+
+    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+        """Handle a gradient that has left a compiled graph."""
+        if call == LOST:
+            self.lose(_SHARED_OUTPUT)
+            return
+        if self.on.inside is not None and self.passes.closed:
+            raise AttachError(ENDED.format(site=self.site))
+        if self.on.before_inside is not None and grad.dtype is not torch.int64:
+            self.on.before_inside(grad)
+            return
+        run = run_of(number)
+        current = None if run is None else run.current
+        if run is None or current is None:
+            self.fired += self.on.inside is not None and slot == 0
+            return
+        value = run.pending.get((self, call))
+        if value is None:  # the gradient arrived before the run was collected
+            value = GraphValue(PendingGradient(run.n_before.get(self, 0) + call), frozenset())
+        pending, ignored = value
+        if slot in ignored:
+            return
+        if self.on.inside is None:
+            self.arrive(current, pending, slot, grad)
+        else:
+            self._arrives(pending)
+
+
+_WRITTEN_BY_GRAPH = (
+    "compiled code got it from outside and writes to it in place, so the gradient of its earlier"
+    " value cannot be told; make that operation not in place, or .clone() before"
+)
+_FROM_BEFORE = (
+    "it came into a reentrant checkpoint from outside, and compiled code in the checkpoint gets"
+    " only the gradient that flows through the checkpoint; checkpoint with use_reentrant=False, or"
+    " change it where it was computed"
+)
+_SHARED_OUTPUT = (
+    "it is a view that was changed in place later, or that compiled code returns together with"
+    " others of the same memory, so its gradient cannot be told from theirs; make the operation not"
+    " in place, or .clone() the view"
+)

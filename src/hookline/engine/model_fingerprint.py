@@ -1,0 +1,356 @@
+"""Identify a model and a function, across processes and machines.
+
+A model is its classes, its weights and its plain attributes. Code outside its classes, such as a
+global function that `forward` calls, is not part of the identity.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, TypedDict, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_128
+
+from hookline.engine.pytree import describe
+from hookline.engine.pytree.tree import local_shards
+from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
+from hookline.engine.torch_private.modules import unwrapping
+from hookline.util.installed import package_version
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_COMPILED = re.compile(r"\._orig_mod\b")  # of a path through a module that torch.compile wraps
+_PLAIN_REPR: Any = object.__repr__
+_N_DIGITS = 16  # of a fingerprint of code
+_SAMPLED_BYTES = 2**20  # a larger tensor may be sampled
+_N_BLOCKS = 64
+_BLOCK_BYTES = _SAMPLED_BYTES // _N_BLOCKS
+_MOST_SHOWN = 60  # characters of a plain attribute
+_PACKAGES = ("timm", "torchvision", "transformers")  # whose versions are noted
+_PLAIN = bool | int | float | complex | str | None
+
+
+class Identity(TypedDict):
+    """Identify a model.
+
+    Args:
+        type: the name of its class.
+        structure: a fingerprint of the class and the `extra_repr` of each module.
+        weights: a digest of parameters and buffers, with their names, shapes and dtypes.
+        code: a fingerprint of each class of a module that is not torch's.
+        attributes: numbers and texts that modules hold, by class and name: their text, or a
+            fingerprint where instances differ.
+    """
+
+    type: str
+    structure: str
+    weights: str
+    code: dict[str, str]
+    attributes: dict[str, str]
+
+
+def model_identity(model: nn.Module, *, whole: bool = False, sampled: bool = False) -> Identity:
+    """Return fingerprints of a model's structure, weights and code, and its plain attributes.
+
+    torch's wrappers do not count: a compiled model is the model that was compiled.
+
+    Args:
+        model: the model.
+        whole: gather sharded weights, one at a time: a collective. The identity is then that of
+            the same model in one process. False takes of them what this rank holds.
+        sampled: read only 64 blocks of each tensor of more than 1 MiB.
+    """
+    model = unwrapping(model)[-1]
+    kind = own_class(model)
+    return {
+        "type": f"{kind.__module__}.{kind.__qualname__}",
+        "structure": _short("\n".join(_structure(model)).encode()),
+        "weights": _weights(model, whole=whole, sampled=sampled),
+        "code": _code(model),
+        "attributes": _attributes(model),
+    }
+
+
+def _structure(model: nn.Module) -> Iterator[str]:
+    # Not repr(model): it has the names of the classes that FSDP2 makes.
+    for path, module, kind in _own_modules(model):
+        yield f"{path}: {kind.__name__}({_ADDRESS.sub('', module.extra_repr())})"
+
+
+def _own_modules(model: nn.Module) -> list[tuple[str, nn.Module, type]]:
+    """Return path, module and class, as if torch.compile had wrapped no module."""
+    modules = dict(model.named_modules())
+    kinds = map(own_class, modules.values())
+    return [
+        (_COMPILED.sub("", path), module, kind)
+        for (path, module), kind in zip(modules.items(), kinds, strict=True)
+        if kind.__name__ != "OptimizedModule"
+    ]
+
+
+def _weights(model: nn.Module, *, whole: bool = False, sampled: bool = False) -> str:
+    digest = xxh3_128()  # ten times as fast as sha256: weights are hashed at each start
+    named = {
+        _COMPILED.sub("", name): tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    for name in sorted(named):
+        tensor = named[name].detach()
+        tensor = full_value(tensor) if whole and is_dtensor(tensor) else local_shards(tensor)
+        digest.update(f"{name} {describe.in_words(tensor)}".encode())
+        digest.update(_bytes_of(_sample(tensor) if sampled else tensor))
+    return digest.hexdigest()
+
+
+def _sample(tensor: Any) -> Any:
+    """Return evenly spaced blocks of a large dense tensor, the first and the last included."""
+    is_dense = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    if not is_dense or tensor.nbytes <= _SAMPLED_BYTES or not tensor.is_contiguous():
+        return tensor
+    flat, size = tensor.reshape(-1), _BLOCK_BYTES // tensor.element_size()
+    last = flat.numel() - size
+    starts = [last * block // (_N_BLOCKS - 1) for block in range(_N_BLOCKS)]
+    return torch.cat([flat[start : start + size] for start in starts])
+
+
+def _code(model: nn.Module) -> dict[str, str]:
+    kinds = dict.fromkeys(map(own_class, model.modules()))
+    parts = {kind: _short(_class_bytes(kind)) for kind in kinds if not _is_torchs(kind)}
+    digests: dict[str, str] = {}
+    for kind in sorted(parts, key=lambda kind: (kind.__qualname__, kind.__module__)):
+        digests[kind.__qualname__] = digests.get(kind.__qualname__, "") + parts[kind]
+    return digests
+
+
+def _class_bytes(kind: type) -> bytes:
+    """Return bytes of the code of a class's methods, inherited ones included."""
+    parts = []
+    for part in kind.__mro__:
+        if part is object or _is_torchs(part):
+            continue
+        for name, member in sorted(vars(part).items()):
+            for function in _functions_of(member):
+                parts.append(name.encode() + _described(function.__code__, frozenset()))
+            if isinstance(member, _PLAIN) and not name.startswith("__"):
+                parts.append(f"{name}={member!r}".encode())
+    return b"".join(b"%d:%b" % (len(part), part) for part in parts)
+
+
+def _functions_of(member: Any) -> Iterator[FunctionType]:
+    """Yield the functions of a member of a class, those that a decorator has wrapped included."""
+    members = [member]
+    if isinstance(member, property):
+        members = [member.fget, member.fset]
+    elif isinstance(member, staticmethod | classmethod):
+        members = [member.__func__]
+    elif isinstance(member, functools.cached_property | functools.partialmethod):
+        members = [member.func]
+    ids: set[int] = set()
+    while members:
+        part = members.pop()
+        if isinstance(part, FunctionType) and id(part) not in ids:
+            ids.add(id(part))
+            yield part
+            members += map(_contents, part.__closure__ or ())
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def _attributes(model: nn.Module) -> dict[str, str]:
+    texts: dict[str, list[str]] = {}
+    for _, module, kind in _own_modules(model):
+        for name, value in vars(module).items():
+            if name != "training" and not name.startswith("_") and _is_plain(value):
+                texts.setdefault(f"{kind.__qualname__}.{name}", []).append(repr(value))
+    return {key: _summed(texts[key]) for key in sorted(texts)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(part, _PLAIN) for part in value)
+    return isinstance(value, _PLAIN)
+
+
+def _summed(texts: list[str]) -> str:
+    if len(set(texts)) == 1 and len(texts[0]) <= _MOST_SHOWN:
+        return texts[0]
+    return f"fingerprint {_short(repr(texts).encode())}"
+
+
+def _bytes_of(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return repr(tensor).encode()
+    if tensor.is_meta:
+        return b""
+    try:
+        flat = tensor.cpu().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy().data
+    except (RuntimeError, TypeError):  # quantised, sparse, a subclass: by its numbers
+        return repr(tensor.dequantize() if tensor.is_quantized else tensor.tolist()).encode()
+
+
+@final
+@dataclass(frozen=True)
+class RecordedModel:
+    """Identify the model of a saved recording or of a run.
+
+    Two recordings with equal fingerprints were saved with the same model. If the fingerprints
+    differ, `structure`, `weights` and `code` show the part that differs.
+
+    Attributes:
+        type: the name of the model's class, with its module.
+        structure: a fingerprint of the class and the `extra_repr` of each module.
+        weights: a fingerprint of parameters and buffers, with their names, shapes and dtypes. In a
+            distributed job, of this rank's part. Of a tensor of more than 1 MiB, 64 evenly spaced
+            blocks of 16 KiB are read.
+        code: a fingerprint of the code of the modules' classes, torch's own left out.
+        versions: the versions of hookline, Python and torch, and of timm, torchvision and
+            transformers where they were imported.
+    """
+
+    type: str
+    structure: str
+    weights: str
+    code: str
+    versions: dict[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a fingerprint of structure, weights and code: 16 hexadecimal digits."""
+        return _short("\n".join((self.type, self.structure, self.weights, self.code)).encode())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as `from_json` reads them."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(row: Any) -> RecordedModel | None:
+        """Read the fields that `as_json` returned; None for None.
+
+        Raises:
+            KeyError, TypeError, AttributeError: it is something else.
+        """
+        if row is None:
+            return None
+        versions = {str(name): str(text) for name, text in row["versions"].items()}
+        kind, structure, weights, code = (
+            str(row[key]) for key in ("type", "structure", "weights", "code")
+        )
+        return RecordedModel(kind, structure, weights, code, versions)
+
+
+def recorded_model(model: nn.Module) -> RecordedModel | None:
+    """Identify a model, without torch's wrappers around it; None if its weights cannot be read.
+
+    Args:
+        model: the model.
+    """
+    try:
+        identity = model_identity(model, sampled=True)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # such as lazy parameters
+        return None
+    code = _short(repr(identity["code"]).encode())
+    return RecordedModel(
+        identity["type"], identity["structure"], identity["weights"], code, _versions_here()
+    )
+
+
+def _versions_here() -> dict[str, str]:
+    versions = {
+        "hookline": package_version(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    for name in _PACKAGES:
+        if name in sys.modules:
+            versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return versions
+
+
+def function_identity(function: Callable[..., Any] | None) -> str | None:
+    """Return a fingerprint of a function: its name, code, constants, defaults and closure.
+
+    The same source gives the same fingerprint in another process, and inside another function.
+    Functions that it calls by name are not part of it. The object of a method, and an object that
+    is called, count by their attributes; by their repr where they have one of their own.
+    """
+    if function is None:
+        return None
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    # Without the scope: the function that a call was moved into does not change what is computed.
+    return f"{name.rpartition('.')[2]} {_short(_described(function, frozenset()))}"
+
+
+def _described(value: Any, within: frozenset[int]) -> bytes:
+    """Return bytes that tell what a function does: of code what is executed, of data its values.
+
+    Args:
+        value: the function, or a part of it.
+        within: the ids of what it is a part of: a function may close over itself.
+    """
+    if id(value) in within:
+        return b"itself"
+    inside = within | {id(value)}
+    parts = [_described(part, inside) for part in _parts(value)]
+    if isinstance(value, set | frozenset):
+        parts.sort()  # their order differs between processes
+    # The lengths keep neighbours apart: (1, 23) is not (12, 3).
+    return b"".join(b"%d:%b" % (len(part), part) for part in [_own_bytes(value), *parts])
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield the parts of a function, a container or an object."""
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, sorted(value.keywords.items()))
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, FunctionType):
+        yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
+        yield from map(_contents, value.__closure__ or ())
+    elif isinstance(value, CodeType):
+        yield from (value.co_names, value.co_varnames, value.co_consts)
+    elif isinstance(value, tuple | list | set | frozenset):
+        yield from value
+    elif isinstance(value, Mapping):
+        yield from value.items()
+    elif type(value).__repr__ is _PLAIN_REPR:
+        yield from vars(value).items() if hasattr(value, "__dict__") else ()
+
+
+def _own_bytes(value: Any) -> bytes:
+    """Return bytes that tell a value from others of equal parts."""
+    kind = type(value).__qualname__.encode()
+    if isinstance(value, CodeType):
+        return value.co_code
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}".encode() + bytes(_bytes_of(value.detach()))
+    if isinstance(value, np.ndarray) and value.dtype != object:  # the repr of a long one has "..."
+        return f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    if isinstance(value, nn.Module):
+        return f"{_weights(value)} {_ADDRESS.sub('', repr(value))}".encode()
+    has_parts = isinstance(value, tuple | list | set | frozenset | Mapping | functools.partial)
+    if has_parts or isinstance(value, FunctionType | MethodType):
+        return kind
+    return kind + _ADDRESS.sub("", repr(value)).encode("utf-8", "backslashreplace")
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return "an empty cell"
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_N_DIGITS]

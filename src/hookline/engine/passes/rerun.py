@@ -1,0 +1,69 @@
+"""Run a model a second time, so that the lines on it take the run for a recomputation.
+
+Lines that read values see nothing of it. Lines that change values make the same changes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from hookline.engine.passes.passes import Pass, Passes, lines_here
+
+
+@final
+class Repetition:
+    """The recomputation that stands for a repeated run of one line's model.
+
+    It has the interface of `checkpointing.Recomputation` that passes and taps use.
+
+    Args:
+        number: the number of the pass that is repeated.
+    """
+
+    __slots__ = ("_pass",)
+    has_gradients = False
+    is_repetition = True
+
+    def __init__(self, number: int) -> None:
+        self._pass = Pass(number)
+        self._pass.recomputation = self
+
+    @property
+    def current(self) -> Pass:
+        """The pass that hooks of the repeated run belong to."""
+        return self._pass
+
+    def root_begins(self) -> Pass:
+        """Return the pass of the repeated run of the root."""
+        return self._pass
+
+    def pass_of_gradients(self) -> Pass:
+        """Return the pass that gradients of the repeated run belong to."""
+        return self._pass
+
+    def early(self, tap: Any, call: int) -> None:
+        """Return the tensors of a call that got hooks in a region's first run: none."""
+
+
+@contextmanager
+def repeated(repeating: Passes) -> Iterator[None]:
+    """Let the lines of this context take the runs in the block for recomputations.
+
+    Another line that sees every thread takes them for new passes.
+
+    Args:
+        repeating: the passes of the line that repeats the run; it may see every thread.
+    """
+    before = []
+    try:
+        for passes in {id(passes): passes for passes in (repeating, *lines_here())}.values():
+            local = passes.in_thread
+            before.append((local, local.current, local.outside))
+            number = -1 if local.running is None else local.running.number
+            local.current, local.outside = None, Repetition(number).current
+        yield
+    finally:
+        for local, current, outside in before:
+            local.current, local.outside = current, outside

@@ -1,0 +1,106 @@
+"""Write and read JSON with its own checksum.
+
+Checksums are 64-bit XXH3. They detect damage; they do not authenticate the author.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from xxhash import xxh3_64_hexdigest
+
+from hookline.errors import FolderError
+from hookline.util.installed import package_version
+
+MANIFEST = "manifest.json"
+
+_BLANK = b"0" * 16
+_CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"')
+_HEAD_BYTES = 200  # the checksum is within the first 200 bytes
+
+
+@final
+@dataclass(frozen=True)
+class FolderFormat:
+    """The format of a folder, which the first keys of its manifest name.
+
+    Args:
+        name: the format.
+        version: the version that is written and read.
+        kind: what such a folder is, for messages: "a store".
+        writer: the call that writes one.
+        again: how to make the folder again: "extract it again".
+    """
+
+    name: str
+    version: int
+    kind: str
+    writer: str
+    again: str
+
+    def head(self) -> dict[str, Any]:
+        """Return the first keys of a manifest."""
+        return {
+            "format": self.name, "version": self.version, "checksum": _BLANK.decode(),
+            "hookline": package_version(),
+        }  # fmt: skip
+
+    def check(self, manifest: Any, place: object) -> None:
+        """Refuse a manifest of another format or version."""
+        if not isinstance(manifest, dict) or manifest.get("format") != self.name:
+            raise FolderError(
+                f"{place} is not {self.kind}: its {MANIFEST} was written by something else."
+                f"\nGive the folder that {self.writer} wrote."
+            )
+        if manifest.get("version") != self.version:
+            raise FolderError(
+                f"{place} is {self.kind} of version {manifest.get('version')}; this hookline reads"
+                f" version {self.version}.\nOpen it with the hookline that wrote it"
+                f" ({manifest.get('hookline', 'unknown')}), or {self.again}."
+            )
+
+
+def checksum(data: Any) -> str:
+    """Compute the checksum of any contiguous buffer, as 16 hexadecimal digits."""
+    return xxh3_64_hexdigest(data)
+
+
+def sealed(manifest: Mapping[str, Any]) -> bytes:
+    """Encode a manifest as JSON, one line a key, and fill in its checksum.
+
+    Raises:
+        ValueError: the first keys lack a "checksum" to fill in.
+    """
+    # json's own indentation takes three times as long.
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
+    before, _, after = _parted(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    return before + checksum(before + _BLANK + after).encode() + after
+
+
+def unsealed(data: bytes) -> None:
+    """Compare a manifest with the checksum that `sealed` filled in.
+
+    Raises:
+        ValueError: they differ, or the manifest has none.
+    """
+    before, expected, after = _parted(data)
+    actual = checksum(before + _BLANK + after)
+    if actual != expected.decode():
+        raise ValueError(f"its checksum must be {expected.decode()}, got {actual}")
+
+
+def checksum_of(data: bytes) -> str:
+    """Return the checksum that `sealed` filled in."""
+    return _parted(data)[1].decode()
+
+
+def _parted(data: bytes) -> tuple[bytes, bytes, bytes]:
+    """Split a manifest into the bytes before its checksum, the checksum, and the bytes after."""
+    match = _CHECKSUM.search(data, 0, _HEAD_BYTES)
+    if match is None:
+        raise ValueError("it must have a checksum among its first keys")
+    return data[: match.start(1)], match[1], data[match.end(1) :]

@@ -1,0 +1,72 @@
+"""Open what hookline has written: a recording, a store or the curves of a run."""
+
+from __future__ import annotations
+
+import os
+
+from hookline.curves import Curves, is_run, open_run
+from hookline.files.place import Place
+from hookline.files.sealed_json import MANIFEST
+from hookline.recordings import Recording, open_recording, place_of_recording
+from hookline.stores.job import STORE
+from hookline.stores.shard_file import number_of
+from hookline.stores.store import Store, open_store
+
+_HEAD_BYTES = 200  # the format is among the first keys
+
+
+def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording | Store | Curves:
+    """Open what `run.save`, `hl.extract`, or the argument `to=` of another verb wrote.
+
+        >>> model = nn.Linear(2, 3)
+        >>> with hl.record(model) as run:
+        ...     _ = model(torch.zeros(1, 2))
+        >>> hl.open(run.save(tmp_path / "run"))["(root)"].shape
+        torch.Size([1, 3])
+        >>> _ = hl.extract(model, torch.zeros(100, 2), "(root)", tmp_path / "acts")
+        >>> hl.open(tmp_path / "acts")["(root)"].shape
+        (100, 3)
+
+    `run.save` writes a recording, `hl.extract` and `hl.record(..., to=)` write a store, and
+    `hl.monitor(..., to=folder)` writes curves. Curves may be opened while the training goes on:
+    each look-up sees the steps that were reported by then.
+
+    Values are memory-mapped on look-up and keep their dtypes. The first look-up of a value verifies
+    its checksum; in a store, the first read from a shard verifies that of the shard's column.
+
+    If all ranks of a distributed job saved a recording, a single process can open it without a
+    process group: `run.ranks[1]["fc"]`, `run.full("fc", dim=0)`, `run.reduced("fc:grad_output")`.
+
+    Do not write to the folder's files while they are open. A look-up detects changed files. If a
+    file is truncated after a look-up, reading that value kills the process (SIGBUS). `run.save`
+    writes new files, so it may replace the recording at any time.
+
+    Args:
+        folder: the folder that was written, or a URL of fsspec such as `s3://bucket/features`.
+        verify: True verifies the checksums of all values now, which reads the whole folder. It has
+            no effect on curves.
+
+    Returns:
+        A `Recording`, with the same look-ups as the saved one; a `Store`; or `Curves`.
+
+    Raises:
+        FolderError: the folder holds none of these, or one that is damaged, of another version of
+            the format, or (a store) not finished.
+    """
+    if is_run(folder):
+        return open_run(folder)
+    place = place_of_recording(folder)
+    if _holds_a_store(place):
+        return open_store(place, verify=verify)
+    return open_recording(place, verify=verify)
+
+
+def _holds_a_store(place: Place) -> bool:
+    try:
+        head = place.read(MANIFEST, 0, min(_HEAD_BYTES, place.size(MANIFEST)))
+        return f'"{STORE.name}"'.encode() in head
+    except FileNotFoundError:
+        # The manifest of a store may be lost; its shards are known by their names.
+        return any(number_of(name) is not None for name in place.names())
+    except (OSError, ValueError):
+        return False  # opening a recording says what is wrong

@@ -1,0 +1,211 @@
+"""Warn of habits of finite outputs, such as dead units; `also=` says which are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hookline.display.text import plural
+from hookline.engine import Site
+from hookline.engine.pytree import tree
+from hookline.errors import AttachError, warn
+from hookline.statistics.finiteness import flat, is_measurable
+from hookline.util.locks import fork_safe_lock
+from hookline.verbs.check.finding import Finding
+
+CHOICES = ("magnitude", "dead", "constant", "shapes", "missing_grad")
+# Values explode or vanish if their largest magnitude is so many times that of the first run, or so
+# small a part of it.
+_FACTOR = 1e4
+# A unit is dead if it was 0 in all of at least so many runs.
+_RUNS = 10
+_MOST_SAID = 4
+
+# Outputs may come from several threads.
+_lock = fork_safe_lock()
+
+
+def choices(also: str | Iterable[str]) -> frozenset[str]:
+    """Return the names of the habits to check.
+
+    Raises:
+        AttachError: a name is unknown, or `also` is neither a name nor several.
+    """
+    names = tuple(also) if isinstance(also, Iterable) and not isinstance(also, str) else (also,)
+    for name in names:
+        if name not in CHOICES:
+            raise AttachError(
+                f"also= must name some of {', '.join(CHOICES)}, got {name!r}."
+                "\nGive for instance also=('dead', 'shapes')."
+            )
+    return frozenset(names)
+
+
+class Traits(NamedTuple):
+    """The dtypes, shapes, units and extremes of one output, as far as they are checked."""
+
+    # The dtype of each tensor, and its shape without the first dimension.
+    kinds: tuple[tuple[torch.dtype, torch.Size], ...]
+    alive: Tensor | None  # for each unit, whether any of its numbers was not 0; None if not checked
+    # The least and the greatest number, to be read at the end of the run; None if not checked.
+    extremes: Tensor | None
+
+
+@final
+class TraitReader:
+    """Read the traits of outputs that some habits need; compiled code does it in the graph."""
+
+    __slots__ = ("_has_extremes", "_has_kinds", "_has_units")
+
+    def __init__(self, habits: frozenset[str]) -> None:
+        self._has_kinds = "shapes" in habits
+        self._has_units = "dead" in habits
+        self._has_extremes = bool(habits & {"magnitude", "constant"})
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether any habit of outputs is checked."""
+        return self._has_kinds or self._has_units or self._has_extremes
+
+    def read(self, value: Any) -> Traits:
+        """Read the traits of an output."""
+        tensors = [tensor for _, tensor in tree.tensors(value)]
+        # The first dimension is the batch's: the last batch may be smaller.
+        kinds = tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors if self._has_kinds)
+        parts = [flat(tensor) for tensor in tensors if is_measurable(tensor) and tensor.numel()]
+        if not parts or parts[0].is_complex():
+            return Traits(kinds, None, None)
+        first = parts[0]
+        alive = extremes = None
+        if self._has_units and first.dim() > 1:
+            alive = _units_alive(first)
+        if self._has_extremes and first.numel() > 1:
+            extremes = torch.stack(torch.aminmax(first)).double()
+        return Traits(kinds, alive, extremes)
+
+
+def _units_alive(value: Tensor) -> Tensor:
+    """Tell which units are not 0: channels of pictures, else items of the last dimension."""
+    unit = 1 if value.dim() in (4, 5) else value.dim() - 1
+    rest = [k for k in range(value.dim()) if k != unit]
+    return (value != 0).sum(rest) > 0
+
+
+@final
+class Habits:
+    """Remember the output of one module in the runs so far, and add findings about its habits."""
+
+    __slots__ = ("_add", "_alive", "_checked", "_first", "_kinds", "_n_runs", "_warned", "site")
+
+    def __init__(self, site: Site, checked: frozenset[str], add: Callable[[Finding], Any]) -> None:
+        self.site = site
+        self._checked = checked
+        self._add = add
+        self._first: float | None = None
+        self._alive: Tensor | None = None
+        self._n_runs = 0
+        self._kinds: tuple[tuple[torch.dtype, torch.Size], ...] | None = None
+        self._warned: set[str] = set()
+
+    def note(self, traits: Traits, step: int) -> None:
+        """Compare the output of the run of this number with those before."""
+        if "shapes" in self._checked:
+            before, self._kinds = self._kinds, self._kinds or traits.kinds
+            if before is not None and before != traits.kinds:
+                was, now = _in_words(before), _in_words(traits.kinds)
+                text = f"has changed from {was} to {now} since the first run"
+                self._say("shapes", text, step)
+        if traits.alive is not None:
+            self._note_alive(traits.alive)
+
+    def _note_alive(self, alive: Tensor) -> None:
+        with _lock:
+            if self._alive is None or self._alive.shape != alive.shape:
+                self._alive, self._n_runs = alive, 1
+            else:
+                self._alive, self._n_runs = self._alive | alive, self._n_runs + 1
+
+    def judge(self, least: float, greatest: float, step: int) -> None:
+        """Judge the extremes of the output of the run of this number."""
+        largest = max(-least, greatest)
+        if "constant" in self._checked and least == greatest:
+            self._say("constant", f"is {least + 0.0:.4g} everywhere", step)
+        if "magnitude" not in self._checked:
+            return
+        if self._first is None and largest > 0:
+            self._first = largest
+        elif self._first is not None and largest > self._first * _FACTOR:
+            self._say_change("explodes", self._first, largest, step)
+        elif self._first is not None and largest < self._first / _FACTOR:
+            self._say_change("vanishes", self._first, largest, step)
+
+    def end(self) -> None:
+        """Judge the units of all runs together."""
+        if self._alive is None or self._n_runs < _RUNS:
+            return
+        dead = tuple((~self._alive).nonzero().flatten().tolist())
+        if dead:
+            names = f"{'index' if len(dead) == 1 else 'indices'} {_first_of(dead)}"
+            units = plural(len(self._alive), "unit")
+            text = f"has {len(dead)} dead of {units} ({names}): 0 in all of {self._n_runs} runs"
+            self._say("dead", text, None, units=dead)
+
+    def _say_change(self, verb: str, first: float, largest: float, step: int) -> None:
+        text = f"{verb}: from {first:.3g} at most to {largest:.3g}"
+        self._say("magnitude", text, step, key=verb)
+
+    def _say(
+        self, also: str, text: str, step: int | None, *, key: str = "", units: tuple[int, ...] = ()
+    ) -> None:
+        """Warn of an observation and keep it as a finding, once for each key."""
+        if (key or also) in self._warned:
+            return
+        self._warned.add(key or also)
+        finding = Finding(
+            "forward", self.site.path, self.site.module_type, step=step,
+            also=also, observation=text, units=units,
+        )  # fmt: skip
+        self._add(finding)
+        warn(f"hl.check: {finding.message}")
+
+
+def _in_words(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
+    return ", ".join(
+        f"{str(dtype).removeprefix('torch.')}[:{''.join(f', {n}' for n in rest)}]"
+        for dtype, rest in kinds
+    )
+
+
+def judge_all(habits: Sequence[Habits], run_extremes: list[tuple[int, Tensor]], step: int) -> None:
+    """Judge the outputs of the run of this number; one transfer for each device."""
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for number, extremes in run_extremes:
+        by_device.setdefault(extremes.device, []).append((number, extremes))
+    for members in by_device.values():
+        read = torch.stack([extremes for _, extremes in members]).tolist()
+        for (number, _), (least, greatest) in zip(members, read, strict=True):
+            habits[number].judge(least, greatest, step)
+
+
+def say_missing(
+    weights: Iterable[tuple[str, Tensor]], step: int | None, add: Callable[[Finding], Any]
+) -> bool:
+    """Warn of the parameters of a step that have no gradient; return whether there are any."""
+    missing = [path for path, weight in weights if weight.requires_grad and weight.grad is None]
+    for path in missing:
+        text = "had no gradient when the optimizer stepped"
+        add(Finding("gradient", path, step=step, also="missing_grad", observation=text))
+    if missing:
+        warn(
+            f"hl.check: {plural(len(missing), 'parameter')} had no gradient when the optimizer"
+            f" stepped: {_first_of(missing)}."
+            "\nFreeze them with requires_grad_(False), or use them in the loss."
+        )
+    return bool(missing)
+
+
+def _first_of(items: Sequence[Any]) -> str:
+    return ", ".join(map(str, items[:_MOST_SAID])) + ", …" * (len(items) > _MOST_SAID)

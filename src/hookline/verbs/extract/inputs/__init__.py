@@ -1,1 +1,0 @@
-"""Data of any kind as batches by number."""

@@ -1,0 +1,402 @@
+"""The account of one thread: which module the time goes to at present.
+
+Time is charged at borders: where a module begins or ends, where a backward enters the part of the
+graph that another module made, and around the steps of an optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from functools import partial
+from types import FrameType
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import (
+    GradHook,
+    at_end_of_inner_backward,
+    backward_number,
+    hook_gradient,
+    hook_node_before,
+    kept_by,
+    memory_of,
+    next_number,
+    nodes_below,
+    number_of,
+    workspace_of,
+)
+from hookline.engine.pytree import tree
+from hookline.util.stopwatch import is_above
+from hookline.verbs.profile.call_tree import (
+    BACKWARD,
+    CALLS,
+    COLLECTIVES,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    SLOTS,
+    Context,
+)
+from hookline.verbs.profile.clocks import Clock
+from hookline.verbs.profile.inputs import Run
+from hookline.verbs.profile.windows import Windows
+
+_MOST_EVENTS = 800_000  # four entries an event, of a thread, for the trace
+_MOST_BORDERS = 8192
+
+
+@final
+class Account:
+    """Name what is charged: a context, and the slot of the phase.
+
+    It is also the hook on the nodes of the graph that belong to it. There is one object for all of
+    them, because objects that live until backward would make Python's garbage collector run.
+    """
+
+    __slots__ = ("at", "at_calls", "backward", "context", "inner", "lane", "slot")
+
+    def __init__(self, lane: Lane, context: Context, slot: int) -> None:
+        # The accounts of the modules that are called from here, in the same pass and phase.
+        self.inner: dict[str, Account] = {}
+        self.backward: Account | None = None
+        self.lane = lane
+        self.context = context
+        self.slot = slot
+        # The places of the seconds and of the number of calls among the costs of a window.
+        self.at = context.index * len(SLOTS) + slot
+        self.at_calls = context.index * len(SLOTS) + CALLS
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Charge this account from now on: the hook before a node of its part of the graph."""
+        if not self.lane.closed:
+            self.lane.arrive(self)
+
+
+@final
+class ModuleCall:
+    """A call of a module that is under way.
+
+    Args:
+        key: the id of the frame of the call; the frame itself is not kept alive.
+        account: the account of the call.
+        before: the account to go on with when the call has ended.
+        lowest: the number of the first node of the graph that the call can make.
+
+    Attributes:
+        began: the mark at which the module began; None before.
+        run: the kind of the run, for an outermost call.
+    """
+
+    __slots__ = ("account", "before", "began", "key", "lowest", "run")
+
+    def __init__(self, key: int, account: Account, before: Account, lowest: int) -> None:
+        self.key = key
+        self.account = account
+        self.before = before
+        self.lowest = lowest
+        self.began: Any = None
+        self.run: Run | None = None
+
+
+@final
+class Lane:
+    """The calls of one thread, its clock, and the account that is charged.
+
+    Args:
+        clock: the clock.
+        top: the context of the code around the model.
+        keep_events: whether events are kept for a trace.
+
+    Attributes:
+        account: the account that is charged at present.
+        calls: the calls under way, outermost first.
+        events: the finished calls and the stretches of backward, flat: context, phase, first and
+            last mark of the first, then of the second, and so on.
+        n_lost: the number of events that were not kept.
+        windows: the costs of each pass.
+        closed: whether the line has ended.
+    """
+
+    def __init__(self, clock: Clock, top: Context, *, name: str) -> None:
+        self.clock = clock
+        self.name = name
+        self.windows = Windows(clock.settle)
+        self._costs = self.windows.current.costs
+        self.top = Account(self, top, FORWARD)
+        self.account = self.top
+        self._optimizer = Account(self, top, OPTIMIZER)
+        self._collectives = Account(self, top, COLLECTIVES)
+        self._before_collectives = self.top
+        self._accounts: dict[tuple[Context, int], Account] = {}
+        self.calls: list[ModuleCall] = []
+        self.events: list[Any] = []
+        self.n_lost = 0
+        self.closed = False
+        self._tasks: list[tuple[int, Account]] = []
+        # The borders of calls among the numbers of nodes: from this number on, this context.
+        self._numbers: list[int] = []
+        self._owners: list[Account] = []
+        self._hooked: set[int] = set()
+        clock.pause()
+        self._start: Any = clock.resume()
+
+    # -- accounts ---------------------------------------------------------------------------------
+
+    def _charge(self, mark: Any) -> None:
+        """Charge the time since the last border to the present account."""
+        account = self.account
+        self.clock.charge(self._costs, account.at, self._start, mark)
+        if account.slot == BACKWARD:
+            self._note(account, self._start, mark)
+
+    def _note(self, account: Account, start: Any, end: Any) -> None:
+        if len(self.events) < _MOST_EVENTS:
+            self.events += (account.context, account.slot, start, end)
+        else:
+            self.n_lost += 1
+
+    def _account(self, context: Context, slot: int) -> Account:
+        """Return the account of a context for a phase."""
+        key = context, slot
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = Account(self, context, slot)
+            self.windows.reach(context.index + 1)
+        return account
+
+    def switch(self, account: Account) -> None:
+        """Charge another account from now on."""
+        self._charge(self.clock.pause())
+        self.account = account
+        self._start = self.clock.resume()
+
+    def end(self) -> None:
+        """Charge the rest, and charge nothing any more."""
+        if not self.closed:
+            self._drop_dead(sys._getframe(1))
+            self._charge(self.clock.pause())
+            self.closed = True
+            self.clock.resume()
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def enter(self, path: str, frame: FrameType, *, number: int, is_again: bool) -> ModuleCall:
+        """Begin the call of a module: the clock stands still until `begin`."""
+        mark = self.clock.pause()
+        if self.account is self._collectives:
+            self._charge(mark)
+            self._start, self.account = mark, self._before_collectives
+        calls = self.calls
+        self._drop_dead(frame)
+        if not calls and backward_number() == -1:
+            self._tasks.clear()  # of a backward that raised
+            self.account = self.top
+        self._charge(mark)
+        self._start = mark
+        if not calls and not is_again and number > self.windows.current.number:
+            self.windows.begin(number)
+            self._costs = self.windows.current.costs
+        account = self.account.inner.get(path) if calls else None
+        if account is None:
+            account = self._open(path, is_again=is_again)
+        call = ModuleCall(id(frame), account, self.account, next_number())
+        self.account = account
+        if not is_again:
+            self._costs[account.at_calls] += 1
+        calls.append(call)
+        return call
+
+    def _drop_dead(self, frame: FrameType) -> None:
+        """End the calls that Ctrl-C has ended: torch calls no hook then."""
+        while self.calls and not is_above(self.calls[-1].key, frame):
+            call = self.calls.pop()
+            self.account = call.before
+            self._fails(call)
+
+    def _fails(self, call: ModuleCall) -> None:
+        """Note that a call has raised; with the root's call, the pass has failed."""
+        if call.run is not None and call.run.fails() and not call.run.kind.path:
+            self.windows.current.has_failed = True
+
+    def _open(self, path: str, *, is_again: bool) -> Account:
+        """Return the account of a module that is called from the present account."""
+        above = self.account.context
+        context = above.again(path) if is_again and not self.calls else above.child(path)
+        account = self._account(context, RECOMPUTE if is_again else FORWARD)
+        if self.calls:
+            self.account.inner[path] = account
+        return account
+
+    def begin(self, call: ModuleCall) -> None:
+        """Let the clock go on: the module runs."""
+        self._owns(call.account)
+        call.began = self._start = self.clock.resume()
+
+    def leave(self, call: ModuleCall) -> None:
+        """Stop the clock when the module has run, until `finish`."""
+        mark = self.clock.pause()
+        while self.calls[-1] is not call:
+            self.calls.pop()
+        self._charge(mark)
+        self._start = mark
+        if call.began is not None:
+            self._note(call.account, call.began, mark)
+        self._owns(call.before)
+
+    def finish(self, call: ModuleCall, output: Any) -> None:
+        """End the call: hook the graph that it made, and let the clock go on."""
+        self.calls.pop()
+        if call.run is not None and call.run.has_raised():
+            self._fails(call)
+        elif output is not None and torch.is_grad_enabled():
+            self._hook_outputs(call, output)
+        if call.run is not None and not call.run.has_failed:
+            call.run.kind.is_noted = True
+        if not self.calls and len(self._numbers) > _MOST_BORDERS:
+            self._forget_oldest()
+        self.account = call.before
+        self._start = self.clock.resume()
+
+    def find(self, frame: FrameType) -> ModuleCall | None:
+        """Return the call with this frame."""
+        key = id(frame)
+        for call in reversed(self.calls):
+            if call.key == key:
+                return call
+        return None
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def gather_begins(self) -> None:
+        """Charge collectives, before a sharded module gathers its parameters, until it begins."""
+        if self.account is not self._collectives:
+            self._before_collectives = self.account
+        self.switch(self._collectives)
+        self._owns(self._collectives)
+
+    def reshard_begins(self, output: Any) -> None:
+        """Charge collectives, after a sharded module has run, until its call has ended.
+
+        In backward the module gathers again when the gradient of its output arrives.
+        """
+        self.switch(self._collectives)
+        self._owns(self._collectives)
+        for tensor in tree.distinct(output):
+            if tensor.grad_fn is not None:
+                hook_gradient(tensor, GradHook(self._gathers_in_backward))
+
+    def _gathers_in_backward(self, grad: Tensor) -> None:
+        self._collectives(())
+
+    # -- the graph --------------------------------------------------------------------------------
+
+    def _hook_outputs(self, call: ModuleCall, output: Any) -> None:
+        outputs = (output,) if isinstance(output, Tensor) else tree.distinct(output)
+        roots = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        for node in roots:
+            self._hook(node, number_of(node))
+        if self.calls or not roots:
+            return
+        nodes, before = nodes_below(roots, call.lowest)
+        last: Context | None = None
+        for number, node in nodes:
+            owner = self._owner(number).context
+            if owner is not last:
+                self._hook(node, number)
+                last = owner
+        if before is not None:
+            self._hook(before, number_of(before))
+        run = call.run
+        if run is not None:
+            run.kind.n_nodes.add(len(nodes))
+            run.await_outputs(outputs)
+            if run.is_new:
+                self._note_kept(nodes, run)
+
+    def _owns(self, account: Account) -> None:
+        """Note that the nodes from now on belong to an account; in backward, to its backward."""
+        self._numbers.append(next_number())
+        self._owners.append(account.backward or self._backward_of(account))
+
+    def _backward_of(self, account: Account) -> Account:
+        """Return the account of backward through what an account has made."""
+        backward = account
+        if account.context.path is not None and account.slot != BACKWARD:
+            backward = self._account(account.context, BACKWARD)
+        account.backward = backward
+        return backward
+
+    def _forget_oldest(self) -> None:
+        """Forget the borders of old calls, whose graphs hardly go on into another call."""
+        del self._numbers[: _MOST_BORDERS // 2], self._owners[: _MOST_BORDERS // 2]
+        self._hooked = {number for number in self._hooked if number >= self._numbers[0]}
+
+    def _owner(self, number: int) -> Account:
+        """Return the account of the innermost call that made a node."""
+        at = bisect_right(self._numbers, number) - 1
+        return self._owners[at] if at >= 0 else self.top
+
+    def _hook(self, node: Any, number: int) -> None:
+        """Have backward charge the module that made a node when the node's turn comes."""
+        if number not in self._hooked and number < 2**63:
+            self._hooked.add(number)
+            hook_node_before(node, self._owner(number))
+
+    def _note_kept(self, nodes: list[tuple[int, Any]], run: Run) -> None:
+        """Add up the bytes that each module's nodes keep; memory that several keep counts once."""
+        counted, bytes_by_context = set(run.memory), dict[Context, int]()
+        for number, node in reversed(nodes):
+            for tensor in kept_by(node):
+                key, n_bytes = memory_of(tensor)
+                if key not in counted:
+                    counted.add(key)
+                    context = self._owner(number).context
+                    bytes_by_context[context] = bytes_by_context.get(context, 0) + n_bytes
+                    run.kind.kept_inputs += n_bytes * (key in run.inputs)
+            workspace = workspace_of(node)
+            if workspace is not None:
+                path = self._owner(number).context.path or ""
+                run.kind.workspaces.setdefault(path, []).append(workspace)
+        for context, n_bytes in bytes_by_context.items():
+            context.kept = max(context.kept, n_bytes)
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def arrive(self, account: Account) -> None:
+        """Charge a module from now on: a backward reaches its part of the graph."""
+        mark = self.clock.pause()
+        task = backward_number()
+        if not self._tasks or self._tasks[-1][0] != task:
+            self._tasks.append((task, self.account))
+            at_end_of_inner_backward(partial(self._ends, task))
+        self._charge(mark)
+        self.account = account
+        self._start = self.clock.resume()
+
+    def runs(self, task: int) -> bool:
+        """Tell whether a run of autograd is a backward of this thread's calls."""
+        return bool(self._tasks) and self._tasks[-1][0] == task
+
+    def _ends(self, task: int) -> None:
+        """Charge what was charged before a backward, when the backward has ended."""
+        if self.closed or not any(running == task for running, _ in self._tasks):
+            return
+        self._charge(self.clock.pause())
+        while (ended := self._tasks.pop())[0] != task:
+            pass
+        self.account = ended[1]
+        self._start = self.clock.resume()
+
+    # -- optimizers -------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Charge the optimizer."""
+        self._tasks.clear()
+        self.switch(self._optimizer)
+
+    def step_ends(self) -> None:
+        """Charge the code around the model."""
+        self.switch(self.top)

@@ -1,0 +1,539 @@
+"""Repeat a run of a model: put back what the run began with, and compare the second run with it.
+
+A `RunStart` holds what a run began with. Whatever the second run shows counts only as far as
+`Likeness` has found both runs equal.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.engine import (
+    buffers,
+    every_tensor,
+    is_compiled,
+    is_grouped,
+    path_text,
+    tensor_hook_dict,
+)
+from hookline.engine.pytree import tree
+from hookline.errors import InputError
+from hookline.statistics.finiteness import Measure, flat, is_measurable, total
+from hookline.util.locks import fork_safe_lock
+from hookline.util.optional import imported
+
+# -- random numbers and autocast -----------------------------------------------------------------
+
+
+@final
+class RandomStates:
+    """The states of the random generators of torch, Python and numpy, when this was made.
+
+    `generators` are further generators of torch, such as a model's own.
+    """
+
+    __slots__ = ("_cpu", "_cuda", "_further", "_numpy", "_python")
+
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        self._cpu = torch.get_rng_state()
+        is_cuda_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state_all() if is_cuda_used else []
+        self._python = random.getstate()
+        numpy = imported("numpy")  # which loads numpy.random when it is first used
+        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+        self._further = [(generator, generator.get_state()) for generator in generators]
+
+    def restore(self) -> None:
+        """Put the generators into these states again."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for generator, state in self._further:
+            generator.set_state(state)
+
+
+def generators_of(modules: Iterable[nn.Module]) -> list[torch.Generator]:
+    """Return the random generators that are attributes of modules."""
+    generators = {
+        id(value): value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, torch.Generator)
+    }
+    return list(generators.values())
+
+
+# For each kind of device: whether autocast is on, and its dtype.
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def autocast_here() -> Autocast:
+    """Return the autocast of the running code."""
+    return tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    )
+
+
+@contextmanager
+def autocast_as(autocast: Autocast) -> Iterator[None]:
+    """Run the block in this autocast."""
+    with ExitStack() as stack:
+        for device, is_on, dtype in autocast:
+            if is_on or torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=is_on))
+        yield
+
+
+# -- the state of a model ------------------------------------------------------------------------
+
+
+class _Buffer(NamedTuple):
+    """A buffer of a module, and its copy."""
+
+    table: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor
+    copy: Tensor
+    version: int | None
+
+
+@contextmanager
+def restore_state(model: nn.Module) -> Iterator[None]:
+    """Restore training flags, buffers and random states after the block.
+
+    The block runs on copies of the buffers. Compiled code is bound to the buffers themselves. There
+    the block runs on the buffers, and their old values are written back.
+    """
+    modules = list(model.modules())
+    flags = [(module, module.training) for module in modules]
+    on_copies = not any(map(is_compiled, modules))
+    copies: dict[int, Tensor] = {}  # by buffer, because several modules may hold one buffer
+    saved = [
+        _Buffer(table, name, buffer, copies.setdefault(id(buffer), _clone(buffer)), version(buffer))
+        for table in map(buffers, modules)
+        for name, buffer in table.items()
+        if buffer is not None and not buffer.is_meta
+    ]
+    states = RandomStates(generators_of(modules))
+    try:
+        for table, name, _, copy, _ in saved if on_copies else ():
+            table[name] = copy
+        yield
+    finally:
+        states.restore()
+        for module, is_training in flags:
+            module.training = is_training
+        for entry in saved:
+            entry.table[entry.name] = entry.buffer
+            if not on_copies and (entry.version is None or version(entry.buffer) != entry.version):
+                _write(entry.buffer, entry.copy)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    # An inference tensor's copy must be an inference tensor.
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        return tensor.clone()
+
+
+def _write(tensor: Tensor, numbers: Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(numbers)
+
+
+def version(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restore the model after a run in the block.
+
+    This covers buffers, modes and random states. It also covers the parameters' `.grad`, and the
+    attributes that a forward sets on its modules (a step counter, a cache).
+    """
+    parameters = list(model.parameters())
+    tables = [table for module in model.modules() for table in (vars(module), buffers(module))]
+    before = [(table, dict(table)) for table in tables]
+    with restore_state(model), grads_restored(parameters):
+        try:
+            yield
+        finally:
+            for table, entries in before:
+                _restore(table, entries)
+
+
+def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in table.keys() - before.keys():
+        del table[name]
+    for name, value in before.items():
+        if name not in table or table[name] is not value:
+            table[name] = value
+
+
+@contextmanager
+def grads_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Clear the `.grad` of tensors for the block, and restore it afterwards."""
+    before = [(tensor, tensor.grad) for tensor in tensors]
+    try:
+        for tensor, _ in before:
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, grad in before:
+            tensor.grad = grad
+
+
+@contextmanager
+def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
+    """Run the block in eval mode without gradients, and leave the model as it was.
+
+    Training flags, buffers and random states are restored afterwards.
+
+    Raises:
+        InputError: the model has lazy parameters, which its first run would create for good.
+    """
+    name = lazy_name(model)
+    if name is not None:
+        raise InputError(
+            f"the model must have no lazy parameters, got {name}: the first run would create it"
+            " for good.\nRun the model once yourself, then call this again."
+        )
+    with restore_state(model), torch.no_grad(), in_eval_mode(model.modules()):
+        yield
+
+
+def lazy_name(model: nn.Module) -> str | None:
+    """Return the first parameter or buffer that the first run will create; None if all exist."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in tensors if is_lazy(tensor)), None)
+
+
+# How many blocks keep a module in eval mode, by the id of a module that was in training mode.
+_n_blocks: dict[int, int] = {}
+_lock = fork_safe_lock()
+
+
+@contextmanager
+def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules in eval mode in the block, and restore each module's mode afterwards.
+
+    Where several threads do so at once, the last one restores the mode.
+    """
+    training: list[nn.Module] = []
+    try:
+        with _lock:
+            for module in modules:
+                _enter_eval_mode(module, training)
+        yield
+    finally:
+        with _lock:
+            for module in training:
+                _leave_eval_mode(module)
+
+
+def _enter_eval_mode(module: nn.Module, training: list[nn.Module]) -> None:
+    n_blocks = _n_blocks.get(id(module), 0)
+    # A frozen ScriptModule has no training flag.
+    if n_blocks or getattr(module, "training", False):
+        training.append(module)
+        _n_blocks[id(module)] = n_blocks + 1
+        # Only the flag: an overridden `train()` or `eval()` may merge weights.
+        module.training = False
+
+
+def _leave_eval_mode(module: nn.Module) -> None:
+    n_left = _n_blocks.pop(id(module), 1) - 1
+    if n_left:
+        _n_blocks[id(module)] = n_left
+    else:
+        module.training = True
+
+
+# -- inputs and gradients ------------------------------------------------------------------------
+
+
+def copied(inputs: Any) -> Any:
+    """Return the inputs with copied tensors, because a model may write to its inputs.
+
+    The copies also get the gradients of the run.
+    """
+    if isinstance(inputs, Mapping):
+        return {key: tree.map_tensors(_copy, part) for key, part in inputs.items()}
+    if callable(inputs) and not isinstance(inputs, Tensor):
+        return inputs
+    return tree.map_tensors(_copy, inputs)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.grad_fn is None:
+        return copy
+    with torch.enable_grad():
+        return copy.clone()  # a non-leaf as well, which may be written to in place
+
+
+class ReentrantError(RuntimeError):
+    """A graph with a reentrant checkpoint has hooks that only a real backward may call."""
+
+
+def gradients(
+    outputs: Sequence[Tensor],
+    tensors: Sequence[Tensor] | None = None,
+    grads: Sequence[Tensor] | None = None,
+) -> list[Tensor | None]:
+    """Compute gradients of outputs, and leave every `.grad` as it is.
+
+    Without `tensors`, return the gradients of all leaf tensors of the graph.
+
+    Raises:
+        ReentrantError: a part of the graph is checkpointed with use_reentrant=True, and there are
+            hooks on accumulated gradients.
+    """
+    leaves, is_reentrant = leaves_of(outputs)
+    tensors = leaves if tensors is None else tensors
+    if not is_reentrant:
+        return list(torch.autograd.grad(outputs, tensors, grads, allow_unused=True))
+    # A reentrant checkpoint refuses torch.autograd.grad.
+    if is_grouped() or any(tensor_hook_dict(leaf, "accumulated") for leaf in leaves):
+        raise ReentrantError(
+            "a checkpoint with use_reentrant=True only allows backward(), which would also run the"
+            " hooks after gradient accumulation"
+        )
+    with grads_restored({id(tensor): tensor for tensor in (*leaves, *tensors)}.values()):
+        torch.autograd.backward(outputs, grads)
+        return [tensor.grad for tensor in tensors]
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+    """Return the leaf tensors of a graph, and whether it holds reentrant checkpoints."""
+    outputs = list(outputs)
+    leaves = [output for output in outputs if output.grad_fn is None]
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    is_reentrant = False
+    visited: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        is_reentrant |= node.name() == "CheckpointFunctionBackward"
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            leaves.append(leaf)
+        waiting += [before for before, _ in node.next_functions]
+    return leaves, is_reentrant
+
+
+# -- the start of a run --------------------------------------------------------------------------
+
+
+@final
+class RunStart:
+    """What a run of a model began with: references, and few copies."""
+
+    __slots__ = (
+        "_copies", "_has_grad", "_is_inference", "_random", "_tensors", "args", "autocast",
+        "kwargs",
+    )  # fmt: skip
+
+    def __init__(self, root: nn.Module, args: Any, kwargs: Any, changing: ChangingBuffers) -> None:
+        if changing.copies_inputs:
+            args, kwargs = copied((args, kwargs))
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs
+        self._tensors = [(tensor, version(tensor)) for tensor in every_tensor((args, kwargs))]
+        self.autocast = autocast_here()
+        self._has_grad = torch.is_grad_enabled()
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._copies = changing.copies(root)
+        self._random = RandomStates(changing.generators)
+
+    def are_inputs_overwritten(self) -> bool:
+        """Tell whether an input has been overwritten in place since the run began."""
+        return any(version(tensor) != before for tensor, before in self._tensors)
+
+    def why_not_repeatable(self) -> str | None:
+        """Say why the run cannot be repeated; None if it can."""
+        tensors = every_tensor((self.args, self.kwargs))
+        if list(map(id, tensors)) != [id(tensor) for tensor, _ in self._tensors]:
+            return "an argument of the model was changed by the run, such as a cache that grows"
+        if self.are_inputs_overwritten():
+            return "an input of the model was overwritten in place after the run began"
+        return None
+
+    @contextmanager
+    def again(self, root: nn.Module) -> Iterator[None]:
+        """Put buffers, random states and modes as they were when the run began, for the block."""
+        with restore_state(root):
+            for table, name, copy in self._copies:
+                buffer = table.get(name)
+                if buffer is not None and buffer.shape == copy.shape:
+                    table[name] = copy.clone()
+            self._random.restore()
+            with (
+                autocast_as(self.autocast),
+                torch.inference_mode(self._is_inference),
+                torch.set_grad_enabled(self._has_grad),
+            ):
+                yield
+
+    def buffer_before(self, module: nn.Module, name: str) -> Tensor | None:
+        """Return a buffer as it was when the run began; None if the run has not changed it."""
+        module_table = buffers(module)
+        copies = (
+            copy for table, key, copy in self._copies if table is module_table and key == name
+        )
+        return next(copies, None)
+
+
+_Place = tuple[dict[str, Tensor | None], str]
+
+
+@final
+class ChangingBuffers:
+    """The buffers of a model that its forward writes to, as batch norm does.
+
+    All buffers are copied until the first run in each mode has ended. From then on, only those that
+    have changed in that run are.
+
+    Attributes:
+        copies_inputs: whether an earlier run has overwritten its inputs, so that copies are kept.
+        generators: the random generators that are attributes of the model's modules.
+    """
+
+    __slots__ = (
+        "_all", "_changing", "_is_training", "_lock", "_versions", "copies_inputs", "generators",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.copies_inputs = False
+        self.generators: list[torch.Generator] = []
+        self._all: list[_Place] = []
+        self._changing: list[_Place] = []
+        self._is_training: bool | None = None
+        self._versions: list[tuple[int, int | None]] | None = None
+        self._lock = fork_safe_lock()  # runs may begin in several threads
+
+    def copies(self, root: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+        """Copy the buffers that the run may change."""
+        with self._lock:
+            if self._is_training is not root.training:
+                self._is_training = root.training
+                self._list(list(root.modules()))
+            places = self._changing if self._versions is None else self._all
+            tensors = [(table, name, table.get(name)) for table, name in places]
+            return [
+                (table, name, tensor.detach().clone())
+                for table, name, tensor in tensors
+                if tensor is not None
+            ]
+
+    def _list(self, modules: list[nn.Module]) -> None:
+        self.generators = generators_of(modules)
+        self._all = [
+            (table, name)
+            for table in map(buffers, modules)
+            for name, buffer in table.items()
+            if buffer is not None and not buffer.is_meta
+        ]
+        self._versions = [_identity(*place) for place in self._all]
+
+    def learn(self) -> None:
+        """Learn which buffers a run has changed that has ended."""
+        with self._lock:
+            before, self._versions = self._versions, None
+            if before is not None:
+                pairs = zip(self._all, before, strict=True)
+                self._changing = [place for place, was in pairs if _identity(*place) != was]
+
+
+def _identity(table: dict[str, Tensor | None], name: str) -> tuple[int, int | None]:
+    buffer = table.get(name)
+    return id(buffer), None if buffer is None else version(buffer)
+
+
+# -- the second run beside the first -------------------------------------------------------------
+
+# Rounding makes the sums of equal runs differ, by at most this share of the sum of magnitudes.
+_ROUNDING = 1e-4
+_ROUNDING_OF_HALF = 1e-3
+
+# For each output of a run: the number of its site, a number, and how it was measured (None: by
+# compiled code).
+Sums = list[tuple[int, Tensor, Measure | None]]
+
+
+@final
+class Likeness:
+    """Compare a repeated run with the first run, output by output.
+
+    `paths` has the path of each site, by number.
+    """
+
+    __slots__ = ("_first", "_last_equal", "_n_calls", "difference")
+
+    def __init__(self, sums: Sums, paths: Sequence[str]) -> None:
+        self._first: dict[str, deque[tuple[Tensor, Measure | None]]] = {}
+        for number, first, measure in sums:
+            self._first.setdefault(paths[number], deque()).append((first, measure))
+        self._n_calls = dict.fromkeys(self._first, 0)
+        # The number of operations before the last number that is not finite in both runs.
+        self._last_equal = -1
+        self.difference: str | None = None
+
+    def compare(self, path: str, output: Any, n_operations: int) -> None:
+        """Compare an output after so many operations of the repeated run with that of the first."""
+        pending = self._first.get(path)
+        if pending is None or self.difference is not None:
+            return
+        call, self._n_calls[path] = self._n_calls[path], self._n_calls[path] + 1
+        if not pending:
+            self._differs(path, call)
+            return
+        first, measure = pending.popleft()
+        again = (measure or total)(output)
+        if again is None or not _are_same(first, again, output, is_compiled=measure is None):
+            self._differs(path, call)
+        elif not first.isfinite():
+            self._last_equal = n_operations
+
+    def end(self, paths: set[str]) -> None:
+        """Notice calls that the repeated run has not made; `paths` are the modules it watched."""
+        for path, pending in self._first.items():
+            if pending and path in paths and self.difference is None:
+                self._differs(path, self._n_calls[path])
+
+    def proves(self, number: int) -> bool:
+        """Tell whether both runs were the same until they passed on what this operation made."""
+        return self.difference is None or number <= self._last_equal
+
+    def _differs(self, path: str, call: int) -> None:
+        self.difference = path_text(path) + (f"#{call}" if call else "")
+
+
+def _are_same(first: Tensor, again: Tensor, output: Any, *, is_compiled: bool) -> bool:
+    if is_compiled:
+        # It computes in another order and draws other random numbers.
+        return bool(first.isnan()) == bool(again.isnan())
+    if torch.equal(first, again) or (bool(first.isnan()) and bool(again.isnan())):
+        return True
+    if not (first.isfinite() and again.isfinite()):
+        return False
+    parts = [flat(tensor) for _, tensor in tree.tensors(output) if is_measurable(tensor)]
+    size = sum(float(tensor.abs().double().sum()) for tensor in parts)
+    is_half = any(tensor.dtype.itemsize <= 2 for tensor in parts)
+    return abs(float(again - first)) <= size * (_ROUNDING_OF_HALF if is_half else _ROUNDING)

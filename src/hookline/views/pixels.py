@@ -1,0 +1,157 @@
+"""Turn numbers into pixels: reduced maps, scales of colours, palettes, PNG."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
+
+from hookline.display.colours import BLUE_RED, VIRIDIS, Rgb, colour
+from hookline.display.units import measure
+from hookline.errors import HooklineError
+from hookline.statistics.of_values import Array, around
+from hookline.statistics.to_numbers import pieces
+from hookline.util.optional import how_to_install, load
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PAGE_NEEDS = "the page needs jinja2 and pillow", how_to_install("cli"), HooklineError
+
+# The quantile at which a robust scale of colours is cut off, at both ends.
+_ROBUST = 0.995
+_NON_FINITE_INDEX = 255
+
+
+@final
+@dataclass(frozen=True)
+class Scale:
+    """A range of colours, and whether it is centred at zero for signed numbers."""
+
+    low: float
+    high: float
+    is_signed: bool
+    cuts: bool = False
+
+
+def smaller(maps: Tensor, largest: int) -> Tensor:
+    """Reduce maps to a maximal side length; each new element is the mean of an area.
+
+    Args:
+        maps: the maps, shape `(channels, height, width)` or `(channels, length)`.
+        largest: the most elements along a side.
+    """
+    sides = maps.shape[1:]
+    if max(sides) <= largest:
+        return maps
+    if len(sides) == 1:
+        return adaptive_avg_pool1d(maps[None], largest)[0]
+    shrink = largest / max(sides)
+    height, width = (max(1, round(side * shrink)) for side in sides)
+    return adaptive_avg_pool2d(maps[None], (height, width))[0]
+
+
+def cells(table: Tensor, largest: tuple[int, int]) -> Tensor:
+    """Reduce a table to a maximal number of rows and columns; each cell is the mean of an area."""
+    height, width = (min(side, most) for side, most in zip(table.shape, largest, strict=True))
+    if (height, width) == table.shape:
+        return table
+    return adaptive_avg_pool2d(table[None, None], (height, width))[0, 0]
+
+
+def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) -> Scale:
+    """Compute the range of colours for numbers; NaN and infinity are left out.
+
+    Args:
+        robust: cut off the outermost half percent, so that one outlier does not hide the rest.
+        signed: True centres the range at zero; None does so if a number is negative.
+    """
+    finite = data[data.isfinite()]
+    if not finite.numel():
+        return Scale(0.0, 1.0, bool(signed))
+    low, high = float(finite.min()), float(finite.max())
+    if signed is None:
+        signed = low < 0
+    cuts = False
+    if robust and finite.numel() > 1000:
+        # A subsample of a million numbers is enough for the quantiles.
+        some = finite.flatten()[:: max(1, finite.numel() // 1_000_000)]
+        ends = np.quantile(some.numpy(), [1 - _ROBUST, _ROBUST])
+        if ends[1] > ends[0]:
+            cuts = bool(ends[0] > low or ends[1] < high)
+            low, high = float(ends[0]), float(ends[1])
+    if signed:
+        reach = max(abs(low), abs(high)) or 1.0
+        return Scale(-reach, reach, True, cuts)
+    if low == high:
+        return Scale(*around(low), False)
+    return Scale(low, high, False, cuts)
+
+
+def is_signed(sample: Tensor) -> bool:
+    """Return whether `hl.plots` draws a sample in blue and red; the sample is read in chunks."""
+    ends: list[Tensor] = []
+    for piece in pieces(sample):
+        finite = piece[piece.isfinite()]
+        if finite.numel():
+            ends += finite.aminmax()
+    return bool(ends) and scale_of(torch.stack(ends)).is_signed
+
+
+def shares(numbers: Array, low: float, high: float) -> Array:
+    """Scale numbers to positions from 0 at `low` to 1 at `high`; NaN and infinity become NaN."""
+    finite: Array = np.where(np.isfinite(numbers), numbers, np.nan)
+    # Halved, because high - low could overflow.
+    return (finite / 2 - low / 2) / ((high / 2 - low / 2) or 1.0)
+
+
+def palette_indices(numbers: Array, scale: Scale) -> Array:
+    """Convert numbers to indices of the palette, clamped to their scale, as uint8."""
+    positions = shares(numbers, scale.low, scale.high).clip(0, 1)
+    indices = np.round(positions * (_NON_FINITE_INDEX - 1))
+    return np.where(np.isnan(positions), _NON_FINITE_INDEX, indices).astype(np.uint8)
+
+
+def coloured(indices: Array, *, is_signed: bool) -> str:
+    """Convert indices to a picture's `data:` address: viridis, or blue to red if signed."""
+    picture = load("PIL.Image", *PAGE_NEEDS).fromarray(indices)
+    picture.putpalette(_SIGNED if is_signed else _PLAIN)
+    return data_address(picture)
+
+
+def data_address(picture: Image) -> str:
+    """Convert a picture to a `data:` address with a PNG."""
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode("ascii")
+
+
+def range_text(data: Tensor) -> str:
+    """Format a range and the count of non-finite numbers: `-1.2 to 3.4; 12 NaN or infinite`."""
+    finite = data.isfinite()
+    n_bad = data.numel() - int(finite.sum())
+    bad = f"{n_bad:,} NaN or infinite" if n_bad else ""
+    if n_bad == data.numel():
+        return f"all {bad}"
+    low, high = float(data[finite].min()), float(data[finite].max())
+    text = f"all {measure(low)}" if low == high else f"{measure(low)} to {measure(high)}"
+    return "; ".join(filter(None, [text, bad]))
+
+
+def _palette(anchors: Sequence[Rgb], non_finite: Rgb) -> list[int]:
+    """Return the flat list of red, green and blue of the 256 palette colours."""
+    last = _NON_FINITE_INDEX - 1
+    colours = [colour(index / last, anchors) for index in range(_NON_FINITE_INDEX)]
+    return [level for rgb in (*colours, non_finite) for level in rgb]
+
+
+# NaN and infinity get a colour outside the map: vermilion in viridis, yellow in red and blue.
+_PLAIN = _palette(VIRIDIS, (213, 94, 0))
+_SIGNED = _palette(BLUE_RED, (255, 213, 0))

@@ -1,0 +1,90 @@
+"""Ready batches of iterables, by arrival."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import hookline as hl
+from source_checks import Counting, run, said, source_of
+
+
+def ready(n=3) -> Iterator:
+    return (torch.full((k + 1, 2), float(k)) for k in range(n))
+
+
+def test_batches_of_an_iterable_come_by_arrival():
+    source = source_of(ready())
+    assert (source.n_items, source.batch_size, source.names) == (None, 0, None)
+    batches = run(source, [0, 2, 5])
+    assert [(one.number, one.items) for one in batches] == [(0, [0]), (2, [3, 4, 5])]
+    assert batches[1].data.tolist() == [[2, 2]] * 3
+
+
+def test_an_iterator_goes_on_where_it_stands():
+    source = source_of(ready())
+    assert run(source, [0])[0].items == [0]
+    assert [batch.items for batch in run(source, [1, 2])] == [[1, 2], [3, 4, 5]]
+    assert said(lambda: run(source, [1])).startswith(
+        "data must give batch 1 again, got an iterator (generator) that is past it."
+    )
+    with pytest.raises(IndexError, match="must increase, got 1 after 1"):
+        run(source_of(ready()), [1, 1])
+
+
+def test_an_iterable_data_set_begins_anew_when_asked():
+    source = source_of(Counting(7), batch_size=3)
+    for _ in range(2):
+        assert [batch.items for batch in run(source, range(9))] == [[0, 1, 2], [3, 4, 5], [6]]
+    there = pickle.loads(pickle.dumps(source))
+    assert run(there, [1])[0].data.tolist() == [[3], [4], [5]]
+    assert there.identity() == {
+        "kind": "batches", "type": "Counting", "length": None, "workers": 0, "batch_size": 3
+    }  # fmt: skip
+    loader = DataLoader(Counting(7), batch_size=3)
+    # Workers would share the items out in another way.
+    assert source_of(loader).identity() == source.identity()
+    assert source_of(DataLoader(Counting(7), 3, num_workers=2)).identity() != source.identity()
+    assert [batch.items for batch in run(source_of(loader), [2])] == [[6]]
+
+
+def test_the_identity_of_an_iterator_is_its_type():
+    assert source_of(ready()).identity() == {
+        "kind": "batches", "type": "generator", "length": None
+    }  # fmt: skip
+
+
+def test_iterables_that_cannot_be_used_are_refused():
+    assert said(lambda: run(source_of(iter([])), [0])).startswith(
+        "data must give at least one batch, got none from this list_iterator."
+    )
+    assert "got dict(a=None)" in said(lambda: run(source_of(iter([{"a": None}])), [0]))
+    assert "got Tensor[]" in said(lambda: run(source_of(iter([torch.tensor(1)])), [0]))
+    assert "batch_size must be left out" in said(lambda: source_of(ready(), batch_size=2))
+    assert "on_error must be 'raise'" in said(lambda: source_of(ready(), on_error="skip"))
+    assert "must be readable from the start" in said(lambda: pickle.dumps(source_of(ready())))
+
+
+def test_an_iterable_that_fails_names_the_batch():
+    def failing():
+        yield torch.zeros(2)
+        raise OSError("disk")
+
+    source = source_of(failing())
+    with pytest.raises(hl.InputError, match=r"batch 1 must load, got OSError from") as caught:
+        run(source, [0, 1])
+    assert isinstance(caught.value.__cause__, OSError)
+    source = source_of(iter([torch.tensor(1), torch.zeros(2)]))
+    assert "batch 0 must hold a tensor" in said(lambda: run(source, [0]))
+    assert "must give batch 0 again" in said(lambda: run(source, [0]))
+
+
+def test_batches_of_texts_are_tokenized():
+    source = source_of(
+        iter([["a", "b"], ("c",)]), tokenize=lambda texts: {"n": torch.ones(len(texts))}
+    )
+    assert [batch.items for batch in run(source, [0, 1])] == [[0, 1], [2]]

@@ -1,0 +1,117 @@
+"""Places: a file is written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hookline as hl
+from hookline.files import place as place_module
+from hookline.files.place import LocalPlace, place_of
+
+
+def test_many_buffers_of_all_sizes_are_written_in_order(tmp_path):
+    chunks = [np.full(k % 5, k % 251, np.uint8) for k in range(3000)]
+    LocalPlace(tmp_path).write("x", chunks)
+    assert (tmp_path / "x").read_bytes() == b"".join(chunk.tobytes() for chunk in chunks)
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_a_write_that_takes_only_a_part_goes_on(tmp_path, monkeypatch, most):
+    def writes_few(handle, chunks):
+        return os.write(handle, chunks[0][:most])
+
+    monkeypatch.setattr(place_module, "_write", writes_few)
+    LocalPlace(tmp_path).write("x", [b"head", b"", np.arange(40), memoryview(b"tail")])
+    assert (tmp_path / "x").read_bytes() == b"head" + np.arange(40).tobytes() + b"tail"
+
+
+def test_without_vectored_writes_the_same_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(place_module, "_write", place_module._write_first)
+    LocalPlace(tmp_path).write("x", [b"a", b"bc", b"d"])
+    assert (tmp_path / "x").read_bytes() == b"abcd"
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
+    place = LocalPlace(tmp_path)
+    place.write("x", [b"old"])
+
+    def fails(handle, chunks):
+        os.write(handle, b"ne")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(place_module, "_write", fails)
+    with pytest.raises(hl.FolderError, match=r"No space left on device\.\nFree space on the disk"):
+        place.write("x", [b"new"])
+    assert (tmp_path / "x").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_url_of_a_file_is_a_folder_here(tmp_path):
+    place = place_of(f"file://{tmp_path}/store")
+    assert isinstance(place, LocalPlace)
+    assert place.folder == tmp_path / "store"
+
+
+def test_a_place_is_a_folder_or_a_url(tmp_path):
+    assert str(place_of(str(tmp_path))) == str(tmp_path)
+    assert str(place_of("memory://a/b/")) == "memory://a/b"
+    with pytest.raises(hl.FolderError, match="must be a folder or a URL, got int"):
+        place_of(3)
+
+
+@pytest.mark.parametrize("to", [Path("s3://bucket/features"), "gs:/bucket", "a\0b"])
+def test_a_url_that_lost_a_slash_is_refused(tmp_path, monkeypatch, to):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(hl.FolderError, match="must be a folder or a URL, got '") as caught:
+        place_of(to)
+    assert str(caught.value).count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_stays_where_it_is_when_the_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = place_of("store")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    place.write("x", [b"a"])
+    assert (tmp_path / "store" / "x").read_bytes() == b"a"
+    assert str(place) == "store"
+
+
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_a_folder_that_is_replaced_while_it_is_locked_is_noticed(tmp_path, is_made_anew):
+    place = LocalPlace(tmp_path / "store")
+    with place.locked():
+        place.write("x", [b"a"])
+        (tmp_path / "store").rename(tmp_path / "moved")
+        other = LocalPlace(tmp_path / "store")
+        if is_made_anew:
+            with other.locked():
+                other.write("y", [b"b"])
+        with pytest.raises(hl.FolderError, match=r"must stay where it is.*\nPut it back"):
+            place.write("z", [b"c"])
+    assert other.names() == (["y"] if is_made_anew else [])
+    place.write("z", [b"c"])
+
+
+def test_a_lock_removes_only_what_a_writer_left(tmp_path):
+    left = ".shard-00000003.safetensors.912.b522084d.part"
+    others = [".film.mkv.part", ".shard-00000003.safetensors", "x.part"]
+    for name in [left, *others]:
+        (tmp_path / name).write_bytes(b"a")
+    with LocalPlace(tmp_path).locked():
+        assert sorted(os.listdir(tmp_path)) == sorted([".lock", *others])
+
+
+def test_the_state_of_a_file_changes_with_it(tmp_path):
+    place = LocalPlace(tmp_path)
+    place.write("x", [b"a"])
+    before = place.state("x")
+    assert place.state("x") == before
+    place.write("x", [b"b"])
+    assert place.state("x") != before

@@ -1,0 +1,184 @@
+"""The house is easy to read: names are nouns, functions are short, flat and ask for little."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import hookline as hl
+import hookline.models
+import hookline.views
+
+SRC = Path(__file__).parent.parent / "src" / "hookline"
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+BLOCK = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
+NOT_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}  # fmt: skip
+# Names that say nothing of what they hold.
+VAGUE = {"one", "found"}
+
+
+@cache
+def public() -> frozenset[str]:
+    """The dotted names of what users call: it may have many options."""
+    values = [getattr(hl, name) for name in hl.__all__]
+    packages = [hl.models, *(value for value in values if isinstance(value, ModuleType))]
+    values += [getattr(package, name) for package in packages for name in package.__all__]
+    values += vars(hookline.views).values()
+    return frozenset(
+        f"{value.__module__}.{value.__qualname__}"
+        for value in values
+        if hasattr(value, "__qualname__")
+    )
+
+
+def functions(tree: ast.AST, place: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every function, with its dotted name."""
+    for child in ast.iter_child_nodes(tree):
+        name = f"{place}.{child.name}" if isinstance(child, (*FUNCTION, ast.ClassDef)) else place
+        if isinstance(child, FUNCTION):
+            yield name, child
+        yield from functions(child, name)
+
+
+def vague_names(text: str, module: str) -> dict[str, int]:
+    """Bindings of names that say nothing: how many on each line."""
+    lines: dict[str, int] = {}
+    for node in ast.walk(ast.parse(text)):
+        bound = {
+            ast.Name: lambda node: node.id if isinstance(node.ctx, ast.Store) else None,
+            ast.arg: lambda node: node.arg,
+            ast.MatchAs: lambda node: node.name,
+            ast.ExceptHandler: lambda node: node.name,
+        }.get(type(node), lambda node: None)(node)
+        if bound in VAGUE:
+            place = f"{module}:{node.lineno} {bound}"
+            lines[place] = lines.get(place, 0) + 1
+    return lines
+
+
+def depths(text: str, module: str) -> dict[str, int]:
+    """How deep blocks lie in one another, by function."""
+
+    def depth(node: ast.AST) -> int:
+        deepest = 0
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (*FUNCTION, ast.ClassDef, ast.Lambda)):
+                continue
+            is_elif = isinstance(node, ast.If) and [child] == node.orelse
+            is_block = isinstance(child, BLOCK) and not (is_elif and isinstance(child, ast.If))
+            deepest = max(deepest, depth(child) + is_block)
+        return deepest
+
+    return {name: depth(node) for name, node in functions(ast.parse(text), module)}
+
+
+def parameters(text: str, module: str) -> dict[str, int]:
+    """The parameters of what users do not call, by function. Those of commands are options."""
+    numbers = {}
+    for name, node in functions(ast.parse(text), module):
+        owner, _, last = name.rpartition(".")
+        is_public = name in public() or (owner in public() and not last.startswith("_"))
+        is_public |= owner in public() and last == "__init__"
+        if not is_public and not module.startswith(("hookline.cli", "hookline.integrations")):
+            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            numbers[name] = sum(each.arg not in ("self", "cls") for each in every)
+    return numbers
+
+
+def lengths(text: str, module: str) -> dict[str, int]:
+    """The lines of code of each function, without its docstring and comments."""
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in NOT_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    sizes = {}
+    for name, node in functions(ast.parse(text), module):
+        lines = code & set(range(node.lineno, node.end_lineno + 1))
+        if ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        sizes[name] = len(lines)
+    return sizes
+
+
+# What is measured, and the most of it that a line or a function may have.
+BUDGETS = {
+    "bindings named `one` or `found`": (vague_names, 0),
+    "blocks inside one another": (depths, 3),
+    "parameters of what users do not call": (parameters, 6),
+    "lines of code of a function": (lengths, 55),
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_source_keeps_to_the_budget(budget):
+    measure, most = BUDGETS[budget]
+    over = []
+    for path in sorted(SRC.rglob("*.py")):
+        parts = ("hookline", *path.relative_to(SRC).with_suffix("").parts)
+        module = ".".join(part for part in parts if part != "__init__")
+        numbers = measure(path.read_text(), module)
+        over += [f"{name}: {number}" for name, number in numbers.items() if number > most]
+    assert not over, "\n".join(over)
+
+
+PLANTED = {
+    "bindings named `one` or `found`": [
+        "found = 1", "def f(one): ...", "[one for one in x]", "with a as (b, found): ...",
+        "for one in x: ...", "if found := x: ...", "try: ...\nexcept E as found: ...",
+    ],
+    "blocks inside one another": [
+        "def f():\n if a:\n  for b in c:\n   with d:\n    while e: ...",
+        "def f():\n try: ...\n finally:\n  if a: ...\n  elif b:\n   if c:\n    if d: ...",
+    ],
+    "parameters of what users do not call": [
+        "def _f(a, b, c, d, e, f, g): ...",
+        "class A:\n def m(self, a, b, /, c, d, *, e, f, g): ...",
+    ],
+    "lines of code of a function": ["def f():\n" + " x()\n" * 55],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"), [(budget, text) for budget in PLANTED for text in PLANTED[budget]]
+)
+def test_each_budget_can_be_exceeded(budget, text):
+    measure, most = BUDGETS[budget]
+    assert max(measure(text, "hookline.planted").values()) > most
+
+
+WITHIN = """
+def f(self, a, b, c, d, e, g):
+    '''A docstring.
+
+    of three lines
+    '''
+    # and a comment
+    if a:
+        ...
+    elif b:
+        ...
+    elif c:
+        ...
+    else:
+        for each in d:
+            if each:
+                ...
+"""
+
+
+def test_a_chain_of_elif_and_a_docstring_count_for_nothing():
+    assert depths(WITHIN, "m") == {"m.f": 3}
+    assert parameters(WITHIN, "m") == {"m.f": 6}
+    assert lengths(WITHIN, "m") == {"m.f": 11}

@@ -1,0 +1,138 @@
+"""Runs that are repeated: what they began with, and how far the second run is like the first."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hookline.statistics.finiteness import total
+from hookline.verbs.shared import rerun
+from hookline.verbs.shared.rerun import Likeness
+from meeting import Meanwhile, ToldLock
+
+BUFFERS = ["running_mean", "running_var", "num_batches_tracked"]
+
+
+class Slow(nn.Sequential):
+    """A model whose modules are listed while another thread begins a run, too."""
+
+    def modules(self):
+        self.meanwhile()
+        return super().modules()
+
+
+def names(copies):
+    return [name for _, name, _ in copies]
+
+
+def test_runs_of_two_threads_at_once_keep_the_buffers(monkeypatch):
+    lock, found = ToldLock(), []
+    monkeypatch.setattr(rerun, "fork_safe_lock", lambda: lock, raising=False)
+    changing, model = rerun.ChangingBuffers(), Slow(nn.BatchNorm1d(2))
+    model.meanwhile = Meanwhile(lambda: found.append(changing.copies(model)), lock)
+    mine = changing.copies(model)
+    model.meanwhile.end()
+    assert names(mine) == names(found[0]) == BUFFERS
+
+
+def test_all_buffers_are_kept_until_a_run_has_ended():
+    changing, model = rerun.ChangingBuffers(), nn.Identity()
+    model.register_buffer("scale", torch.ones(()))
+    model.register_buffer("count", torch.zeros(()))
+    assert names(changing.copies(model)) == ["scale", "count"]
+    assert names(changing.copies(model)) == ["scale", "count"]
+    model.count += 1
+    changing.learn()
+    assert names(changing.copies(model)) == ["count"]
+
+
+# A repeated run counts only as far as its outputs are those of the first run.
+PATHS = ["", "a", "b"]
+
+
+def likeness_of(*sums, measure=total):
+    return Likeness([(number, torch.tensor(value), measure) for number, value in sums], PATHS)
+
+
+def compared(likeness, *outputs):
+    for count, (path, value) in enumerate(outputs):
+        likeness.compare(path, torch.tensor([value]), count)
+    likeness.end(set(PATHS))
+    return likeness.difference
+
+
+def test_equal_runs_are_alike():
+    assert compared(likeness_of((1, 2.0), (0, 3.0)), ("a", 2.0), ("", 3.0)) is None
+    nan = likeness_of((1, math.nan), (0, math.inf))
+    assert compared(nan, ("a", math.nan), ("", math.inf)) is None
+
+
+@pytest.mark.parametrize("again", [2.1, math.nan, math.inf, -2.0])
+def test_the_first_output_that_differs_is_named(again):
+    assert compared(likeness_of((1, 2.0), (2, 2.0)), ("a", 2.0), ("b", again)) == "b"
+    assert compared(likeness_of((1, math.nan)), ("a", 2.0)) == "a"
+
+
+def test_rounding_is_no_difference():
+    assert compared(likeness_of((1, 2.0)), ("a", 2.000001)) is None
+
+
+def test_calls_that_one_run_alone_makes_are_a_difference():
+    assert compared(likeness_of((1, 2.0), (1, 2.0)), ("a", 2.0)) == "a#1"
+    assert compared(likeness_of((1, 2.0)), ("a", 2.0), ("a", 2.0)) == "a#1"
+    assert compared(likeness_of((1, 2.0)), ("b", 5.0), ("a", 2.0)) is None
+
+
+def test_of_compiled_code_only_nan_is_compared():
+    assert compared(likeness_of((1, 2.0), measure=None), ("a", 3.0)) is None
+    assert compared(likeness_of((1, 2.0), measure=None), ("a", math.nan)) == "a"
+
+
+def test_an_operation_counts_up_to_the_last_value_in_common():
+    likeness = likeness_of((1, math.nan), (2, 1.0))
+    compared(likeness, ("a", math.nan), ("b", 2.0))
+    assert likeness.difference == "b"
+    assert likeness.proves(0)
+    assert not likeness.proves(1)
+
+
+def test_all_random_states_are_put_back():
+    model = nn.Identity()
+    model.generator = torch.Generator()
+
+    def draw():
+        return [
+            random.random(),
+            np.random.random(),
+            torch.rand(()).item(),
+            torch.rand((), generator=model.generator).item(),
+        ]
+
+    with rerun.restore_state(model):
+        first = draw()
+    assert draw() == first
+
+
+def test_numpys_random_state_is_put_back_before_its_first_use(monkeypatch):
+    monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
+    states = rerun.RandomStates()
+    first = np.random.random()
+    states.restore()
+    assert np.random.random() == first
+
+
+def test_gradients_leave_grad_as_it_is():
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = before = torch.zeros(2)
+    for use_reentrant in (True, False):
+        output = checkpoint(lambda x: (x * weight).sum(), weight * 2, use_reentrant=use_reentrant)
+        assert rerun.gradients([output])[0].tolist() == [4.0, 4.0]
+        assert weight.grad is before
+        assert before.tolist() == [0.0, 0.0]

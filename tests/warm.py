@@ -1,0 +1,121 @@
+"""Python processes that have imported torch: each is forked from one that waits, with one thread.
+
+    done = run_python("-c", "import hookline as hl; print(hl.__version__)")
+
+A process has its own folder, variables and warnings, and ends by itself. Everything but torch, and
+what torch imports, is imported in it. All have one seed of hashes, which is not that of pytest. For
+scripts that test how Python or torch starts, such as a package that is missing, use `subprocess`.
+
+Run as a script, this file is the process that waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import ModuleType
+
+
+def run_python(
+    *arguments: object, cwd: object = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python as `python ...` does; as `subprocess.run` with `capture_output` and `text`.
+
+    Args:
+        arguments: `-W action` perhaps; then a file, `-c` and code, or `-m` and a module; then
+            what `sys.argv` is to hold.
+        cwd: the folder to run in.
+        env: all variables; those of this process by default.
+    """
+    words = [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [f"{folder}/stdout", f"{folder}/stderr"]
+        folder_of_run = str(Path.cwd() if cwd is None else cwd)
+        line = _waiting()
+        # A process is started in this one's name: the marks of tests are checked by this event.
+        sys.audit("subprocess.Popen", sys.executable, words, folder_of_run, None)
+        line.send((words, folder_of_run, dict(os.environ if env is None else env), streams))
+        code = line.recv()
+        texts = [Path(stream).read_text(errors="replace") for stream in streams]
+    return subprocess.CompletedProcess([sys.executable, *words], code, *texts)
+
+
+@cache
+def _waiting() -> Connection:
+    """Start the process that waits: one for each worker of pytest."""
+    folder = tempfile.TemporaryDirectory()
+    with Listener(f"{folder.name}/socket", "AF_UNIX") as listener:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", __file__, f"{folder.name}/socket"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        line = listener.accept()
+
+    def end() -> None:
+        line.close()
+        process.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    return line
+
+
+def _wait(address: str) -> list[str]:
+    """Fork a process for each request; give that process its arguments, and exit in the other."""
+    import torch  # noqa: F401
+
+    line = Client(address, "AF_UNIX")
+    while True:
+        try:
+            words, folder, variables, streams = line.recv()
+        except EOFError:
+            raise SystemExit from None
+        process = os.fork()
+        if process == 0:
+            line.close()
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(variables)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number, stream in enumerate(streams, 1):
+                os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
+            return words
+        line.send(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+
+
+def _run(words: list[str]) -> None:
+    """Run a script as Python does when it has just started."""
+    warnings.resetwarnings()
+    warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.filterwarnings("ignore", category=category, append=True)
+    while words[0] == "-W":
+        warnings.simplefilter(words[1])
+        words = words[2:]
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [place for place in places if place and place not in sys.path]
+    if words[0] in ("-c", "-m"):
+        sys.path.insert(0, "" if words[0] == "-c" else os.getcwd())
+    sys.argv = [words[0], *words[2:]] if words[0] in ("-c", "-m") else words
+    if words[0] == "-c":
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
+    elif words[0] == "-m":
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # of this file
+    _run(_wait(sys.argv[1]))
