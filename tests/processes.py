@@ -6,7 +6,7 @@
 
 The fixture `ranks` of `conftest.py` is the group. A file that needs another number of processes
 has a fixture of that name of its own: `ranks = pytest.fixture(scope="module")(ranks_of(1))`. After
-a process has died or hung, the next test has a new group.
+a test has failed in a process, the next test has a new group.
 
 Run as a script, this file is such a process.
 """
@@ -95,6 +95,7 @@ class Processes:
         said = self.ask(file, name, *args)
         bad = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(said) if kind != "ok"]
         if bad:
+            self.stop()  # the ranks that are left may be out of step
             raise AssertionError("\n".join(bad))
         return [value for _, value in said]
 

@@ -294,7 +294,7 @@ def test_frames_that_no_monitor_writes_are_damage(tmp_path, frames):
 
 
 def test_a_run_identifies_its_model_as_it_began(tmp_path):
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
     began = recorded_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with hl.monitor(model, to=tmp_path / "run") as seen:
