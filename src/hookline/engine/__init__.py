@@ -58,7 +58,11 @@ from hookline.engine.torch_private.distributed import (
 )
 from hookline.engine.torch_private.dynamo import dynamo_config, has_compiled, while_tracing
 from hookline.engine.torch_private.graph.checkpoint import aside
-from hookline.engine.torch_private.graph.dispatch import storage_address, without_dispatch_modes
+from hookline.engine.torch_private.graph.dispatch import (
+    storage_address,
+    without_function_modes,
+    without_modes,
+)
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward, kept_by, memory_of, next_number, nodes_below, nodes_of_loss,
     number_of, running_node, saved_by, traced_node, workspace_of,

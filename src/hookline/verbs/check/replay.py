@@ -30,7 +30,7 @@ from hookline.engine import (
     repeated,
     unwrap,
     walk,
-    without_dispatch_modes,
+    without_modes,
 )
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
@@ -283,7 +283,7 @@ class Replay:
                 call.kinds = all_kinds([mark.kinds for mark in marks])
                 call.origin = next((mark.origin for mark in marks if mark.origin), None)
             if not self._is_backward:
-                with without_dispatch_modes():
+                with without_modes():
                     self.likeness.compare(node.path, output, self._origins.count)
 
         registrations.place([(AroundCall(begin, end, (Order.HOOK, Order.RECORD)), node)])
