@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.recordings.checks import Source
+from hookline.recordings.figure_arguments import Source
 from hookline.recordings.walk import Value, one_pass, tensors_of
 from hookline.statistics.moments_statistic import measure
 from hookline.statistics.to_numbers import pieces

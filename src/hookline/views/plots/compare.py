@@ -13,8 +13,8 @@ from hookline.display.units import measure
 from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, one_of
-from hookline.recordings.checks import Source, check_count
 from hookline.recordings.differences import Difference, difference, differences
+from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.walk import Value, look_up
 from hookline.views.pixels import cells, scale_of, smaller
 from hookline.views.plots.arranging import arrange, drawable
