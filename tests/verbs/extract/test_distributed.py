@@ -314,7 +314,7 @@ def has_ended(child):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["replicated", "FSDP2"])
-def test_a_group_killed_at_many_moments_goes_on_to_the_same_bytes(tmp_path, kind):
+def test_a_group_killed_many_times_goes_on_to_the_same_bytes(tmp_path, kind):
     """All ranks are killed at once, each time when some more shards are there."""
     import torch._dynamo  # FSDP2 loads it: here once, not in each child
 
