@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import hookline as hl
+import hookline.data
 import hookline.models
 import hookline.views
 
@@ -31,7 +32,8 @@ VAGUE = {"one", "found"}
 def public() -> frozenset[str]:
     """The dotted names of what users call: it may have many options."""
     values = [getattr(hl, name) for name in hl.__all__]
-    packages = [hl.models, *(value for value in values if isinstance(value, ModuleType))]
+    packages = [value for value in values if isinstance(value, ModuleType)]
+    packages += [hookline.data, hookline.models]
     values += [getattr(package, name) for package in packages for name in package.__all__]
     values += vars(hookline.views).values()
     return frozenset(

@@ -43,8 +43,6 @@ ONLY = {
         "hookline.files",
     },
 }  # fmt: skip
-# Public names of what lies in several rooms: above all of them, and imported by none.
-FACES = {"hookline.models": "hookline"}
 # Functions that may import late: what is heavy, when it is asked for.
 ENTRY_POINTS = {"__getattr__", "main"}
 
@@ -55,8 +53,6 @@ def name_of(path: Path, src: Path = SRC) -> str:
 
 
 def room_of(module: str) -> str:
-    if module in FACES:
-        return FACES[module]
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+import hookline.data
 import hookline.models
 from small_stores import write_store
 
@@ -239,18 +240,21 @@ def test_names_are_imported_from_where_type_checkers_look():
     for statement in block.body:
         for alias in statement.names:
             name = alias.asname or alias.name
-            assert f"hookline.{hl._OF_NAME[name]}" == statement.module, name
+            assert hl._MODULE_OF[name] == statement.module, name
             module = importlib.import_module(statement.module)
             assert getattr(hl, name) is getattr(module, alias.name), name
     known = {alias.asname or alias.name for node in block.body for alias in node.names}
     errors = {name for name in hl.__all__ if name.endswith(("Error", "Warning"))}
     assert known | errors == set(hl.__all__)
-    assert known == hl._OF_NAME.keys()
+    assert known == hl._MODULE_OF.keys()
 
 
-@pytest.mark.parametrize("name", hookline.models.__all__)
-def test_the_examples_of_models_by_name_are_run(pytestconfig, name):
-    file = inspect.getsourcefile(getattr(hookline.models, name))
+@pytest.mark.parametrize(
+    "public",
+    [getattr(room, name) for room in (hookline.data, hookline.models) for name in room.__all__],
+)
+def test_the_examples_of_models_and_inputs_by_name_are_run(pytestconfig, public):
+    file = inspect.getsourcefile(public)
     (ignored,) = [
         plugin.collect_ignore_glob
         for plugin in pytestconfig.pluginmanager.get_plugins()
@@ -263,4 +267,4 @@ def test_the_examples_of_models_by_name_are_run(pytestconfig, name):
 def test_importing_hookline_imports_no_verb():
     code = "import sys, hookline; print([name for name in sys.modules if name[:9] == 'hookline.'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['hookline.errors']"
+    assert done.stdout.strip() == "['hookline.errors', 'hookline.util', 'hookline.util.late_names']"

@@ -33,7 +33,7 @@ from hookline.engine.passes.rerun import repeated
 from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.pytree.hidden_tensors import every_tensor, tensor_holder
 from hookline.engine.pytree.tree import local_shards
-from hookline.engine.report.replaced import Lapse
+from hookline.engine.report.replaced_parts import Lapse
 from hookline.engine.report.report import Report, facts
 from hookline.engine.selection.module_tree import (
     ModuleNode, ParameterNode, module_tree, require_model, walk,
