@@ -44,6 +44,7 @@ class Difference:
             Elements below the root mean square are measured by it.
         row: the number of the worst row, with the leading dimensions flattened.
         element: the index of the worst element.
+        numel: the number of elements.
         n_unequal: the number of elements that are not equal.
         problem: the reason why the values cannot be compared: other shapes, or elements that are
             NaN or infinite in one value only. Otherwise empty.
@@ -55,6 +56,7 @@ class Difference:
     worst_element: float = math.inf
     row: int = 0
     element: tuple[int, ...] = ()
+    numel: int = 0
     n_unequal: int = 0
     problem: str = ""
 
@@ -126,8 +128,10 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
     relative = max(math.sqrt(sums.gap) / norm if norm else math.inf, sys.float_info.min)
     rms = math.sqrt(sums.norm_b / sums.n_elements)
     (worst_row, row), (worst_element, element) = _worst(blocks, scale, (sums.mean_row, rms))
-    worst_row, worst_element = max(worst_row, relative), max(worst_element, relative)
-    return Difference(relative, ratio, worst_row, worst_element, row, (element,), sums.n_unequal)
+    return Difference(
+        relative, ratio, max(worst_row, relative), max(worst_element, relative), row, (element,),
+        sums.n_elements, sums.n_unequal,
+    )  # fmt: skip
 
 
 class _Sums(NamedTuple):

@@ -66,15 +66,20 @@ class Floor:
     worst_row: float = 0.0
     worst_element: float = 0.0
 
+    def raised_to(self, other: Floor) -> Floor:
+        """Return the larger of two floors, number by number."""
+        return Floor(*map(max, astuple(self), astuple(other)))
+
     def exceeded_by(self, gap: Difference) -> list[str]:
         """Return the names of the numbers of a difference that are above the floor."""
-        names = ("relative", "norm_ratio", "worst_row", "worst_element")
-        numbers = numbers_of(gap)
-        return [
-            name
-            for name, number, most in zip(names, numbers, astuple(self), strict=True)
-            if not number <= most
-        ]
+        relative, norm, row, element = astuple(self)
+        # The norm of few elements is off by as much as these are.
+        norm = max(norm, 2 * relative / math.sqrt(max(gap.numel, 1)))
+        floors = {
+            "relative": relative, "norm_ratio": norm, "worst_row": row, "worst_element": element,
+        }  # fmt: skip
+        pairs = zip(floors.items(), numbers_of(gap), strict=True)
+        return [name for (name, most), number in pairs if not number <= most]
 
 
 def numbers_of(gap: Difference) -> tuple[float, float, float, float]:
