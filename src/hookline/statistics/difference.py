@@ -155,7 +155,7 @@ class _Sums(NamedTuple):
 def _sums(blocks: Blocks, scale: float) -> _Sums:
     total = _Sums()
     for a, b in blocks():
-        x, y = _wide(a), _wide(b)
+        x, y = _wide_pair(a, b)
         unequal = ~((x == y) | (x.isnan() & y.isnan()))
         if not (a.is_floating_point() or b.is_floating_point() or a.is_complex()):
             unequal = a.cpu() != b.cpu()
@@ -191,7 +191,7 @@ def _worst(
     row, element = (0.0, 0), (0.0, 0)
     n_rows = n_elements = 0
     for a, b in blocks():
-        x, y = _wide(a), _wide(b)
+        x, y = _wide_pair(a, b)
         finite = x.isfinite() & y.isfinite()
         x, y = (value.where(finite, 0.0) / scale for value in (x, y))
         gap = x - y
@@ -214,9 +214,19 @@ def _larger(worst: tuple[float, int], ratios: Tensor, start: int) -> tuple[float
     return max(worst, (float(flat[at]), start + at), key=lambda entry: entry[0])
 
 
-def _wide(block: Tensor) -> Tensor:
-    """Convert a block to float64, or to complex128, on the CPU."""
-    return block.cpu().to(torch.complex128 if block.is_complex() else torch.float64)
+def _wide_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert two blocks to float64, or to complex128, on the CPU.
+
+    The least number of a dtype means minus infinity in masks, and depends on the dtype.
+    """
+    x, y = (
+        block.cpu().to(torch.complex128 if block.is_complex() else torch.float64)
+        for block in (a, b)
+    )
+    if a.dtype != b.dtype and a.is_floating_point() and b.is_floating_point():
+        are_least = (x == torch.finfo(a.dtype).min) & (y == torch.finfo(b.dtype).min)
+        x, y = (value.masked_fill(are_least, -math.inf) for value in (x, y))
+    return x, y
 
 
 def _norms(block: Tensor) -> Tensor:

@@ -1,64 +1,55 @@
-"""What differs before any layer is blamed: the model, its versions, names on one side alone."""
+"""Say what differs before any layer is blamed: inputs, models, versions, names, shapes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
-
 from hookline.display.text import listed, plural
 from hookline.engine.model_fingerprint import RecordedModel
+from hookline.verbs.compare.comparison import ComparedSite, Remark
 from hookline.verbs.compare.names import Pairing
-from hookline.verbs.compare.sides import Side
 
 _MOST_NAMED = 3
-
-_RECORD_INPUT = (
-    "the inputs of the model were not recorded, so they may differ: record them with"
+_NOT_RECORDED = (
+    "the inputs of the model were not recorded in both, so they may differ: record them with"
     ' hl.record(model, ["**", "(root):input"])'
 )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Remark:
-    """Something that differs, or that could not be compared.
+def of_inputs(inputs: list[ComparedSite]) -> list[Remark]:
+    """Say which inputs of the model differ.
 
-    Attributes:
-        kind: "inputs", "model", "versions", "names", "order", "steps", "dtypes", "values" or "site".
-        text: what it is, in a sentence.
-        site: the site that it is about; empty if it is about the whole run.
+    Args:
+        inputs: the rows of the model's inputs; empty if they were not recorded in both.
     """
-
-    kind: str
-    text: str
-    site: str = ""
-
-    def __str__(self) -> str:
-        return self.text
+    if not inputs:
+        return [Remark("inputs", _NOT_RECORDED, "(root):input")]
+    odd = [row for row in inputs if row.verdict in ("differs", "not comparable")]
+    return [Remark("inputs", f"the inputs differ: {row.site} ({row.why})", row.site) for row in odd]
 
 
-def before(a: Side, b: Side, pairing: Pairing) -> list[Remark]:
-    """List what differs between two sides before a value is read."""
-    remarks = [*_of_models(a.model, b.model)]
-    recordings = a.noun == b.noun == "recording"
-    if recordings and not any(entry.is_input for entry, _ in pairing.pairs):
-        has_one = any(entry.is_input for entry in (*pairing.only_a, *pairing.only_b))
-        text = _RECORD_INPUT + " in both" * has_one
-        remarks.append(Remark("inputs", text, "(root):input"))
-    for label, entries in (("a", pairing.only_a), ("b", pairing.only_b)):
+def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Remark]:
+    """Say which values are on one side alone.
+
+    Args:
+        pairing: the pairs, and the values without one.
+        alone: the tensors of a pair that one of its values has alone, by side.
+    """
+    remarks = []
+    for label, other, entries in (("a", "b", pairing.only_a), ("b", "a", pairing.only_b)):
+        keys = [entry.key for entry in entries] + alone[label]
+        if not keys:
+            continue
+        text = f"{plural(len(keys), 'value')} only in {label}: {listed(keys, _MOST_NAMED)}"
         if entries and all(entry.kind == "gradient" for entry in entries):
-            other = "ba"["ab".index(label)]
-            text = f"{other} has no gradients at {plural(len(entries), 'site')} of {label}:"
-            text += ' record both with ports=("output", "grad_output") and run backward'
-            remarks.append(Remark("names", text, entries[0].key))
-        elif entries:
-            names = listed([entry.key for entry in entries], _MOST_NAMED)
-            text = f"{plural(len(entries), 'value')} only in {label}: {names}"
-            remarks.append(Remark("names", text, entries[0].key))
+            text += (
+                f"; {other} has no gradients there: record both with"
+                ' ports=("output", "grad_output"), and run backward'
+            )
+        remarks.append(Remark("names", text, keys[0]))
     return remarks
 
 
-def _of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Remark]:
+def of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Remark]:
+    """Say what differs between two models: class, structure, weights, code, versions."""
     if a is None or b is None:
         return []
     remarks = []
@@ -81,3 +72,27 @@ def _of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Remark]
     return remarks
 
 
+def of_forms(rows: list[ComparedSite]) -> list[Remark]:
+    """Say where dtypes differ, and what could not be compared."""
+    remarks = []
+    dtypes: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[str, list[ComparedSite]] = {}
+    for row in rows:
+        pair = row.form.rpartition(" ")[2], row.other_form.rpartition(" ")[2]
+        if row.verdict == "not comparable":
+            kind = "other shapes" if row.why.startswith("shapes") else row.why
+            reasons.setdefault(kind, []).append(row)
+        elif pair[0] != pair[1]:
+            dtypes.setdefault(pair, []).append(row.site)
+    for pair, sites in dtypes.items():
+        text = f"{plural(len(sites), 'value')} {pair[0]} in a and {pair[1]} in b"
+        remarks.append(Remark("dtypes", text, sites[0]))
+    for reason, odd in reasons.items():
+        names = [
+            f"{row.site} ({row.why.removeprefix('shapes ')})" * (reason == "other shapes")
+            or row.site
+            for row in odd
+        ]
+        text = f"{plural(len(odd), 'value')} not comparable, {reason}: {listed(names, _MOST_NAMED)}"
+        remarks.append(Remark("values", text, odd[0].site))
+    return remarks

@@ -14,7 +14,6 @@ from hookline.display.text import plural
 from hookline.engine import as_written
 from hookline.errors import NotRecordedError
 from hookline.recordings.index import closest, listed
-from hookline.verbs.compare.before import Remark
 from hookline.verbs.compare.floor import Floor
 
 Verdict = Literal["identical", "noise", "differs", "not comparable"]
@@ -28,6 +27,25 @@ _HEADINGS = (
     Heading("worst row", "number", 3), Heading("worst element", "number", 2),
     Heading("why", "prose"),
 )  # fmt: skip
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something that differs, or that could not be compared.
+
+    Attributes:
+        kind: "inputs", "model", "versions", "names", "dtypes", "values" or "site".
+        text: what it is, in a sentence.
+        site: the site that it is about; empty if it is about the whole run.
+    """
+
+    kind: str
+    text: str
+    site: str = ""
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @final

@@ -33,6 +33,7 @@ class Measured(NamedTuple):
         dtypes: the dtypes of both.
         gap: the difference; None if they cannot be compared.
         why: the reason, if so.
+        n_bytes: how many bytes were read.
     """
 
     leaf: Leaf
@@ -40,6 +41,12 @@ class Measured(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = ()
     gap: Difference | None = None
     why: str = ""
+    n_bytes: int = 0
+
+    @property
+    def alone_in(self) -> str:
+        """The side that has the tensor alone, "a" or "b"; else empty."""
+        return "" if all(self.forms) else "ba"[bool(self.forms[0])]
 
 
 def measured(a: Any, b: Any) -> Iterator[Measured]:
@@ -77,7 +84,7 @@ def _paired_leaves(ours: dict[Leaf, Array], theirs: dict[Leaf, Array]) -> dict[L
 def _measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
     forms = _form(a), _form(b)
     dtypes = a.dtype, b.dtype
-    result = Measured(leaf, forms, dtypes)
+    result = Measured(leaf, forms, dtypes, n_bytes=_n_bytes(a) + _n_bytes(b))
     if tuple(a.shape) != tuple(b.shape):
         return result._replace(why=f"shapes {_shape(a)} and {_shape(b)}")
     if _has_fractions(a.dtype) != _has_fractions(b.dtype):
@@ -165,6 +172,10 @@ def _form(array: Array) -> str:
 
 def _shape(array: Array) -> str:
     return describe.shape(array) if isinstance(array, Tensor) else str(list(array.shape))
+
+
+def _n_bytes(array: Array) -> int:
+    return describe.n_bytes(array) if isinstance(array, Tensor) else array.nbytes
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -220,8 +220,7 @@ def _of_arrays(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
         )
     kind: Kind = "stored" if _is_state_dict(arrays) else "output"
     entries = [
-        Entry("" if key == ROOT else key, "", _reader(value), kind)
-        for key, value in arrays.items()
+        Entry("" if key == ROOT else key, "", _reader(value), kind) for key, value in arrays.items()
     ]
     return entries if kind == "stored" else _children_first(entries)
 
