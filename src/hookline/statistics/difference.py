@@ -129,7 +129,7 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
     rms = math.sqrt(sums.norm_b / sums.n_elements)
     (worst_row, row), (worst_element, element) = _worst(blocks, scale, (sums.mean_row, rms))
     return Difference(
-        relative, ratio, max(worst_row, relative), max(worst_element, relative), row, (element,),
+        relative, ratio, worst_row, worst_element, row, (element,),
         sums.n_elements, sums.n_unequal,
     )  # fmt: skip
 
@@ -257,7 +257,9 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _index(element: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
-    """Return the index of an element by its number."""
+    """Return the index of an element by its number; none of equal values."""
+    if not element or not tensor.numel():
+        return ()
     index: list[int] = []
     number = sum(element)
     for length in reversed(tensor.shape):

@@ -73,6 +73,11 @@ def compare(
     pairing = paired(side_a, side_b, names)
     judge = Judge(floor, pairing.pairs)
     rows = list(judge.rows(side_a, side_b))
+    if not rows:
+        raise InputError(
+            "a and b must have numbers in common, got"
+            f" {pairing.pairs[0][0].key} without a tensor in both.\nRecord sites with tensors."
+        )
     inputs = [row for row in rows if judge.entry_of[row.site].is_input]
     has_layers = "recording" in (side_a.noun, side_b.noun)
     suspect, first = judge.suspect(rows)

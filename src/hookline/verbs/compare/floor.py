@@ -36,6 +36,7 @@ MARGIN = 4.0
 
 # Even in float64, models compute norms, softmax and rotary tables in float32.
 _EPS = {torch.float64: 2.0**-26, torch.complex128: 2.0**-26}
+_COARSEST = 0.5
 _FINE = 2.0**-20  # the eps of float32 is below, that of dtypes of 16 bits and fewer above
 
 _STORED = (1.0, 1.0, 1.0, 1.0)
@@ -126,4 +127,7 @@ def eps_of(dtypes: Iterable[torch.dtype]) -> float:
 def _eps(dtype: torch.dtype) -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
-    return _EPS.get(dtype) or torch.finfo(dtype).eps
+    try:
+        return _EPS.get(dtype) or torch.finfo(dtype).eps
+    except NotImplementedError:  # packed dtypes of 4 bits
+        return _COARSEST

@@ -62,19 +62,19 @@ class Judge:
             why = "overwritten in place after recording; record with copy=True"
             yield ComparedSite(ours.key, theirs.key, "not comparable", why=why), 0
             return
-        for found in measured(*values):
-            if found.alone_in and not ours.is_input:
-                self.alone[found.alone_in].append(_with_leaf(ours, found.leaf))
+        for pair in measured(*values):
+            if pair.alone_in and not ours.is_input:
+                self.alone[pair.alone_in].append(_with_leaf(ours, pair.leaf))
             else:
-                yield self._row(found, ours, theirs), found.n_bytes
+                yield self._row(pair, ours, theirs), pair.n_bytes
 
-    def _row(self, found: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
+    def _row(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
         row = ComparedSite(
-            _with_leaf(ours, found.leaf), _with_leaf(theirs, found.leaf), "not comparable",
-            why=found.why, form=found.forms[0], other_form=found.forms[1],
+            _with_leaf(ours, pair.leaf), _with_leaf(theirs, pair.leaf), "not comparable",
+            why=pair.why, form=pair.forms[0], other_form=pair.forms[1],
         )  # fmt: skip
-        floor = self._floor(row.site, found, ours, max(ours.n_modules, theirs.n_modules))
-        gap = found.gap
+        floor = self._floor(row.site, pair, ours, max(ours.n_modules, theirs.n_modules))
+        gap = pair.gap
         if gap is None:
             return row
         if gap.problem:
@@ -88,8 +88,8 @@ class Judge:
             return replace(row, verdict="identical")
         return replace(row, verdict="differs" if exceeded else "noise", why=_why(gap, exceeded))
 
-    def _floor(self, site: str, found: Measured, entry: Entry, n_modules: int) -> Floor:
-        eps = eps_of(found.dtypes)
+    def _floor(self, site: str, pair: Measured, entry: Entry, n_modules: int) -> Floor:
+        eps = eps_of(pair.dtypes)
         if not eps:  # integers have no noise
             return Floor()
         known = self._floors.get(site)

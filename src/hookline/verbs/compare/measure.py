@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -74,10 +75,9 @@ def _paired_leaves(ours: dict[Leaf, Array], theirs: dict[Leaf, Array]) -> dict[L
     if len(ours) == len(theirs) == 1:
         return dict(zip(ours, theirs, strict=True))
     if min(len(ours), len(theirs)) == 1 and not ours.keys() & theirs.keys():
-        for leaf, array in ours.items():
-            for leaf_b, array_b in theirs.items():
-                if tuple(array.shape) == tuple(array_b.shape):
-                    return {leaf: leaf_b}
+        pairs = ((leaf, leaf_b) for leaf in ours for leaf_b in theirs)
+        like = (pair for pair in pairs if _shape(ours[pair[0]]) == _shape(theirs[pair[1]]))
+        return dict(itertools.islice(like, 1))
     return {leaf: leaf for leaf in ours if leaf in theirs}
 
 
@@ -100,8 +100,10 @@ def _of_tensors(result: Measured, a: Tensor, b: Tensor) -> Measured:
         return result._replace(why=f"{describe.in_full(without)} has no numbers")
     try:
         gap = difference(a, b)
-    except (RuntimeError, NotImplementedError) as error:  # packed dtypes, large sparse tensors
-        return result._replace(why=f"torch cannot read the numbers: {first_line(error)}")
+    except NotImplementedError:  # packed dtypes
+        return result._replace(why=f"torch cannot read numbers of {_name(a.dtype)}")
+    except RuntimeError as error:  # large sparse tensors
+        return result._replace(why=first_line(error))
     if math.isinf(gap.worst_element) and gap.problem.startswith("shapes"):  # of nested tensors
         return result._replace(why=gap.problem)
     return result._replace(gap=gap)

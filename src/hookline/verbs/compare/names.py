@@ -86,7 +86,7 @@ def _replaced(path: str, names: Mapping[str, str]) -> str:
     for n_parts in range(len(parts), 0, -1):
         new = names.get(".".join(parts[:n_parts]) or ROOT)
         if new is not None:
-            return ".".join([new, *parts[n_parts:]]).removeprefix(".")
+            return ".".join(["" if new == ROOT else new, *parts[n_parts:]]).removeprefix(".")
     return path
 
 
