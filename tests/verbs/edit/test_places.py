@@ -109,12 +109,7 @@ def test_steps_of_generate_count_from_the_prompt(model, blocks, steps, expected)
 @torch.no_grad()
 def test_beams_are_steered_each_by_its_own_tokens(model, blocks):
     site = blocks.replace("*", "1")
-    options = {
-        "attention_mask": PADDED_LEFT,
-        "max_new_tokens": 4,
-        "do_sample": False,
-        "num_beams": 3,
-    }
+    options = {"attention_mask": PADDED_LEFT, "max_new_tokens": 4, "do_sample": False}
     with pytest.warns(hl.HooklineWarning, match="3 beams"):
         with hl.edit(model, site, hl.edits.replace(0), at=5), hl.record(model, site) as run:
             model.generate(IDS, num_beams=3, **options)
