@@ -109,7 +109,7 @@ def test_a_part_that_runs_outside_the_model_is_refused(model):
     x = torch.randn(2, 6, 8)
     with hl.edit(model, "blocks.0", hl.edits.scale(0), at=1):
         model(IDS)
-        with pytest.raises(hl.AttachError, match="outside a run of the edited model"):
+        with pytest.raises(hl.AttachError, match="outside"):
             model.blocks[0](x)
 
 

@@ -117,13 +117,13 @@ class Places:
         if call is not None:
             bound = self._arguments.bind(call.root, call.args, call.kwargs)
             inputs = call.kwargs or {"": bound} if isinstance(bound, Tensor) else bound
-        is_known = call is not None and self.at is not None
         number, step = self._counts(is_prompt=has_empty_cache(inputs))
+        # Compiled code cannot note which steps and positions have occurred.
+        is_chosen = self.steps is None or self.steps.has(step)
+        is_known = call is not None and self.at is not None and is_chosen
         place = PassPlace(number, step, pass_tokens(inputs) if is_known else None)
         self._of_pass[current] = place
         self._thread.latest = current, place
-        if self.steps is not None:  # compiled code cannot note which numbers have occurred
-            self.steps.has(place.step or 0)
         if self.at is not None:
             self._choose(self.at, place)
             current.at_end.append(self._leave)
@@ -151,8 +151,7 @@ class Places:
             return
         for tokens in filter(None, place.tokens):
             self._is_noted = True
-            if self.steps is None or self.steps.has(place.step or 0):
-                tokens.chosen(at)
+            tokens.chosen(at)
             self.n_tokens = tokens.positions.shape[1]
             if not tokens.is_plain or place.tokens.decoder is not None:
                 self.in_graph = "the model has padding, a cache or two stacks"
