@@ -40,7 +40,8 @@ SIGNATURES = {
     " ports='grad', every_thread=False, **others)",
     "compare": "(a, b, *, names=None, floor=None)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",
-    "edit": "(model, selector, change, *, ports='output', every_thread=False)",
+    "edit": "(model, selector, change=None, *, ports='output', at=None, steps=None,"
+    " every_thread=False)",
     "extract": "(model, data, selector, to, *, batch_size=None, resume=True, engine=None,"
     " **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
@@ -170,7 +171,10 @@ LOOK_UPS = ["full", "get", "items", "keys", "leaves", "reduced", "tensor", "valu
 LINE = ["name", "remove", "report"]
 SURFACES = {
     "hookline": (lambda: hl, NAMES),
-    "edits": (lambda: hl.edits, ["add", "clamp", "noise", "replace", "scale"]),
+    "edits": (lambda: hl.edits, [
+        "add", "clamp", "noise", "patch", "project_out", "replace", "reroute", "round_to", "scale",
+        "steer",
+    ]),
     "plots": (lambda: hl.plots, [
         "channels", "compare", "gradients", "histograms", "images", "statistics", "tokens",
     ]),
