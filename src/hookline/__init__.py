@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from hookline.verbs.check.check import check as check
     from hookline.verbs.check.finding import Finding as Finding
     from hookline.verbs.clip.clip import clip as clip
+    from hookline.verbs.compare.compare import compare as compare
+    from hookline.verbs.compare.comparison import Comparison as Comparison
     from hookline.verbs.doctor.diagnosis import Diagnosis as Diagnosis
     from hookline.verbs.doctor.doctor import doctor as doctor
     from hookline.verbs.edit import edits as edits
@@ -77,6 +79,8 @@ _MODULES = {
     "verbs.check.check": "check",
     "verbs.check.finding": "Finding",
     "verbs.clip.clip": "clip",
+    "verbs.compare.compare": "compare",
+    "verbs.compare.comparison": "Comparison",
     "verbs.doctor.diagnosis": "Diagnosis",
     "verbs.doctor.doctor": "doctor",
     "verbs.edit": "edits",

@@ -14,6 +14,7 @@ import torch
 import typer
 
 import hookline as hl
+from hookline.cli.comparing import annotation_lines, compare_by_name
 from hookline.cli.extracting import extract_by_name, moved, process_group
 from hookline.cli.inspecting import (
     Inspection,
@@ -73,6 +74,10 @@ InputName = Annotated[
 Weights = Annotated[
     str, typer.Option(help="default (the library's own), none (random), or a checkpoint file")
 ]
+_COMPARED = (
+    "what run.save, hl.extract or hl.monitor wrote, or a file of arrays (.npz, .npy, .safetensors,"
+    " .pt)"
+)
 
 
 def _say_version(is_asked: bool) -> None:
@@ -336,6 +341,37 @@ def view(
             return
         serving = serving_of(folders, chosen, host, port, wait)
         serve(serving, folders, not no_open)
+
+
+@app.command("compare")
+def compare_command(
+    a: Annotated[str, typer.Argument(metavar="A", help=_COMPARED)],
+    b: Annotated[str, typer.Argument(metavar="B", help="the reference, of the same kind")],
+    names: Annotated[
+        list[str] | None,
+        typer.Option(metavar="THEIRS=OURS", help="rename a path of B to one of A; may be repeated"),
+    ] = None,
+    floor: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="the run A in float64: how far it is off A is noise"),
+    ] = None,
+    annotations: Annotated[
+        bool, typer.Option("--annotations", help="print a line for each site, for CI to show")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say where two runs part; the exit code is 1 if they differ beyond noise."""
+    with complaints(), Busy("comparing"):
+        comparison = compare_by_name(a, b, names or [], floor)
+    if as_json:
+        print_json(comparison.to_dict())
+    elif annotations:
+        for line in annotation_lines(comparison):
+            typer.echo(line)
+    else:
+        show(comparison)
+    if not comparison.ok:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -138,7 +138,8 @@ class Printout:
         header = row("th", [heading.name for heading in self.headings])
         body = "".join(row("td", cells) for cells in rows)
         table = f"<table><thead>{header}</thead><tbody>{body}</tbody></table>" * bool(rows)
-        head = f"<b>{escape_html(self.title)}</b>" * bool(self.title) + escape_html(self.head)
+        head = f"<b>{escape_html(self.title)}</b>" * bool(self.title)
+        head += escape_html(self.head).replace("\n", "<br>")
         totals = [f"<b>{escape_html(label)}</b> {_html(text)}" for label, text in self.totals]
         more = [[(text, "dim")] for text in self._more(len(rows))]
         notes = map(_html, (self._failure(), *self.notes))

@@ -17,9 +17,9 @@ from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import FolderError, OverwrittenError
 from hookline.recordings import Recording
-from hookline.recordings.differences import Difference
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.statistics import measure
+from hookline.statistics.difference import Difference
 from hookline.statistics.of_values import Statistics, histogram, main_tensor, measured_tensors
 from hookline.views.page.pictures import Strip, StripForm, feature_strip, is_image_like, strip_form
 

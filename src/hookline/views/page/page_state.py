@@ -19,7 +19,7 @@ from hookline.display.text import plural
 from hookline.engine import as_written
 from hookline.errors import FolderError, HooklineError, InputError, OverwrittenError
 from hookline.recordings import Recording
-from hookline.recordings.differences import Difference, difference
+from hookline.statistics.difference import Difference, difference
 from hookline.statistics.of_values import Statistics, main_tensor, measured_tensors
 from hookline.views.page.entries import (
     Place,
@@ -226,20 +226,19 @@ class PageState:
     def _note_missing(self) -> None:
         for entry in self.values:
             if entry.place not in self._twins:
-                gap = Difference(entry.place.at, problem=f"only in {self.names[0]}")
+                gap = Difference(problem=f"only in {self.names[0]}")
                 self._remember(replace(entry, difference=gap))
 
     def _compared(self, entry: ValueEntry) -> ValueEntry:
         twin = self._twins.get(entry.place)
         if self.other is None or twin is None:
             return entry
-        label = entry.place.at
         try:
             gap = self._largest_difference(entry, twin)
         except OverwrittenError:
-            gap = Difference(label, problem="overwritten in place in one of them")
+            gap = Difference(problem="overwritten in place in one of them")
         except (HooklineError, RuntimeError, TypeError) as error:
-            gap = Difference(label, problem=(str(error).splitlines() or ["cannot be compared"])[0])
+            gap = Difference(problem=(str(error).splitlines() or ["cannot be compared"])[0])
         return replace(entry, difference=gap)
 
     def _largest_difference(self, entry: ValueEntry, twin: ValueEntry) -> Difference:
@@ -249,9 +248,9 @@ class PageState:
         if not values or not twin_values:
             raise InputError("the value holds no tensor.")
         if [leaf for leaf, _ in values] != [leaf for leaf, _ in twin_values]:
-            return Difference(entry.place.at, problem="another structure")
+            return Difference(problem="another structure")
         gaps = [
-            difference(entry.place.at, tensor, twin_tensor)
+            difference(tensor, twin_tensor)
             for (_, tensor), (_, twin_tensor) in zip(values, twin_values, strict=True)
         ]
         return max(gaps, key=lambda gap: (bool(gap.problem), gap.relative))

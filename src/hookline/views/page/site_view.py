@@ -161,7 +161,8 @@ def _gap(
     else:
         text = (
             f"The relative difference is {measure(gap.relative)} (L2 norm, over that of the"
-            f" second); 1 - cosine is {measure(gap.cosine)}."
+            f" second); the ratio of norms is {measure(gap.norm_ratio)}. The worst row is off by"
+            f" {measure(gap.worst_row)}, the worst element by {measure(gap.worst_element)}."
         )
     try:
         a, b = page.tensor(entry), page.tensor(other)

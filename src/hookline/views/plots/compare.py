@@ -14,8 +14,10 @@ from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, one_of
 from hookline.recordings.checks import Source, check_count
-from hookline.recordings.differences import Difference, difference, differences
-from hookline.recordings.walk import Value, look_up
+from hookline.recordings.walk import Value, look_up, one_pass
+from hookline.statistics.difference import difference
+from hookline.verbs.compare.compare import compare as compare_sites
+from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.views.pixels import cells, scale_of, smaller
 from hookline.views.plots.arranging import arrange, drawable
 from hookline.views.plots.channels import MAX_SIDE, Tiling, grid, tiling
@@ -52,9 +54,10 @@ def compare(
         ...     _ = model(x)
         >>> figure = hl.plots.compare(after, before)
 
-    Without a site, the figure has a row for each site that both recordings have. A row shows the L2
-    norm of the difference over the norm of the second value, and 1 - cosine between the two values.
-    The largest differences are on top. The title names the first site in firing order that differs.
+    Without a site, the figure has a row for each site that `hl.compare` pairs: its relative error,
+    which is the L2 norm of the difference over that of the second value, and that of its worst row.
+    What differs beyond noise is blue, and noise is grey. The largest differences are on top. The
+    title names the first site in firing order that differs beyond noise.
 
     With a site, the figure has three parts: the channels in the first recording, those in the
     second, and their differences. The channels with the largest differences come first.
@@ -74,8 +77,8 @@ def compare(
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
-        InputError: there is nothing to compare; the shapes of the site differ; `order` or `n` is
-            invalid; or without a site, a recording has several passes.
+        InputError: no site is in both; the shapes of the site differ; `order` or `n` is invalid;
+            or without a site, a recording has several passes.
         HooklineError: matplotlib is not installed.
     """
     one_of("order", order, ("difference", "index"), "Write order='difference'.")
@@ -87,35 +90,44 @@ def compare(
 
 
 def _all_sites(a: Source, b: Source, n: int, order: str) -> Figure:
-    gaps, remarks = differences(a, b)
-    differing = [gap for gap in gaps if gap.differs]
-    text = (
-        f"{len(differing)} of {plural(len(gaps), 'site')} differ, {len(gaps) - len(differing)}"
-        " equal to the last bit"
-    )
-    first = ""
-    if differing:
-        gap = differing[0]
-        size = gap.problem or f"relative {measure(gap.relative)}"
-        first = f"the first that differs on the way through the model: {gap.label} ({size})"
+    for source, name in ((a, "a"), (b, "b")):
+        one_pass(source, name)
+    comparison = compare_sites(a, b)
+    rows = list(comparison.rows)
     if order == "difference":
-        gaps.sort(key=lambda gap: (not gap.problem, -gap.relative))
-    drawn = gaps[:n]
-    if len(drawn) < len(gaps):
-        text += f"; {share_text(len(drawn), len(gaps), 'site')} shown"
-    rows = RowSheet(
+        rows.sort(key=_size, reverse=True)
+    drawn = rows[:n]
+    sheet = RowSheet(
         "Two recordings compared",
-        [text, first, "; ".join(remarks)],
-        [gap.label for gap in drawn],
-        ["relative L2 difference", "1 - cosine"],
+        _lines(comparison, len(drawn)),
+        [row.site for row in drawn],
+        ["relative L2 difference", "the same of the worst row"],
         column_width=2.8,
     )
-    _marks(rows.axes[0], drawn, [gap.relative for gap in drawn])
-    _marks(rows.axes[1], drawn, [abs(gap.cosine) for gap in drawn])
-    return rows.figure
+    _marks(sheet.axes[0], drawn, [row.relative or 0.0 for row in drawn])
+    _marks(sheet.axes[1], drawn, [row.worst_row or 0.0 for row in drawn])
+    return sheet.figure
 
 
-def _marks(axes: Axes, rows: list[Difference], numbers: list[float]) -> None:
+def _size(row: ComparedSite) -> float:
+    return math.inf if row.relative is None else row.relative
+
+
+def _lines(comparison: Comparison, n_drawn: int) -> list[str]:
+    """Return the lines under the title: verdicts, the first difference, and other findings."""
+    counts = comparison.counts
+    text = (
+        f"{counts['differs']} of {plural(len(comparison), 'site')} differ beyond noise,"
+        f" {counts['noise']} by noise, {counts['identical']} equal to the last bit"
+    )
+    if n_drawn < len(comparison):
+        text += f"; {share_text(n_drawn, len(comparison), 'site')} shown"
+    said = [finding.text for finding in comparison.findings if finding.kind in ("names", "values")]
+    first = [finding.text for finding in comparison.findings if finding.kind == "site"]
+    return [text, *(line.partition("; ")[0] for line in first), "; ".join(said)]
+
+
+def _marks(axes: Axes, rows: list[ComparedSite], numbers: list[float]) -> None:
     """Draw a point for each site on a logarithmic axis, or words for a missing number.
 
     Bars would be meaningless, because a logarithmic axis has no zero.
@@ -129,15 +141,23 @@ def _marks(axes: Axes, rows: list[Difference], numbers: list[float]) -> None:
     powers = powers[:: max(1, math.ceil(len(powers) / 6))]
     axes.set_xticks([10.0**p for p in powers], [f"1e{p}" for p in powers])
     axes.minorticks_off()
-    y = [k for k, number in enumerate(numbers) if 0 < number < math.inf]
-    axes.plot([numbers[k] for k in y], y, color=BLUE, marker="o", markersize=4, linestyle="")
-    for k, (row, number) in enumerate(zip(rows, numbers, strict=True)):
-        if 0 < number < math.inf:
-            continue
-        words = row.problem or ("equal" if not row.differs else "0" if number == 0 else "no ratio:"
-                                " the second is zero")  # fmt: skip
-        colour = ORANGE if row.problem else GREY
+    for verdict, colour in (("differs", BLUE), ("noise", GREY)):
+        y = [k for k in _drawable(numbers) if rows[k].verdict == verdict]
+        style = {"color": colour, "marker": "o", "markersize": 4, "linestyle": ""}
+        if y:
+            axes.plot([numbers[k] for k in y], y, **style)
+    for k in set(range(len(rows))) - set(_drawable(numbers)):
+        words = "equal" if rows[k].verdict == "identical" else _words(rows[k])
+        colour = GREY if rows[k].verdict == "identical" else ORANGE
         axes.text(low, k, f" {words}", color=colour, fontsize=SMALL, va="center", **PLAIN)
+
+
+def _drawable(numbers: list[float]) -> list[int]:
+    return [k for k, number in enumerate(numbers) if 0 < number < math.inf]
+
+
+def _words(row: ComparedSite) -> str:
+    return row.why if row.relative is None else "no ratio: the second is zero"
 
 
 def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | None]) -> Figure:
@@ -155,9 +175,10 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
     apart = gap.nan_to_num(math.inf).flatten(1).abs().sum(1) if gap.dim() > 1 else gap.abs()
     ranked = apart.argsort(descending=True, stable=True).tolist()
     chosen = (ranked if order == "difference" else list(range(len(ranked))))[:n]
-    whole = difference(a.label, a.tensor, b.tensor)
+    whole = difference(a.tensor, b.tensor)
     words = whole.problem or (
-        f"relative L2 difference {measure(whole.relative)}, 1 - cosine {measure(whole.cosine)}"
+        f"relative L2 difference {measure(whole.relative)}, of the worst row"
+        f" {measure(whole.worst_row)}"
         if whole.differs
         else "equal to the last bit"
     )

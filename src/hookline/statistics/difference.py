@@ -1,0 +1,268 @@
+"""Measure how far two tensors lie apart, by four numbers that no fault passes together.
+
+The relative error misses a wrong row among many, the ratio of norms a permutation, and both miss a
+single wrong element. The worst row and the worst element see these.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hookline.display.text import plural
+from hookline.engine.pytree import describe
+from hookline.statistics.to_numbers import strided
+
+# Elements of a block, whose float64 copies fit a cache.
+_BLOCK_NUMEL = 2**18
+
+# Between these magnitudes squares neither overflow nor vanish.
+_LEAST, _LARGEST = 1e-140, 1e140
+
+Blocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The difference between two values, relative to the second, over elements finite in both.
+
+    Attributes:
+        relative: the L2 norm of the difference over that of the second value; infinite if the
+            second value is zero and the first is not.
+        norm_ratio: the L2 norm of the first value over that of the second; 1 if both are zero.
+        worst_row: the largest L2 norm of the difference of a row, a vector along the last
+            dimension, over that of the second value's row. Rows below the mean norm are measured
+            by the mean.
+        worst_element: the largest difference of an element over the second value's element.
+            Elements below the root mean square are measured by it.
+        row: the number of the worst row, with the leading dimensions flattened.
+        element: the index of the worst element.
+        numel: the number of elements.
+        n_unequal: the number of elements that are not equal.
+        problem: the reason why the values cannot be compared: other shapes, or elements that are
+            NaN or infinite in one value only. Otherwise empty.
+    """
+
+    relative: float = math.inf
+    norm_ratio: float = math.nan
+    worst_row: float = math.inf
+    worst_element: float = math.inf
+    row: int = 0
+    element: tuple[int, ...] = ()
+    numel: int = 0
+    n_unequal: int = 0
+    problem: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """True if the values are not equal to the last bit."""
+        return bool(self.problem) or self.n_unequal > 0
+
+
+EQUAL = Difference(0.0, 1.0, 0.0, 0.0)
+
+
+def difference(a: Tensor, b: Tensor) -> Difference:
+    """Measure the difference between two tensors, read in blocks of float64.
+
+    >>> reference = torch.ones(64, 8)
+    >>> gap = difference(reference.index_fill(0, torch.tensor([5]), 0.5), reference)
+    >>> round(gap.relative, 3), round(gap.worst_row, 3), gap.row
+    (0.062, 0.5, 5)
+
+    Args:
+        a: the first tensor, of any layout.
+        b: the second tensor, which the numbers are relative to.
+
+    Raises:
+        RuntimeError: torch cannot read the numbers, or a sparse tensor is too large.
+    """
+    if a.is_nested != b.is_nested or (not a.is_nested and a.shape != b.shape):
+        return Difference(problem=f"shapes {describe.shape(a)} and {describe.shape(b)}")
+    parts_a, parts_b = (list(strided(tensor.detach())) for tensor in (a, b))
+    shapes = [[list(part.shape) for part in parts] for parts in (parts_a, parts_b)]
+    if shapes[0] != shapes[1]:
+        return Difference(problem=f"shapes {shapes[0]} and {shapes[1]} of nested tensors")
+    if all(map(_are_equal, parts_a, parts_b)):
+        return EQUAL
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        for part_a, part_b in zip(parts_a, parts_b, strict=True):
+            yield from _blocks(part_a, part_b)
+
+    gap = difference_of_blocks(blocks)
+    return gap if len(parts_b) > 1 else replace(gap, element=_index(gap.element, parts_b[0]))
+
+
+def difference_of_blocks(blocks: Blocks) -> Difference:
+    """Measure the difference of values that come in pairs of blocks: whole rows, in order.
+
+    Args:
+        blocks: yields the pairs of strided tensors anew at each call, since they are read twice.
+
+    Returns:
+        The difference; `element` holds the number of the element, with all dimensions flattened.
+    """
+    sums = _sums(blocks, 1.0)
+    if sums.n_odd:
+        elements = plural(sums.n_odd, "element")
+        return Difference(
+            n_unequal=sums.n_unequal, problem=f"{elements} NaN or infinite in one of the two"
+        )
+    if not sums.n_unequal:
+        return EQUAL
+    scale = 1.0
+    if not (_LEAST < sums.largest < _LARGEST and sums.gap):  # squares underflow or overflow
+        scale = sums.largest or 1.0
+        sums = _sums(blocks, scale)
+    norm = math.sqrt(sums.norm_b)
+    ratio = math.sqrt(sums.norm_a) / norm if norm else math.inf
+    # Unequal integers beyond 2^53 may be equal in float64, and are not equal all the same.
+    relative = max(math.sqrt(sums.gap) / norm if norm else math.inf, sys.float_info.min)
+    rms = math.sqrt(sums.norm_b / sums.n_elements)
+    (worst_row, row), (worst_element, element) = _worst(blocks, scale, (sums.mean_row, rms))
+    return Difference(
+        relative, ratio, worst_row, worst_element, row, (element,),
+        sums.n_elements, sums.n_unequal,
+    )  # fmt: skip
+
+
+class _Sums(NamedTuple):
+    """Sums over elements that are finite in both values, which were divided by a scale."""
+
+    gap: float = 0.0  # of the squares of the difference
+    norm_a: float = 0.0  # of the squares of the first value
+    norm_b: float = 0.0
+    rows_b: float = 0.0  # of the norms of the second value's rows
+    largest: float = 0.0  # the largest magnitude in both
+    n_rows: int = 0
+    n_elements: int = 0
+    n_odd: int = 0  # elements that are not finite in one value only
+    n_unequal: int = 0
+
+    @property
+    def mean_row(self) -> float:
+        return self.rows_b / max(self.n_rows, 1)
+
+
+def _sums(blocks: Blocks, scale: float) -> _Sums:
+    total = _Sums()
+    for a, b in blocks():
+        x, y = _wide_pair(a, b)
+        unequal = ~((x == y) | (x.isnan() & y.isnan()))
+        if not (a.is_floating_point() or b.is_floating_point() or a.is_complex()):
+            unequal = a.cpu() != b.cpu()
+        finite = x.isfinite() & y.isfinite()
+        x, y = (value.where(finite, 0.0) / scale for value in (x, y))
+        rows_b = _norms(y)
+        part = _Sums(
+            float(_norms(x - y).square().sum()),
+            float(_norms(x).square().sum()),
+            float(rows_b.square().sum()),
+            float(rows_b.sum()),
+            0.0,
+            rows_b.numel(),
+            y.numel(),
+            int((unequal & ~finite).sum()),
+            int(unequal.sum()),
+        )
+        largest = max(float(value.abs().max()) for value in (x, y)) if y.numel() else 0.0
+        total = _Sums(*(old + new for old, new in zip(total, part, strict=True)))._replace(
+            largest=max(total.largest, largest)
+        )
+    return total
+
+
+def _worst(
+    blocks: Blocks, scale: float, least: tuple[float, float]
+) -> tuple[tuple[float, int], tuple[float, int]]:
+    """Return the worst row and the worst element, each with its number.
+
+    Args:
+        least: the norm of a row and the magnitude of an element by which smaller ones are measured.
+    """
+    row, element = (0.0, 0), (0.0, 0)
+    n_rows = n_elements = 0
+    for a, b in blocks():
+        x, y = _wide_pair(a, b)
+        finite = x.isfinite() & y.isfinite()
+        x, y = (value.where(finite, 0.0) / scale for value in (x, y))
+        gap = x - y
+        row = _larger(row, _ratios(_norms(gap), _norms(y), least[0]), n_rows)
+        element = _larger(element, _ratios(gap.abs(), y.abs(), least[1]), n_elements)
+        n_rows += _norms(y).numel()
+        n_elements += y.numel()
+    return row, element
+
+
+def _ratios(gaps: Tensor, sizes: Tensor, least: float) -> Tensor:
+    return torch.where(gaps == 0, 0.0, gaps / sizes.clamp(min=least))
+
+
+def _larger(worst: tuple[float, int], ratios: Tensor, start: int) -> tuple[float, int]:
+    if not ratios.numel():
+        return worst
+    flat = ratios.reshape(-1)
+    at = int(flat.argmax())
+    return max(worst, (float(flat[at]), start + at), key=lambda entry: entry[0])
+
+
+def _wide_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert two blocks to float64, or to complex128, on the CPU.
+
+    The least number of a dtype means minus infinity in masks, and depends on the dtype.
+    """
+    x, y = (
+        block.cpu().to(torch.complex128 if block.is_complex() else torch.float64)
+        for block in (a, b)
+    )
+    if a.dtype != b.dtype and a.is_floating_point() and b.is_floating_point():
+        are_least = (x == torch.finfo(a.dtype).min) & (y == torch.finfo(b.dtype).min)
+        x, y = (value.masked_fill(are_least, -math.inf) for value in (x, y))
+    return x, y
+
+
+def _norms(block: Tensor) -> Tensor:
+    """Return the L2 norm of each row, a vector along the last dimension."""
+    return torch.linalg.vector_norm(block, dim=-1) if block.dim() else block.abs()
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether tensors of one dtype are equal; False may mean that torch cannot tell."""
+    if a.dtype != b.dtype or a.device != b.device:
+        return False
+    try:
+        return torch.equal(a, b)
+    except (RuntimeError, NotImplementedError):  # 8-bit floats
+        return False
+
+
+def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Split two tensors of one shape into pairs of blocks of whole rows, in row-major order."""
+    if a.numel() <= _BLOCK_NUMEL:
+        yield a, b
+        return
+    dims = range(a.dim() - 1)
+    split = next((dim for dim in dims if a.shape[dim] > 1), a.dim() - 1)
+    size = max(a.shape[split] // math.ceil(a.numel() / _BLOCK_NUMEL), 1)
+    for pair in zip(torch.split(a, size, split), torch.split(b, size, split), strict=True):
+        yield from _blocks(*pair)
+
+
+def _index(element: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
+    """Return the index of an element by its number; none of equal values."""
+    if not element or not tensor.numel():
+        return ()
+    index: list[int] = []
+    number = sum(element)
+    for length in reversed(tensor.shape):
+        number, place = divmod(number, length)
+        index.insert(0, place)
+    return tuple(index)

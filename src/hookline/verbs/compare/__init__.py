@@ -1,0 +1,1 @@
+"""Compare two runs, and say where they part."""

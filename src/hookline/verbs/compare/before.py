@@ -1,0 +1,98 @@
+"""Say what differs before any layer is blamed: inputs, models, versions, names, shapes."""
+
+from __future__ import annotations
+
+from hookline.display.text import listed, plural
+from hookline.engine.model_fingerprint import RecordedModel
+from hookline.verbs.compare.comparison import ComparedSite, Remark
+from hookline.verbs.compare.names import Pairing
+
+_MOST_NAMED = 3
+_NOT_RECORDED = (
+    "the inputs of the model were not recorded in both, so they may differ: record them with"
+    ' hl.record(model, ["**", "(root):input"])'
+)
+
+
+def of_inputs(inputs: list[ComparedSite]) -> list[Remark]:
+    """Say which inputs of the model differ.
+
+    Args:
+        inputs: the rows of the model's inputs; empty if they were not recorded in both.
+    """
+    if not inputs:
+        return [Remark("inputs", _NOT_RECORDED, "(root):input")]
+    odd = [row for row in inputs if row.verdict in ("differs", "not comparable")]
+    return [Remark("inputs", f"the inputs differ: {row.site} ({row.why})", row.site) for row in odd]
+
+
+def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Remark]:
+    """Say which values are on one side alone.
+
+    Args:
+        pairing: the pairs, and the values without one.
+        alone: the tensors of a pair that one of its values has alone, by side.
+    """
+    remarks = []
+    for label, other, entries in (("a", "b", pairing.only_a), ("b", "a", pairing.only_b)):
+        keys = [entry.key for entry in entries] + alone[label]
+        if not keys:
+            continue
+        text = f"{plural(len(keys), 'value')} only in {label}: {listed(keys, _MOST_NAMED)}"
+        if entries and all(entry.kind == "gradient" for entry in entries):
+            text += (
+                f"; {other} has no gradients there: record both with"
+                ' ports=("output", "grad_output"), and run backward'
+            )
+        remarks.append(Remark("names", text, keys[0]))
+    return remarks
+
+
+def of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Remark]:
+    """Say what differs between two models: class, structure, weights, code, versions."""
+    if a is None or b is None:
+        return []
+    remarks = []
+    if a.type != b.type:
+        remarks.append(Remark("model", f"the model is a {a.type} in a, and a {b.type} in b"))
+    else:
+        parts = ("structure", "weights", "code")
+        names = [name for name in parts if getattr(a, name) != getattr(b, name)]
+        if names:
+            are = "differ" if len(names) > 1 or names[0] == "weights" else "differs"
+            hint = ": compare two state dicts to see which" * ("weights" in names)
+            remarks.append(Remark("model", f"{' and '.join(names)} of the model {are}{hint}"))
+    versions = [
+        f"{name} {a.versions.get(name, 'none')} and {b.versions.get(name, 'none')}"
+        for name in dict.fromkeys((*a.versions, *b.versions))
+        if a.versions.get(name) != b.versions.get(name)
+    ]
+    if versions:
+        remarks.append(Remark("versions", f"versions differ: {', '.join(versions)}"))
+    return remarks
+
+
+def of_forms(rows: list[ComparedSite]) -> list[Remark]:
+    """Say where dtypes differ, and what could not be compared."""
+    remarks = []
+    dtypes: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[str, list[ComparedSite]] = {}
+    for row in rows:
+        pair = row.form.rpartition(" ")[2], row.other_form.rpartition(" ")[2]
+        if row.verdict == "not comparable":
+            kind = "other shapes" if row.why.startswith("shapes") else row.why
+            reasons.setdefault(kind, []).append(row)
+        elif pair[0] != pair[1]:
+            dtypes.setdefault(pair, []).append(row.site)
+    for pair, sites in dtypes.items():
+        text = f"{plural(len(sites), 'value')} {pair[0]} in a and {pair[1]} in b"
+        remarks.append(Remark("dtypes", text, sites[0]))
+    for reason, odd in reasons.items():
+        names = [
+            f"{row.site} ({row.why.removeprefix('shapes ')})" * (reason == "other shapes")
+            or row.site
+            for row in odd
+        ]
+        text = f"{plural(len(odd), 'value')} not comparable, {reason}: {listed(names, _MOST_NAMED)}"
+        remarks.append(Remark("values", text, odd[0].site))
+    return remarks

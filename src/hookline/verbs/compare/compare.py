@@ -1,0 +1,95 @@
+"""Compare two runs of one model, or of a model and its port, and say where they part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hookline.errors import InputError
+from hookline.verbs.compare.before import of_forms, of_inputs, of_models, of_names
+from hookline.verbs.compare.comparison import Comparison
+from hookline.verbs.compare.judge import Judge
+from hookline.verbs.compare.names import Names, paired
+from hookline.verbs.compare.sides import side_of
+
+# What goes together. Arrays of another framework may stand for a recording.
+_TOGETHER = ({"recording", "arrays"}, {"store"}, {"curves"})
+
+
+def compare(
+    a: Any, b: Any, *, names: Names | None = None, floor: Comparison | None = None
+) -> Comparison:
+    """Compare two runs site by site, and name the first that differs beyond rounding.
+
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+        >>> port = nn.Sequential(nn.Linear(8, 8), nn.GELU("tanh"), nn.Linear(8, 2))
+        >>> _ = port.load_state_dict(model.state_dict())
+        >>> x = torch.randn(4, 8)
+        >>> with hl.record(model, ["**", "(root):input"]) as run:
+        ...     _ = model(x)
+        >>> with hl.record(port, ["**", "(root):input"]) as ported:
+        ...     _ = port(x)
+        >>> hl.compare(ported, run).first.site
+        '1'
+
+    The two may come from other processes, machines, dtypes and frameworks. Recordings need one
+    forward on equal inputs. Record the inputs too, so that a difference in them is told before any
+    layer is blamed; with `ports=("input", "output")`, a module is told from what feeds it.
+
+    Four numbers of each pair decide together: the relative error, the ratio of norms, the worst row
+    and the worst element. A pair is noise if each is below the noise floor. Values are read one
+    pair at a time, and measured in float64.
+
+    Args:
+        a: a recording or one of its passes, a store, the curves of a monitor, a dict of arrays such
+            as a state dict, or the path or URL of one of these (`.npz`, `.npy`, `.safetensors`,
+            `.pt`). Arrays may be of torch, NumPy, or anything that NumPy converts.
+        b: the same kind of thing, which numbers are relative to: the reference. A dict of arrays
+            may be compared with a recording; its names are those of the sites.
+        names: renames modules or arrays of b to those of a: a function from a path to a path, or a
+            dict `{path in b: path in a}`. A dict also renames what lies below a path.
+        floor: a comparison of two runs that only rounding tells apart, such as
+            `hl.compare(run, run_in_float64)`, with the sites of a. Four times what it measured is
+            noise. None takes the floors of the dtypes, which are wider.
+
+    Returns:
+        The comparison: `first`, `suspect`, `findings`, `rows`; it prints as a table.
+
+    Raises:
+        InputError: a side cannot be compared, is empty, or is of another kind than the other; no
+            name is in both; or `names` or `floor` is invalid.
+        FolderError, ModelError: a folder or a file cannot be read.
+    """
+    if floor is not None and not isinstance(floor, Comparison):
+        raise InputError(
+            f"floor must be a Comparison, got {type(floor).__name__}."
+            "\nGive floor=hl.compare(run, run_in_float64)."
+        )
+    side_a, side_b = side_of(a, "a"), side_of(b, "b")
+    if not any({side_a.noun, side_b.noun} <= kinds for kinds in _TOGETHER):
+        raise InputError(
+            f"a and b must be the same kind of thing, got {_a(side_a.noun)} and {_a(side_b.noun)}."
+            "\nGive two recordings, two stores, two curves or two dicts of arrays."
+        )
+    pairing = paired(side_a, side_b, names)
+    judge = Judge(floor, pairing.pairs)
+    rows = list(judge.rows(side_a, side_b))
+    if not rows:
+        raise InputError(
+            "a and b must have numbers in common, got"
+            f" {pairing.pairs[0][0].key} without a tensor in both.\nRecord sites with tensors."
+        )
+    inputs = [row for row in rows if judge.entry_of[row.site].is_input]
+    has_layers = "recording" in (side_a.noun, side_b.noun)
+    suspect, first = judge.suspect(rows)
+    findings = [
+        *(of_inputs(inputs) if has_layers else ()),
+        *of_models(side_a.model, side_b.model),
+        *of_names(pairing, judge.alone),
+        *of_forms(rows),
+        *first,
+    ]
+    return Comparison(rows, findings, suspect)
+
+
+def _a(noun: str) -> str:
+    return f"{'a ' * (not noun.endswith('s'))}{noun}"

@@ -1,0 +1,152 @@
+"""Judge pairs of values in firing order, each by its noise floor, and name the suspect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, final
+
+from hookline.engine import path_text
+from hookline.engine.pytree.describe import leaf_text
+from hookline.errors import OverwrittenError
+from hookline.statistics.difference import Difference
+from hookline.verbs.compare.comparison import (
+    ComparedSite,
+    Comparison,
+    Remark,
+    number_text,
+    ratio_text,
+)
+from hookline.verbs.compare.floor import Floor, eps_of, floor_of, measured_floor
+from hookline.verbs.compare.measure import Measured, measured
+from hookline.verbs.compare.sides import Entry, Side
+
+_RELEASE_BYTES = 2**28  # files of folders are closed after so many bytes were read
+
+
+@final
+class Judge:
+    """Measures pairs in firing order, and judges each by its noise floor.
+
+    Args:
+        floor: the measured floor, or None.
+        pairs: the pairs, in firing order.
+    """
+
+    def __init__(self, floor: Comparison | None, pairs: list[tuple[Entry, Entry]]) -> None:
+        self._floors = {row.site: row for row in floor.rows} if floor is not None else {}
+        self._pairs = pairs
+        self._eps = 0.0  # the coarsest until now, since its errors travel on
+        self.entry_of: dict[str, Entry] = {}  # by the site of a row
+        self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
+
+    def rows(self, a: Side, b: Side) -> Iterator[ComparedSite]:
+        """Yield the rows of all pairs, and close files from time to time."""
+        n_bytes = 0
+        for ours, theirs in self._pairs:
+            for row, size in self._rows_of(ours, theirs):
+                self.entry_of[row.site] = ours
+                n_bytes += size
+                yield row
+            if n_bytes > _RELEASE_BYTES:
+                n_bytes = 0
+                a.release()
+                b.release()
+        a.release()
+        b.release()
+
+    def _rows_of(self, ours: Entry, theirs: Entry) -> Iterator[tuple[ComparedSite, int]]:
+        try:
+            values = ours.read(), theirs.read()
+        except OverwrittenError:
+            why = "overwritten in place after recording; record with copy=True"
+            yield ComparedSite(ours.key, theirs.key, "not comparable", why=why), 0
+            return
+        for pair in measured(*values):
+            if pair.alone_in and not ours.is_input:
+                self.alone[pair.alone_in].append(_with_leaf(ours, pair.leaf))
+            else:
+                yield self._row(pair, ours, theirs), pair.n_bytes
+
+    def _row(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
+        row = ComparedSite(
+            _with_leaf(ours, pair.leaf), _with_leaf(theirs, pair.leaf), "not comparable",
+            why=pair.why, form=pair.forms[0], other_form=pair.forms[1],
+        )  # fmt: skip
+        floor = self._floor(row.site, pair, ours, max(ours.n_modules, theirs.n_modules))
+        gap = pair.gap
+        if gap is None:
+            return row
+        if gap.problem:
+            return replace(row, verdict="differs", why=gap.problem, floor=floor)
+        exceeded = floor.exceeded_by(gap)
+        row = replace(
+            row, relative=gap.relative, norm_ratio=gap.norm_ratio, worst_row=gap.worst_row,
+            worst_element=gap.worst_element, row=gap.row, element=gap.element, floor=floor,
+        )  # fmt: skip
+        if not gap.differs:
+            return replace(row, verdict="identical")
+        return replace(row, verdict="differs" if exceeded else "noise", why=_why(gap, exceeded))
+
+    def _floor(self, site: str, pair: Measured, entry: Entry, n_modules: int) -> Floor:
+        eps = eps_of(pair.dtypes)
+        if not eps:  # integers have no noise
+            return Floor()
+        known = self._floors.get(site)
+        if known is not None and known.relative is not None and known.norm_ratio is not None:
+            least = floor_of(eps, "stored")
+            noise = measured_floor(
+                Difference(
+                    known.relative,
+                    known.norm_ratio,
+                    known.worst_row or 0.0,
+                    known.worst_element or 0.0,
+                )
+            )
+            return least.raised_to(noise)
+        if entry.kind == "stored" and not entry.is_input:
+            return floor_of(eps, "stored")
+        self._eps = max(self._eps, eps)
+        return floor_of(self._eps, entry.kind, n_modules)
+
+    def suspect(self, rows: list[ComparedSite]) -> tuple[str | None, list[Remark]]:
+        """Return the path of the module that makes the first difference, and the finding of it."""
+        first = next((row for row in rows if row.verdict == "differs"), None)
+        if first is None:
+            return None, []
+        entry = self.entry_of[first.site]
+        text = f"first beyond noise: {first.site} ({first.why})"
+        if entry.is_input or entry.port not in ("input", "output"):
+            return None, [Remark("site", text, first.site)]
+        fired = {other.path for other in self.entry_of.values() if other.port == "output"}
+        path, hint = entry.path, ""
+        if entry.port == "input":
+            while path and (path == entry.path or path not in fired):
+                path = path.rpartition(".")[0]
+            hint = f"; what it is given is made in the forward of {path_text(path)}"
+        elif any(other.path == path and other.port == "input" for other in self.entry_of.values()):
+            hint = "; its inputs are equal up to noise"
+        else:
+            hint = '; record ports=("input", "output") to tell it from the code that feeds it'
+        return path, [Remark("site", text + hint, first.site)]
+
+
+def _why(gap: Difference, exceeded: list[str]) -> str:
+    if not exceeded:
+        return ""
+    texts = {
+        "relative": f"relative {number_text(gap.relative)}",
+        "norm_ratio": f"norm ratio {ratio_text(gap.norm_ratio)}",
+        "worst_row": f"row {gap.row} by {number_text(gap.worst_row)}",
+        "worst_element": f"element {list(gap.element)} by {number_text(gap.worst_element)}",
+    }
+    return texts[exceeded[0]]
+
+
+def _with_leaf(entry: Entry, leaf: tuple[Any, ...]) -> str:
+    """Return the key of a leaf: it is written after the port, and before the call."""
+    if not leaf:
+        return entry.key
+    rest, sign, numbers = entry.rest.partition("#")
+    port = "" if ":" in rest or (entry.kind == "stored" and not entry.is_input) else ":output"
+    return f"{path_text(entry.path)}{rest}{port}{leaf_text(leaf)}{sign}{numbers}"

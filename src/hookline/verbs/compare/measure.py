@@ -1,0 +1,191 @@
+"""Measure a pair of values: their tensors, paired by leaf, and the four numbers of each pair."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.display.text import first_line
+from hookline.engine import has_numbers
+from hookline.engine.pytree import describe, tree
+from hookline.engine.pytree.tree import Leaf
+from hookline.statistics.difference import Difference, difference, difference_of_blocks
+from hookline.stores import Column
+from hookline.verbs.compare.sides import StepNumbers
+
+_DEEPEST = 20  # levels of nesting; a cache may hold itself
+_BLOCK_NUMEL = 2**22  # of a store, read at once
+
+Array = Tensor | Column
+
+
+class Measured(NamedTuple):
+    """What was found of a pair of tensors.
+
+    Args:
+        leaf: the leaf of the first value that holds the tensor.
+        forms: shape and dtype of both; empty where one is not there.
+        dtypes: the dtypes of both.
+        gap: the difference; None if they cannot be compared.
+        why: the reason, if so.
+        n_bytes: how many bytes were read.
+    """
+
+    leaf: Leaf
+    forms: tuple[str, str]
+    dtypes: tuple[torch.dtype, ...] = ()
+    gap: Difference | None = None
+    why: str = ""
+    n_bytes: int = 0
+
+    @property
+    def alone_in(self) -> str:
+        """The side that has the tensor alone, "a" or "b"; else empty."""
+        return "" if all(self.forms) else "ba"[bool(self.forms[0])]
+
+
+def measured(a: Any, b: Any) -> Iterator[Measured]:
+    """Yield what is found of each pair of tensors in two values.
+
+    Tensors are paired by their leaf. If one value holds a single tensor, it is paired with the
+    first of the other that has its shape.
+    """
+    if isinstance(a, StepNumbers) and isinstance(b, StepNumbers):
+        yield _at_common_steps(a, b)
+        return
+    ours, theirs = dict(_arrays(a)), dict(_arrays(b))
+    for leaf, leaf_b in _paired_leaves(ours, theirs).items():
+        yield _measured_pair(leaf, ours[leaf], theirs.pop(leaf_b))
+        del ours[leaf]
+    for leaf, array in ours.items():
+        if not _is_number(a, leaf):
+            yield Measured(leaf, (_form(array), ""), why="only in a")
+    for leaf, array in theirs.items():
+        if not _is_number(b, leaf):
+            yield Measured(leaf, ("", _form(array)), why="only in b")
+
+
+def _paired_leaves(ours: dict[Leaf, Array], theirs: dict[Leaf, Array]) -> dict[Leaf, Leaf]:
+    if len(ours) == len(theirs) == 1:
+        return dict(zip(ours, theirs, strict=True))
+    if min(len(ours), len(theirs)) == 1 and not ours.keys() & theirs.keys():
+        pairs = ((leaf, leaf_b) for leaf in ours for leaf_b in theirs)
+        like = (pair for pair in pairs if _shape(ours[pair[0]]) == _shape(theirs[pair[1]]))
+        return dict(itertools.islice(like, 1))
+    return {leaf: leaf for leaf in ours if leaf in theirs}
+
+
+def _measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
+    forms = _form(a), _form(b)
+    dtypes = a.dtype, b.dtype
+    result = Measured(leaf, forms, dtypes, n_bytes=_n_bytes(a) + _n_bytes(b))
+    if tuple(a.shape) != tuple(b.shape):
+        return result._replace(why=f"shapes {_shape(a)} and {_shape(b)}")
+    if _has_fractions(a.dtype) != _has_fractions(b.dtype):
+        return result._replace(why=f"dtypes {_name(a.dtype)} and {_name(b.dtype)}")
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _of_tensors(result, a, b)
+    return result._replace(gap=_of_columns(a, b))
+
+
+def _of_tensors(result: Measured, a: Tensor, b: Tensor) -> Measured:
+    without = next((tensor for tensor in (a, b) if not has_numbers(tensor)), None)
+    if without is not None:
+        return result._replace(why=f"{describe.in_full(without)} has no numbers")
+    try:
+        gap = difference(a, b)
+    except NotImplementedError:  # packed dtypes
+        return result._replace(why=f"torch cannot read numbers of {_name(a.dtype)}")
+    except RuntimeError as error:  # large sparse tensors
+        return result._replace(why=first_line(error))
+    if math.isinf(gap.worst_element) and gap.problem.startswith("shapes"):  # of nested tensors
+        return result._replace(why=gap.problem)
+    return result._replace(gap=gap)
+
+
+def _of_columns(a: Array, b: Array) -> Difference:
+    """Measure columns of two stores, of which a few rows are read at once."""
+    n_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(a.shape[1:])))
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(a), n_rows):
+            yield a[start : start + n_rows], b[start : start + n_rows]
+
+    return difference_of_blocks(blocks)
+
+
+def _at_common_steps(a: StepNumbers, b: StepNumbers) -> Measured:
+    steps = np.intersect1d(a.steps, b.steps)
+    forms = tuple(f"{len(numbers.steps)} steps" for numbers in (a, b))
+    result = Measured((), (forms[0], forms[1]), (torch.float32, torch.float32))
+    if not len(steps):
+        return result._replace(why="no step is in both")
+    return result._replace(gap=difference(a.at(steps), b.at(steps)))
+
+
+# -- tensors in a value --------------------------------------------------------------------------
+
+
+def _arrays(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
+    """Yield the tensors, arrays and numbers in a value, each as a tensor with its leaf."""
+    if isinstance(value, Tensor | Column):
+        yield leaf, value
+    elif isinstance(value, bool | int | float | complex):
+        dtype = torch.float64 if isinstance(value, float) else None
+        yield leaf, torch.tensor(value, dtype=dtype)
+    elif hasattr(value, "__array__") and not isinstance(value, type):
+        array = _tensor(value)
+        if array is not None:
+            yield leaf, array
+    elif hasattr(value, "read") and hasattr(value, "dtype"):  # rows of a file
+        yield leaf, value.read()
+    elif len(leaf) < _DEEPEST:
+        for key, part in tree.items(value) or ():
+            yield from _arrays(part, (*leaf, key))
+
+
+def _tensor(value: Any) -> Tensor | None:
+    """Return an array as a tensor; None if torch lacks its dtype, such as that of texts."""
+    array = np.asarray(value)
+    if array.dtype.name == "bfloat16":  # which other libraries add to NumPy
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_number(value: Any, leaf: Leaf) -> bool:
+    """Tell whether a leaf holds a plain number, such as a flag."""
+    for key in leaf:
+        value = next((part for name, part in tree.items(value) or () if name == key), None)
+    return isinstance(value, bool | int | float | complex)
+
+
+def _form(array: Array) -> str:
+    return f"{_shape(array)} {_name(array.dtype)}"
+
+
+def _shape(array: Array) -> str:
+    return describe.shape(array) if isinstance(array, Tensor) else str(list(array.shape))
+
+
+def _n_bytes(array: Array) -> int:
+    return describe.n_bytes(array) if isinstance(array, Tensor) else array.nbytes
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex or dtype in _QUANTISED
+
+
+_QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32))

@@ -1,0 +1,128 @@
+"""Pair the values of two sides by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from hookline.display.text import listed
+from hookline.engine import ROOT
+from hookline.errors import InputError
+from hookline.recordings.index import closest
+from hookline.verbs.compare.sides import Entry, Side
+
+# A function from names of the second side to names of the first, or a dict of them.
+Names = Callable[[str], str] | Mapping[str, str]
+
+_MOST_SHOWN = 3
+
+
+class Pairing(NamedTuple):
+    """The values of two sides, paired.
+
+    Args:
+        pairs: the pairs, in the order of the first side.
+        only_a: the values of the first side alone.
+        only_b: the values of the second side alone, under their names in the first.
+    """
+
+    pairs: list[tuple[Entry, Entry]]
+    only_a: list[Entry]
+    only_b: list[Entry]
+
+
+def paired(a: Side, b: Side, names: Names | None) -> Pairing:
+    """Pair the values that have one name.
+
+    Raises:
+        InputError: no name is on both sides; `names` is no function or dict, gives two values one
+            name, or names a value that is not there.
+    """
+    theirs = _by_name(b.entries, _renamer(a, b, names))
+    ours = {(entry.path, entry.rest): entry for entry in a.entries}
+    pairs = [(entry, theirs[key]) for key, entry in ours.items() if key in theirs]
+    if not pairs:
+        raise InputError(_nothing_aligns(a.entries, b.entries))
+    return Pairing(
+        pairs,
+        [entry for key, entry in ours.items() if key not in theirs],
+        [entry for key, entry in theirs.items() if key not in ours],
+    )
+
+
+def _by_name(
+    entries: Sequence[Entry], rename: Callable[[str], str]
+) -> dict[tuple[str, str], Entry]:
+    by_name: dict[tuple[str, str], Entry] = {}
+    for entry in entries:
+        path = rename(entry.path)
+        key = "" if path == ROOT else path, entry.rest
+        if key in by_name:
+            raise InputError(
+                f"names must give each name of b another one, got {path or ROOT!r} for"
+                f" {by_name[key].key!r} and {entry.key!r}.\nLet names keep them apart."
+            )
+        by_name[key] = entry
+    return by_name
+
+
+def _renamer(a: Side, b: Side, names: Names | None) -> Callable[[str], str]:
+    if names is None:
+        return lambda path: path
+    if isinstance(names, Mapping):
+        _check(names, a, b)
+        return lambda path: _replaced(path, names)
+    if not callable(names):
+        raise InputError(
+            f"names must be a function or a dict, got {type(names).__name__}."
+            "\nGive names={'their.name': 'our.name'}, from names of b to names of a."
+        )
+    return names
+
+
+def _replaced(path: str, names: Mapping[str, str]) -> str:
+    """Replace the longest beginning of a path that the dict names."""
+    parts = path.split(".")
+    for n_parts in range(len(parts), 0, -1):
+        new = names.get(".".join(parts[:n_parts]) or ROOT)
+        if new is not None:
+            return ".".join(["" if new == ROOT else new, *parts[n_parts:]]).removeprefix(".")
+    return path
+
+
+def _check(names: Mapping[str, str], a: Side, b: Side) -> None:
+    """Refuse a dict with a name that is on neither side.
+
+    Raises:
+        InputError: a key begins no name of b, or a value begins no name of a.
+    """
+    for side, label, given in ((b, "b", list(names)), (a, "a", list(names.values()))):
+        paths = [*side.modules, *(entry.path for entry in side.entries)]
+        known = {ROOT, *(start for path in paths for start in _starts(path))}
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None:
+            near = closest(str(unknown), sorted(known))[:_MOST_SHOWN]
+            raise InputError(
+                f"names must have {'keys' if label == 'b' else 'values'} that are names of"
+                f" {label}, got {unknown!r}.\nGive {{name of b: name of a}};"
+                f" {label} has {listed(list(map(repr, near or sorted(known))), _MOST_SHOWN)}."
+            )
+
+
+def _starts(path: str) -> list[str]:
+    """Return the paths that a path begins with, itself included: `h`, `h.3` and `h.3.attn`."""
+    parts = path.split(".")
+    return [".".join(parts[:n_parts]) for n_parts in range(1, 1 + len(parts)) if path]
+
+
+def _nothing_aligns(ours: Sequence[Entry], theirs: Sequence[Entry]) -> str:
+    """Return the message for two sides without a common name, with the closest pairs."""
+    keys = [[entry.key for entry in entries] for entries in (ours, theirs)]
+    paths = [list({entry.path or ROOT: None for entry in side}) for side in (ours, theirs)]
+    near = {path: match[0] for path in paths[1] if (match := closest(path, paths[0]))}
+    pairs = dict(list(near.items())[:_MOST_SHOWN]) or {paths[1][0]: paths[0][0]}
+    return (
+        f"a and b must have names in common, got none: a has {listed(keys[0], _MOST_SHOWN)}; b has"
+        f" {listed(keys[1], _MOST_SHOWN)}."
+        f"\nMap the names of b to those of a, such as names={pairs!r}."
+    )

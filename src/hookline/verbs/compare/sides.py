@@ -1,0 +1,265 @@
+"""What can be compared: recordings, stores, curves and arrays, each as named values in order."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from hookline.curves import Curves
+from hookline.data.npy_files import open_arrays
+from hookline.engine import ROOT, path_text
+from hookline.engine.model_fingerprint import RecordedModel
+from hookline.errors import InputError
+from hookline.models.checkpoints import read_state_dict
+from hookline.opening import open as open_folder
+from hookline.recordings import PassRecord, Recording
+from hookline.recordings.walk import RecordedValue, walk
+from hookline.stores import Store
+from hookline.verbs.compare.floor import Kind
+
+_CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
+_FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
+_WEIGHT_NAMES = ("weight", "bias")
+_CONVERT = (
+    "Give two recordings, stores, curves or dicts of arrays, or their folders; of two models their"
+    " state dicts: hl.compare(a.state_dict(), b.state_dict())."
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A named value of a side, which is read on request.
+
+    Args:
+        path: the path of the module, or the name of an array. The root's is empty.
+        rest: what follows the path in the key: port, leaf, call, pass.
+        read: reads the value.
+        kind: what the value is, for its noise floor.
+        n_modules: how many modules without children come before it, as far as known.
+        is_input: whether it is the input of the whole model.
+    """
+
+    path: str
+    rest: str
+    read: Callable[[], Any]
+    kind: Kind = "output"
+    n_modules: int = 0
+    is_input: bool = False
+
+    @property
+    def key(self) -> str:
+        """The key as in a look-up."""
+        return path_text(self.path) + self.rest
+
+    @property
+    def port(self) -> str:
+        """The port of a recorded value."""
+        match = re.match(r":(\w+)", self.rest)
+        return match[1] if match else "output"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """A number of a curve by step, which is compared at the steps that both curves have."""
+
+    steps: NDArray[np.int64]
+    numbers: NDArray[np.float64]
+
+    def at(self, steps: NDArray[np.int64]) -> Tensor:
+        """Return the numbers at some of the steps, float64, shape `(steps,)`."""
+        return torch.from_numpy(self.numbers[np.isin(self.steps, steps)].astype(np.float64))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two things that are compared.
+
+    Args:
+        noun: what it is: "recording", "arrays", "store" or "curves".
+        entries: its values, in firing order as far as known.
+        model: the model that made them; None if unknown.
+        modules: the paths of the model's modules; empty if unknown.
+        release: closes the files of what was read.
+    """
+
+    noun: str
+    entries: Sequence[Entry]
+    model: RecordedModel | None = None
+    modules: tuple[str, ...] = ()
+    release: Callable[[], None] = lambda: None
+
+
+def side_of(given: Any, name: str) -> Side:
+    """Return the named values of what a user gave.
+
+    Raises:
+        InputError: it is nothing that can be compared, or it is empty.
+        FolderError, ModelError: a folder or a file cannot be read.
+    """
+    if isinstance(given, str | os.PathLike):
+        given = _opened(given)
+    if isinstance(given, Recording | PassRecord):
+        side = _of_recording(given, name)
+    elif isinstance(given, Store):
+        entries = [Entry(site, "", partial(given.__getitem__, site)) for site in given.sites]
+        side = Side("store", _children_first(entries))
+    elif isinstance(given, Curves):
+        side = Side("curves", list(_curve_entries(given)), given.model)
+    elif isinstance(given, Mapping):
+        side = Side("arrays", _of_arrays(given, name))
+    else:
+        raise InputError(
+            f"{name} must be a recording, a store, curves, a dict of arrays, or a folder, got"
+            f" {type(given).__name__}.\n{_CONVERT}"
+        )
+    if not side.entries:
+        raise InputError(
+            f"{name} must hold values, got none.\nRecord while the model runs; print"
+            f" {name}.report() of a recording to learn what did not fire."
+        )
+    return side
+
+
+def _opened(place: str | os.PathLike[str]) -> Any:
+    suffix = Path(place).suffix.lower()
+    if suffix not in _FILES or os.path.isdir(place) or not os.path.exists(place):
+        return open_folder(place)
+    if suffix in _CHECKPOINTS:
+        return read_state_dict(place)
+    if suffix == ".safetensors":
+        return _tensor_file(Path(place))
+    content = open_arrays(Path(place))
+    return content if isinstance(content, dict) else {"array": content}
+
+
+def _tensor_file(path: Path) -> Mapping[str, Any]:
+    """Return the tensors of a file, read one at a time.
+
+    Raises:
+        InputError: the file is broken.
+    """
+    try:
+        file = safe_open(path, framework="pt")
+        return {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # the library's own class, OSError
+        raise InputError(
+            f"{path} must be a safetensors file, got {error}.\nWrite it anew."
+        ) from error
+
+
+# -- recordings ----------------------------------------------------------------------------------
+
+
+def _of_recording(source: Recording | PassRecord, name: str) -> Side:
+    if isinstance(source, PassRecord):
+        entries = [_entry(value, "", {}) for value in walk(source)]
+        return Side("recording", entries)
+    if source.ranks:
+        raise InputError(
+            f"{name} must be the recording of one rank, got {len(source.ranks)} ranks."
+            f"\nGive one of them: {name}.ranks[0]."
+        )
+    has_passes = sum(bool(len(record)) for record in source.passes) > 1
+    depths = _depths([path for path, _ in source.modules])
+    entries = [
+        _entry(value, f"#pass{value.record.number}" * has_passes, depths) for value in walk(source)
+    ]
+    paths = tuple(path for path, _ in source.modules)
+    return Side("recording", entries, source.model, paths, source.release)
+
+
+def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entry:
+    site = value.site
+    rest = value.key.removeprefix(path_text(site.path))
+    rest += "" if value.backward is None else f"#backward{value.backward}"
+    kind: Kind = "gradient" if site.is_gradient else "output"
+    is_input = not site.path and site.port == "input"
+    # A gradient has come through the whole forward, and back to its module.
+    total = depths.get("", 0)
+    depth = depths.get(site.path, 0)
+    n_modules = 2 * total - depth if site.is_gradient else depth
+    return Entry(
+        site.path, rest + suffix, value.read, "stored" if is_input else kind, n_modules, is_input
+    )
+
+
+def _depths(paths: Sequence[str]) -> dict[str, int]:
+    """Return for each path how many modules without children come up to its end."""
+    counts: dict[str, int] = {}
+    n_leaves = 0
+    for path, following in zip(paths, [*paths[1:], ""], strict=True):
+        n_leaves += not following.startswith(f"{path}." if path else "")
+        names = path.split(".")
+        for n_names in range(len(names) + 1):
+            counts[".".join(names[:n_names])] = n_leaves
+    return counts
+
+
+# -- arrays and curves ---------------------------------------------------------------------------
+
+
+def _of_arrays(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
+    odd = next((key for key in arrays if not isinstance(key, str)), None)
+    if odd is not None:
+        raise InputError(
+            f"the keys of {name} must be names, got {odd!r}.\nGive a dict of names to arrays."
+        )
+    kind: Kind = "stored" if _is_state_dict(arrays) else "output"
+    entries = [
+        Entry("" if key == ROOT else key, "", _reader(value), kind) for key, value in arrays.items()
+    ]
+    return entries if kind == "stored" else _children_first(entries)
+
+
+def _reader(value: Any) -> Callable[[], Any]:
+    return value if isinstance(value, partial) else lambda: value
+
+
+def _is_state_dict(arrays: Mapping[str, Any]) -> bool:
+    """Tell whether arrays are weights, which are rounded once and not by each layer."""
+    n_weights = sum(key.endswith(_WEIGHT_NAMES) for key in arrays)
+    return hasattr(arrays, "_metadata") or 2 * n_weights > len(arrays)
+
+
+def _children_first(entries: list[Entry]) -> list[Entry]:
+    """Order values as modules fire: each after those of its descendants."""
+    last: dict[str, int] = {}
+    for number, entry in enumerate(entries):
+        names = entry.path.split(".")
+        for n_names in range(len(names) + 1):
+            last[".".join(names[:n_names])] = number
+    return sorted(
+        entries,
+        key=lambda entry: (last[entry.path], -entry.path.count(".") - bool(entry.path)),
+    )
+
+
+def _curve_entries(curves: Curves) -> Iterator[Entry]:
+    for site in curves.sites:
+        for name in curves[site].names:
+            yield Entry(f"{site}/{name}", "", partial(_numbers_of, curves, site, name))
+    for name in curves.logged:
+        yield Entry(f"logged/{name}", "", partial(_logged_of, curves, name))
+
+
+def _numbers_of(curves: Curves, site: str, name: str) -> StepNumbers:
+    curve = curves[site]
+    return StepNumbers(curve.steps, getattr(curve, name))
+
+
+def _logged_of(curves: Curves, name: str) -> StepNumbers:
+    return StepNumbers(*curves.logged[name])
