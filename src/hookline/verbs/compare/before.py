@@ -5,6 +5,7 @@ from __future__ import annotations
 from hookline.display.text import listed, plural
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.verbs.compare.comparison import ComparedSite, Remark
+from hookline.verbs.compare.floor import FINE
 from hookline.verbs.compare.names import Pairing
 
 _MOST_NAMED = 3
@@ -24,6 +25,23 @@ def of_inputs(inputs: list[ComparedSite]) -> list[Remark]:
         return [Remark("inputs", _NOT_RECORDED, "(root):input")]
     odd = [row for row in inputs if row.verdict in ("differs", "not comparable")]
     return [Remark("inputs", f"the inputs differ: {row.site} ({row.why})", row.site) for row in odd]
+
+
+def of_floors(eps: float, rows: list[ComparedSite]) -> list[Remark]:
+    """Say that the floors of a coarse dtype hide small faults, where no row differs.
+
+    Args:
+        eps: the coarsest eps of all values whose floor is that of their dtype.
+        rows: the rows.
+    """
+    largest = max((row.floor.relative for row in rows), default=0.0)
+    if eps < FINE or any(row.verdict == "differs" for row in rows):
+        return []
+    text = (
+        f"differences below {largest:.1g} are noise in these dtypes: to see smaller ones, run both"
+        " in float32 or float64, or measure the noise and give floor="
+    )
+    return [Remark("floor", text)]
 
 
 def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Remark]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hookline.errors import InputError
-from hookline.verbs.compare.before import of_forms, of_inputs, of_models, of_names
+from hookline.verbs.compare.before import of_floors, of_forms, of_inputs, of_models, of_names
 from hookline.verbs.compare.comparison import Comparison
 from hookline.verbs.compare.judge import Judge
 from hookline.verbs.compare.names import Names, paired
@@ -47,9 +47,10 @@ def compare(
             may be compared with a recording; its names are those of the sites.
         names: renames modules or arrays of b to those of a: a function from a path to a path, or a
             dict `{path in b: path in a}`. A dict also renames what lies below a path.
-        floor: a comparison of two runs that only rounding tells apart, such as
-            `hl.compare(run, run_in_float64)`, with the sites of a. Four times what it measured is
-            noise. None takes the floors of the dtypes, which are wider.
+        floor: a comparison of two runs that only rounding tells apart, with the sites of a:
+            `hl.compare(run, run_in_float64)`. Four times what it measured is noise; where it
+            measured none, the values must be equal. None takes the floors of the dtypes, which are
+            wider.
 
     Returns:
         The comparison: `first`, `suspect`, `findings`, `rows`; it prints as a table.
@@ -86,6 +87,7 @@ def compare(
         *of_models(side_a.model, side_b.model),
         *of_names(pairing, judge.alone),
         *of_forms(rows),
+        *of_floors(judge.eps, rows),
         *first,
     ]
     return Comparison(rows, findings, suspect)

@@ -35,7 +35,8 @@ class Remark:
     """Something that differs, or that could not be compared.
 
     Attributes:
-        kind: "inputs", "model", "versions", "names", "dtypes", "values" or "site".
+        kind: "inputs", "model", "versions", "names", "dtypes", "values", "floor" or
+            "site".
         text: what it is, in a sentence.
         site: the site that it is about; empty if it is about the whole run.
     """

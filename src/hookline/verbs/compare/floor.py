@@ -37,7 +37,7 @@ MARGIN = 4.0
 # Even in float64, models compute norms, softmax and rotary tables in float32.
 _EPS = {torch.float64: 2.0**-26, torch.complex128: 2.0**-26}
 _COARSEST = 0.5
-_FINE = 2.0**-20  # the eps of float32 is below, that of dtypes of 16 bits and fewer above
+FINE = 2.0**-20  # the eps of float32 is below, that of dtypes of 16 bits and fewer above
 
 _STORED = (1.0, 1.0, 1.0, 1.0)
 _MULTIPLES = {
@@ -67,10 +67,6 @@ class Floor:
     worst_row: float = 0.0
     worst_element: float = 0.0
 
-    def raised_to(self, other: Floor) -> Floor:
-        """Return the larger of two floors, number by number."""
-        return Floor(*map(max, astuple(self), astuple(other)))
-
     def exceeded_by(self, gap: Difference) -> list[str]:
         """Return the names of the numbers of a difference that are above the floor."""
         relative, norm, row, element = astuple(self)
@@ -99,7 +95,7 @@ def floor_of(eps: float, kind: Kind, n_modules: int = 0) -> Floor:
     if kind == "stored":
         return Floor(*(eps * multiple for multiple in _STORED))
     depth = math.sqrt(max(1.0, n_modules / _N_MODULES))
-    multiples = _MULTIPLES[kind, eps < _FINE]
+    multiples = _MULTIPLES[kind, eps < FINE]
     if not eps:
         return Floor()
     return Floor(

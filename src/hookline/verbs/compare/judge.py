@@ -36,7 +36,7 @@ class Judge:
     def __init__(self, floor: Comparison | None, pairs: list[tuple[Entry, Entry]]) -> None:
         self._floors = {row.site: row for row in floor.rows} if floor is not None else {}
         self._pairs = pairs
-        self._eps = 0.0  # the coarsest until now, since its errors travel on
+        self.eps = 0.0  # the coarsest on the way, since its errors travel on
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
 
@@ -94,8 +94,7 @@ class Judge:
             return Floor()
         known = self._floors.get(site)
         if known is not None and known.relative is not None and known.norm_ratio is not None:
-            least = floor_of(eps, "stored")
-            noise = measured_floor(
+            return measured_floor(
                 Difference(
                     known.relative,
                     known.norm_ratio,
@@ -103,11 +102,10 @@ class Judge:
                     known.worst_element or 0.0,
                 )
             )
-            return least.raised_to(noise)
         if entry.kind == "stored" and not entry.is_input:
             return floor_of(eps, "stored")
-        self._eps = max(self._eps, eps)
-        return floor_of(self._eps, entry.kind, n_modules)
+        self.eps = max(self.eps, eps)
+        return floor_of(self.eps, entry.kind, n_modules)
 
     def suspect(self, rows: list[ComparedSite]) -> tuple[str | None, list[Remark]]:
         """Return the path of the module that makes the first difference, and the finding of it."""

@@ -1,4 +1,4 @@
-"""A small transformer with every part that ports get wrong, and the faults themselves."""
+"""A small transformer with every part that ports get wrong, and planted faults."""
 
 from __future__ import annotations
 

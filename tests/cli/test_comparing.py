@@ -1,0 +1,67 @@
+"""`hookline compare`: exit codes, JSON, and lines for annotations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import hookline as hl
+from hookline.cli.app import app
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of the same net: float32, float64, another GELU, other names."""
+    place = tmp_path_factory.mktemp("runs")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+    other = nn.Sequential(net[0], nn.GELU("tanh"), net[2])
+    x = torch.randn(4, 8)
+    named = nn.Sequential()
+    named.add_module("body", net)
+    runs = {"a": (net, x), "b": (other, x), "named": (named, x)}
+    for name, (model, value) in runs.items():
+        with hl.record(model, ["**", ":input"]) as run:
+            model(value)
+        run.save(place / name)
+    with hl.record(net.double(), ["**", ":input"]) as run:
+        net(x.double())
+    run.save(place / "wide")
+    return place
+
+
+def compare(folders, *words):
+    places = [str(folders / word) if (folders / word).exists() else word for word in words]
+    return CliRunner().invoke(app, ["compare", *places])
+
+
+def test_the_exit_code_is_one_beyond_noise(folders):
+    equal = compare(folders, "a", "a")
+    assert (equal.exit_code, equal.output.split(":")[0]) == (0, "5 sites")
+    other = compare(folders, "b", "a")
+    assert other.exit_code == 1
+    assert "first beyond noise: 1 (relative" in other.output
+    assert compare(folders, "a", "a", "--floor", "wide").exit_code == 0
+    assert compare(folders, "wide", "a").exit_code == 0
+
+
+def test_json_and_annotations_hold_a_line_for_each_site(folders):
+    data = json.loads(compare(folders, "b", "a", "--json").stdout)
+    assert data["suspect"] == "1"
+    lines = compare(folders, "b", "a", "--annotations").stdout.splitlines()
+    assert lines[0].startswith("::notice title=hookline compare::structure")
+    errors = [line for line in lines if line.startswith("::error title=hookline compare::")]
+    assert len(errors) == data["counts"]["differs"]
+    assert "::1 differs: relative" in errors[0]
+
+
+def test_names_are_mapped_and_mistakes_have_exit_code_two(folders):
+    mapped = compare(folders, "a", "named", "--names", "body.0=0", "--names", "body.1=1",
+                     "--names", "body.2=2")  # fmt: skip
+    assert mapped.exit_code == 0
+    assert compare(folders, "a", "named", "--names", "body").exit_code == 2
+    assert compare(folders, "a", "nowhere").exit_code == 2

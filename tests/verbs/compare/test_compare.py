@@ -1,0 +1,329 @@
+"""`hl.compare`: what can be compared, what is said first, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import hookline as hl
+from ported import IDS, net, run_of
+
+
+def kinds(comparison):
+    return [finding.kind for finding in comparison.findings]
+
+
+def text_of(comparison, kind):
+    return [finding.text for finding in comparison.findings if finding.kind == kind]
+
+
+@pytest.fixture
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+
+
+def test_equal_runs_are_identical_and_nothing_is_said(mlp):
+    comparison = hl.compare(run_of(mlp, X), run_of(mlp, X))
+    assert comparison.ok
+    assert set(comparison.counts.items()) >= {("identical", 8), ("differs", 0)}
+    assert comparison.findings == []
+    assert comparison.suspect is comparison.first is None
+
+
+def test_the_inputs_are_told_before_a_layer(mlp):
+    comparison = hl.compare(run_of(mlp, X + 1), run_of(mlp, X))
+    assert comparison.first.site == "(root):input"
+    assert comparison.suspect is None
+    assert kinds(comparison)[0] == "inputs"
+    assert "the inputs differ: (root):input (relative" in comparison.findings[0].text
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, mask=None, position_ids=None):
+        return self.fc(x if mask is None else x * mask)
+
+
+def test_an_argument_on_one_side_alone_is_named():
+    model = Masked()
+    mask = torch.ones(4, 8)
+    plain, masked = (run_of(model, X, **given) for given in ({}, {"mask": mask}))
+    comparison = hl.compare(plain, masked)
+    assert text_of(comparison, "inputs") == ["the inputs differ: (root):input.mask (only in b)"]
+    assert not comparison.ok
+    other = run_of(model, X, mask=mask, position_ids=torch.arange(8))
+    assert "position_ids (only in a)" in text_of(hl.compare(other, masked), "inputs")[0]
+
+
+def test_inputs_that_were_not_recorded_are_asked_for(mlp):
+    runs = []
+    for _ in range(2):
+        with hl.record(mlp) as run:
+            mlp(X)
+        runs.append(run)
+    (text,) = text_of(hl.compare(*runs), "inputs")
+    assert 'hl.record(model, ["**", "(root):input"])' in text
+    with hl.record(mlp, ["**", "(root):input"]) as again:
+        mlp(X)
+    assert hl.compare(again, again).findings == []
+
+
+def test_weights_structure_and_versions_are_told(mlp, monkeypatch):
+    port = copy.deepcopy(mlp)
+    with torch.no_grad():
+        port[2].weight += 1
+    run = run_of(mlp, X)
+    comparison = hl.compare(run_of(port, X), run)
+    (text,) = text_of(comparison, "model")
+    assert text.startswith("weights of the model differ: compare two state dicts")
+    port[1] = nn.GELU("tanh")
+    (text,) = text_of(hl.compare(run_of(port, X), run), "model")
+    assert text.startswith("structure and weights of the model differ")
+    other = hl.compare(run_of(nn.Sequential(*port, nn.Identity()), X), run)
+    assert "only in a: 3:input, 3" in text_of(other, "names")[0]
+
+
+def test_a_module_is_told_from_what_feeds_it(mlp):
+    class Port(nn.Sequential):
+        def forward(self, x):
+            return self[2](self[1](self[0](x)) * 1.1)
+
+    port = Port(*copy.deepcopy(mlp))
+    run = run_of(mlp, X)
+    comparison = hl.compare(run_of(port, X), run)
+    assert (comparison.first.site, comparison.suspect) == ("2:input", "")
+    assert "made in the forward of (root)" in comparison.findings[-1].text
+    outputs = hl.compare(run_of(port, X, ports="output"), run_of(mlp, X, ports="output"))
+    assert (outputs.first.site, outputs.suspect) == ("2", "2")
+    assert 'record ports=("input", "output")' in outputs.findings[-1].text
+
+
+def test_gradients_are_compared_like_values(mlp):
+    runs = []
+    for factor in (1.0, 2.0):
+        model = copy.deepcopy(mlp)
+        with hl.record(model, ["**", ":input"], ports=("output", "grad_output", "grad")) as run:
+            (model(X) * factor).sum().backward()
+        runs.append(run)
+    comparison = hl.compare(*runs)
+    assert comparison.first.site == "(root):grad_output"
+    assert comparison["2"].verdict == "identical"
+    assert comparison["0.weight:grad"].norm_ratio == pytest.approx(0.5)
+    assert comparison.suspect is None
+    without = hl.compare(runs[0], run_of(mlp, X, ports="output"))
+    (text,) = text_of(without, "names")
+    assert "b has no gradients there" in text
+    assert 'ports=("output", "grad_output")' in text
+
+
+def test_checkpoints_are_compared_as_they_are_rounded(mlp):
+    weights = mlp.state_dict()
+    assert hl.compare(copy.deepcopy(mlp).bfloat16().state_dict(), weights).ok
+    trained = {name: value + 1e-6 * value.abs().max() for name, value in weights.items()}
+    assert not hl.compare(trained, weights).ok
+    up = torch.tensor(math.inf)
+    assert hl.compare({name: value.nextafter(up) for name, value in weights.items()}, weights).ok
+    assert "inputs" not in kinds(hl.compare(trained, weights))
+
+
+def test_files_of_arrays_and_other_frameworks(mlp, tmp_path):
+    weights = mlp.state_dict()
+    save_file(weights, tmp_path / "a.safetensors")
+    np.savez(tmp_path / "b.npz", **{name: value.numpy() for name, value in weights.items()})
+    torch.save({"state_dict": weights}, tmp_path / "c.pt")
+    np.save(tmp_path / "d.npy", X.numpy())
+    sides = [weights, *(tmp_path / name for name in ("a.safetensors", "b.npz", "c.pt"))]
+    for side in sides:
+        assert hl.compare(side, weights).counts["identical"] == 4
+        assert hl.compare(weights, str(side) if side is not weights else side).ok
+    assert hl.compare(tmp_path / "d.npy", tmp_path / "d.npy").ok
+
+    class Array:  # as of JAX: neither a tensor nor of NumPy
+        def __init__(self, values):
+            self.values = values
+
+        def __array__(self, dtype=None, copy=None):
+            return self.values
+
+    assert hl.compare({"x": Array(X.numpy())}, {"x": X}).ok
+    assert not hl.compare({"x": np.ones(3)}, {"x": np.zeros(3)}).ok
+    assert hl.compare({"loss": 0.5, "x": [X]}, {"loss": 0.5, "x": [X]}).counts["identical"] == 2
+
+
+def test_a_recording_is_compared_with_the_arrays_of_its_sites(mlp):
+    run = run_of(mlp, X, ports="output")
+    arrays = {key: run[key].numpy() for key in ("(root)", "0", "1", "2")}
+    comparison = hl.compare(run, arrays)
+    assert comparison.counts["identical"] == 4
+    assert hl.compare(arrays, run).rows[-1].site == "(root)"
+
+
+def test_folders_stores_and_curves(mlp, tmp_path):
+    run = run_of(mlp, X)
+    run.save(tmp_path / "run")
+    assert hl.compare(tmp_path / "run", run).counts["identical"] == 8
+    stores = []
+    for number in range(2):
+        model = copy.deepcopy(mlp)
+        with torch.no_grad():
+            model[2].weight.mul_(1 + number)
+        hl.extract(model, torch.cat([X, X]), ["0", "2"], tmp_path / f"store{number}")
+        stores.append(hl.open(tmp_path / f"store{number}"))
+    comparison = hl.compare(*stores)
+    assert comparison["0"].verdict == "identical"
+    assert comparison.first.site == "2"
+    assert hl.compare(stores[0], stores[0]).ok
+    curves = []
+    for steps in (3, 5):
+        with hl.monitor(mlp, "0", ports="output") as seen:
+            for step in range(steps):
+                mlp(X * (1 + step))
+        curves.append(seen)
+    assert hl.compare(*curves)["0/std"].verdict == "identical"
+    assert hl.compare(*curves)["0/std"].form == "3 steps"
+
+
+def test_passes_and_calls_are_compared_one_by_one(mlp):
+    runs = []
+    for last in (0.0, 1.0):
+        with hl.record(mlp, ["**", ":input"]) as run:
+            for shift in (0.0, last):
+                mlp(X + shift)
+        runs.append(run)
+    comparison = hl.compare(*runs)
+    assert comparison["2#pass0"].verdict == "identical"
+    assert comparison.first.site == "(root):input#pass1"
+    first, second = (run.passes[0] for run in runs)
+    assert hl.compare(first, second).ok
+    relu = nn.ReLU()
+    looped = nn.Sequential(relu, nn.Linear(8, 8), relu)
+    run = run_of(looped, X)
+    calls = [row.site for row in hl.compare(run, run) if row.site.startswith("0#")]
+    assert calls == ["0#0", "0#1"]
+
+
+def test_names_are_mapped_by_a_function_or_a_dict(mlp):
+    port = nn.ModuleDict({"up": mlp[0], "act": mlp[1], "down": mlp[2]})
+    port.forward = lambda x: port["down"](port["act"](port["up"](x)))
+    ours, theirs = run_of(mlp, X), run_of(port, X)
+    table = {"up": "0", "act": "1", "down": "2"}
+    for names in (table, lambda path: table.get(path, path)):
+        comparison = hl.compare(ours, theirs, names=names)
+        assert comparison.counts["identical"] == 8
+        assert comparison["1"].other == "act"
+
+
+def test_a_measured_floor_is_narrower_than_that_of_the_dtype():
+    model = net()
+    run, exact = run_of(model), run_of(copy.deepcopy(model).double())
+    floor = hl.compare(run, exact)
+    port = copy.deepcopy(model)
+    with torch.no_grad():
+        port.blocks[1].mlp.up.bias += 1e-6
+    assert hl.compare(run_of(port), run).ok
+    assert hl.compare(run_of(port), run, floor=floor).suspect.startswith("blocks.1.mlp.")
+    assert hl.compare(run, run, floor=floor).ok
+
+
+def test_what_changed_after_it_was_recorded_is_not_comparable():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
+    with hl.record(model, "**") as run:
+        model(X)
+    comparison = hl.compare(run, run)
+    assert comparison["0"].verdict == "not comparable"
+    assert "copy=True" in comparison["0"].why
+    assert not comparison.ok
+
+
+def test_other_shapes_dtypes_and_structures_are_said(mlp):
+    small = hl.compare(run_of(mlp, X[:2]), run_of(mlp, X))
+    assert small["0"].verdict == "not comparable"
+    assert small["0"].why == "shapes [2, 8] and [4, 8]"
+    assert "8 values not comparable, other shapes" in text_of(small, "values")[0]
+    assert small.first is None
+    assert not small.ok
+    half = hl.compare(run_of(copy.deepcopy(mlp).half(), X.half()), run_of(mlp, X))
+    assert text_of(half, "dtypes") == ["8 values float16 in a and float32 in b"]
+    masks = hl.compare({"mask": torch.ones(3, dtype=torch.bool)}, {"mask": torch.ones(3)})
+    assert masks["mask"].why == "dtypes bool and float32"
+    parts = hl.compare({"x": (X, X)}, {"x": (X,)})
+    assert [row.site for row in parts] == ["x:output[0]"]
+    assert "1 value only in a: x:output[1]" in text_of(parts, "names")
+    assert hl.compare({"x": (X, None)}, {"x": X})["x:output[0]"].verdict == "identical"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_on_one_side_alone_differs(bad):
+    a, b = ({"x": torch.tensor([number, 1.0])} for number in (bad, 1.0))
+    for pair in ((a, b), (b, a)):
+        (row,) = hl.compare(*pair)
+        assert (row.verdict, row.why) == ("differs", "1 element NaN or infinite in one of the two")
+    assert hl.compare(a, a).ok
+
+
+def test_other_integers_are_never_noise():
+    a, b = ({"ids": torch.tensor([number, 2])} for number in (2**60, 2**60 + 1))
+    assert hl.compare(a, b)["ids"].verdict == "differs"
+    assert hl.compare(a, a).ok
+
+
+def test_the_models_and_recordings_are_left_as_they_were(mlp):
+    run = run_of(mlp, X)
+    before = {key: run[key].clone() for key in run}
+    state = torch.get_rng_state()
+    hl.compare(run, run_of(mlp, X))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(run[key], value) for key, value in before.items())
+
+
+def refusals():
+    x = {"layers.0.up": X}
+    return {
+        "a model": (nn.Linear(2, 2), x, {}, "a must be a recording.*got Linear.*state dict"),
+        "a number": (x, 3, {}, "b must be a recording"),
+        "nothing": ({}, x, {}, "a must hold values, got none"),
+        "names that are no texts": ({1: X}, x, {}, "keys of a must be names, got 1"),
+        "nothing aligns": (x, {"blocks.0.up": X}, {}, r"names in common.*blocks.0.up.*\n.*names="),
+        "no tensors": ({"x": "text"}, {"x": None}, {}, "must have numbers in common"),
+        "names": (x, x, {"names": 3}, "names must be a function or a dict, got int"),
+        "an unknown name": (x, x, {"names": {"h": "layers"}}, "keys that are names of b, got 'h'"),
+        "an unknown value": (x, x, {"names": {"layers": "h"}}, "values that are names of a"),
+        "two of one name": ({"a": X}, {"a": X, "b": X}, {"names": lambda _: "a"}, "apart"),
+        "a floor": (x, x, {"floor": 1e-3}, "floor must be a Comparison, got float"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(refusals()))
+def test_what_cannot_be_compared_is_refused(case):
+    a, b, options, message = refusals()[case]
+    with pytest.raises(hl.InputError, match=f"(?s){message}"):
+        hl.compare(a, b, **options)
+
+
+def test_two_kinds_and_missing_files_are_refused(mlp, tmp_path):
+    with hl.monitor(mlp, ports="output") as seen:
+        mlp(X)
+    with pytest.raises(hl.InputError, match="same kind of thing, got a recording and curves"):
+        hl.compare(run_of(mlp, X), seen)
+    with pytest.raises(hl.FolderError):
+        hl.compare(tmp_path / "nothing", {})
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    with pytest.raises(hl.InputError, match="must be a safetensors file"):
+        hl.compare(tmp_path / "bad.safetensors", {"x": X})
+
+
+def test_a_value_with_one_mask_alone_is_no_difference():
+    assert hl.compare(run_of(net()), run_of(net(), IDS)).ok

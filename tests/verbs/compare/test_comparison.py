@@ -1,0 +1,62 @@
+"""The table of a comparison: text, HTML, plain values and look-ups."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import hookline as hl
+from hookline.display.results import json_text
+from ported import FAULTS, net, run_of
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    port, model = net(), net()
+    FAULTS["tanh for erf"][0](port)
+    return hl.compare(run_of(port), run_of(model))
+
+
+def test_equal_stretches_are_one_line_and_the_first_is_told_above(comparison):
+    text = str(comparison)
+    head, _, table = text.partition("\n\n")
+    assert head.startswith("80 sites: ")
+    assert "- first beyond noise: blocks.1.mlp.act (relative" in head
+    assert "its inputs are equal up to noise" in head.replace("\n", " ")
+    first, *rest = table.splitlines()[2:]
+    assert first.split()[:3] == ["(root):input", "…", "blocks.1.mlp.act:input"]
+    assert rest[0].split()[:2] == ["blocks.1.mlp.act", "differs"]
+    assert all(len(line) <= 80 for line in text.splitlines())
+    html = comparison._repr_html_()
+    assert "<br>- structure of the model differs" in html
+    assert "blocks.1.mlp.act" in html
+
+
+def test_the_values_are_plain_and_rows_are_found(comparison):
+    data = json.loads(json_text(comparison.to_dict()))
+    assert (data["ok"], data["first"]) == (False, "blocks.1.mlp.act")
+    assert data["counts"]["differs"] == comparison.counts["differs"] > 0
+    assert [finding["kind"] for finding in data["findings"]] == ["model", "site"]
+    row = comparison["blocks.1.mlp.act"]
+    assert row == comparison.first
+    assert str(row).startswith("blocks.1.mlp.act: differs (relative")
+    assert row.relative > row.floor.relative
+    table = comparison.to_pandas()
+    assert len(table) == len(comparison) == len(list(comparison)) == 80
+    assert {"site", "verdict", "relative", "worst_row", "floor_relative"} <= set(table.columns)
+    with pytest.raises(hl.NotRecordedError, match=r"got 'mlp.act'.\nGive one of .*blocks"):
+        comparison["mlp.act"]
+
+
+def test_a_worst_row_or_element_is_named_by_its_place():
+    x = torch.ones(8, 16)
+    wrong = x.clone()
+    wrong[5, 3] = 1.01
+    (row,) = hl.compare({"x": wrong}, {"x": x}).rows
+    assert (row.row, row.element) == (5, (5, 3))
+    wrong = x.clone()
+    wrong[0, 0] = 1 + 1e-4
+    (row,) = hl.compare({"x": wrong.double()}, {"x": x}).rows
+    assert "relative" in row.why or "element [0, 0]" in row.why
