@@ -20,11 +20,12 @@ from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis", "Finding",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Comparison", "Curves", "Diagnosis", "Finding",
     "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
     "ModelError", "NonFiniteError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError",
     "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
-    "StructureError", "Summary", "attach", "cam", "check", "clip", "doctor", "edit", "edits",
+    "StructureError", "Summary", "attach", "cam", "check", "clip", "compare", "doctor", "edit",
+    "edits",
     "extract", "features", "inventory", "monitor", "open", "plots", "profile", "record", "select",
     "stats",
     "summary", "watch",
@@ -38,6 +39,7 @@ SIGNATURES = {
     "check": "(model, *, also=(), keep=None, every_thread=False)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad', every_thread=False, **others)",
+    "compare": "(a, b, *, names=None, floor=None)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",
     "edit": "(model, selector, change, *, ports='output', every_thread=False)",
     "extract": "(model, data, selector, to, *, batch_size=None, resume=True, engine=None,"

@@ -162,20 +162,16 @@ def _sums(blocks: Blocks, scale: float) -> _Sums:
         finite = x.isfinite() & y.isfinite()
         x, y = (value.where(finite, 0.0) / scale for value in (x, y))
         rows_b = _norms(y)
-        part = _Sums(
-            float(_norms(x - y).square().sum()),
-            float(_norms(x).square().sum()),
-            float(rows_b.square().sum()),
-            float(rows_b.sum()),
-            0.0,
-            rows_b.numel(),
-            y.numel(),
-            int((unequal & ~finite).sum()),
-            int(unequal.sum()),
-        )
-        largest = max(float(value.abs().max()) for value in (x, y)) if y.numel() else 0.0
-        total = _Sums(*(old + new for old, new in zip(total, part, strict=True)))._replace(
-            largest=max(total.largest, largest)
+        total = _Sums(
+            total.gap + float(_norms(x - y).square().sum()),
+            total.norm_a + float(_norms(x).square().sum()),
+            total.norm_b + float(rows_b.square().sum()),
+            total.rows_b + float(rows_b.sum()),
+            max(total.largest, *(float(value.abs().max()) for value in (x, y) if y.numel()), 0.0),
+            total.n_rows + rows_b.numel(),
+            total.n_elements + y.numel(),
+            total.n_odd + int((unequal & ~finite).sum()),
+            total.n_unequal + int(unequal.sum()),
         )
     return total
 

@@ -206,8 +206,7 @@ def _folded_cells(stretch: Sequence[ComparedSite]) -> tuple[str, ...]:
     verdicts = " or ".join(dict.fromkeys(row.verdict for row in stretch))
     largest = max(row.relative or 0.0 for row in stretch)
     relative = f"<= {number_text(largest)}" if largest else "0"
-    name = f"{stretch[0].site} … {stretch[-1].site}"
-    return (f"{name} ({len(stretch)})", verdicts, relative, "", "", "", "", "")
+    return (f"… {plural(len(stretch), 'site')}", verdicts, relative, "", "", "", "", "")
 
 
 def _cells(row: ComparedSite) -> tuple[str, ...]:
@@ -226,6 +225,6 @@ def number_text(number: float | None) -> str:
 
 def ratio_text(ratio: float | None) -> str:
     """Format a ratio of norms; one close to 1 by its distance from 1."""
-    if ratio is None or ratio == 1 or abs(ratio - 1) >= 0.01:
+    if ratio is None or not 1e-7 < abs(ratio - 1) < 0.01:
         return number_text(ratio)
     return f"1{ratio - 1:+.0e}"

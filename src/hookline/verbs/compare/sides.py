@@ -153,7 +153,7 @@ def _tensor_file(path: Path) -> Mapping[str, Any]:
         InputError: the file is broken.
     """
     try:
-        file = safe_open(path, framework="pt")
+        file: Any = safe_open(path, framework="pt")
         return {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # the library's own class, OSError
         raise InputError(
