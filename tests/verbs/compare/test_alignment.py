@@ -123,9 +123,7 @@ def test_gpt2_padded_left_without_position_ids_has_other_inputs():
     made, rows = model("gpt2"), ids(3, 9)
     alone = recorded(made, {"input_ids": rows[1:2, :6]})
     alignment, distances, _ = apart(alone, recorded(made, padded(rows, "left")[0]))
-    assert alignment.positions == (
-        "position_ids differ: token 0 of sequence 0 has position 0 in a and 3 in b"
-    )
+    assert alignment.positions == ("position_ids are 0 in a and 3 in b at token 0 of sequence 0")
     assert distances["transformer.wte", ()] == 0
     assert distances["transformer.wpe", ()] > 0.5
 
@@ -171,7 +169,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        ((7,), "[7] has no dimensions of rows and tokens that both share"),
+        ((7,), "no dimensions of rows and tokens in [7]"),
         ((4, 4, 3), "[4, 4, 3] may be (rows, tokens, …) of input_ids or (tokens, rows, …)"),
     ],
 )

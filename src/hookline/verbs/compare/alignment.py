@@ -72,7 +72,7 @@ class Alignment:
                 return self._taken((a, b), (own[0].pop(), own[1].pop()))
             if self.is_same and len({*shapes[0].values(), *shapes[1].values()}) == 1:
                 return torch.stack([*a.values()]), torch.stack([*b.values()])
-            return f"{_texts(*shapes)} has no dimensions of rows and tokens that both share"
+            return f"no dimensions of rows and tokens in {_texts(*shapes)}"
         if len(readings) > 1:
             known = readings & self._seen.get(len(next(iter(shapes[0].values()))), set())
             readings = known if len(known) == 1 else readings
@@ -351,9 +351,8 @@ def _positions(a: Tokens, b: Tokens, alignment: Alignment) -> str:
             place = int(odd[0])
             sequence = int(span.sequence[place])
             return (
-                f"{stream}position_ids differ: token {place - int(span.starts[sequence])} of"
-                f" sequence {sequence} has position {int(ours[place])} in a and"
-                f" {int(theirs[place])} in b"
+                f"{stream}position_ids are {int(ours[place])} in a and {int(theirs[place])} in b"
+                f" at token {place - int(span.starts[sequence])} of sequence {sequence}"
             )
     return ""
 
@@ -398,4 +397,4 @@ def _texts(a: Shapes, b: Shapes) -> str:
     both = [
         " and ".join(dict.fromkeys(str(list(shape)) for shape in side.values())) for side in (a, b)
     ]
-    return both[0] if both[0] == both[1] else f"{both[0]} beside {both[1]}"
+    return both[0] if both[0] == both[1] else f"{both[0]}, and {both[1]} in b"

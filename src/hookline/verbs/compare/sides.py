@@ -49,6 +49,7 @@ class Entry:
         kind: what the value is, for its noise floor.
         n_modules: how many modules without children come before it, as far as known.
         is_input: whether it is the input of the whole model.
+        outline: returns the structure of a recorded value, without reading numbers.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Entry:
     kind: Kind = "output"
     n_modules: int = 0
     is_input: bool = False
+    outline: Callable[[], Any] = lambda: None
 
     @property
     def key(self) -> str:
@@ -94,6 +96,7 @@ class Side:
         model: the model that made them; None if unknown.
         modules: the paths of the model's modules; empty if unknown.
         release: closes the files of what was read.
+        source: the recording or pass; None for other things, and for several ranks.
     """
 
     noun: str
@@ -101,6 +104,7 @@ class Side:
     model: RecordedModel | None = None
     modules: tuple[str, ...] = ()
     release: Callable[[], None] = lambda: None
+    source: Recording | PassRecord | None = None
 
 
 def side_of(given: Any, name: str) -> Side:
@@ -167,7 +171,7 @@ def _tensor_file(path: Path) -> Mapping[str, Any]:
 def _of_recording(source: Recording | PassRecord, name: str) -> Side:
     if isinstance(source, PassRecord):
         entries = [_entry(value, "", {}) for value in walk(source)]
-        return Side("recording", entries)
+        return Side("recording", entries, source=source)
     if source.ranks:
         raise InputError(
             f"{name} must be the recording of one rank, got {len(source.ranks)} ranks."
@@ -179,7 +183,7 @@ def _of_recording(source: Recording | PassRecord, name: str) -> Side:
         _entry(value, f"#pass{value.record.number}" * has_passes, depths) for value in walk(source)
     ]
     paths = tuple(path for path, _ in source.modules)
-    return Side("recording", entries, source.model, paths, source.release)
+    return Side("recording", entries, source.model, paths, source.release, source)
 
 
 def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entry:
@@ -193,8 +197,9 @@ def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entr
     depth = depths.get(site.path, 0)
     n_modules = 2 * total - depth if site.is_gradient else depth
     return Entry(
-        site.path, rest + suffix, value.read, "stored" if is_input else kind, n_modules, is_input
-    )
+        site.path, rest + suffix, value.read, "stored" if is_input else kind, n_modules, is_input,
+        value.outline,
+    )  # fmt: skip
 
 
 def _depths(paths: Sequence[str]) -> dict[str, int]:

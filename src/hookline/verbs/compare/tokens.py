@@ -326,6 +326,6 @@ def _row_owner(owner: Tensor) -> Tensor:
 
 def _digest(tensor: Tensor) -> str:
     numbers = tensor.detach().cpu().contiguous()
-    if numbers.dtype is torch.bfloat16:
-        numbers = numbers.float()
+    if numbers.is_floating_point():  # equal numbers of two dtypes are the same
+        numbers = numbers.double()
     return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]
