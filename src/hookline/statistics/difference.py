@@ -22,8 +22,8 @@ from hookline.statistics.to_numbers import strided
 # Elements of a block, whose float64 copies fit a cache.
 _BLOCK_NUMEL = 2**18
 
-# Between these magnitudes squares neither overflow nor vanish.
-_LEAST, _LARGEST = 1e-140, 1e140
+# Between these, sums of squares have neither overflown nor lost small numbers.
+_LEAST, _LARGEST = 1e-280, 1e280
 
 Blocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
@@ -119,15 +119,17 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
     if not sums.n_unequal:
         return EQUAL
     scale = 1.0
-    if not (_LEAST < sums.largest < _LARGEST and sums.gap):  # squares underflow or overflow
-        scale = sums.largest or 1.0
+    if not (sums.gap and all(_LEAST < norm < _LARGEST for norm in (sums.norm_a, sums.norm_b))):
+        scale = _largest(blocks)  # squares underflow or overflow, or a value is zero
         sums = _sums(blocks, scale)
     norm = math.sqrt(sums.norm_b)
     ratio = math.sqrt(sums.norm_a) / norm if norm else math.inf
     # Unequal integers beyond 2^53 may be equal in float64, and are not equal all the same.
     relative = max(math.sqrt(sums.gap) / norm if norm else math.inf, sys.float_info.min)
     rms = math.sqrt(sums.norm_b / sums.n_elements)
-    (worst_row, row), (worst_element, element) = _worst(blocks, scale, (sums.mean_row, rms))
+    (worst_row, row), (worst_element, element) = _worst(
+        blocks, scale, (sums.rows_b / sums.n_rows, rms)
+    )
     return Difference(
         relative, ratio, worst_row, worst_element, row, (element,),
         sums.n_elements, sums.n_unequal,
@@ -141,39 +143,34 @@ class _Sums(NamedTuple):
     norm_a: float = 0.0  # of the squares of the first value
     norm_b: float = 0.0
     rows_b: float = 0.0  # of the norms of the second value's rows
-    largest: float = 0.0  # the largest magnitude in both
     n_rows: int = 0
     n_elements: int = 0
     n_odd: int = 0  # elements that are not finite in one value only
     n_unequal: int = 0
 
-    @property
-    def mean_row(self) -> float:
-        return self.rows_b / max(self.n_rows, 1)
-
 
 def _sums(blocks: Blocks, scale: float) -> _Sums:
     total = _Sums()
     for a, b in blocks():
-        x, y = _wide_pair(a, b)
-        unequal = ~((x == y) | (x.isnan() & y.isnan()))
-        if not (a.is_floating_point() or b.is_floating_point() or a.is_complex()):
-            unequal = a.cpu() != b.cpu()
-        finite = x.isfinite() & y.isfinite()
-        x, y = (value.where(finite, 0.0) / scale for value in (x, y))
+        x, y, n_odd, n_unequal = _finite_pair(a, b, scale)
         rows_b = _norms(y)
         total = _Sums(
             total.gap + float(_norms(x - y).square().sum()),
             total.norm_a + float(_norms(x).square().sum()),
             total.norm_b + float(rows_b.square().sum()),
             total.rows_b + float(rows_b.sum()),
-            max(total.largest, *(float(value.abs().max()) for value in (x, y) if y.numel()), 0.0),
             total.n_rows + rows_b.numel(),
             total.n_elements + y.numel(),
-            total.n_odd + int((unequal & ~finite).sum()),
-            total.n_unequal + int(unequal.sum()),
+            total.n_odd + n_odd,
+            total.n_unequal + n_unequal,
         )
     return total
+
+
+def _largest(blocks: Blocks) -> float:
+    """Return the largest finite magnitude in both values; 1 if all are zero."""
+    pairs = (_finite_pair(a, b, 1.0)[:2] for a, b in blocks())
+    return max((float(x.abs().max()) for pair in pairs for x in pair if x.numel()), default=0) or 1
 
 
 def _worst(
@@ -187,19 +184,19 @@ def _worst(
     row, element = (0.0, 0), (0.0, 0)
     n_rows = n_elements = 0
     for a, b in blocks():
-        x, y = _wide_pair(a, b)
-        finite = x.isfinite() & y.isfinite()
-        x, y = (value.where(finite, 0.0) / scale for value in (x, y))
-        gap = x - y
-        row = _larger(row, _ratios(_norms(gap), _norms(y), least[0]), n_rows)
-        element = _larger(element, _ratios(gap.abs(), y.abs(), least[1]), n_elements)
-        n_rows += _norms(y).numel()
+        x, y, *_ = _finite_pair(a, b, scale)
+        gap, rows_b = (x - y).abs(), _norms(y)
+        row = _larger(row, _ratios(_norms(gap), rows_b, least[0]), n_rows)
+        element = _larger(element, _ratios(gap, y.abs(), least[1]), n_elements)
+        n_rows += rows_b.numel()
         n_elements += y.numel()
     return row, element
 
 
 def _ratios(gaps: Tensor, sizes: Tensor, least: float) -> Tensor:
-    return torch.where(gaps == 0, 0.0, gaps / sizes.clamp(min=least))
+    if not least:  # the second value is zero
+        return torch.where(gaps > 0, math.inf, 0.0)
+    return gaps / sizes.clamp_(min=least)
 
 
 def _larger(worst: tuple[float, int], ratios: Tensor, start: int) -> tuple[float, int]:
@@ -208,6 +205,27 @@ def _larger(worst: tuple[float, int], ratios: Tensor, start: int) -> tuple[float
     flat = ratios.reshape(-1)
     at = int(flat.argmax())
     return max(worst, (float(flat[at]), start + at), key=lambda entry: entry[0])
+
+
+def _finite_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor, int, int]:
+    """Convert two blocks to float64 over a scale, with 0 where one of them is not finite.
+
+    Returns:
+        The blocks, the number of elements that are not finite in one of them only, and the number
+        of elements that are not equal.
+    """
+    x, y = _wide_pair(a, b)
+    n_odd, unequal = 0, x != y
+    if not (a.is_floating_point() or b.is_floating_point() or a.is_complex()):
+        unequal = a.cpu() != b.cpu()
+    if not (x.sum() + y.sum()).isfinite():  # a sum of finite numbers may overflow, too
+        finite = x.isfinite() & y.isfinite()
+        unequal &= ~(x.isnan() & y.isnan())
+        n_odd = int((unequal & ~finite).sum())
+        x, y = (value.where(finite, 0.0) for value in (x, y))
+    if scale != 1.0:
+        x, y = x / scale, y / scale
+    return x, y, n_odd, int(unequal.count_nonzero())
 
 
 def _wide_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
