@@ -41,7 +41,9 @@ def test_a_row_of_a_padded_batch_is_noise_beside_the_sequence_alone(gpt2, tmp_pa
     assert found["(root):input"].form == "6 tokens"
     assert found["transformer.h.1"].form == "[6, 32] float32"
     folders = [str(run.save(tmp_path / name)) for name, run in (("a", alone), ("b", whole))]
-    assert [row.verdict for row in hl.compare(*folders)] == [row.verdict for row in found]
+    opened = hl.compare(*folders)  # without the cache, which is not saved
+    assert len(opened) > 30
+    assert all(row.verdict == found[row.site].verdict for row in opened)
     as_they_are = hl.compare(alone, whole, tokens=None)
     assert as_they_are["transformer.h.1"].verdict == "not comparable"
 

@@ -197,7 +197,7 @@ def test_sites_that_leave_no_doubt_decide_at_the_others():
     assert isinstance(alignment.pair({0: value}, {0: value[[1, 0, 2, 3]]}), str)
 
 
-def test_other_inputs_are_not_aligned_and_unknown_ids_go_by_order():
+def test_other_inputs_are_not_aligned_and_unknown_go_by_order():
     a = recorded(Odd(1), {"input_ids": ids(2, 4, seed=1)})
     b = recorded(Odd(1), {"input_ids": ids(2, 4, seed=2)})
     why = align(tokens_of(a), tokens_of(b))
