@@ -41,7 +41,7 @@ from hookline.engine.selection.module_tree import (
 from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
 )
-from hookline.engine.selection.site import PORTS, ROOT, Site, path_text
+from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text
 from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
     AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, no_callback, walked_over,

@@ -30,7 +30,7 @@ def gpt2():
     return model("gpt2")
 
 
-def test_a_row_of_a_padded_batch_is_noise_beside_the_sequence_alone(gpt2, tmp_path):
+def test_a_row_of_a_padded_batch_is_the_sequence_alone(gpt2, tmp_path):
     rows = ids(3, 9)
     batch = padded(rows)
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)

@@ -17,6 +17,7 @@ from hookline.verbs.compare.before import (
 from hookline.verbs.compare.comparison import Comparison
 from hookline.verbs.compare.judge import Judge
 from hookline.verbs.compare.names import Names, paired
+from hookline.verbs.compare.shards import Dims, check_dims
 from hookline.verbs.compare.sides import side_of
 
 # What goes together. Arrays of another framework may stand for a recording.
@@ -30,6 +31,7 @@ def compare(
     names: Names | None = None,
     floor: Comparison | None = None,
     tokens: Any = "auto",
+    dims: Dims | None = None,
 ) -> Comparison:
     """Compare two runs site by site, and name the first that differs beyond rounding.
 
@@ -71,13 +73,18 @@ def compare(
             with one pass. If inputs were not recorded, give them by these names: a dict for both
             sides, or a tuple of two; for a side with several passes, a list with a dict for each.
             None compares the values as they are.
+        dims: how to join plain tensors in a folder of several ranks: the dimension along which they
+            are concatenated, such as 0 if each rank has a part of the batch; "sum" of partial sums,
+            or "mean", "max" or "min"; or a dict of these by globs of sites,
+            `{"**.q_proj": -1, "**.o_proj:input": -1}`, of which the last that matches counts.
+            DTensors need none. Plain tensors that all ranks have are taken as they are.
 
     Returns:
         The comparison: `first`, `suspect`, `findings`, `rows`; it prints as a table.
 
     Raises:
         InputError: a side cannot be compared, is empty, or is of another kind than the other; no
-            name is in both; or `names`, `floor` or `tokens` is invalid.
+            name is in both; or `names`, `floor`, `tokens` or `dims` is invalid.
         FolderError, ModelError: a folder or a file cannot be read.
     """
     if floor is not None and not isinstance(floor, Comparison):
@@ -85,7 +92,8 @@ def compare(
             f"floor must be a Comparison, got {type(floor).__name__}."
             "\nGive floor=hl.compare(run, run_in_float64)."
         )
-    side_a, side_b = side_of(a, "a"), side_of(b, "b")
+    check_dims(dims)
+    side_a, side_b = side_of(a, "a", dims), side_of(b, "b", dims)
     if not any({side_a.noun, side_b.noun} <= kinds for kinds in _TOGETHER):
         raise InputError(
             f"a and b must be the same kind of thing, got {_a(side_a.noun)} and {_a(side_b.noun)}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -27,6 +27,7 @@ from hookline.recordings import PassRecord, Recording
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
 from hookline.verbs.compare.floor import Kind
+from hookline.verbs.compare.shards import Dims, whole
 
 _CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
 _FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
@@ -107,7 +108,7 @@ class Side:
     source: Recording | PassRecord | None = None
 
 
-def side_of(given: Any, name: str) -> Side:
+def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
     """Return the named values of what a user gave.
 
     Raises:
@@ -117,7 +118,7 @@ def side_of(given: Any, name: str) -> Side:
     if isinstance(given, str | os.PathLike):
         given = _opened(given)
     if isinstance(given, Recording | PassRecord):
-        side = _of_recording(given, name)
+        side = _of_recording(given, dims)
     elif isinstance(given, Store):
         entries = [Entry(site, "", partial(given.__getitem__, site)) for site in given.sites]
         side = Side("store", _children_first(entries))
@@ -168,15 +169,12 @@ def _tensor_file(path: Path) -> Mapping[str, Any]:
 # -- recordings ----------------------------------------------------------------------------------
 
 
-def _of_recording(source: Recording | PassRecord, name: str) -> Side:
+def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
         entries = [_entry(value, "", {}) for value in walk(source)]
         return Side("recording", entries, source=source)
     if source.ranks:
-        raise InputError(
-            f"{name} must be the recording of one rank, got {len(source.ranks)} ranks."
-            f"\nGive one of them: {name}.ranks[0]."
-        )
+        return _of_ranks(source, dims)
     has_passes = sum(bool(len(record)) for record in source.passes) > 1
     depths = _depths([path for path, _ in source.modules])
     entries = [
@@ -184,6 +182,22 @@ def _of_recording(source: Recording | PassRecord, name: str) -> Side:
     ]
     paths = tuple(path for path, _ in source.modules)
     return Side("recording", entries, source.model, paths, source.release, source)
+
+
+def _of_ranks(source: Recording, dims: Dims | None) -> Side:
+    """Return the values of all ranks, joined; those of each rank in its firing order."""
+    modules = source.ranks[0].modules
+    depths = _depths([path for path, _ in modules])
+    entries: dict[str, Entry] = {}
+    for rank in source.ranks:
+        has_passes = sum(bool(len(record)) for record in rank.passes) > 1
+        for value in walk(rank):
+            suffix = f"#pass{value.record.number}" * has_passes
+            entry = _entry(value, suffix, depths)
+            read = partial(whole, source, value, entry.key, dims)
+            entries.setdefault(entry.key, replace(entry, read=read))
+    paths = tuple(path for path, _ in modules)
+    return Side("recording", list(entries.values()), None, paths, source.release)
 
 
 def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entry:
