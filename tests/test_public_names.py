@@ -38,7 +38,7 @@ SIGNATURES = {
     "check": "(model, *, also=(), keep=None, every_thread=False)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad', every_thread=False, **others)",
-    "compare": "(a, b, *, names=None, floor=None)",
+    "compare": "(a, b, *, names=None, floor=None, tokens='auto', dims=None)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",
     "edit": "(model, selector, change=None, *, ports='output', at=None, steps=None,"
     " every_thread=False)",

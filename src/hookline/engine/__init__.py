@@ -41,7 +41,7 @@ from hookline.engine.selection.module_tree import (
 from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
 )
-from hookline.engine.selection.site import PORTS, ROOT, Site, path_text
+from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text
 from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
     AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, no_callback, walked_over,
@@ -54,7 +54,7 @@ from hookline.engine.torch_private.autograd import (
 )
 from hookline.engine.torch_private.distributed import (
     calls_of_sharded, clone_locally, default_store, full_value, gathered, is_dtensor,
-    is_grouped, local_part, reshard, sharding, split_over, split_parameters, unwrapped,
+    is_grouped, layout_of, local_part, reshard, sharding, split_over, split_parameters, unwrapped,
 )
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, has_compiled, while_tracing,

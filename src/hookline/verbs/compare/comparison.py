@@ -35,7 +35,7 @@ class Remark:
     """Something that differs, or that could not be compared.
 
     Attributes:
-        kind: "inputs", "model", "versions", "names", "dtypes", "values", "floor" or
+        kind: "inputs", "tokens", "model", "versions", "names", "dtypes", "values", "floor" or
             "site".
         text: what it is, in a sentence.
         site: the site that it is about; empty if it is about the whole run.
