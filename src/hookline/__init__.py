@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from hookline.verbs.record.record import record as record
     from hookline.verbs.summary import Summary as Summary
     from hookline.verbs.summary import summary as summary
+    from hookline.verbs.sweep.effects import Sweep as Sweep
+    from hookline.verbs.sweep.sweep import sweep as sweep
     from hookline.verbs.watch.watch import watch as watch
     from hookline.views import plots as plots
 
@@ -88,6 +90,8 @@ _MODULES = {
     "verbs.record.features": "features",
     "verbs.record.record": "record",
     "verbs.summary": "Summary summary",
+    "verbs.sweep.effects": "Sweep",
+    "verbs.sweep.sweep": "sweep",
     "verbs.watch.watch": "watch",
     "views": "plots",
 }
