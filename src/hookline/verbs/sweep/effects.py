@@ -11,6 +11,7 @@ from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
@@ -205,7 +206,8 @@ class Sweep(Effects):
         n_still = int((self.unmoved & self._is_change).sum())
         n_idle = int(((self.effects == 0) & ~self.unmoved).sum())
         notes = [
-            f"{plural(n_still, 'change')} put in the value that was there: unmoved." * bool(n_still),
+            f"{plural(n_still, 'change')} put in the value that was there: unmoved."
+            * bool(n_still),
             f"{plural(n_idle, 'change')} moved the value and not the metric." * bool(n_idle),
             *self.notes,
         ]
@@ -229,3 +231,136 @@ class Sweep(Effects):
         labels = [str(label) for label in row.labels.values()]
         return [*labels, measure(row.metric), f"{row.effect:+.4g}", share,
                 "unmoved" * row.unmoved]  # fmt: skip
+
+
+@final
+class Attribution(Effects):
+    """Estimates of the effects of putting back clean values: an array with named axes.
+
+    Print it for the largest estimates. `estimate[labels]` looks an estimate up, and
+    `hl.plots.sweep` draws a heat map.
+
+    Attributes:
+        axes: the names of the axes, in the order of the array: "site", then those of `each`.
+        labels: the labels of each axis, by its name.
+        baseline: the metric of the unchanged run.
+        clean: the metric of the clean run.
+        scores: the score of each element of a value, by site: tensors of the value's shape.
+        measured: the effects of the changes that were measured, as `check` asks; NaN elsewhere.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, tuple[Label, ...]],
+        baseline: float,
+        clean: float,
+        scores: dict[str, Tensor],
+        effects: Array,
+    ) -> None:
+        super().__init__(axes, baseline, clean)
+        self.scores = scores
+        self._effects = effects
+        self.measured: Array = np.full(effects.shape, np.nan)
+
+    @property
+    def effects(self) -> Array:
+        """The estimated effect of each change; NaN where there is no change."""
+        return self._effects
+
+    def compare(self, metrics: Mapping[tuple[int, ...], float]) -> None:
+        """Take the metrics of changes that were measured, by their index."""
+        for index, number in metrics.items():
+            self.measured[index] = number - self.baseline
+
+    @property
+    def rank_correlation(self) -> float:
+        """Spearman's correlation of estimates and measured effects; NaN without enough of them."""
+        is_known = np.isfinite(self.measured) & np.isfinite(self._effects)
+        return _spearman(self._effects[is_known], self.measured[is_known])
+
+    @property
+    def failing(self) -> tuple[Label, ...]:
+        """The sites whose estimates explain next to nothing of the measured effects.
+
+        There, the root mean square of the error is at least 0.9 of that of the effects. So it is
+        behind saturated functions and where paths cancel. Effects below 1 % of the largest are left
+        out, as rounding.
+        """
+        flat = np.nan_to_num(self.measured, nan=0.0)
+        least = 0.01 * max(float(np.abs(flat).max(initial=0)), 1e-300)
+        failing = []
+        for number, site in enumerate(self.labels[self.axes[0]]):
+            measured, estimate = self.measured[number], self._effects[number]
+            is_known = ~np.isnan(measured)
+            gap = np.linalg.norm((estimate - measured)[is_known])
+            size = np.linalg.norm(measured[is_known])
+            if is_known.any() and gap >= 0.9 * max(float(size), least):
+                failing.append(site)
+        return tuple(failing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the axes, the metrics, the estimates and how far they hold, as plain values."""
+        return {
+            "axes": {axis: list(self.labels[axis]) for axis in self.axes},
+            "baseline": self.baseline, "clean": self.clean,
+            "rank_correlation": self.rank_correlation, "failing": list(self.failing),
+            "rows": self._table_rows(),
+        }  # fmt: skip
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [
+            {**labels, "estimate": float(self._effects[index]),
+             "measured": float(self.measured[index])}
+            for index, labels in self.places()
+        ]  # fmt: skip
+
+    def _printout(self) -> Printout:
+        ranked = self._largest()
+        return Printout(
+            title=plural(len(ranked), "estimate"),
+            head=f": {self._between()}",
+            headings=[
+                *[Heading(axis, "path" if axis == "site" else "text") for axis in self.axes],
+                Heading("estimate", "number"), Heading("measured", "number"),
+            ],
+            rows=[
+                [*[str(label) for label in labels.values()], f"{self._effects[index]:+.4g}",
+                 "" if math.isnan(self.measured[index]) else f"{self.measured[index]:+.4g}"]
+                for index, labels in ranked[:_MOST_ROWS]
+            ],
+            n_rows=len(ranked),
+            more="estimates: .effects",
+            notes=self._verdict(),
+        )  # fmt: skip
+
+    def _verdict(self) -> list[str]:
+        n_measured = int((~np.isnan(self.measured)).sum())
+        if not n_measured:
+            return ["Not compared with real changes: give check=20."]
+        verdict = [
+            f"Rank correlation with {plural(n_measured, 'measured change')}:"
+            f" {self.rank_correlation:.2f}."
+        ]
+        if self.failing:
+            sites = ", ".join(map(str, self.failing[:4])) + ", …" * (len(self.failing) > 4)
+            verdict.append(
+                f"Failing at {sites}: saturated or cancelling. Measure there with hl.sweep."
+            )
+        return verdict
+
+
+def _spearman(a: Array, b: Array) -> float:
+    """Return the correlation of the ranks of two arrays; equal numbers share a rank."""
+    if len(a) < 2:
+        return math.nan
+    ranks = [_ranks(numbers) for numbers in (a, b)]
+    if any(np.ptp(numbers) == 0 for numbers in ranks):
+        return math.nan
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def _ranks(numbers: Array) -> Array:
+    _, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    ranks: Array = (ends - (counts - 1) / 2.0)[inverse]
+    return ranks

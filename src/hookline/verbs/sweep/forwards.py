@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from hookline.display.text import listed
 from hookline.engine import Line, Selector, is_scripted, module_tree
 from hookline.engine.pytree import tree
-from hookline.errors import InputError
+from hookline.errors import FolderError, InputError
 from hookline.recordings import Recording
 from hookline.recordings.walk import walk
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.kept_state import KeptState, may_keep_state
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
+from hookline.verbs.sweep.folder import Results
 from hookline.verbs.sweep.grid import Group, Point, SiteChange
 from hookline.verbs.sweep.metric import Metric, number_of
 from hookline.verbs.sweep.rows import (
@@ -106,7 +107,7 @@ class Forwards:
             for node in module_tree(model).nodes
             if not is_scripted(node.module)
         ]
-        self.results: dict[tuple[int, ...], tuple[float, bool]] = {}
+        self.results: Results = {}
         self.n_rows, self.reuses, self.count = 1, True, 0
         self.notes: list[str] = []
         self._starts: set[int] = set()
@@ -161,6 +162,20 @@ class Forwards:
                 lines.enter_context(edit(self._model, str(change.site), change))
             return number_of(self._metric, self._forward(self._inputs))
 
+    def go_on(self, groups: Sequence[Group], results: Results, place: str) -> None:
+        """Take over the results of an earlier run, and compare one of them.
+
+        Raises:
+            FolderError: it was measured with other changes.
+        """
+        points = [point for group in groups for point in group.points if point.index in results]
+        if points and not self._agrees(self._plain(points[-1]), results[points[-1].index][0]):
+            raise FolderError(
+                f"{place} must hold this sweep, got one with other changes."
+                "\nGive a new folder for this one."
+            )
+        self.results = {point.index: results[point.index] for point in points}
+
     def settle(self, groups: Sequence[Group], n_most: int) -> None:
         """Choose how changes share forwards: the first way that agrees with ordinary edits.
 
@@ -168,6 +183,7 @@ class Forwards:
             groups: the changes.
             n_most: the most changes that share a forward.
         """
+        groups = [group for group in groups if self._missing(group.points)]
         if not self.reuses or sum(len(group.points) for group in groups) < _FEWEST:
             self.reuses = False
             return
@@ -176,17 +192,14 @@ class Forwards:
         largest = max(len(group.points) for group in groups)
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
-        first, last = (groups[starts.index(time)] for time in (min(starts), max(starts)))
-        checked = [(first, first.points[:n_rows]), (last, last.points[-n_rows:])]
-        plain = {
-            point.index: self._plain(point) for point in (first.points[0], last.points[-1])
-        }
+        last = groups[starts.index(max(starts))]  # of which the most calls are left out
+        points, before = self._missing(last.points), dict(self.results)
+        plain = self._plain(points[-1])
         for self.n_rows in [n_rows] * has_rows + [1]:
-            for group, points in checked:
-                self.measure(group, points)
-            if all(self._agrees(self.results[index][0], plain[index]) for index in plain):
+            self.measure(last, points[-self.n_rows :])
+            if self._agrees(self.results[points[-1].index][0], plain):
                 return
-            self.results.clear()
+            self.results = dict(before)
             self._batches.clear()
             self.notes.append(_REFUSED[self.n_rows > 1])
         self.reuses = False
@@ -205,15 +218,17 @@ class Forwards:
 
     def measure(self, group: Group, points: Sequence[Point]) -> None:
         """Measure those of a group's changes that have no result yet."""
-        points = [point for point in points if point.index not in self.results]
+        points = self._missing(points)
         if not points:
             return
         try:
             self._measure(group, points, self.n_rows if len(points) > 1 else 1)
         except NoRowsError:
             self.notes += [_NO_ROWS] * (_NO_ROWS not in self.notes)
-            points = [point for point in points if point.index not in self.results]
-            self._measure(group, points, 1)
+            self._measure(group, self._missing(points), 1)
+
+    def _missing(self, points: Sequence[Point]) -> list[Point]:
+        return [point for point in points if point.index not in self.results]
 
     def _measure(self, group: Group, points: Sequence[Point], n: int) -> None:
         rows = [_Rows(self.known[str(site)], n) for site in group.sites]

@@ -172,7 +172,9 @@ def _labelled(given: Any) -> dict[Label, Any]:
 
 def _check(change: Any) -> None:
     if not callable(change):
-        raise InputError(f"a change must be a function of the value, got {_words(change)}.\n{_FORMS}")
+        raise InputError(
+            f"a change must be a function of the value, got {_words(change)}.\n{_FORMS}"
+        )
 
 
 def _words(value: Any) -> str:
@@ -256,9 +258,7 @@ class Grid:
         """The number of changes."""
         return sum(len(group.points) for group in self.groups)
 
-    def _points(
-        self, number: int, entry: Entry, cuts: list[list[list[_Range]]]
-    ) -> Iterator[Point]:
+    def _points(self, number: int, entry: Entry, cuts: list[list[list[_Range]]]) -> Iterator[Point]:
         """Yield the changes of an entry, in the order of the array."""
         sizes = [range(min(map(len, axis))) for axis in zip(*cuts, strict=True)]
         last = list(self.axes.values())[-1]

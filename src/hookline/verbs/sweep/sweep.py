@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, final
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hookline.engine import Selector, Site, is_compiled, path_text, require_model
-from hookline.engine.pytree import tree
+from hookline.engine import Selector, Site
 from hookline.errors import InputError, positive_integer
-from hookline.recordings import Recording
 from hookline.verbs.record.prefix import Prefix
 from hookline.verbs.shared.progress_bar import progress_bar
-from hookline.verbs.shared.rerun import copied, lazy_name, untouched
+from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.effects import Sweep
+from hookline.verbs.sweep.folder import SweepFolder, job_of
 from hookline.verbs.sweep.forwards import Forwards, recorded_run
 from hookline.verbs.sweep.grid import Changes, Each, Grid, check_each, entries_of, sites_of
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
+from hookline.verbs.sweep.still_model import patches_of, undisturbed
+
+
+class SweepOptions(TypedDict, total=False):
+    """How `hl.sweep` runs.
+
+    Args:
+        rows: the most changes that share a forward; 16 by default.
+        to: a folder for the numbers, from which an interrupted sweep goes on.
+        progress: False shows no progress bar; it is only shown in a terminal.
+    """
+
+    rows: int
+    to: str | os.PathLike[str] | None
+    progress: bool
 
 
 def sweep(
@@ -35,9 +48,7 @@ def sweep(
     each: Each | None = None,
     clean: Inputs | None = None,
     read: str | Site | None = None,
-    rows: int = 16,
-    to: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    **options: Unpack[SweepOptions],
 ) -> Sweep:
     """Measure a metric of a model under each of many changes.
 
@@ -80,7 +91,7 @@ def sweep(
         clean: the inputs of the clean run, whose metric is then known.
         read: the site whose value the metric gets in place of the model's output. Each forward
             stops there.
-        rows: the most changes that share a forward.
+        rows: the most changes that share a forward; 16 by default.
         to: a folder for the numbers, which are written after each site. A sweep that was
             interrupted goes on when it is called again.
         progress: False shows no progress bar. By default, a terminal shows one.
@@ -98,29 +109,55 @@ def sweep(
             outputs; the values of the clean run have other shapes; or an argument is invalid.
         StructureError: a change returns a value of another shape or dtype.
         FolderError: `to` holds another sweep, or cannot be written.
+        TypeError: there is no such option.
     """
     check_callable(metric)
+    for name in options.keys() - SweepOptions.__annotations__.keys():
+        raise TypeError(
+            f"hl.sweep() got an unexpected keyword argument {name!r}."
+            f"\nGive some of {', '.join(f'{name}=' for name in SweepOptions.__annotations__)}."
+        )
+    rows, to = options.get("rows", 16), options.get("to")
     positive_integer("rows", rows, "Give rows=16.")
     each = check_each(each)
-    with _undisturbed(model):
-        with _reader(model, read) as run:
-            clean_metric = None
-            if clean is not None:
-                sites = [] if _are_changes(changes) else changes
-                output, recording = recorded_run(model, run, copied(clean), sites)
-                changes = changes if _are_changes(changes) else _patches(recording)
-                clean_metric = number_of(metric, output)
-            entries = entries_of(model, changes)
-            forwards = Forwards(model, run, inputs, metric, sites_of(entries))
-            refuse_constant(metric, forwards.output, forwards.baseline)
-            grid = Grid(entries, each, forwards.known)
-            forwards.settle(grid.groups, rows)
-            with progress_bar(shown=progress) as bar:
-                task = bar.add_task("sweep", total=grid.n_points, rows="")
-                for group in grid.groups:
-                    forwards.measure(group, group.points)
-                    bar.update(task, completed=len(forwards.results))
+    with undisturbed(model, "hl.sweep(model, ...)"), _reader(model, read) as run:
+        clean_metric = None
+        if clean is not None:
+            changes, clean_metric = _with_clean(model, run, clean, changes, metric)
+        entries = entries_of(model, changes)
+        forwards = Forwards(model, run, inputs, metric, sites_of(entries))
+        refuse_constant(metric, forwards.output, forwards.baseline)
+        grid = Grid(entries, each, forwards.known)
+        folder = None
+        if to is not None:
+            numbers = {"baseline": forwards.baseline, "clean": clean_metric, "axes": grid.axes}
+            folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
+            forwards.go_on(grid.groups, folder.results, str(to))
+        forwards.settle(grid.groups, rows)
+        with progress_bar(shown=options.get("progress", True)) as bar:
+            task = bar.add_task("sweep", total=grid.n_points, rows="")
+            for group in grid.groups:
+                n_before = len(forwards.results)
+                forwards.measure(group, group.points)
+                if folder is not None and len(forwards.results) > n_before:
+                    folder.write(forwards.results)
+                bar.update(task, completed=len(forwards.results))
     return _result(grid, forwards, clean_metric)
+
+
+def _with_clean(
+    model: nn.Module, run: Callable[[Any], Any], clean: Any, changes: Any, metric: Metric
+) -> tuple[Any, float]:
+    """Run the model on the clean inputs.
+
+    Returns:
+        The changes: those given, or for a selector those that put back the clean values. And the
+        metric of the clean run.
+    """
+    if _are_changes(changes):
+        return changes, number_of(metric, run(copied(clean)))
+    output, recording = recorded_run(model, run, copied(clean), changes)
+    return patches_of(recording), number_of(metric, output)
 
 
 def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
@@ -132,46 +169,6 @@ def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
         result.unmoved[index] = not has_moved
     result.forwards, result.notes = forwards.count, forwards.notes
     return result
-
-
-# -- the model -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run the block without gradients and compiled code, and leave the model as it was.
-
-    Raises:
-        InputError: the model is in training mode, or its first run would create parameters.
-    """
-    check_model("sweep", model)
-    with ExitStack() as stack:
-        if any(map(is_compiled, model.modules())):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(untouched(model))
-        stack.enter_context(torch.no_grad())
-        yield
-
-
-def check_model(verb: str, model: nn.Module) -> None:
-    """Refuse a model whose numbers would change from run to run.
-
-    Raises:
-        InputError: the model is in training mode, or its first run would create parameters.
-    """
-    require_model(model, verb)
-    training = next((path for path, module in model.named_modules() if module.training), None)
-    if training is not None:
-        raise InputError(
-            f"the model must be in eval mode, got {path_text(training)} in training mode, where"
-            " dropout and batch norm change the numbers.\nCall model.eval() first."
-        )
-    name = lazy_name(model)
-    if name is not None:
-        raise InputError(
-            f"the model must have no lazy parameters, got {name}: the first run would create it."
-            "\nRun the model once yourself, then call this again."
-        )
 
 
 @contextmanager
@@ -189,14 +186,11 @@ def _reader(model: nn.Module, read: str | Site | None) -> Iterator[Callable[[Any
 
         def run(inputs: Any) -> Any:
             missing = prefix.run(inputs)
-            for site in missing:
-                prefix.recording[site]  # raises an error that says why
+            if missing:
+                prefix.recording[missing[0]]  # raises an error that says why
             return prefix.recording.take()[-1][prefix.sites[0]]
 
         yield run
-
-
-# -- the values ----------------------------------------------------------------------------------
 
 
 def _are_changes(changes: Any) -> bool:
@@ -204,28 +198,3 @@ def _are_changes(changes: Any) -> bool:
     if isinstance(changes, list | tuple):
         return any(isinstance(item, Mapping | tuple) for item in changes)
     return isinstance(changes, Mapping)
-
-
-def _patches(recording: Recording) -> dict[str, Callable[[Any], Any]]:
-    """Return changes that put back the values of a clean run.
-
-    Raises:
-        AmbiguousError: a module ran several times.
-    """
-    return {str(site): _Put(recording[site]) for site in recording.sites}
-
-
-@final
-class _Put:
-    """Put in a value of another run.
-
-    Args:
-        value: the value.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __call__(self, value: Any) -> Any:
-        # A copy, because a later in-place layer may write to it.
-        return tree.map_tensors(Tensor.clone, self._value)

@@ -118,7 +118,9 @@ class Tape:
                 is_copied = call.number in self._copied
                 call.output = tree.map_tensors(self._copy if is_copied else _same, output)
             return
-        self._seen += [(call.number, tensor, _version(tensor)) for _, tensor in tree.tensors(output)]
+        self._seen += [
+            (call.number, tensor, _version(tensor)) for _, tensor in tree.tensors(output)
+        ]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # One copy of a tensor that several calls return: a write to it is seen by all of them.
