@@ -76,7 +76,7 @@ class SweepFolder:
         }
 
     def write(self, results: Results) -> None:
-        """Write the numbers that are there.
+        """Write the numbers that are there, if there are more than before.
 
         Raises:
             FolderError: they cannot be written.
@@ -84,3 +84,4 @@ class SweepFolder:
         rows = [(index, number.hex(), has_moved) for index, (number, has_moved) in results.items()]
         manifest = {**FORMAT.head(), "job": self._job, "results": rows}
         self._place.write(MANIFEST, [sealed(manifest)])
+        self.results = dict(results)

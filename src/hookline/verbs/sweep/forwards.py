@@ -192,12 +192,15 @@ class Forwards:
         largest = max(len(group.points) for group in groups)
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
-        last = groups[starts.index(max(starts))]  # of which the most calls are left out
-        points, before = self._missing(last.points), dict(self.results)
-        plain = self._plain(points[-1])
+        # Behind the first site most calls see several rows; before the last most are left out.
+        ends = (groups[starts.index(time)] for time in (min(starts), max(starts)))
+        checked = [(group, self._missing(group.points)) for group in ends]
+        plain = [(points[-1].index, self._plain(points[-1])) for _, points in checked]
+        before = dict(self.results)
         for self.n_rows in [n_rows] * has_rows + [1]:
-            self.measure(last, points[-self.n_rows :])
-            if self._agrees(self.results[points[-1].index][0], plain):
+            for group, points in checked:
+                self.measure(group, points[-self.n_rows :])
+            if all(self._agrees(self.results[index][0], number) for index, number in plain):
                 return
             self.results = dict(before)
             self._batches.clear()

@@ -11,8 +11,9 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from torch import nn
 
+from hookline.display.text import first_line
 from hookline.engine import Selector, Site
-from hookline.errors import InputError, positive_integer
+from hookline.errors import InputError, NotRecordedError, positive_integer
 from hookline.verbs.record.prefix import Prefix
 from hookline.verbs.shared.progress_bar import progress_bar
 from hookline.verbs.shared.rerun import copied
@@ -137,9 +138,8 @@ def sweep(
         with progress_bar(shown=options.get("progress", True)) as bar:
             task = bar.add_task("sweep", total=grid.n_points, rows="")
             for group in grid.groups:
-                n_before = len(forwards.results)
                 forwards.measure(group, group.points)
-                if folder is not None and len(forwards.results) > n_before:
+                if folder is not None:
                     folder.write(forwards.results)
                 bar.update(task, completed=len(forwards.results))
     return _result(grid, forwards, clean_metric)
@@ -190,7 +190,13 @@ def _reader(model: nn.Module, read: str | Site | None) -> Iterator[Callable[[Any
                 prefix.recording[missing[0]]  # raises an error that says why
             return prefix.recording.take()[-1][prefix.sites[0]]
 
-        yield run
+        try:
+            yield run
+        except NotRecordedError as error:
+            raise InputError(
+                f"read must be a site that comes after the changed ones, got {str(read)!r}:"
+                f" {first_line(error)}.\nRead a later site, or the model's output: read=None."
+            ) from error
 
 
 def _are_changes(changes: Any) -> bool:
