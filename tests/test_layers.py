@@ -38,9 +38,9 @@ ONLY = {
     "hookline.files": GROUND,
     "hookline.models": GROUND,
     "hookline.views": GROUND | {
-        "hookline.verbs.summary", "hookline.opening", "hookline.stores", "hookline.recordings",
-        "hookline.curves", "hookline.statistics", "hookline.engine", "hookline.engine.pytree",
-        "hookline.files",
+        "hookline.verbs.summary", "hookline.verbs.sweep", "hookline.opening", "hookline.stores",
+        "hookline.recordings", "hookline.curves", "hookline.statistics", "hookline.engine",
+        "hookline.engine.pytree", "hookline.files",
     },
 }  # fmt: skip
 # Public names of what lies in several rooms: above all of them, and imported by none.

@@ -18,9 +18,7 @@ def linear():
 
 
 def draw(*shape, seed=0):
-    return torch.randn(
-        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 X, CLEAN = draw(1, 4), draw(1, 4, seed=1)

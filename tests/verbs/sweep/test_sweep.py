@@ -278,7 +278,7 @@ def test_the_forward_stops_at_the_site_that_is_read():
     assert not calls
     with torch.no_grad():
         assert sweep.baseline == float(model[2](model[1](model[0](X))).norm())
-    with pytest.raises(hl.InputError, match="read must be a site that comes after .* got '0'"):
+    with pytest.raises(hl.InputError, match=r"read must be a site that comes after .* got '0'"):
         hl.sweep(model, X, "2", lambda t: t.norm(), clean=CLEAN, read="0")
 
 
@@ -319,7 +319,7 @@ def test_a_model_in_training_mode_is_refused():
 def test_inputs_of_other_lengths_are_refused():
     model, _, _, sites = gpt2()
     for call in (hl.sweep, hl.attribute):
-        with pytest.raises(hl.InputError, match="values of the same form .*h.0"):
+        with pytest.raises(hl.InputError, match=r"values of the same form .*h.0"):
             call(model, ids(1, 6), sites, first_number, clean=ids(1, 5))
 
 
@@ -354,7 +354,7 @@ def test_an_unknown_option_is_refused():
 
 @pytest.mark.parametrize("changes", [{}, [], 7, {"0": 3}, {"0": []}, [{}], [("a", 3)]])
 def test_changes_of_another_form_are_refused(changes):
-    with pytest.raises(hl.InputError, match="Give {site: change}"):
+    with pytest.raises(hl.InputError, match=r"Give \{site: change\}"):
         hl.sweep(linear(), X, changes, metric)
 
 

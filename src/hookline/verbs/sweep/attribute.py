@@ -93,16 +93,16 @@ def attribute(
         grads = slopes.at(goal, steps)
         scores = {site: (goal[site] - slopes.values[site]) * grads[site] for site in sites}
         grid = Grid(entries, each, slopes.values)
-        result = Attribution(
-            grid.axes, slopes.number, number_of(metric, output), scores, _parts(grid, scores)
-        )
+        measured = np.full(grid.shape, np.nan)
         if check:
             forwards = Forwards(model, run, inputs, metric, sites)
             refuse_constant(metric, forwards.output, forwards.baseline)
             for group in _sampled(grid.groups, check):
                 forwards.measure(group, group.points)
-            result.compare({index: number for index, (number, _) in forwards.results.items()})
-    return result
+            for index, (number, _) in forwards.results.items():
+                measured[index] = number - slopes.number
+    numbers = slopes.number, number_of(metric, output)
+    return Attribution(grid.axes, *numbers, scores, _parts(grid, scores), measured)
 
 
 def _parts(grid: Grid, scores: Mapping[str, Tensor]) -> np.ndarray[Any, np.dtype[np.float64]]:

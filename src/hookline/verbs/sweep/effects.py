@@ -62,7 +62,7 @@ class Effects(Result):
             )
         return self.effects / (self.clean - self.baseline)
 
-    def index(self, *labels: Label) -> tuple[int, ...]:
+    def _index(self, *labels: Label) -> tuple[int, ...]:
         """Return the index of labels, given in the order of the axes; later axes may be left out.
 
         Raises:
@@ -87,26 +87,26 @@ class Effects(Result):
 
     def __getitem__(self, labels: Label | tuple[Label, ...]) -> Any:
         """Return the effect at a label of each axis; at the first labels alone, an array."""
-        return self.effects[self.index(*(labels if isinstance(labels, tuple) else (labels,)))]
+        return self.effects[self._index(*(labels if isinstance(labels, tuple) else (labels,)))]
 
-    def places(self) -> Iterator[tuple[tuple[int, ...], dict[str, Label]]]:
+    def _places(self) -> Iterator[tuple[tuple[int, ...], dict[str, Label]]]:
         """Yield the index and the labels of each change, in the order of the arrays."""
         effects = self.effects
         for index in product(*[range(size) for size in effects.shape]):
-            if self.is_there(index):
+            if self._is_there(index):
                 pairs = zip(self.axes, index, strict=True)
                 yield index, {axis: self.labels[axis][number] for axis, number in pairs}
 
-    def is_there(self, index: tuple[int, ...]) -> bool:
+    def _is_there(self, index: tuple[int, ...]) -> bool:
         """Tell whether there is a change at an index: sites may have values of other sizes."""
         return not math.isnan(self.effects[index])
 
     def _largest(self) -> list[tuple[tuple[int, ...], dict[str, Label]]]:
         """Return the changes by the size of their effect, NaN first."""
         effects = self.effects
-        sizes = {index: abs(effects[index]) for index, _ in self.places()}
+        sizes = {index: abs(effects[index]) for index, _ in self._places()}
         return sorted(
-            self.places(),
+            self._places(),
             key=lambda place: math.inf if math.isnan(sizes[place[0]]) else sizes[place[0]],
             reverse=True,
         )
@@ -173,14 +173,14 @@ class Sweep(Effects):
         effects: Array = self.values - self.baseline
         return effects
 
-    def is_there(self, index: tuple[int, ...]) -> bool:
+    def _is_there(self, index: tuple[int, ...]) -> bool:
         """Tell whether there is a change at an index: sites may have values of other sizes."""
         return bool(self._is_change[index])
 
     @property
     def rows(self) -> tuple[SweepRow, ...]:
         """The changes, in the order of the arrays."""
-        return tuple([self._row(index, labels) for index, labels in self.places()])
+        return tuple([self._row(index, labels) for index, labels in self._places()])
 
     def _row(self, index: tuple[int, ...], labels: dict[str, Label]) -> SweepRow:
         effect, metric = float(self.effects[index]), float(self.values[index])
@@ -256,21 +256,17 @@ class Attribution(Effects):
         clean: float,
         scores: dict[str, Tensor],
         effects: Array,
+        measured: Array,
     ) -> None:
         super().__init__(axes, baseline, clean)
         self.scores = scores
         self._effects = effects
-        self.measured: Array = np.full(effects.shape, np.nan)
+        self.measured = measured
 
     @property
     def effects(self) -> Array:
         """The estimated effect of each change; NaN where there is no change."""
         return self._effects
-
-    def compare(self, metrics: Mapping[tuple[int, ...], float]) -> None:
-        """Take the metrics of changes that were measured, by their index."""
-        for index, number in metrics.items():
-            self.measured[index] = number - self.baseline
 
     @property
     def rank_correlation(self) -> float:
@@ -311,7 +307,7 @@ class Attribution(Effects):
         return [
             {**labels, "estimate": float(self._effects[index]),
              "measured": float(self.measured[index])}
-            for index, labels in self.places()
+            for index, labels in self._places()
         ]  # fmt: skip
 
     def _printout(self) -> Printout:
@@ -353,10 +349,11 @@ def _spearman(a: Array, b: Array) -> float:
     """Return the correlation of the ranks of two arrays; equal numbers share a rank."""
     if len(a) < 2:
         return math.nan
-    ranks = [_ranks(numbers) for numbers in (a, b)]
-    if any(np.ptp(numbers) == 0 for numbers in ranks):
+    ranks = np.stack([_ranks(numbers) for numbers in (a, b)])
+    if (np.ptp(ranks, 1) == 0).any():
         return math.nan
-    return float(np.corrcoef(*ranks)[0, 1])
+    matrix: Array = np.asarray(np.corrcoef(ranks))
+    return float(matrix[0, 1])
 
 
 def _ranks(numbers: Array) -> Array:

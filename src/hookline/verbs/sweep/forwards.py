@@ -102,7 +102,7 @@ class Forwards:
         sites: Sequence[str],
     ) -> None:
         self._model, self._run, self._inputs, self._metric = model, run, inputs, metric
-        self._modules = [
+        self._named_modules = [
             (node.path, node.module)
             for node in module_tree(model).nodes
             if not is_scripted(node.module)
@@ -112,7 +112,7 @@ class Forwards:
         self.notes: list[str] = []
         self._starts: set[int] = set()
         self._batches: dict[int, _Batch] = {}
-        self._tape = Tape(self._modules)
+        self._tape = Tape(self._named_modules)
         state = KeptState(model) if may_keep_state(model) else None
         self.output, recording = self._first_run(sites)
         self.known = first_values(recording)
@@ -133,7 +133,7 @@ class Forwards:
         """
         random = RandomStates(generators_of(self._model.modules()))
         # Hooks in such a layer switch its fast path off, which rounds otherwise.
-        may_fuse = any(isinstance(m, nn.TransformerEncoderLayer) for _, m in self._modules)
+        may_fuse = any(isinstance(m, nn.TransformerEncoderLayer) for _, m in self._named_modules)
         with nullcontext() if may_fuse else self._tape.recording():
             output, recording = recorded_run(self._model, self._forward, self._inputs, sites)
         if may_fuse:
@@ -266,7 +266,7 @@ class Forwards:
         kept = {call.number for time in self._starts for call in self._tape.outermost(time)}
         if not kept:
             return None
-        tape = Tape(self._modules)
+        tape = Tape(self._named_modules)
         with tape.recording(kept, self._written):
             self._forward(inputs)
         return tape if tape.same_calls(self._tape) else None
@@ -301,7 +301,7 @@ def recorded_run(
     with start_recording(line, sites, ("output",), {"copy": True}) as recording:
         output = run(inputs)
     for site in recording.sites:
-        if site not in recording:
+        if str(site) not in recording:
             recording[site]  # raises an error that says why
     return output, recording
 

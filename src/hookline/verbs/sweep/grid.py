@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Selector, Site, defaults_by_name, select
+from hookline.engine import ModuleNode, Selector, Site, defaults_by_name, select
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, StructureError, one_of
 
@@ -109,11 +109,13 @@ class Entry:
         label: what the sites are called on the first axis.
         places: the sites with their modules.
         changes: for each label of the axis `change`, the change at each site.
+        is_joint: whether changes are made together, and so have a label other than their site.
     """
 
     label: Label
     places: tuple[tuple[Site, nn.Module], ...]
     changes: dict[Label, tuple[Any, ...]]
+    is_joint: bool = False
 
 
 def entries_of(model: nn.Module, changes: Changes) -> list[Entry]:
@@ -152,9 +154,8 @@ def _joint(model: nn.Module, number: int, item: Any) -> Entry:
         (place, change) for selector, change in by_site.items()
         for place in _places(model, selector)
     ]  # fmt: skip
-    return Entry(
-        label, tuple([place for place, _ in pairs]), {0: tuple([change for _, change in pairs])}
-    )
+    places, changes = zip(*pairs, strict=True)
+    return Entry(label, places, {0: changes}, is_joint=True)
 
 
 def _labelled(given: Any) -> dict[Label, Any]:
@@ -185,7 +186,7 @@ def _places(model: nn.Module, selector: Selector) -> list[tuple[Site, nn.Module]
     """Return the sites that a selector matches, each with its module."""
     places = []
     for site, node in select(model, selector).places:
-        if site.is_gradient:
+        if site.is_gradient or not isinstance(node, ModuleNode):
             raise InputError(
                 f"a sweep changes values of the forward, got {site}.\nName an output or an input."
             )
@@ -209,10 +210,9 @@ class Grid:
     """
 
     def __init__(self, entries: list[Entry], each: Each, known: Mapping[str, Any]) -> None:
-        is_joint = any(not isinstance(entry.label, str) or len(entry.places) > 1
-                       or str(entry.places[0][0]) != entry.label for entry in entries)  # fmt: skip
-        first = "change" if is_joint else "site"
         labels = list(dict.fromkeys(label for entry in entries for label in entry.changes))
+        self._has_labels = labels != [0]
+        first = "change" if any(entry.is_joint for entry in entries) else "site"
         self.axes: dict[str, tuple[Label, ...]] = {
             first: tuple(dict.fromkeys(entry.label for entry in entries))
         }
@@ -228,17 +228,19 @@ class Grid:
         for axis, name in enumerate(each):
             longest = max(len(cut[axis]) for by_site in cuts for cut in by_site)
             self.axes[self._new(name)] = tuple(range(longest))
-        if labels != [0]:
+        if self._has_labels:
             self.axes[self._new("change")] = tuple(labels)
-        self._has_labels = labels != [0]
         self.groups = [
-            Group(
-                tuple([site for site, _ in entry.places]),
-                tuple([module for _, module in entry.places]),
-                list(self._points(number, entry, cuts[number])),
-            )
-            for number, entry in enumerate(entries)
+            self._group(number, entry, cut)
+            for number, (entry, cut) in enumerate(zip(entries, cuts, strict=True))
         ]
+
+    def _group(self, number: int, entry: Entry, cuts: list[list[list[_Range]]]) -> Group:
+        return Group(
+            tuple([site for site, _ in entry.places]),
+            tuple([module for _, module in entry.places]),
+            list(self._points(number, entry, cuts)),
+        )
 
     def _new(self, name: str) -> str:
         if name in self.axes:

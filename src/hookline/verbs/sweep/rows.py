@@ -54,7 +54,7 @@ def parts(value: Tensor, form: torch.Size, n: int) -> list[Tensor]:
               and value.shape[dim] != size]  # fmt: skip
     if len(longer) != 1 or value.shape[longer[0]] != n * form[longer[0]]:
         raise NoRowsError
-    return list(value.split(form[longer[0]], longer[0]))
+    return list(torch.split(value, form[longer[0]], longer[0]))
 
 
 def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:

@@ -135,14 +135,19 @@ def sweep(
             folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
             forwards.go_on(grid.groups, folder.results, str(to))
         forwards.settle(grid.groups, rows)
-        with progress_bar(shown=options.get("progress", True)) as bar:
-            task = bar.add_task("sweep", total=grid.n_points, rows="")
-            for group in grid.groups:
-                forwards.measure(group, group.points)
-                if folder is not None:
-                    folder.write(forwards.results)
-                bar.update(task, completed=len(forwards.results))
+        _measure(forwards, grid, folder, shown=options.get("progress", True))
     return _result(grid, forwards, clean_metric)
+
+
+def _measure(forwards: Forwards, grid: Grid, folder: SweepFolder | None, *, shown: bool) -> None:
+    """Measure all changes that have no number yet, with a progress bar."""
+    with progress_bar(shown=shown) as bar:
+        task = bar.add_task("sweep", total=grid.n_points, rows="")
+        for group in grid.groups:
+            forwards.measure(group, group.points)
+            if folder is not None:
+                folder.write(forwards.results)
+            bar.update(task, completed=len(forwards.results))
 
 
 def _with_clean(

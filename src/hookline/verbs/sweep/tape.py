@@ -65,7 +65,7 @@ class Tape:
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self._modules = modules
+        self._named_modules = modules
         self.calls: list[Call] = []
         self._stack: list[Call] = []
         self._n_events = 0
@@ -84,7 +84,7 @@ class Tape:
             copied: those that are kept as copies, because the run writes to them later.
         """
         self._kept, self._copied = frozenset(kept), frozenset(copied)
-        with standing_in([module for _, module in self._modules], self._record):
+        with standing_in([module for _, module in self._named_modules], self._record):
             yield
         self._copies.clear()
 
@@ -159,7 +159,7 @@ class Tape:
         number = site.call or 0
         if site.port == "output" and number < len(calls):
             return calls[number].end or 0
-        by_path = dict(self._modules)
+        by_path = dict(self._named_modules)
         while number >= len(calls) and path:  # as in torch's fast path: take the module around it
             path, number = path.rpartition(".")[0], 0
             calls = self._calls_of(by_path.get(path))
