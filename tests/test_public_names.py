@@ -41,7 +41,8 @@ SIGNATURES = {
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad', every_thread=False, **others)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",
-    "edit": "(model, selector, change, *, ports='output', every_thread=False)",
+    "edit": "(model, selector, change=None, *, ports='output', at=None, steps=None,"
+    " every_thread=False)",
     "extract": "(model, data, selector, to, *, batch_size=None, resume=True, engine=None,"
     " **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
@@ -179,7 +180,10 @@ LINE = ["name", "remove", "report"]
 EFFECTS = ["axes", "baseline", "clean", "effects", "labels", "normalised", "to_dict", "to_pandas"]
 SURFACES = {
     "hookline": (lambda: hl, NAMES),
-    "edits": (lambda: hl.edits, ["add", "clamp", "noise", "replace", "scale"]),
+    "edits": (lambda: hl.edits, [
+        "add", "clamp", "noise", "patch", "project_out", "replace", "reroute", "round_to", "scale",
+        "steer",
+    ]),
     "plots": (lambda: hl.plots, [
         "channels", "compare", "gradients", "histograms", "images", "statistics", "sweep", "tokens",
     ]),

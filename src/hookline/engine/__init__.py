@@ -56,7 +56,9 @@ from hookline.engine.torch_private.distributed import (
     calls_of_sharded, clone_locally, default_store, full_value, gathered, is_dtensor,
     is_grouped, local_part, reshard, sharding, split_over, split_parameters, unwrapped,
 )
-from hookline.engine.torch_private.dynamo import dynamo_config, has_compiled, while_tracing
+from hookline.engine.torch_private.dynamo import (
+    TracingAttachError, dynamo_config, has_compiled, while_tracing,
+)
 from hookline.engine.torch_private.graph.checkpoint import aside
 from hookline.engine.torch_private.graph.dispatch import storage_address, without_dispatch_modes
 from hookline.engine.torch_private.graph.nodes import (
