@@ -13,15 +13,23 @@ from torch import Tensor, nn
 
 from hookline.engine import Selector, Site
 from hookline.engine.pytree import describe
-from hookline.errors import AmbiguousError, InputError, positive_integer
+from hookline.errors import AmbiguousError, InputError, StructureError, positive_integer
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.shared.rerun import copied, gradients
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.effects import Attribution
 from hookline.verbs.sweep.forwards import Forwards, recorded_run
-from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, entries_of, sites_of
+from hookline.verbs.sweep.grid import (
+    Each,
+    Grid,
+    Group,
+    check_each,
+    entries_of,
+    patches_of,
+    sites_of,
+)
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
-from hookline.verbs.sweep.still_model import patches_of, undisturbed
+from hookline.verbs.sweep.still_model import undisturbed
 
 _SEED = 0
 
@@ -74,8 +82,8 @@ def attribute(
         NotRecordedError: the model does not reach one of the sites.
         AmbiguousError: a module runs several times; name the call, as in `"block#2"`.
         InputError: the model is in training mode; the metric gives no number or no gradient; a
-            value is not one floating tensor; the clean run has values of other shapes; or an
-            argument is invalid.
+            value is not one floating tensor; or an argument is invalid.
+        StructureError: the values of the clean run have other shapes.
     """
     check_callable(metric)
     each = check_each(each)
@@ -164,7 +172,7 @@ class _Slopes:
         for site in self._sites:
             difference = describe.difference(self.values[site], goal[site])
             if difference:
-                raise InputError(
+                raise StructureError(
                     f"the clean run must have values of the same form at {site}: {difference}."
                     "\nGive inputs of one length in `clean` and `inputs`."
                 )

@@ -149,8 +149,10 @@ class Forwards:
                 )
         return output, recording
 
-    def _forward(self, inputs: Any) -> Any:
+    def _forward(self, inputs: Any, points: Sequence[Point] = ()) -> Any:
         self.count += 1
+        for change in (change for point in points for change in point.changes):
+            change.begin()
         return self._run(copied(inputs))
 
     # -- the changes -----------------------------------------------------------------------------
@@ -160,7 +162,7 @@ class Forwards:
         with ExitStack() as lines:
             for change in point.changes:
                 lines.enter_context(edit(self._model, str(change.site), change))
-            return number_of(self._metric, self._forward(self._inputs))
+            return number_of(self._metric, self._forward(self._inputs, [point]))
 
     def go_on(self, groups: Sequence[Group], results: Results, place: str) -> None:
         """Take over the results of an earlier run, and compare one of them.
@@ -245,7 +247,7 @@ class Forwards:
                 for number, change in enumerate(rows):
                     change.changes = [point.changes[number] for point in shared]
                 with batch.tape.replaying(start, self._written) if batch.tape else nullcontext():
-                    output = self._forward(batch.inputs)
+                    output = self._forward(batch.inputs, shared)
                 self._note(shared, output, n)
 
     def _note(self, points: Sequence[Point], output: Any, n: int) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from hookline.engine import ModuleNode, Selector, Site, defaults_by_name, select
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, StructureError, one_of
+from hookline.recordings import Recording
+from hookline.verbs.edit.patches import Patch, patch
+from hookline.verbs.edit.places import Moment
 
 Label = str | int
 Each = Mapping[str, int | tuple[int, int]]
@@ -44,12 +47,18 @@ class SiteChange:
 
     Attributes:
         has_moved: whether a value that it returned differs from the value that was there.
+        n_calls: how often it was called in the running forward.
     """
 
-    change: Callable[[Any], Any]
+    change: Callable[..., Any]
     site: Site
     where: tuple[slice, ...] = ()
     has_moved: bool = False
+    n_calls: int = 0
+
+    def begin(self) -> None:
+        """Begin a forward."""
+        self.n_calls = 0
 
     def __call__(self, value: Any) -> Any:
         """Return the changed value.
@@ -57,7 +66,11 @@ class SiteChange:
         Raises:
             StructureError: the change returned a value of another form.
         """
-        new = self.change(value)
+        call = self.n_calls if self.site.call is None else self.site.call
+        self.n_calls += 1
+        # As in an edit that lasts for one forward: each is the first of its line.
+        moment = (Moment(0, call),) if getattr(self.change, "wants_moment", False) else ()
+        new = self.change(value, *moment)
         if new is None:
             return value
         difference = describe.difference(value, new)
@@ -135,6 +148,11 @@ def entries_of(model: nn.Module, changes: Changes) -> list[Entry]:
     if not isinstance(changes, list | tuple) or not changes:
         raise InputError(f"changes must be changes by site, got {_words(changes)}.\n{_FORMS}")
     return [_joint(model, number, item) for number, item in enumerate(changes)]
+
+
+def patches_of(recording: Recording) -> dict[str, Patch]:
+    """Return the changes that put back the values of a recording."""
+    return dict.fromkeys(map(str, recording.sites), patch(recording))
 
 
 def sites_of(entries: list[Entry]) -> list[str]:
@@ -276,7 +294,7 @@ class Grid:
                 )  # fmt: skip
 
 
-def bound(change: Any, site: Site) -> Callable[[Any], Any]:
+def bound(change: Any, site: Site) -> Callable[..., Any]:
     """Return a change as a function of the value at a site."""
     at = getattr(change, "at", None)
     return defaults_by_name(at(site) if callable(at) else change, 1)

@@ -21,9 +21,17 @@ from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.effects import Sweep
 from hookline.verbs.sweep.folder import SweepFolder, job_of
 from hookline.verbs.sweep.forwards import Forwards, recorded_run
-from hookline.verbs.sweep.grid import Changes, Each, Grid, check_each, entries_of, sites_of
+from hookline.verbs.sweep.grid import (
+    Changes,
+    Each,
+    Grid,
+    check_each,
+    entries_of,
+    patches_of,
+    sites_of,
+)
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
-from hookline.verbs.sweep.still_model import patches_of, undisturbed
+from hookline.verbs.sweep.still_model import undisturbed
 
 
 class SweepOptions(TypedDict, total=False):
@@ -107,8 +115,9 @@ def sweep(
         SelectionError: a selector matches nothing.
         NotRecordedError: the model does not reach one of the sites.
         InputError: the model is in training mode; the metric gives no number, or the same for other
-            outputs; the values of the clean run have other shapes; or an argument is invalid.
-        StructureError: a change returns a value of another shape or dtype.
+            outputs; or an argument is invalid.
+        StructureError: a change returns a value of another shape or dtype, or the values of the
+            clean run have other shapes.
         FolderError: `to` holds another sweep, or cannot be written.
         TypeError: there is no such option.
     """
