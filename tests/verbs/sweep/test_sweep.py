@@ -289,6 +289,31 @@ def test_sites_of_other_sizes_leave_gaps():
     assert len(sweep.rows) == len(sweep.to_pandas()) == 8
 
 
+def test_a_sweep_of_roundings_tells_what_each_layer_loses():
+    model = linear()
+    changes = {nn.Linear: {bits: hl.edits.round_to(bits) for bits in (2, 4, 8)}}
+    sweep = hl.sweep(model, X, changes, metric)
+    for site in ("0", "2", "3"):
+        for bits in (2, 4, 8):
+            with hl.edit(model, site, hl.edits.round_to(bits)), torch.no_grad():
+                expected = float(metric(model(X)))
+            assert sweep.values[sweep.labels["site"].index(site), (2, 4, 8).index(bits)] == (
+                pytest.approx(expected, abs=1e-6)
+            )
+
+
+def test_a_patch_finds_the_call_of_each_row(looped):
+    looped.eval()
+    with hl.record(looped, "block", copy=True) as run:
+        looped(torch.ones(1, 2))
+    x = torch.zeros(1, 2)
+    sweep = hl.sweep(
+        looped, x, {"block": hl.edits.patch(run)}, lambda out: out[0, 0],
+        each={"row": 0, "unit": (1, 1)}, clean=torch.ones(1, 2),
+    )  # fmt: skip
+    assert sweep.values[0, 0, 0] == sweep.clean
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -516,7 +541,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path):
     np.testing.assert_array_equal(rest.unmoved, whole.unmoved)
     assert rest.forwards < whole.forwards
     again = hl.sweep(model, X, sites, metric, **arguments)
-    assert again.forwards == 2  # the unchanged one, and one to compare
+    assert again.forwards == 3  # the clean one, the unchanged one, and one to compare
     with pytest.raises(hl.FolderError, match="another inputs"):
         hl.sweep(model, X + 1, sites, metric, **arguments)
 

@@ -181,7 +181,7 @@ def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
     for index, (number, has_moved) in forwards.results.items():
         result.values[index] = number
         result.unmoved[index] = not has_moved
-    result.forwards, result.notes = forwards.count, forwards.notes
+    result.forwards, result.notes = forwards.count + (clean is not None), forwards.notes
     return result
 
 
