@@ -528,7 +528,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path):
 
     def stop(module, args):
         n_runs.append(1)
-        if len(n_runs) == 8:
+        if len(n_runs) == 7:
             raise KeyboardInterrupt
 
     arguments = {"clean": CLEAN, "each": {"unit": 1}, "to": tmp_path / "sweep"}
@@ -537,7 +537,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path):
         hl.sweep(model, X, sites, metric, **arguments)
     rest = hl.sweep(model, X, sites, metric, **arguments)
     whole = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
-    np.testing.assert_array_equal(rest.values, whole.values)
+    np.testing.assert_allclose(rest.values, whole.values, rtol=0, atol=1e-6)
     np.testing.assert_array_equal(rest.unmoved, whole.unmoved)
     assert rest.forwards < whole.forwards
     again = hl.sweep(model, X, sites, metric, **arguments)

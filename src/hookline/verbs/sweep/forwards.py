@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -64,11 +64,17 @@ class _Rows:
 @final
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """The inputs n times in a row, and the tape of their unchanged run; None without reuse."""
+    """The inputs n times in a row.
+
+    Attributes:
+        tape: the tape of their unchanged run; None until the shapes of its outputs are known.
+        n_tries: how often a run has shown other calls, so that there is no tape.
+    """
 
     inputs: Any
     n: int
-    tape: Tape | None
+    tape: Tape | None = None
+    n_tries: int = 0
 
 
 @final
@@ -108,9 +114,8 @@ class Forwards:
             if not is_scripted(node.module)
         ]
         self.results: Results = {}
-        self.n_rows, self.reuses, self.count = 1, True, 0
+        self.n_rows, self.reuses, self.count = 1, False, 0
         self.notes: list[str] = []
-        self._starts: set[int] = set()
         self._batches: dict[int, _Batch] = {}
         self._tape = Tape(self._named_modules)
         state = KeptState(model) if may_keep_state(model) else None
@@ -119,8 +124,8 @@ class Forwards:
         self._written = self._tape.written_to()
         self.baseline = number_of(metric, copy_of(self.output))
         changed = state.changed() if state else []
+        self._may_share = not changed
         if changed:
-            self.reuses = False
             self.notes.append(
                 f"One forward a change: each run changes the model's state ({listed(changed, 3)})."
             )
@@ -186,11 +191,12 @@ class Forwards:
             n_most: the most changes that share a forward.
         """
         groups = [group for group in groups if self._missing(group.points)]
-        if not self.reuses or sum(len(group.points) for group in groups) < _FEWEST:
-            self.reuses = False
+        if not self._may_share or sum(len(group.points) for group in groups) < _FEWEST:
+            self._tape.keep(())
             return
+        self.reuses = True
         starts = [self._start(group) for group in groups]
-        self._starts = set(starts)
+        self._keep_outputs(set(starts))
         largest = max(len(group.points) for group in groups)
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
@@ -208,6 +214,21 @@ class Forwards:
             self._batches.clear()
             self.notes.append(_REFUSED[self.n_rows > 1])
         self.reuses = False
+
+    def _keep_outputs(self, starts: set[int]) -> None:
+        """Keep the outputs that stand in for calls, as they were before later calls wrote to them.
+
+        Args:
+            starts: the times up to which calls are left out.
+        """
+        kept = {call.number for time in starts for call in self._tape.outermost(time)}
+        if kept & self._written:
+            tape = Tape(self._named_modules)
+            with tape.recording(copied=self._written):
+                self._forward(self._inputs)
+            self.reuses = tape.same_calls(self._tape)
+            self._tape = tape
+        self._tape.keep(kept)
 
     def _start(self, group: Group) -> int:
         """Return the time up to which a run does not depend on the changes of a group."""
@@ -246,9 +267,30 @@ class Forwards:
                 shared = points[first : first + n]
                 for number, change in enumerate(rows):
                     change.changes = [point.changes[number] for point in shared]
-                with batch.tape.replaying(start, self._written) if batch.tape else nullcontext():
+                with self._shortened(batch, start):
                     output = self._forward(batch.inputs, shared)
                 self._note(shared, output, n)
+
+    @contextmanager
+    def _shortened(self, batch: _Batch, start: int) -> Iterator[None]:
+        """Leave calls out of the forward in the block, if their outputs are known."""
+        if not self.reuses or (batch.tape is None and batch.n_tries):
+            yield
+        elif batch.tape is None:
+            with self._learning(batch):
+                yield
+        else:
+            with batch.tape.replaying(start, self._written):
+                yield
+
+    @contextmanager
+    def _learning(self, batch: _Batch) -> Iterator[None]:
+        """Learn the shapes of a repeated batch's outputs from the forward in the block."""
+        forms = Tape(self._named_modules)
+        with forms.recording(keeps_outputs=False):
+            yield
+        batch.tape = self._tape.repeated(forms, batch.n)
+        batch.n_tries += 1
 
     def _note(self, points: Sequence[Point], output: Any, n: int) -> None:
         for point, part in zip(points, parts_of(output, self.output, n), strict=False):
@@ -256,22 +298,16 @@ class Forwards:
             self.results[point.index] = number_of(self._metric, part), has_moved
 
     def _batch(self, n: int) -> _Batch:
-        """Return the inputs n times in a row, with the tape of their unchanged run."""
+        """Return the inputs n times in a row."""
         if n not in self._batches:
             inputs = repeated(self._inputs, n) if n > 1 else self._inputs
-            tape = self._taped(inputs) if self.reuses else None
-            self._batches[n] = _Batch(inputs, n, tape)
-        return self._batches[n]
-
-    def _taped(self, inputs: Any) -> Tape | None:
-        """Record the outputs that stand in for calls; None if there are none."""
-        kept = {call.number for time in self._starts for call in self._tape.outermost(time)}
-        if not kept:
-            return None
-        tape = Tape(self._named_modules)
-        with tape.recording(kept, self._written):
-            self._forward(inputs)
-        return tape if tape.same_calls(self._tape) else None
+            self._batches[n] = _Batch(inputs, n, self._tape if n == 1 else None)
+        batch = self._batches[n]
+        # A change may have led to other calls, or its hook to those that a fast path leaves out.
+        if self.reuses and batch.tape is None and batch.n_tries == 1:
+            with self._learning(batch):
+                self._forward(batch.inputs)
+        return batch
 
 
 _REFUSED = {

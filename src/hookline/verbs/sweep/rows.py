@@ -48,13 +48,26 @@ def parts(value: Tensor, form: torch.Size, n: int) -> list[Tensor]:
     Raises:
         NoRowsError: the value has not one dimension that is n times as long.
     """
-    if n == 1 and value.shape == form:
+    dim = longer_dim(value.shape, form, n)
+    if dim is None:
+        if n > 1:
+            raise NoRowsError
         return [value]
-    longer = [dim for dim, size in enumerate(form) if value.dim() == len(form)
-              and value.shape[dim] != size]  # fmt: skip
-    if len(longer) != 1 or value.shape[longer[0]] != n * form[longer[0]]:
+    return list(torch.split(value, form[dim], dim))
+
+
+def longer_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
+    """Return the dimension in which a shape is n times as long as a form; None for equal ones.
+
+    Raises:
+        NoRowsError: they differ in another way.
+    """
+    if shape == form:
+        return None
+    dims = [dim for dim, size in enumerate(form) if len(shape) == len(form) and shape[dim] != size]
+    if len(dims) != 1 or shape[dims[0]] != n * form[dims[0]]:
         raise NoRowsError
-    return list(torch.split(value, form[longer[0]], longer[0]))
+    return dims[0]
 
 
 def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:

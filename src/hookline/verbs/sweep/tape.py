@@ -11,13 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from hookline.engine import Site
 from hookline.engine.pytree import tree
+from hookline.verbs.sweep.rows import NoRowsError, longer_dim
 
 # The block that records or replays in this context. Other threads get the original forwards.
 _running: ContextVar[object | None] = ContextVar("hookline_tape", default=None)
@@ -38,7 +41,7 @@ class Call:
 
     Attributes:
         end: the time of its end; None if it has not returned.
-        output: what the forward returned, if the tape keeps it.
+        output: what the forward returned, if the tape keeps it; or the shapes of its tensors.
     """
 
     number: int
@@ -69,21 +72,25 @@ class Tape:
         self.calls: list[Call] = []
         self._stack: list[Call] = []
         self._n_events = 0
-        self._kept: Collection[int] | None = None
+        self._copied: Collection[int] = ()
+        self._keeps_outputs = True
         self._seen: list[tuple[int, Tensor, int | None]] = []
         self._copies: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
 
     # -- recording -------------------------------------------------------------------------------
 
     @contextmanager
-    def recording(self, kept: Collection[int] = (), copied: Collection[int] = ()) -> Iterator[None]:
+    def recording(
+        self, *, copied: Collection[int] = (), keeps_outputs: bool = True
+    ) -> Iterator[None]:
         """Record the calls of the run in the block.
 
         Args:
-            kept: the numbers of the calls whose outputs are kept.
-            copied: those that are kept as copies, because the run writes to them later.
+            copied: the numbers of the calls whose outputs are kept as copies, because the run
+                writes to them later.
+            keeps_outputs: False keeps only the shapes of the tensors in the outputs.
         """
-        self._kept, self._copied = frozenset(kept), frozenset(copied)
+        self._copied, self._keeps_outputs = copied, keeps_outputs
         with standing_in([module for _, module in self._named_modules], self._record):
             yield
         self._copies.clear()
@@ -112,15 +119,16 @@ class Tape:
         return self._n_events
 
     def _note(self, call: Call, output: Any) -> None:
-        """Keep an output, or its versions in a run of which no output is kept."""
-        if self._kept:
-            if call.number in self._kept:
-                is_copied = call.number in self._copied
-                call.output = tree.map_tensors(self._copy if is_copied else _same, output)
+        tensors = [tensor for _, tensor in tree.tensors(output)]
+        if not self._keeps_outputs:
+            call.output = [tensor.shape for tensor in tensors]
             return
-        self._seen += [
-            (call.number, tensor, _version(tensor)) for _, tensor in tree.tensors(output)
-        ]
+        call.output = output
+        if call.number in self._copied:
+            call.output = tree.map_tensors(self._copy, output)
+        elif not isinstance(output, Tensor):
+            call.output = tree.map_tensors(_same, output)  # a cache may go on growing
+        self._seen += [(call.number, tensor, _version(tensor)) for tensor in tensors]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # One copy of a tensor that several calls return: a write to it is seen by all of them.
@@ -149,6 +157,36 @@ class Tape:
             for tape in (self, other)
         )
         return calls == others
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Keep the outputs of these calls alone."""
+        for call in self.calls:
+            if call.number not in numbers:
+                call.output = None
+
+    def repeated(self, forms: Tape, n: int) -> Tape | None:
+        """Return the tape of a batch that stands n times in a row.
+
+        Args:
+            forms: the tape of a run on such a batch, with the shapes alone.
+            n: how often the batch was repeated.
+
+        Returns:
+            The tape; None if that run made other calls, or the batch of an output is not to be
+            found.
+        """
+        if not self.same_calls(forms):
+            return None
+        longer: dict[int, Tensor] = {}
+        try:
+            for call, known in zip(forms.calls, self.calls, strict=True):
+                shapes, call.output = iter(call.output or ()), None
+                if known.output is not None:
+                    repeat = partial(_repeated, shapes=shapes, n=n, known=longer)
+                    call.output = tree.map_tensors(repeat, known.output)
+        except NoRowsError:
+            return None
+        return forms
 
     # -- what may be left out --------------------------------------------------------------------
 
@@ -263,6 +301,22 @@ def standing_in(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
             else:
                 vars(module)["forward"] = forward
         _running.reset(token)
+
+
+def _repeated(
+    tensor: Tensor, shapes: Iterator[torch.Size], n: int, known: dict[int, Tensor]
+) -> Tensor:
+    """Repeat a tensor along the dimension in which the next shape is n times as long.
+
+    A tensor that several calls return stays one tensor: a write to it is seen by all of them.
+    """
+    shape = next(shapes, None)
+    if shape is None:
+        raise NoRowsError
+    if id(tensor) not in known:
+        dim = longer_dim(shape, tensor.shape, n)
+        known[id(tensor)] = tensor if dim is None else torch.cat([tensor] * n, dim)
+    return known[id(tensor)]
 
 
 def _version(tensor: Tensor) -> int | None:
