@@ -133,7 +133,7 @@ def test_the_rank_correlation_is_that_of_a_sample():
     assert math.isnan(hl.attribute(model, X, "0", metric, clean=CLEAN).rank_correlation)
 
 
-def test_measured_changes_of_in_place_layers_are_those_of_the_sweep(net):
+def test_changes_of_in_place_layers_are_measured_as_by_a_sweep(net):
     x, clean = torch.randn(2, 1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     sites = ["layer1.0.bn", "layer2.1.conv"]
     estimate = hl.attribute(net, x, sites, metric, clean=clean, each={"channel": 1}, check=99)

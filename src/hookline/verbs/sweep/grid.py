@@ -282,16 +282,17 @@ class Grid:
         """Yield the changes of an entry, in the order of the array."""
         sizes = [range(min(map(len, axis))) for axis in zip(*cuts, strict=True)]
         last = list(self.axes.values())[-1]
+        sites = [site for site, _ in entry.places]
+        functions = {
+            label: [bound(change, site) for change, site in zip(changes, sites, strict=True)]
+            for label, changes in entry.changes.items()
+        }
         for index in product(*sizes):
-            for label, changes in entry.changes.items():
+            parts = [_where(cut, index) for cut in cuts]
+            for label in entry.changes:
                 at_label = (last.index(label),) if self._has_labels else ()
-                yield Point(
-                    (number, *index, *at_label),
-                    tuple([
-                        SiteChange(bound(change, site), site, _where(cut, index))
-                        for (site, _), change, cut in zip(entry.places, changes, cuts, strict=True)
-                    ]),
-                )  # fmt: skip
+                changed = map(SiteChange, functions[label], sites, parts)
+                yield Point((number, *index, *at_label), tuple(changed))
 
 
 def bound(change: Any, site: Site) -> Callable[..., Any]:
