@@ -302,7 +302,7 @@ TASKS = {
     "gradients of intermediate tensors": "hl.record(",
     "clip gradients by their total norm": "hl.clip(",
     "multiply the output of a layer by a factor": "hl.edits.scale",
-    "patch an activation from one run into another": "hl.edits.replace(",
+    "patch an activation from one run into another": "hl.edits.patch(",
     "steer GPT-2 while it generates": "hl.edit(",
     "print each module as it runs": "hl.watch(",
     "monitor weights and gradients in training": "hl.monitor(",

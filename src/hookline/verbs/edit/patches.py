@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any, final
 
 import torch
@@ -74,13 +76,22 @@ def _as(value: Any, recorded: Any, where: str) -> Any:
     """Return the recorded value with the device, dtype and strides of the present value."""
     if isinstance(value, Tensor) and isinstance(recorded, Tensor):
         return _tensor_as(value, recorded, where)
-    now, then = dict(tree.tensors(value)), dict(tree.tensors(recorded))
+    now, then = dict(_tensors(value)), dict(_tensors(recorded))
     if not now or now.keys() != then.keys():
         raise _other_form(value, recorded, where)
     for leaf, tensor in now.items():
         new = _tensor_as(tensor, then[leaf], where)
         value = leaves.put(value, leaf, new, where)
     return value
+
+
+def _tensors(value: Any, leaf: tree.Leaf = ()) -> Iterator[tuple[tree.Leaf, Tensor]]:
+    """Yield the tensors in plain containers: an object such as a cache stays the model's own."""
+    if isinstance(value, Tensor):
+        yield leaf, value
+    elif isinstance(value, tuple | list | Mapping) or is_dataclass(value):
+        for key, part in tree.items(value) or ():
+            yield from _tensors(part, (*leaf, key))
 
 
 def _tensor_as(value: Tensor, recorded: Tensor, where: str) -> Tensor:
@@ -119,7 +130,8 @@ def patch(run: Recording | PassRecord) -> Patch:
 
     Args:
         run: what `hl.record` returned or `hl.open` read, or one of its `passes`. The value is cast
-            to the device and dtype of the value in the model.
+            to the device and dtype of the value in the model. Of a tuple, list, dict or dataclass,
+            the tensors are patched; other objects, such as a cache, stay the model's own.
 
     Returns:
         A change for `hl.edit`. Gradients do not flow through a patched value to the layers before

@@ -116,6 +116,8 @@ class Places:
         )
         self._of_pass[current] = place
         self._thread.latest = current, place
+        if self.steps is not None:  # compiled code cannot note which numbers have occurred
+            self.steps.has(place.step or 0)
         if self.at is not None:
             self._choose(self.at, place)
 
@@ -129,7 +131,7 @@ class Places:
         return before if latest[1].has_failed else before + 1
 
     def _choose(self, at: Indices, place: PassPlace) -> None:
-        """Choose the tokens now: compiled code cannot note which numbers have occurred."""
+        """Choose the tokens of a pass, and note whether compiled code can."""
         self.in_graph, self.n_tokens = "", None
         if place.tokens is None:
             self.in_graph = "the inputs of the model are not known"
@@ -151,7 +153,7 @@ class Places:
             latest = self._thread.latest
             if latest is not None:
                 latest[1].has_failed = bool(latest[0].failed)
-        if current.region is not None:
+        if current.region is not None and current.region is not again:
             self._of_region[current.region] = place
         return place
 

@@ -102,7 +102,7 @@ class RerouteAt:
         """
         where = str(self._site)
         if moment is None:
-            in_graph.refuse("hl.edits.reroute", where, "it cannot tell its run and call")
+            return in_graph.refuse("hl.edits.reroute", where, "it cannot tell its run and call")
         now = _choice(value, f"the output of {where}")
         then = _choice(self._recorded.at(moment), f"the recorded output of {where}")
         if now.logits.shape != then.logits.shape or now.indices.shape != then.indices.shape:

@@ -132,7 +132,7 @@ def _main_sizes(named: Mapping[str, Any]) -> tuple[int, int] | None:
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
             continue
-        if not any(word in name for word in ("mask", "position", "label", "type")):
+        if not any(word in name for word in ("mask", "position", "label", "type", "decoder")):
             return int(value.shape[0]), int(value.shape[1])
     return _sizes(named, *_MASKS)
 
@@ -196,7 +196,8 @@ def _is_token(
 def _lengths(positions: Tensor, is_token: Tensor) -> Tensor:
     """Return the length of each token's sequence; several may be packed into one row."""
     begins = positions[:, 1:] <= positions[:, :-1]
-    sequence = torch.cat([torch.zeros_like(begins[:, :1]), begins], 1).cumsum(1)
+    first = torch.zeros(positions.shape[0], 1, dtype=torch.bool)
+    sequence = torch.cat([first, begins], 1)[:, : positions.shape[1]].cumsum(1)
     ends = torch.zeros(positions.shape[0], positions.shape[1] + 1, dtype=torch.long)
     ends.scatter_reduce_(1, sequence, (positions + 1).where(is_token, 0), "amax")
     return ends.gather(1, sequence)
