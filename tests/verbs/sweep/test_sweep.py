@@ -508,6 +508,36 @@ def test_another_thread_and_a_copy_get_the_original_forward():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_sweeps_in_two_threads_take_turns(left_as_found):
+    model, results = linear(), []
+    before = left_as_found(model)
+
+    def run():
+        results.append(hl.sweep(model, X, ["0", "2"], metric, clean=CLEAN, each={"unit": 1}).values)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left_as_found(model) == before
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_inference_mode_changes_nothing(net):
+    x, clean = torch.randn(2, 1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    one = lambda out: out[0, 1]  # noqa: E731
+    expected = hl.sweep(net, x, "layer*.*", one, clean=clean, each={"channel": 1})
+    estimate = hl.attribute(net, x, "layer*.*", one, clean=clean)
+    with torch.inference_mode():
+        x, clean = x.clone(), clean.clone()
+        sweep = hl.sweep(net, x, "layer*.*", one, clean=clean, each={"channel": 1})
+        again = hl.attribute(net, x, "layer*.*", one, clean=clean)
+    np.testing.assert_array_equal(sweep.values, expected.values)
+    np.testing.assert_array_equal(again.effects, estimate.effects)
+
+
 def test_gradients_and_inputs_are_left_alone():
     model = linear()
     model(X).sum().backward()

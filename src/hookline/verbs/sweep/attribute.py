@@ -188,7 +188,7 @@ class _Slopes:
         return total / steps
 
     def _run(self, sites: Sequence[str], zeros: _Zeros) -> tuple[float, dict[str, Tensor]]:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             with edit(self._model, list(sites), zeros):
                 metric = self._metric(call(self._model, copied(self._inputs)))
             number = number_of(lambda _: metric, None)
