@@ -404,6 +404,44 @@ def test_a_model_that_draws_random_numbers_is_refused():
 # -- what is shared, and what is not ---------------------------------------------------------------
 
 
+class Routed(nn.Module):
+    """Each token goes to one of three experts; an expert without tokens is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        chosen = self.router(flat).argmax(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                out[chosen == number] = expert(flat[chosen == number])
+        return out.view_as(x) + x
+
+
+def test_experts_that_are_called_now_and_then_are_replayed_right():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), Routed(), nn.Linear(4, 4), Routed(), nn.Linear(4, 2))
+    model.eval()
+    x, clean = torch.randn(2, 1, 6, 4)
+    total = lambda out: out[0, -1, 0] + out[0, 0, 1]  # noqa: E731
+    sites = ["0", "1", "1.router", "2", "3", "3.router"]
+    expected = loop(model, x, clean, split(sites), total, 1)
+    expected[[2, 5]] = loop(model, x, clean, split(["1.router", "3.router"]), total, 0)[:, :6]
+    for rows in (1, 6):
+        position = hl.sweep(
+            model, x, ["0", "1", "2", "3"], total, clean=clean, each={"position": 1}, rows=rows
+        )
+        np.testing.assert_allclose(position.values, expected[[0, 1, 3, 4]], rtol=0, atol=1e-6)
+        token = hl.sweep(
+            model, x, ["1.router", "3.router"], total, clean=clean, each={"token": 0}, rows=rows
+        )
+        np.testing.assert_allclose(token.values, expected[[2, 5]], rtol=0, atol=1e-6)
+
+
 class Mixing(nn.Module):
     """Rows of a batch see one another."""
 

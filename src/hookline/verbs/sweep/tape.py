@@ -268,16 +268,16 @@ class _Replay:
 class _StandIn:
     """A forward in a module's `__dict__`, which answers in the context that put it there."""
 
-    __slots__ = ("_answer", "_forward", "_module")
+    __slots__ = ("__wrapped__", "_answer", "_module")
 
     def __init__(self, module: nn.Module, answer: Answer) -> None:
         self._module, self._answer = module, answer
-        self._forward = module.forward
+        self.__wrapped__ = module.forward  # of which a model may ask the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _running.get() is not self._answer:
-            return self._forward(*args, **kwargs)
-        return self._answer(self._module, self._forward, args, kwargs)
+            return self.__wrapped__(*args, **kwargs)
+        return self._answer(self._module, self.__wrapped__, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model, which another thread may make, gets its own forward.
