@@ -173,6 +173,33 @@ def test_in_place_layers_are_replayed_as_they_were(net, path):
     for rows in (1, 4):
         sweep = hl.sweep(net, x, path, metric, clean=clean, each={"channel": 1}, rows=rows)
         np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6 * (rows > 1))
+        assert not sweep.notes
+
+
+class Aliased(nn.Module):
+    """An in-place layer writes to a tensor that another module has handed on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.same, self.side = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.same(y)
+        side = self.side(z)
+        self.relu(y)
+        return self.head(y + z) + self.head(side)
+
+
+def test_a_tensor_of_two_modules_stays_one_tensor():
+    torch.manual_seed(0)
+    model = Aliased().eval()
+    expected = loop(model, X, CLEAN, [("side", "output")], metric, 1)
+    for rows in (1, 4):
+        sweep = hl.sweep(model, X, "side", metric, clean=CLEAN, each={"unit": 1}, rows=rows)
+        np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6 * (rows > 1))
+        assert not sweep.notes
 
 
 def test_the_digits_net_is_swept_by_channel():
@@ -470,10 +497,36 @@ def test_rows_that_see_one_another_have_forwards_of_their_own():
     assert any("values without the rows" in note or "own forward" in note for note in sweep.notes)
 
 
+class TimeMajor(nn.Module):
+    """The rows of a batch are neighbours in the value of a layer: a cut would mix tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        merged = x.transpose(0, 1).reshape(-1, 6)
+        return self.inner(merged).view(x.shape[1], x.shape[0], 6).transpose(0, 1).cumsum(1)
+
+
+def test_rows_that_are_not_in_one_piece_are_noticed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), TimeMajor(), nn.Linear(6, 2)).eval()
+    x, clean = torch.randn(2, 1, 5, 4)
+    total = lambda out: out[0, :, 1].square().sum()  # noqa: E731
+    sites = ["0", "1.inner", "2"]
+    sweep = hl.sweep(model, x, sites, total, clean=clean, each={"unit": -1})
+    expected = loop(model, x, clean, split(sites), total, -1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-5)
+    assert len(sweep.notes) == 1
+    assert "values without the rows of a batch" in sweep.notes[0]
+
+
 def test_a_model_with_state_runs_whole(left_as_found):
     model = nn.Sequential(nn.Linear(4, 6), Counting(), nn.Linear(6, 2)).eval()
     sweep = hl.sweep(model, X, "2", metric, clean=CLEAN, each={"unit": 1})
     assert sweep.notes == ["One forward a change: each run changes the model's state (1.n_runs)."]
+    assert sweep.forwards == 2 + sweep.values.size
     assert model[1].n_runs == 0
 
 

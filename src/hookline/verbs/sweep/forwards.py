@@ -117,6 +117,7 @@ class Forwards:
         self.n_rows, self.reuses, self.count = 1, False, 0
         self.notes: list[str] = []
         self._batches: dict[int, _Batch] = {}
+        self._kept: set[int] = set()
         self._tape = Tape(self._named_modules)
         state = KeptState(model) if may_keep_state(model) else None
         self.output, recording = self._first_run(sites)
@@ -222,9 +223,10 @@ class Forwards:
             starts: the times up to which calls are left out.
         """
         kept = {call.number for time in starts for call in self._tape.outermost(time)}
+        self._kept = kept
         if kept & self._written:
             tape = Tape(self._named_modules)
-            with tape.recording(copied=self._written):
+            with tape.recording(kept=kept, copied=self._written):
                 self._forward(self._inputs)
             self.reuses = tape.same_calls(self._tape)
             self._tape = tape
@@ -287,9 +289,20 @@ class Forwards:
     def _learning(self, batch: _Batch) -> Iterator[None]:
         """Learn the shapes of a repeated batch's outputs from the forward in the block."""
         forms = Tape(self._named_modules)
-        with forms.recording(keeps_outputs=False):
+        with forms.recording(kept=()):
             yield
-        batch.tape = self._tape.repeated(forms, batch.n)
+        batch.tape = self._tape.repeated(forms, batch_size(self._inputs) or 0, batch.n)
+        batch.n_tries += 1
+
+    def _record(self, batch: _Batch) -> None:
+        """Record the outputs of a repeated batch, where they cannot be told from its shapes.
+
+        A change may have led to other calls, or its hook to those that a fast path leaves out.
+        """
+        tape = Tape(self._named_modules)
+        with tape.recording(kept=self._kept, copied=self._written):
+            self._forward(batch.inputs)
+        batch.tape = tape if tape.same_calls(self._tape) else None
         batch.n_tries += 1
 
     def _note(self, points: Sequence[Point], output: Any, n: int) -> None:
@@ -303,10 +316,8 @@ class Forwards:
             inputs = repeated(self._inputs, n) if n > 1 else self._inputs
             self._batches[n] = _Batch(inputs, n, self._tape if n == 1 else None)
         batch = self._batches[n]
-        # A change may have led to other calls, or its hook to those that a fast path leaves out.
         if self.reuses and batch.tape is None and batch.n_tries == 1:
-            with self._learning(batch):
-                self._forward(batch.inputs)
+            self._record(batch)
         return batch
 
 

@@ -73,7 +73,7 @@ class Tape:
         self._stack: list[Call] = []
         self._n_events = 0
         self._copied: Collection[int] = ()
-        self._keeps_outputs = True
+        self._kept: Collection[int] | None = None
         self._seen: list[tuple[int, Tensor, int | None]] = []
         self._copies: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
 
@@ -81,16 +81,17 @@ class Tape:
 
     @contextmanager
     def recording(
-        self, *, copied: Collection[int] = (), keeps_outputs: bool = True
+        self, *, kept: Collection[int] | None = None, copied: Collection[int] = ()
     ) -> Iterator[None]:
         """Record the calls of the run in the block.
 
         Args:
+            kept: the numbers of the calls whose outputs are kept; None keeps all. Of the others,
+                the shapes of their tensors are kept.
             copied: the numbers of the calls whose outputs are kept as copies, because the run
                 writes to them later.
-            keeps_outputs: False keeps only the shapes of the tensors in the outputs.
         """
-        self._copied, self._keeps_outputs = copied, keeps_outputs
+        self._kept, self._copied = kept, copied
         with standing_in([module for _, module in self._named_modules], self._record):
             yield
         self._copies.clear()
@@ -120,7 +121,7 @@ class Tape:
 
     def _note(self, call: Call, output: Any) -> None:
         tensors = [tensor for _, tensor in tree.tensors(output)]
-        if not self._keeps_outputs:
+        if self._kept is not None and call.number not in self._kept:
             call.output = [tensor.shape for tensor in tensors]
             return
         call.output = output
@@ -164,16 +165,17 @@ class Tape:
             if call.number not in numbers:
                 call.output = None
 
-    def repeated(self, forms: Tape, n: int) -> Tape | None:
+    def repeated(self, forms: Tape, size: int, n: int) -> Tape | None:
         """Return the tape of a batch that stands n times in a row.
 
         Args:
             forms: the tape of a run on such a batch, with the shapes alone.
+            size: the size of the batch.
             n: how often the batch was repeated.
 
         Returns:
-            The tape; None if that run made other calls, or the batch of an output is not to be
-            found.
+            The tape; None if that run made other calls, or an output has no dimension for the batch
+            alone. In a dimension of tokens, too, the rows might not lie in one piece.
         """
         if not self.same_calls(forms):
             return None
@@ -182,7 +184,7 @@ class Tape:
             for call, known in zip(forms.calls, self.calls, strict=True):
                 shapes, call.output = iter(call.output or ()), None
                 if known.output is not None:
-                    repeat = partial(_repeated, shapes=shapes, n=n, known=longer)
+                    repeat = partial(_repeated, shapes=shapes, sizes=(size, n), known=longer)
                     call.output = tree.map_tensors(repeat, known.output)
         except NoRowsError:
             return None
@@ -304,17 +306,19 @@ def standing_in(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
 
 
 def _repeated(
-    tensor: Tensor, shapes: Iterator[torch.Size], n: int, known: dict[int, Tensor]
+    tensor: Tensor, shapes: Iterator[torch.Size], sizes: tuple[int, int], known: dict[int, Tensor]
 ) -> Tensor:
     """Repeat a tensor along the dimension in which the next shape is n times as long.
 
     A tensor that several calls return stays one tensor: a write to it is seen by all of them.
     """
-    shape = next(shapes, None)
+    shape, (size, n) = next(shapes, None), sizes
     if shape is None:
         raise NoRowsError
     if id(tensor) not in known:
         dim = longer_dim(shape, tensor.shape, n)
+        if dim is not None and tensor.shape[dim] != size:
+            raise NoRowsError
         known[id(tensor)] = tensor if dim is None else torch.cat([tensor] * n, dim)
     return known[id(tensor)]
 
