@@ -103,6 +103,16 @@ def test_padding_in_a_later_run_is_refused(model):
             fast(IDS, PADDED)
 
 
+@torch.no_grad()  # compiling a part warns of the .grad of its input
+def test_a_part_that_runs_outside_the_model_is_refused(model):
+    model.blocks[0].compile(backend="aot_eager")
+    x = torch.randn(2, 6, 8)
+    with hl.edit(model, "blocks.0", hl.edits.scale(0), at=1):
+        model(IDS)
+        with pytest.raises(hl.AttachError, match="outside"):
+            model.blocks[0](x)
+
+
 def test_gradients_in_compiled_code_have_no_place(model):
     fast = compiled(model)
     with pytest.raises(hl.AttachError, match="its backward has no pass"):

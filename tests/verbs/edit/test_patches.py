@@ -139,6 +139,21 @@ def test_parts_inputs_and_gradients_are_patched(holder):
     assert torch.equal(model[0].bias.grad, grads["0:grad_output"][0])
 
 
+def test_gradients_are_those_of_their_run_in_any_order():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with hl.record(model, "0:grad_output") as run:
+        for factor in (3, 5):
+            (factor * model(torch.ones(1, 2))).sum().backward()
+    model.zero_grad()
+    wanted = [record["0:grad_output"] for record in run.passes]
+    with hl.edit(model, "0:grad_output", hl.edits.patch(run)):
+        first, second = (model(torch.ones(1, 2)).sum() for _ in range(2))
+        second.backward()
+        assert torch.equal(model[0].bias.grad, wanted[1][0])
+        first.backward()
+    assert torch.equal(model[0].bias.grad, wanted[0][0] + wanted[1][0])
+
+
 def test_a_folder_and_another_dtype_serve_as_well(twice, tmp_path):
     run, _ = recorded(twice, "block", torch.ones(1, 2))
     opened = hl.open(run.save(tmp_path / "run"))

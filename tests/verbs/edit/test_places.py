@@ -200,6 +200,13 @@ def test_a_value_without_tokens_is_refused(plain):
             plain.block(torch.ones(2, 4))
 
 
+def test_a_token_of_the_input_is_changed(plain):
+    with hl.edit(plain, "(root):input", lambda ids: ids * 0 + 9, at=-1):
+        with hl.record(plain, "embedding:input") as run:
+            plain(X)
+    assert run["embedding:input"].tolist() == [[1, 2, 9], [4, 5, 9]]
+
+
 def test_without_ids_a_position_is_an_index(plain):
     x = torch.randn(2, 5, 4)
     clean = plain.block(x)

@@ -112,8 +112,24 @@ def test_inputs_that_do_not_tell_are_refused():
         main(input_ids=IDS, attention_mask=torch.ones(2, 1, 4, 4))
     with pytest.raises(hl.StructureError, match=r"a number for each token, \[2, 9\], got \[2, 4\]"):
         main(input_ids=IDS, attention_mask=IDS, past_key_values=Cache(5))
-    with pytest.raises(hl.StructureError, match=r"how many tokens are cached, got .*object"):
+    with pytest.raises(hl.StructureError, match=r"how many tokens are cached, got a object"):
         main(input_ids=IDS, past_key_values=object())
+
+
+class States(Cache):
+    def get_seq_length(self):
+        raise ValueError("no attention")
+
+    def has_previous_state(self):
+        return self.n > 0
+
+
+def test_a_cache_of_states_tells_only_whether_it_is_empty():
+    assert main(input_ids=IDS, cache_params=States(0)).is_plain
+    assert has_empty_cache({"cache_params": States(0)})
+    assert not has_empty_cache({"cache_params": States(3)})
+    with pytest.raises(hl.StructureError, match=r"got a States .*\n.*choose the prompt: steps=0"):
+        main(input_ids=IDS, cache_params=States(3))
 
 
 def test_an_empty_cache_begins_a_generation():

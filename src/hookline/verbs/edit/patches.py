@@ -66,6 +66,8 @@ class PatchAt:
             StructureError: the recorded value has another form.
         """
         if moment is None:
+            if not is_dynamo_compiling():
+                raise of_no_site("patch")
             if self._alone is None:
                 in_graph.refuse("hl.edits.patch", self._where, "it cannot tell its run and call")
             return _as(value, self._alone, self._where)

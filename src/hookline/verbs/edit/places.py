@@ -28,12 +28,16 @@ from hookline.verbs.edit.tokens import (
 )
 from hookline.verbs.shared.root_call import root_call
 
+# Why compiled code cannot tell the tokens where no run of the root has begun.
+_OUTSIDE = "it runs outside a run of the edited model"
+
 
 class Moment(NamedTuple):
     """The moment of an edit, counted as a recording counts: failed passes are left out.
 
     Args:
-        number: the number of earlier passes in which the site fired.
+        number: the number of earlier passes; for an input or output, of those in which the site
+            fired.
         call: the number of the module's call in the pass.
     """
 
@@ -47,14 +51,17 @@ class PassPlace:
     """One pass of an edited model.
 
     Attributes:
-        step: the step of `generate`, 0 for the prompt; None if no run of the root is known.
+        number: the number of earlier passes that a run of the root began, without failed ones;
+            None if no run of the root is known.
+        step: the step of `generate`, 0 for the prompt; None likewise.
         tokens: the tokens of the pass; None if the root's inputs are not known.
         has_failed: whether the pass ended by an exception; known when the next pass begins.
         numbers: the numbers of the moments in this pass, by site.
     """
 
-    step: int | None
-    tokens: PassTokens | None
+    number: int | None = None
+    step: int | None = None
+    tokens: PassTokens | None = None
     has_failed: bool = False
     numbers: dict[Any, int] = field(default_factory=dict)
 
@@ -82,7 +89,7 @@ class Places:
     def __init__(self, at: Indices | None, steps: Indices | None) -> None:
         self.at = at
         self.steps = steps
-        self.in_graph = ""
+        self.in_graph = _OUTSIDE
         self.n_tokens: int | None = None
         # Whether it is noted which positions occur: not if all values are of compiled code, and
         # the inputs do not tell the tokens.
@@ -110,25 +117,31 @@ class Places:
         if call is not None:
             bound = self._arguments.bind(call.root, call.args, call.kwargs)
             inputs = call.kwargs or {"": bound} if isinstance(bound, Tensor) else bound
-        is_known = call is not None and self.at is not None
-        place = PassPlace(
-            self._step(is_prompt=has_empty_cache(inputs)), pass_tokens(inputs) if is_known else None
-        )
+        number, step = self._counts(is_prompt=has_empty_cache(inputs))
+        # Compiled code cannot note which steps and positions have occurred.
+        is_chosen = self.steps is None or self.steps.has(step)
+        is_known = call is not None and self.at is not None and is_chosen
+        place = PassPlace(number, step, pass_tokens(inputs) if is_known else None)
         self._of_pass[current] = place
         self._thread.latest = current, place
-        if self.steps is not None:  # compiled code cannot note which numbers have occurred
-            self.steps.has(place.step or 0)
         if self.at is not None:
             self._choose(self.at, place)
+            current.at_end.append(self._leave)
 
-    def _step(self, *, is_prompt: bool) -> int:
-        latest = self._thread.latest
-        if latest is not None:
-            latest[1].has_failed = bool(latest[0].failed)
-        if latest is None or is_prompt:
-            return 0
-        before = latest[1].step or 0
-        return before if latest[1].has_failed else before + 1
+    def _counts(self, *, is_prompt: bool) -> tuple[int, int]:
+        """Return the number and the step of a pass that begins."""
+        if self._thread.latest is None:
+            return 0, 0
+        before, place = self._thread.latest
+        place.has_failed = bool(before.failed)
+        number, step = place.number or 0, place.step or 0
+        if not place.has_failed:
+            number, step = number + 1, step + 1
+        return number, 0 if is_prompt else step
+
+    def _leave(self) -> None:
+        """Note that no run of the root is known from now on."""
+        self.in_graph = _OUTSIDE
 
     def _choose(self, at: Indices, place: PassPlace) -> None:
         """Choose the tokens of a pass, and note whether compiled code can."""
@@ -138,8 +151,7 @@ class Places:
             return
         for tokens in filter(None, place.tokens):
             self._is_noted = True
-            if self.steps is None or self.steps.has(place.step or 0):
-                tokens.chosen(at)
+            tokens.chosen(at)
             self.n_tokens = tokens.positions.shape[1]
             if not tokens.is_plain or place.tokens.decoder is not None:
                 self.in_graph = "the model has padding, a cache or two stacks"
@@ -149,7 +161,7 @@ class Places:
         again = current.recomputation
         place = self._of_pass.get(current) if again is None else self._of_region.get(again.region)
         if place is None:
-            place = self._of_pass[current] = PassPlace(None, None)
+            place = self._of_pass[current] = PassPlace()
             latest = self._thread.latest
             if latest is not None:
                 latest[1].has_failed = bool(latest[0].failed)
@@ -240,14 +252,20 @@ class SitePlaces:
         return place.step
 
     def _moment(self, current: Pass, place: PassPlace, call: int | None) -> Moment:
-        """Count this call of the site, and return its moment."""
+        """Count this call of the site, and return its moment.
+
+        Gradients arrive in another order than their passes begin, so their passes count.
+        """
+        if call is not None:
+            if place.number is None:
+                raise self._outside("a recording")
+            return Moment(place.number, call)
         if self not in place.numbers:
             if self._last is not None and not self._last.has_failed:
                 self._number += 1
             self._last = place
             place.numbers[self] = self._number
-        if call is None:
-            call = self._site.call
+        call = self._site.call
         if call is None:
             call = current.calls.get(self, 0)
             current.calls[self] = call + 1

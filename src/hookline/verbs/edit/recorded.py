@@ -31,10 +31,12 @@ class RecordedSite:
         self._site = site
         records = [run] if isinstance(run, PassRecord) else run.passes
         key = str(site)
-        self._records = [
-            record for record in records if key in record and record.failed is not True
-        ]
-        if not self._records:
+        records = [record for record in records if record.failed is not True]
+        holding = [record for record in records if key in record]
+        # A gradient may come in another order than its run, so it is found by its run.
+        is_by_run = site.is_gradient and len(holding) > 1
+        self._records = records if is_by_run else holding
+        if not holding:
             run[site]  # raises the reason, unless the run failed
             raise NotRecordedError(
                 f"the recording must hold {site} of a run that did not fail, got a failed run."

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import Site
 from hookline.engine.pytree import describe, leaves
@@ -101,6 +102,8 @@ class RerouteAt:
                 belong to it.
         """
         where = str(self._site)
+        if moment is None and not is_dynamo_compiling():
+            raise of_no_site("reroute")
         if moment is None:
             return in_graph.refuse("hl.edits.reroute", where, "it cannot tell its run and call")
         now = _choice(value, f"the output of {where}")

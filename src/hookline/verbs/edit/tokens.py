@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -15,6 +16,10 @@ from hookline.verbs.edit.indices import Indices
 
 # The masks of one number for each token; whether a number other than 0 means a token.
 _MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
+# The arguments that hold a cache.
+_CACHES = ("past_key_values", "cache_params")
+# The method by which a cache of states tells whether it is in use.
+_STATE = "has_previous_state"
 
 
 @final
@@ -106,14 +111,20 @@ def pass_tokens(inputs: Mapping[str, Any]) -> PassTokens:
     main = _tokens(named, _main_sizes(named), has_cache=False)
     parts = ("attention_mask", "position_ids")
     of_decoder = {part: named.get(f"decoder_{part}") for part in parts}
-    of_decoder |= {name: named.get(name) for name in ("past_key_values", "cache_position")}
+    of_decoder |= {name: named.get(name) for name in (*_CACHES, "cache_position")}
     return PassTokens(main, _tokens(of_decoder, sizes, has_cache=True))
 
 
 def has_empty_cache(inputs: Mapping[str, Any]) -> bool:
     """Tell whether the root gets a cache without tokens: `generate` begins."""
-    cache = inputs.get("past_key_values")
+    cache = _cache(inputs)
     return cache is not None and _n_cached(cache) == 0
+
+
+def _cache(named: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments; None without one."""
+    caches = [named[name] for name in _CACHES if named.get(name) is not None]
+    return caches[0] if caches else None
 
 
 def _sizes(named: Mapping[str, Any], *names: str) -> tuple[int, int] | None:
@@ -143,7 +154,7 @@ def _tokens(
     if sizes is None:
         return None
     n_rows, n_tokens = sizes
-    cache = named.get("past_key_values") if has_cache else None
+    cache = _cache(named) if has_cache else None
     n_cached = None if cache is None else _n_cached(cache)
     given = named.get("cache_position")
     if n_cached is None and isinstance(given, Tensor) and given.dim() == 1 and given.numel():
@@ -151,8 +162,8 @@ def _tokens(
     is_token = _is_token(named, sizes, n_cached)
     if n_cached is None and cache is not None and is_token is None:
         raise StructureError(
-            "at must know how many tokens are cached, got past_key_values of type"
-            f" {type(cache).__name__}, which does not tell.\nPass attention_mask to the model."
+            f"at must know how many tokens are cached, got a {type(cache).__name__} that does not"
+            " tell.\nPass attention_mask to the model, or in generate choose the prompt: steps=0."
         )
     if is_token is None:
         is_token = torch.ones(n_rows, (n_cached or 0) + n_tokens, dtype=torch.bool)
@@ -184,7 +195,8 @@ def _is_token(
     if not has_columns or mask.shape[0] not in (1, n_rows):
         raise StructureError(
             f"at needs {name} to have a number for each token, [{n_rows}, {n_all or n_tokens}], got"
-            f" {describe.shape(mask)}.\nPass a mask of two dimensions, and no token twice."
+            f" {describe.shape(mask)}.\nPass a mask of two dimensions. In generate, use the default"
+            " cache, since a static one makes a mask of four."
         )
     is_token = mask.detach().cpu() != 0
     is_addend = mask.is_floating_point() and bool((mask < 0).any())  # 0 for tokens
@@ -205,9 +217,12 @@ def _lengths(positions: Tensor, is_token: Tensor) -> Tensor:
 
 def _n_cached(cache: Any) -> int | None:
     """Return the number of tokens in a cache; None if it does not tell."""
-    count = getattr(cache, "get_seq_length", None)
+    count, has_state = (getattr(cache, name, None) for name in ("get_seq_length", _STATE))
     if callable(count):
-        return int(count())
+        with suppress(Exception):  # a cache of states alone has no length
+            return int(count())
+        with suppress(Exception):
+            return None if has_state is None or has_state() else 0
     if isinstance(cache, tuple | list):
         if not cache:
             return 0
