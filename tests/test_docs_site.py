@@ -323,6 +323,8 @@ TASKS = {
     "resume an extraction that was killed": "hl.extract(",
     "run an extraction on a Ray cluster": "hl.extract(",
     "shuffle stored rows to train a probe": "store.shuffled(",
+    "which layer and position carries a behaviour": "hl.sweep(",
+    "attribution patching with one backward": "hl.attribute(",
 }
 
 

@@ -17,7 +17,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # room and from those below it.
 ROOMS = [
     "hookline.cli", "hookline", "hookline.integrations", "hookline.views", "hookline.verbs",
-    "hookline.verbs.extract", "hookline.verbs.compare",
+    "hookline.verbs.extract", "hookline.verbs.compare", "hookline.verbs.sweep",
     "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.check",
     "hookline.verbs.watch",
     "hookline.verbs.profile", "hookline.verbs.monitor", "hookline.verbs.monitor.sinks",
@@ -38,7 +38,8 @@ ONLY = {
     "hookline.files": GROUND,
     "hookline.models": GROUND,
     "hookline.views": GROUND | {
-        "hookline.verbs.summary", "hookline.verbs.compare", "hookline.opening", "hookline.stores",
+        "hookline.verbs.summary", "hookline.verbs.compare", "hookline.verbs.sweep",
+        "hookline.opening", "hookline.stores",
         "hookline.recordings", "hookline.curves", "hookline.statistics", "hookline.engine",
         "hookline.engine.pytree", "hookline.files",
     },

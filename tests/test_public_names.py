@@ -21,18 +21,20 @@ from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Comparison", "Curves", "Diagnosis",
-    "Finding", "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
-    "ModelError", "NonFiniteError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError",
-    "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
-    "StructureError", "Summary", "attach", "cam", "check", "clip", "compare", "doctor", "edit",
-    "edits", "extract", "features", "inventory", "monitor", "open", "plots", "profile", "record",
-    "select", "stats", "summary", "watch",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "ClassMaps", "Comparison",
+    "Curves", "Diagnosis", "Finding", "FolderError", "HooklineError", "HooklineWarning",
+    "InputError", "Inventory", "Line", "ModelError", "NonFiniteError", "NotRecordedError",
+    "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording", "Report", "Selection",
+    "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary", "Sweep", "attach",
+    "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract",
+    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "stats",
+    "summary", "sweep", "watch",
 ]
 # fmt: on
 
 SIGNATURES = {
     "attach": "(model=None, *, every_thread=False)",
+    "attribute": "(model, inputs, selector, metric, *, clean, each=None, steps=None, check=0)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
     " batch_size=32)",
     "check": "(model, *, also=(), keep=None, every_thread=False)",
@@ -53,6 +55,7 @@ SIGNATURES = {
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
     "summary": "(model, inputs=None)",
+    "sweep": "(model, inputs, changes, metric, *, each=None, clean=None, read=None, **options)",
     "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",
     "ClassMaps.overlay": "(self, image=None, alpha=0.5)",
     "ClassMaps.save": "(self, path, image=None, alpha=0.5)",
@@ -93,6 +96,7 @@ SIGNATURES = {
     "plots.histograms": "(recording, sites=None, *, bins=64, n=48, log=True)",
     "plots.images": "(recording, site='(root):input', *, n=16, layout=None)",
     "plots.statistics": "(recording, sites=None, *, what=('mean', 'std', 'min', 'max', 'zeros'))",
+    "plots.sweep": "(effects, *, axes=None, texts=None, normalised=False)",
     "plots.tokens": "(recording, site, *, texts=None, n=None, order='index', sample=0,"
     " layout=None)",
     "Store.cat": "(stores)",
@@ -133,8 +137,8 @@ def test_the_signatures():
 
 
 def test_everything_public_is_documented_with_an_example():
-    for name in ("attach", "cam", "clip", "doctor", "edit", "features", "inventory", "open",
-                 "profile", "record", "select", "summary", "watch"):  # fmt: skip
+    for name in ("attach", "attribute", "cam", "clip", "doctor", "edit", "features", "inventory",
+                 "open", "profile", "record", "select", "summary", "sweep", "watch"):  # fmt: skip
         text = inspect.getdoc(getattr(hl, name))
         for part in (">>> ", "Args:", "Returns:", "Raises:"):
             assert part in text or (name, part) in {
@@ -158,6 +162,11 @@ def recorded():
     return run
 
 
+def swept(verb):
+    x = torch.ones(1, 2)
+    return verb(nn.Linear(2, 2).eval(), x, "(root)", lambda out: out[0, 0], clean=2 * x)
+
+
 def stored():
     columns = {"x": torch.ones(3, 2), "pooled": torch.ones(2, 2)}
     return hl.open(str(write_store(
@@ -169,6 +178,7 @@ def stored():
 # fmt: off
 LOOK_UPS = ["full", "get", "items", "keys", "leaves", "reduced", "tensor", "values"]
 LINE = ["name", "remove", "report"]
+EFFECTS = ["axes", "baseline", "clean", "effects", "labels", "normalised", "to_dict", "to_pandas"]
 SURFACES = {
     "hookline": (lambda: hl, NAMES),
     "edits": (lambda: hl.edits, [
@@ -176,7 +186,7 @@ SURFACES = {
         "steer",
     ]),
     "plots": (lambda: hl.plots, [
-        "channels", "compare", "gradients", "histograms", "images", "statistics", "tokens",
+        "channels", "compare", "gradients", "histograms", "images", "statistics", "sweep", "tokens",
     ]),
     "stats": (lambda: hl.stats, [
         "Covariance", "Histogram", "Moments", "Quantiles", "Statistic", "covariance", "histogram",
@@ -195,6 +205,12 @@ SURFACES = {
         "to_pandas", "top", "total", "trace",
     ]),
     "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
+    "Sweep": (lambda: swept(hl.sweep), [
+        *EFFECTS, "forwards", "notes", "rows", "unmoved", "values",
+    ]),
+    "Attribution": (lambda: swept(hl.attribute), [
+        *EFFECTS, "failing", "measured", "rank_correlation", "scores",
+    ]),
     "Recording": (recorded, [
         *LOOK_UPS, "calls", "cat", "gradients", "lost", "model", "modules", "passes", "ranks",
         "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
