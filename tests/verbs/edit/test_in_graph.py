@@ -52,6 +52,17 @@ def test_tokens_are_changed_as_in_eager_code(model, at):
     assert torch.equal(fast(IDS), model(IDS))
 
 
+@torch.no_grad()
+def test_rows_of_other_lengths_are_changed_at_their_own_end(model):
+    fast = compiled(model)
+    lengths = (4, 6, 9)
+    rows = [torch.randint(0, 20, (2, length)) for length in lengths]
+    with hl.edit(model, "blocks.1", hl.edits.scale(0), at=-1):
+        wanted = [model(ids) for ids in rows]
+    with hl.edit(fast, "blocks.1", hl.edits.scale(0), at=-1):
+        assert all(torch.equal(fast(ids), logits) for ids, logits in zip(rows, wanted, strict=True))
+
+
 def test_each_recording_is_patched_though_the_code_is_the_same(model):
     fast = compiled(model)
     for ids in (IDS, OTHER):

@@ -40,16 +40,16 @@ def changed_at(
     if not isinstance(value, Tensor) or value.dim() != 3:
         refuse("at=", where, "the value is not (rows, tokens, features)")
     n_columns = value.shape[1]
-    if n_tokens not in (None, n_columns):
+    if n_tokens is not None and n_tokens != n_columns:
         refuse("at=", where, "dimension 1 of the value is not that of the tokens")
-    columns = [at.span] if at.numbers is None else _within(at.numbers, n_columns)
-    if not columns and n_tokens is None:
+    chosen = [at.span] if at.numbers is None else _within(at.numbers, n_columns)
+    if not chosen and n_tokens is None:
         refuse("at=", where, "the value has no such position")
-    new = change(value) if columns else None
+    new = change(value) if chosen else None
     if new is None or new.shape != value.shape or new.dtype != value.dtype:
         return new  # which is refused
     result = value.clone()
-    for column in columns:
+    for column in chosen:
         result[:, column] = new[:, column]
     return result
 

@@ -83,7 +83,8 @@ class Places:
     Attributes:
         in_graph: why compiled code cannot apply `at` in this pass; empty if it can. Compiled code
             reads it, and so compiles again when it changes.
-        n_tokens: the number of columns that compiled code must find; None if it is not known.
+        n_tokens: the number of tokens that compiled code must find; None if it is not known. Each
+            other number compiles again.
     """
 
     def __init__(self, at: Indices | None, steps: Indices | None) -> None:
