@@ -176,19 +176,26 @@ def test_in_place_layers_are_replayed_as_they_were(net, path):
         assert not sweep.notes
 
 
+class Doubled(nn.Module):
+    """Write to the value in place, so that a second time would show."""
+
+    def forward(self, x):
+        return x.mul_(2)
+
+
 class Aliased(nn.Module):
     """An in-place layer writes to a tensor that another module has handed on."""
 
     def __init__(self):
         super().__init__()
         self.first, self.same, self.side = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)
-        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(4, 2)
+        self.twice, self.head = Doubled(), nn.Linear(4, 2)
 
     def forward(self, x):
         y = self.first(x)
         z = self.same(y)
         side = self.side(z)
-        self.relu(y)
+        self.twice(y)
         return self.head(y + z) + self.head(side)
 
 
@@ -524,7 +531,7 @@ def test_rows_that_are_not_in_one_piece_are_noticed():
 
 def test_a_model_with_state_runs_whole(left_as_found):
     model = nn.Sequential(nn.Linear(4, 6), Counting(), nn.Linear(6, 2)).eval()
-    sweep = hl.sweep(model, X, "2", metric, clean=CLEAN, each={"unit": 1})
+    sweep = hl.sweep(model, X, "0", metric, clean=CLEAN, each={"unit": 1})
     assert sweep.notes == ["One forward a change: each run changes the model's state (1.n_runs)."]
     assert sweep.forwards == 2 + sweep.values.size
     assert model[1].n_runs == 0
