@@ -101,11 +101,15 @@ def raw_hook(line, site):
         line.backward(path, lambda module, given, _: (triple(given[0]), *given[1:]))
 
 
-def gradients_of(model, step):
-    """What a run of forward and backward leaves in the parameters, and what it returns itself."""
+def results_of(model, step):
+    """What a run returns, and what it leaves in the parameters."""
+    model.zero_grad()
     given = step(model)
-    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [*found, *(() if given is None else given)]
+    found = list(given) if isinstance(given, tuple | list) else [given]
+    return [
+        *(value.detach().clone() for value in found if value is not None),
+        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+    ]
 
 
 def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, part=None, plain=None, **close):
@@ -123,11 +127,11 @@ def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, part=None, pla
     make_plain, plain_step = plain if isinstance(plain, tuple) else (plain or make, step)
     model = make_plain()
     with hooked_by_torch(model, site, part=part) as came:
-        bare = gradients_of(model, plain_step)
+        bare = results_of(model, plain_step)
     if "gradients" in verbs:
         model = make()
         with hl.record(model, site) as run:
-            assert_close(gradients_of(model, step), bare, **close)
+            assert_close(results_of(model, step), bare, **close)
         assert_close([grad for one in run.passes for grad in one.calls(site)], came, **close)
     bound = came[0].float().norm().item() / 4
 
@@ -143,12 +147,12 @@ def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, part=None, pla
         change, attached = changes[verb]
         model = make_plain()
         with hooked_by_torch(model, site, change, part):
-            expected = gradients_of(model, plain_step)
+            expected = results_of(model, plain_step)
         model = make()
         with attached(model) as line:
             if verb == "raw hooks":
                 raw_hook(line, site)
-            found = gradients_of(model, step)
+            found = results_of(model, step)
         assert_close(found, expected, **close)
         # The test could fail: what was done matters.
         assert not all(map(torch.equal, found, bare))
@@ -177,17 +181,6 @@ def seen_by_torch(model, path, part=WHOLE, change=None):
 
     with model.get_submodule(path).register_forward_hook(hook):
         yield came
-
-
-def results_of(model, step):
-    """What a run returns, and what it leaves in the parameters."""
-    model.zero_grad()
-    given = step(model)
-    found = list(given) if isinstance(given, tuple | list) else [given]
-    return [
-        *(value.detach().clone() for value in found if value is not None),
-        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
-    ]
 
 
 NUMBERS = re.compile(r"mean (\S+)  std (\S+)")

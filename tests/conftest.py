@@ -11,7 +11,7 @@ from torch import nn
 
 from hookline.statistics.native import native_moments
 from processes import ranks_of
-from zoo import BlockInRegion, Holder, Looped, SmallNet
+from zoo import Holder, Looped, SmallNet
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -89,16 +89,6 @@ def fresh_dynamo():
     before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     yield
     assert config.skip_fwd_side_effects_in_bwd_under_checkpoint is before
-    torch.compiler.reset()
-
-
-@pytest.fixture(params=[False, True], ids=["compiled", "compiled, checkpointed"])
-def compiled_block(request):
-    """A model, its compiled self, and the same in eager mode; with a checkpointed region or not."""
-    torch.compiler.reset()
-    model = BlockInRegion(is_checkpointed=request.param)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    yield model, run, BlockInRegion(is_checkpointed=False)
     torch.compiler.reset()
 
 

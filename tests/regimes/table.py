@@ -1,5 +1,7 @@
 """The tables of docs/where-it-works.md, from the marks on the tests that prove their cells.
 
+A test that goes over the regimes of tests/each_regime.py, by `@each("values")`, proves theirs.
+
     @pytest.mark.cell("autocast", "record", "edit")                      # works
     @pytest.mark.cell("autocast", "statistics", note="In float32.")      # works, with a condition
     @pytest.mark.cell("tracing", "record", refused="AttachError")        # refused, with which error
@@ -10,6 +12,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -125,14 +128,20 @@ def _cells_of(path: Path) -> Iterator[Cell]:
     for node in ast.parse(path.read_text()).body:
         if not isinstance(node, ast.FunctionDef):
             continue
+        test = f"{path.name}::{node.name}"
         for mark in node.decorator_list:
-            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.cell":
+            name = ast.unparse(mark.func) if isinstance(mark, ast.Call) else ""
+            if name == "each":
+                from each_regime import told  # it loads torch
+
+                for regime, tried in told(ast.literal_eval(mark.args[0])):
+                    yield Cell(regime, tried, "", "", test)
+            if name == "pytest.mark.cell":
                 regime, *verbs = [ast.literal_eval(value) for value in mark.args]
                 said = {key.arg: ast.literal_eval(key.value) for key in mark.keywords}
                 unknown = [verb for verb in verbs if verb not in VERBS]
                 if unknown or not verbs or said.keys() - {"note", "refused"}:
                     raise ValueError(f"{path.name}: {node.name}: {ast.unparse(mark)}")
-                test = f"{path.name}::{node.name}"
                 yield Cell(
                     regime, tuple(verbs), said.get("note", ""), said.get("refused", ""), test
                 )
@@ -217,5 +226,6 @@ def page(text: str, found: list[Cell]) -> str:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))  # of each_regime.py
     PAGE.write_text(page(PAGE.read_text(), cells()))
     PROOFS.write_text(proofs(cells()))

@@ -36,6 +36,13 @@ def test_a_condition_and_a_refusal_are_shown_and_explained(tmp_path):
     assert "- **nested tensors**: `test_one.py`: `test_no`\n" in proofs
 
 
+def test_a_test_over_all_regimes_proves_the_cells_of_each(tmp_path):
+    (tmp_path / "test_one.py").write_text("@each('check')\ndef test_it(regime, site): ...\n")
+    found = {cell.regime: cell.verbs for cell in MAKER["cells"](tmp_path)}
+    assert found["autocast"] == found["torch.compile"] == ("check",)
+    assert "DataParallel" not in found
+
+
 def test_notes_of_one_regime_stand_together(tmp_path):
     (tmp_path / "test_one.py").write_text(
         "import pytest\n"

@@ -71,15 +71,10 @@ def test_a_part_of_an_output_is_that_of_torchs_hooks(llama):
     assert_values_are_torchs(lambda: llama, step, "model.layers.1.self_attn", verbs, part=nth(0))
 
 
-def cleared(model):
-    model.zero_grad()
-    step(model)
-
-
 @pytest.mark.cell("models of transformers", "gradients", "edit gradients", "raw hooks", "clip")
 @pytest.mark.parametrize("site", ["model.layers.1:grad_output", "model.layers.0.mlp:grad_input"])
 def test_gradients_are_those_of_torchs_hooks(llama, site):
-    assert_gradients_are_torchs(lambda: llama, cleared, site)
+    assert_gradients_are_torchs(lambda: llama, step, site)
 
 
 @pytest.mark.cell("encoder-decoders of transformers", "record", "statistics", "edit", "features")
@@ -94,7 +89,7 @@ def test_values_of_an_encoder_decoder_are_torchs_hooks(t5, path):
 )
 @pytest.mark.parametrize("site", ["encoder.block.1.layer.1:grad_output", "lm_head:grad_input"])
 def test_gradients_of_an_encoder_decoder_are_torchs_hooks(t5, site):
-    assert_gradients_are_torchs(lambda: t5, cleared, site)
+    assert_gradients_are_torchs(lambda: t5, step, site)
 
 
 @pytest.mark.filterwarnings("ignore:hl.record sees generate")
