@@ -197,7 +197,7 @@ def test_an_edit_under_functional_call():
 
 
 @pytest.mark.cell("modules that call themselves recursively", "gradients")
-def test_gradients_of_a_module_that_calls_itself_come_in_the_order_of_its_calls():
+def test_gradients_of_recursive_calls_are_in_the_order_of_calls():
     site, model, plain = "linear:grad_output", recursive(), recursive()
     with hooked_by_torch(plain, site) as came:
         step(plain)
@@ -218,7 +218,7 @@ def pruned():
     [(pruned, {"norm": 0.1}), (lambda: Delegating(rows_net()), {"total_norm": 0.1})],
     ids=["pruned", "delegating"],
 )
-def test_gradients_of_all_parameters_are_clipped_as_torch_does(make, bound):
+def test_gradients_of_parameters_are_clipped_as_torch_does(make, bound):
     model, plain = make(), make()
     step(plain)
     with hl.clip(model, **bound):
