@@ -170,7 +170,7 @@ class Odd(nn.Module):
     ("shape", "why"),
     [
         ((7,), "no dimensions of rows and tokens in [7]"),
-        ((4, 4, 3), "[4, 4, 3] may be (rows, tokens, …) of input_ids or (tokens, rows, …)"),
+        ((4, 4, 3), "[4, 4, 3] may be (rows, tokens, …) or (tokens, rows, …): compare runs whose"),
     ],
 )
 def test_values_that_cannot_be_aligned_are_said(shape, why):

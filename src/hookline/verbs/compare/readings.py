@@ -60,7 +60,7 @@ class Places(NamedTuple):
             _HEADS: has_rows and sizes[2] in (n_tokens, n_keys),
             _TOKENS_FIRST: sizes[:2] == (n_tokens, n_rows),
             _ANY_ROW: sizes[:2] == (1, n_tokens) and not is_table,
-            _NO_ROW: sizes[0] == n_tokens and not is_table,
+            _NO_ROW: sizes[0] == n_tokens and n_rows > 1 and not is_table,
         }
         of_tokens = [axes for axes, does_fit in fits.items() if does_fit and n_tokens]
         return of_tokens + [ROW] * has_rows
