@@ -20,15 +20,13 @@ from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Comparison", "Curves", "Diagnosis", "Finding",
-    "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
-    "ModelError", "NonFiniteError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError",
-    "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
-    "StructureError", "Summary", "attach", "cam", "check", "clip", "compare", "doctor", "edit",
-    "edits",
-    "extract", "features", "inventory", "monitor", "open", "plots", "profile", "record", "select",
-    "stats",
-    "summary", "watch",
+    "AmbiguousError", "AttachError", "ClassMaps", "Comparison", "Curves", "Diagnosis",
+    "EVERYWHERE", "Finding", "FolderError", "HooklineError", "HooklineWarning", "InputError",
+    "Inventory", "Line", "ModelError", "NonFiniteError", "NotRecordedError", "OverwrittenError",
+    "Profile", "RanksError", "RawLine", "Recording", "Report", "Selection", "SelectionError",
+    "Site", "SiteError", "Store", "StructureError", "Summary", "attach", "cam", "check", "clip",
+    "compare", "doctor", "edit", "edits", "extract", "features", "inventory", "monitor", "open",
+    "plots", "profile", "record", "select", "shadow", "stats", "summary", "watch",
 ]
 # fmt: on
 
@@ -52,6 +50,7 @@ SIGNATURES = {
     "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
+    "shadow": "(a, b, inputs)",
     "summary": "(model, inputs=None)",
     "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",
     "ClassMaps.overlay": "(self, image=None, alpha=0.5)",

@@ -137,6 +137,10 @@ def test_attention_weights_are_aligned_by_tokens_and_keys():
     _, distances, refused = apart(alone, batch)
     assert distances["model.layers.0.self_attn", (1,)] <= CLOSE
     assert refused == {}
+    right, _ = padded(rows, "right")
+    _, distances, refused = apart(batch, recorded(made, right))
+    assert "may be (rows, heads, tokens, keys) or" in refused["model.layers.0.self_attn"]
+    assert max(distances.values()) <= CLOSE
     parts = chunked(made, rows, 5, 4)
     _, distances, refused = apart(parts, recorded(made, {"input_ids": rows}))
     assert distances["model.layers.0.self_attn", (1,)] <= CLOSE

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import listed, plural
-from hookline.verbs.compare.readings import ORDER, PAIRS, ROW, Places, Reading, Span
+from hookline.verbs.compare.readings import HEADS, ORDER, PAIRS, ROW, Places, Reading, Span
 from hookline.verbs.compare.tokens import ROWS, Grid, Tokens
 
 # The tensor of a site in each pass, by the number of the pass.
@@ -68,7 +68,8 @@ class Alignment:
         readings = self._common(*shapes)
         if not readings:
             return self._pair_of_two_kinds(a, b)
-        if len(readings) > 1:
+        # Heads as wide as there are keys look like attention weights: other sites tell nothing.
+        if len(readings) > 1 and not {PAIRS, HEADS} <= {reading.axes for reading in readings}:
             known = readings & self._seen.get(len(next(iter(shapes[0].values()))), set())
             readings = known if len(known) == 1 else readings
         ordered = sorted(readings, key=lambda reading: (ORDER.index(reading.axes), reading.stream))
