@@ -12,7 +12,7 @@ from hookline.verbs.compare.sides import side_of
 X = torch.ones(2, 4)
 
 
-def test_a_recordings_values_come_in_firing_order_with_their_depth():
+def test_values_of_a_recording_come_in_firing_order():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
     with hl.record(model, ["**", ":input"], ports=("output", "grad_output")) as run:
         model(X).sum().backward()
