@@ -27,8 +27,8 @@ NAMES = [
     "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording", "Report", "Selection",
     "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary", "Sweep", "attach",
     "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract",
-    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "stats",
-    "summary", "sweep", "watch",
+    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "shadow",
+    "stats", "summary", "sweep", "watch",
 ]
 # fmt: on
 
@@ -54,6 +54,7 @@ SIGNATURES = {
     "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
+    "shadow": "(a, b, inputs)",
     "summary": "(model, inputs=None)",
     "sweep": "(model, inputs, changes, metric, *, each=None, clean=None, read=None, **options)",
     "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",

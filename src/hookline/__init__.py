@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from hookline.verbs.clip.clip import clip as clip
     from hookline.verbs.compare.compare import compare as compare
     from hookline.verbs.compare.comparison import Comparison as Comparison
+    from hookline.verbs.compare.shadow import shadow as shadow
     from hookline.verbs.doctor.diagnosis import Diagnosis as Diagnosis
     from hookline.verbs.doctor.doctor import doctor as doctor
     from hookline.verbs.edit import edits as edits
@@ -85,6 +86,7 @@ _MODULES = {
     "verbs.clip.clip": "clip",
     "verbs.compare.compare": "compare",
     "verbs.compare.comparison": "Comparison",
+    "verbs.compare.shadow": "shadow",
     "verbs.doctor.diagnosis": "Diagnosis",
     "verbs.doctor.doctor": "doctor",
     "verbs.edit": "edits",

@@ -137,6 +137,10 @@ def test_attention_weights_are_aligned_by_tokens_and_keys():
     _, distances, refused = apart(alone, batch)
     assert distances["model.layers.0.self_attn", (1,)] <= CLOSE
     assert refused == {}
+    right, _ = padded(rows, "right")
+    _, distances, refused = apart(batch, recorded(made, right))
+    assert "may be (rows, heads, tokens, keys) or" in refused["model.layers.0.self_attn"]
+    assert max(distances.values()) <= CLOSE
     parts = chunked(made, rows, 5, 4)
     _, distances, refused = apart(parts, recorded(made, {"input_ids": rows}))
     assert distances["model.layers.0.self_attn", (1,)] <= CLOSE
@@ -170,7 +174,7 @@ class Odd(nn.Module):
     ("shape", "why"),
     [
         ((7,), "no dimensions of rows and tokens in [7]"),
-        ((4, 4, 3), "[4, 4, 3] may be (rows, tokens, …) of input_ids or (tokens, rows, …)"),
+        ((4, 4, 3), "[4, 4, 3] may be (rows, tokens, …) or (tokens, rows, …): compare runs whose"),
     ],
 )
 def test_values_that_cannot_be_aligned_are_said(shape, why):

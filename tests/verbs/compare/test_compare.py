@@ -276,7 +276,8 @@ def test_what_is_not_finite_on_one_side_alone_differs(bad):
 
 def test_other_integers_are_never_noise():
     a, b = ({"ids": torch.tensor([number, 2])} for number in (2**60, 2**60 + 1))
-    assert hl.compare(a, b)["ids"].verdict == "differs"
+    row = hl.compare(a, b)["ids"]
+    assert (row.verdict, row.why) == ("differs", "1 of 2 integers not equal")
     assert hl.compare(a, a).ok
 
 
@@ -299,6 +300,7 @@ def refusals():
         "nothing aligns": (x, {"blocks.0.up": X}, {}, r"names in common.*blocks.0.up.*\n.*names="),
         "no tensors": ({"x": "text"}, {"x": None}, {}, "must have numbers in common"),
         "names": (x, x, {"names": 3}, "names must be a function or a dict, got int"),
+        "no name": (x, x, {"names": {}.get}, "names must return a name, got None"),
         "an unknown name": (x, x, {"names": {"h": "layers"}}, "keys that are names of b, got 'h'"),
         "an unknown value": (x, x, {"names": {"layers": "h"}}, "values that are names of a"),
         "two of one name": ({"a": X}, {"a": X, "b": X}, {"names": lambda _: "a"}, "apart"),
@@ -311,6 +313,17 @@ def test_what_cannot_be_compared_is_refused(case):
     a, b, options, message = refusals()[case]
     with pytest.raises(hl.InputError, match=f"(?s){message}"):
         hl.compare(a, b, **options)
+
+
+def test_several_passes_beside_one_are_refused(mlp):
+    with hl.record(mlp, "**") as several:
+        mlp(X)
+        mlp(X)
+    with hl.record(mlp, "**") as single:
+        mlp(X)
+    with pytest.raises(hl.InputError, match=r"got several in b alone.\nGive .* b.passes\[0\]"):
+        hl.compare(single, several)
+    assert hl.compare(single, several.passes[1]).ok
 
 
 def test_two_kinds_and_missing_files_are_refused(mlp, tmp_path):

@@ -15,7 +15,13 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
 from hookline.statistics.difference import difference
 from hookline.verbs.compare.alignment import Alignment, align
-from hookline.verbs.compare.measure import Measured, arrays_in, measured_pair, paired_leaves
+from hookline.verbs.compare.measure import (
+    Measured,
+    arrays_in,
+    is_number,
+    measured_pair,
+    paired_leaves,
+)
 from hookline.verbs.compare.sides import Entry, Side
 from hookline.verbs.compare.tokens import Tokens, tokens_of
 
@@ -179,7 +185,8 @@ def measured_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Meas
     yield Measured((), (form, form), (torch.long, torch.long), difference(nothing, nothing))
     ours, theirs = _leaves(a), _leaves(b)
     for leaf, leaf_b in _paired(ours, theirs).items():
-        if leaf and not _PLACES.fullmatch(str(leaf[0])):
+        has_rows = all(tensor.ndim for tensor in ours[leaf].values())
+        if has_rows and leaf and not _PLACES.fullmatch(str(leaf[0])):
             yield _measured(alignment, leaf, ours[leaf], theirs[leaf_b])
 
 
@@ -210,10 +217,10 @@ def _paired(ours: Mapping[Leaf, _ByPass], theirs: Mapping[Leaf, _ByPass]) -> dic
 
 
 def _leaves(passes: Passes) -> dict[Leaf, _ByPass]:
-    """Return the tensors of the values of all passes by leaf; numbers that are flags left out."""
+    """Return the tensors of the values of all passes by leaf; plain numbers are left out."""
     leaves: dict[Leaf, _ByPass] = {}
     for number, value in passes.values.items():
         for leaf, array in arrays_in(value):
-            if isinstance(array, Tensor) and array.ndim:
+            if isinstance(array, Tensor) and not is_number(value, leaf):
                 leaves.setdefault(leaf, {})[number] = array
     return leaves

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import listed, plural
-from hookline.verbs.compare.readings import ORDER, PAIRS, ROW, Places, Reading, Span
+from hookline.verbs.compare.readings import HEADS, ORDER, PAIRS, ROW, Places, Reading, Span
 from hookline.verbs.compare.tokens import ROWS, Grid, Tokens
 
 # The tensor of a site in each pass, by the number of the pass.
@@ -67,23 +67,33 @@ class Alignment:
         shapes = _shapes(a), _shapes(b)
         readings = self._common(*shapes)
         if not readings:
-            own = [self._of_side(side, shapes[side]) for side in (0, 1)]
-            if all(len(of_side) == 1 for of_side in own):  # such as (rows, tokens) and (tokens,)
-                return self._taken((a, b), (own[0].pop(), own[1].pop()))
-            if self.is_same and len({*shapes[0].values(), *shapes[1].values()}) == 1:
-                return torch.stack([*a.values()]), torch.stack([*b.values()])
-            return f"no dimensions of rows and tokens in {_texts(*shapes)}"
-        if len(readings) > 1:
+            return self._pair_of_two_kinds(a, b)
+        # Heads as wide as there are keys look like attention weights: other sites tell nothing.
+        if len(readings) > 1 and not {PAIRS, HEADS} <= {reading.axes for reading in readings}:
             known = readings & self._seen.get(len(next(iter(shapes[0].values()))), set())
             readings = known if len(known) == 1 else readings
         ordered = sorted(readings, key=lambda reading: (ORDER.index(reading.axes), reading.stream))
         first, *others = [self._taken((a, b), (reading, reading)) for reading in ordered]
         if all(_are_same(first, other) for other in others):
             return first
+        is_clear = len({reading.stream for reading in ordered}) == 1
+        names = [reading.axes if is_clear else str(reading) for reading in ordered]
         return (
-            f"{_texts(*shapes)} may be {' or '.join(map(str, ordered))}: compare runs whose batch,"
-            " length and width differ"
+            f"{_texts(*shapes)} may be {' or '.join(names)}: compare runs whose batch, length and"
+            " width differ"
         )
+
+    def _pair_of_two_kinds(self, a: ByPass, b: ByPass) -> tuple[Tensor, Tensor] | str:
+        """Take the common tokens where no reading fits both values."""
+        shapes = _shapes(a), _shapes(b)
+        own = [self._of_side(side, shapes[side]) for side in (0, 1)]
+        streams = {reading.stream for of_side in own for reading in of_side}
+        if len(streams) == 1 and all(len(of_side) == 1 for of_side in own):
+            # such as (rows, tokens, …) in one and (rows·tokens, …) in the other
+            return self._taken((a, b), (own[0].pop(), own[1].pop()))
+        if self.is_same and len({*shapes[0].values(), *shapes[1].values()}) == 1:
+            return torch.stack([*a.values()]), torch.stack([*b.values()])
+        return f"no dimensions of rows and tokens in {_texts(*shapes)}"
 
     def _common(self, a: Shapes, b: Shapes) -> set[Reading]:
         """Return the readings that fit all passes of both; those of rows if none of tokens does."""
@@ -241,11 +251,10 @@ def _key(streams: _Streams) -> tuple[Hashable, ...]:
 
 
 def _begins(a: _Streams, b: _Streams) -> bool:
-    """Tell whether in each stream the tokens of one sequence begin with those of the other."""
-    if a.keys() != b.keys() or ROWS in a:
-        return False
-    both = [(a[stream], b[stream]) for stream in a]
-    return all(mine[: len(yours)] == yours[: len(mine)] for mine, yours in both)
+    """Tell whether in each common stream the tokens of one begin with those of the other."""
+    streams = a.keys() & b.keys() - {ROWS}
+    both = [(a[stream], b[stream]) for stream in streams]
+    return bool(both) and all(mine[: len(yours)] == yours[: len(mine)] for mine, yours in both)
 
 
 def _lengths(
@@ -288,8 +297,8 @@ def _n_passes(tokens: Tokens) -> int:
     """Return over how many passes a sequence goes at most."""
     passes: dict[int, int] = {}
     for grids in tokens.grids.values():
-        rows = torch.cat([grid.owner.flatten() for grid in grids.values()])
-        for owner in set(rows[rows >= 0].tolist()):
+        owners = {owner for grid in grids.values() for owner in grid.owner.flatten().tolist()}
+        for owner in owners - {-1}:
             passes[owner] = passes.get(owner, 0) + 1
     return max(passes.values(), default=1)
 
@@ -384,7 +393,8 @@ def _are_same(a: tuple[Tensor, Tensor] | str, b: tuple[Tensor, Tensor] | str) ->
     if isinstance(a, str) or isinstance(b, str):
         return False
     return all(
-        mine.shape == yours.shape and bool(torch.equal(mine, yours))
+        len(mine) == len(yours)
+        and torch.equal(mine.reshape(len(mine), -1), yours.reshape(len(yours), -1))
         for mine, yours in zip(a, b, strict=True)
     )
 

@@ -22,10 +22,10 @@ VERDICTS: tuple[Verdict, ...] = ("identical", "noise", "differs", "not comparabl
 _QUIET = ("identical", "noise")
 _MOST_LINES = 40
 _HEADINGS = (
-    Heading("site", "path"), Heading("verdict"), Heading("relative", "number"),
-    Heading("floor", "number", 1), Heading("norm ratio", "number", 4),
-    Heading("worst row", "number", 3), Heading("worst element", "number", 2),
-    Heading("why", "prose"),
+    Heading("site", "path"), Heading("verdict"), Heading("local", "number"),
+    Heading("relative", "number"), Heading("floor", "number", 1),
+    Heading("norm ratio", "number", 4), Heading("worst row", "number", 3),
+    Heading("worst element", "number", 2), Heading("why", "prose"),
 )  # fmt: skip
 
 
@@ -70,6 +70,7 @@ class ComparedSite:
         why: which numbers are above the floor, or why the values are not comparable.
         form: shape and dtype of the first value.
         other_form: shape and dtype of the second value.
+        local: of `hl.shadow`, the relative error of the module on its counterpart's inputs.
     """
 
     site: str
@@ -85,6 +86,7 @@ class ComparedSite:
     why: str = ""
     form: str = ""
     other_form: str = ""
+    local: float | None = None
 
     def __str__(self) -> str:
         return f"{self.site}: {self.verdict}" + f" ({self.why})" * bool(self.why)
@@ -206,7 +208,9 @@ def _folded_cells(stretch: Sequence[ComparedSite]) -> tuple[str, ...]:
     verdicts = " or ".join(dict.fromkeys(row.verdict for row in stretch))
     largest = max(row.relative or 0.0 for row in stretch)
     relative = f"<= {number_text(largest)}" if largest else "0"
-    return (f"… {plural(len(stretch), 'site')}", verdicts, relative, "", "", "", "", "")
+    local = max((row.local or 0.0 for row in stretch if row.local is not None), default=None)
+    local_text = f"<= {number_text(local)}" if local else number_text(local)
+    return (f"… {plural(len(stretch), 'site')}", verdicts, local_text, relative, *[""] * 5)
 
 
 def _cells(row: ComparedSite) -> tuple[str, ...]:
@@ -215,7 +219,8 @@ def _cells(row: ComparedSite) -> tuple[str, ...]:
         number_text, (row.relative, row.worst_row, row.worst_element)
     )
     ratio = ratio_text(row.norm_ratio)
-    return (row.site, row.verdict, relative, floor, ratio, worst_row, worst_element, row.why)
+    numbers = (number_text(row.local), relative, floor, ratio, worst_row, worst_element)
+    return (row.site, row.verdict, *numbers, row.why)
 
 
 def number_text(number: float | None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, final
 
+from hookline.display.text import plural
 from hookline.engine import path_text
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import OverwrittenError
@@ -103,7 +104,8 @@ class Judge:
         )  # fmt: skip
         if not gap.differs:
             return replace(row, verdict="identical")
-        return replace(row, verdict="differs" if exceeded else "noise", why=_why(gap, exceeded))
+        why = _why(gap, exceeded, is_exact=not eps_of(pair.dtypes))
+        return replace(row, verdict="differs" if exceeded else "noise", why=why)
 
     def _floor(self, site: str, pair: Measured, entry: Entry, n_modules: int) -> Floor:
         eps = eps_of(pair.dtypes)
@@ -146,9 +148,11 @@ class Judge:
         return path, [Remark("site", text + hint, first.site)]
 
 
-def _why(gap: Difference, exceeded: list[str]) -> str:
+def _why(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:
     if not exceeded:
         return ""
+    if is_exact:
+        return f"{gap.n_unequal:,} of {plural(gap.numel, 'integer')} not equal"
     texts = {
         "relative": f"relative {number_text(gap.relative)}",
         "norm_ratio": f"norm ratio {ratio_text(gap.norm_ratio)}",

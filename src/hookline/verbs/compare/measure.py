@@ -69,10 +69,10 @@ def measured(a: Any, b: Any) -> Iterator[Measured]:
         yield measured_pair(leaf, ours[leaf], theirs.pop(leaf_b))
         del ours[leaf]
     for leaf, array in ours.items():
-        if not _is_number(a, leaf):
+        if not is_number(a, leaf):
             yield Measured(leaf, (_form(array), ""), why="only in a")
     for leaf, array in theirs.items():
-        if not _is_number(b, leaf):
+        if not is_number(b, leaf):
             yield Measured(leaf, ("", _form(array)), why="only in b")
 
 
@@ -168,7 +168,7 @@ def _tensor(value: Any) -> Tensor | None:
         return None
 
 
-def _is_number(value: Any, leaf: Leaf) -> bool:
+def is_number(value: Any, leaf: Leaf) -> bool:
     """Tell whether a leaf holds a plain number, such as a flag."""
     for key in leaf:
         value = next((part for name, part in tree.items(value) or () if name == key), None)

@@ -56,6 +56,11 @@ def _by_name(
     by_name: dict[tuple[str, str], Entry] = {}
     for entry in entries:
         path = rename(entry.path)
+        if not isinstance(path, str):
+            raise InputError(
+                f"names must return a name, got {path!r} for {entry.key!r}."
+                "\nReturn the name as it is where it stays."
+            )
         key = "" if path == ROOT else path, entry.rest
         if key in by_name:
             raise InputError(
@@ -118,6 +123,13 @@ def _starts(path: str) -> list[str]:
 def _nothing_aligns(ours: Sequence[Entry], theirs: Sequence[Entry]) -> str:
     """Return the message for two sides without a common name, with the closest pairs."""
     keys = [[entry.key for entry in entries] for entries in (ours, theirs)]
+    has_passes = [any("#pass" in entry.rest for entry in side) for side in (ours, theirs)]
+    if has_passes[0] != has_passes[1]:
+        several = "a" if has_passes[0] else "b"
+        return (
+            f"a and b must have as many passes, got several in {several} alone."
+            f"\nGive one of them: {several}.passes[0]."
+        )
     paths = [list({entry.path or ROOT: None for entry in side}) for side in (ours, theirs)]
     near = {path: match[0] for path in paths[1] if (match := closest(path, paths[0]))}
     pairs = dict(list(near.items())[:_MOST_SHOWN]) or {paths[1][0]: paths[0][0]}

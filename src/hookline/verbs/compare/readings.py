@@ -10,14 +10,14 @@ from hookline.verbs.compare.tokens import ROWS
 
 ROW = "(rows, …)"
 PAIRS = "(rows, heads, tokens, keys)"
-_HEADS = "(rows, heads, tokens, …)"
+HEADS = "(rows, heads, tokens, …)"
 _BATCH = "(rows, tokens, …)"
 _FLAT = "(rows·tokens, …)"
 _TOKENS_FIRST = "(tokens, rows, …)"
 _ANY_ROW = "(1, tokens, …)"
 _NO_ROW = "(tokens, …)"
 # The likeliest first: of readings that give the same values, the first is taken.
-ORDER = (_BATCH, _FLAT, PAIRS, _HEADS, _TOKENS_FIRST, _ANY_ROW, _NO_ROW, ROW)
+ORDER = (_BATCH, _FLAT, PAIRS, HEADS, _TOKENS_FIRST, _ANY_ROW, _NO_ROW, ROW)
 
 
 class Reading(NamedTuple):
@@ -57,10 +57,10 @@ class Places(NamedTuple):
             _BATCH: has_rows and sizes[1] in (n_tokens, self.n_kept or n_tokens),
             _FLAT: sizes[0] == n_rows * n_tokens and not (is_table and n_rows == 1),
             PAIRS: has_rows and sizes[2:5] == (n_tokens, n_keys, -1),
-            _HEADS: has_rows and sizes[2] in (n_tokens, n_keys),
+            HEADS: has_rows and sizes[2] in (n_tokens, n_keys),
             _TOKENS_FIRST: sizes[:2] == (n_tokens, n_rows),
             _ANY_ROW: sizes[:2] == (1, n_tokens) and not is_table,
-            _NO_ROW: sizes[0] == n_tokens and not is_table,
+            _NO_ROW: sizes[0] == n_tokens and n_rows > 1 and not is_table,
         }
         of_tokens = [axes for axes, does_fit in fits.items() if does_fit and n_tokens]
         return of_tokens + [ROW] * has_rows
@@ -79,7 +79,7 @@ class Places(NamedTuple):
             places = places[:, n_tokens - value.shape[1] :]
         elif axes == _FLAT:
             value = value.reshape(n_rows, n_tokens, *value.shape[1:])
-        elif axes == _HEADS:
+        elif axes == HEADS:
             value = value.movedim(2, 1)
             places = places if value.shape[1] == n_tokens else self.keys
         elif axes == _TOKENS_FIRST:

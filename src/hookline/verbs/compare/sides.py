@@ -120,7 +120,7 @@ def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
     if isinstance(given, Recording | PassRecord):
         side = _of_recording(given, dims)
     elif isinstance(given, Store):
-        entries = [Entry(site, "", partial(given.__getitem__, site)) for site in given.sites]
+        entries = [Entry(_path(site), "", partial(given.__getitem__, site)) for site in given.sites]
         side = Side("store", _children_first(entries))
     elif isinstance(given, Curves):
         side = Side("curves", list(_curve_entries(given)), given.model)
@@ -238,10 +238,12 @@ def _of_arrays(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
             f"the keys of {name} must be names, got {odd!r}.\nGive a dict of names to arrays."
         )
     kind: Kind = "stored" if _is_state_dict(arrays) else "output"
-    entries = [
-        Entry("" if key == ROOT else key, "", _reader(value), kind) for key, value in arrays.items()
-    ]
+    entries = [Entry(_path(key), "", _reader(value), kind) for key, value in arrays.items()]
     return entries if kind == "stored" else _children_first(entries)
+
+
+def _path(name: str) -> str:
+    return "" if name == ROOT else name
 
 
 def _reader(value: Any) -> Callable[[], Any]:

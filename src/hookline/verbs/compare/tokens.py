@@ -82,7 +82,11 @@ def tokens_of(source: Recording | PassRecord, given: Any = None) -> Tokens | str
     if given is not None and not isinstance(given, Mapping) and len(given) != len(records):
         return f"tokens must have a dict for each of {len(records)} passes, got {len(given)}"
     reader = _Reader()
+    has_inputs = any(INPUT in record for record in records)
     for number, record in enumerate(records):
+        if given is None and has_inputs and INPUT not in record:  # such as an encoder's own call
+            reader.tokens.grids[record.number] = {}
+            continue
         inputs = given if given is None or isinstance(given, Mapping) else given[number]
         try:
             reader.read(record.number, _inputs(record, inputs))

@@ -1,0 +1,91 @@
+"""Values are taken apart into tensors, which are paired by their leaf."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.verbs.compare import measure
+from hookline.verbs.compare.measure import measured
+from hookline.verbs.compare.sides import StepNumbers
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def leaves(a, b):
+    return [(pair.leaf, pair.alone_in) for pair in measured(a, b)]
+
+
+def test_tensors_are_paired_by_leaf_and_the_others_are_alone():
+    a, b = {"h": (X, None), "extra": X}, {"h": (X, X)}
+    assert leaves(a, b) == [(("h", 0), ""), (("extra",), "a"), (("h", 1), "b")]
+    assert leaves((X, 3), (X,)) == [((0,), "")]  # a flag on one side alone is no value
+
+
+def test_a_lone_tensor_is_paired_with_the_first_of_its_shape():
+    assert leaves(X, {"mask": X[:1], "ids": X}) == [((), ""), (("mask",), "b")]
+    assert leaves(X, [X[:1], X[:2]]) == [((), "a"), ((0,), "b"), ((1,), "b")]
+    (pair,) = measured([X], X[:2])
+    assert pair.why == "shapes [4, 8] and [2, 8]"
+
+
+def test_arrays_of_numpy_are_read_and_texts_are_not():
+    values = [np.float32(2), np.arange(3).astype(">i4"), np.array(["a"]), True, 0.5]
+    pairs = list(measured(values, values))
+    assert [pair.leaf for pair in pairs] == [(0,), (1,), (3,), (4,)]
+    assert not any(pair.gap.differs for pair in pairs)
+
+
+def test_a_value_that_holds_itself_ends():
+    cache = [X]
+    cache.append(cache)
+    assert all(not pair.gap.differs for pair in measured(cache, cache))
+
+
+def test_tensors_without_numbers_are_said():
+    (pair,) = measured(X.to("meta"), X)
+    assert "has no numbers" in pair.why
+    assert pair.gap is None
+
+
+def test_columns_of_stores_are_read_in_blocks(tmp_path, monkeypatch):
+    model = nn.Linear(8, 3)
+    stores = []
+    for number in range(2):
+        data = torch.cat([X] * 5)
+        data[13] += number
+        hl.extract(model, data, "", tmp_path / str(number), batch_size=4)
+        stores.append(hl.open(tmp_path / str(number)))
+    monkeypatch.setattr(measure, "_BLOCK_NUMEL", 9)
+    (row,) = hl.compare(*stores).rows
+    assert (row.verdict, row.row) == ("differs", 13)
+    small = hl.extract(model, X, "", tmp_path / "small")
+    (row,) = hl.compare(stores[0], small).rows
+    assert row.why == "shapes [20, 3] and [4, 3]"
+
+
+def test_curves_are_compared_at_the_steps_of_both():
+    def curve(*steps):
+        return StepNumbers(np.array(steps), np.array(steps, np.float64))
+
+    (pair,) = measured(curve(0, 2, 4), curve(0, 1, 2, 3))
+    assert pair.forms == ("3 steps", "4 steps")
+    assert (pair.gap.differs, pair.gap.problem) == (False, "")
+    (pair,) = measured(curve(0, 2), curve(1, 3))
+    assert (pair.gap, pair.why) == (None, "no step is in both")
+
+
+def test_what_was_logged_is_compared_too():
+    model = nn.Linear(8, 3)
+    curves = []
+    for factor in (1.0, 2.0):
+        with hl.monitor(model, ports="output") as seen:
+            model(X)
+            seen.log(loss=factor)
+        curves.append(seen)
+    comparison = hl.compare(*curves)
+    assert comparison.first.site == "logged/loss"
+    assert comparison["logged/loss"].norm_ratio == pytest.approx(0.5)

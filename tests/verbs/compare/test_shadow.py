@@ -1,0 +1,154 @@
+"""`hl.shadow`: the local error beside the accumulated one, and who is at fault."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from ported import FAULTS, IDS, net
+
+IN_EVAL = [fault for fault in FAULTS if fault != "batch norm in training"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return net()
+
+
+def texts(comparison):
+    return [finding.text for finding in comparison.findings]
+
+
+@pytest.mark.parametrize("fault", IN_EVAL)
+def test_the_module_with_a_local_error_is_the_suspect(model, fault):
+    plant, path = FAULTS[fault]
+    port = copy.deepcopy(model)
+    plant(port)
+    comparison = hl.shadow(model, port, IDS)
+    assert comparison.suspect == path
+    culprits = [finding.site for finding in comparison.findings if finding.kind == "site"]
+    assert culprits == [path]
+    later = comparison["head"]
+    if path != "head":
+        assert later.relative > later.floor.relative > later.local
+        assert later.verdict == "noise"
+
+
+def test_two_faults_are_told_apart(model):
+    port = copy.deepcopy(model)
+    for fault in ("bias dropped", "base of RoPE"):
+        FAULTS[fault][0](port)
+    comparison = hl.shadow(model, port, IDS)
+    assert [finding.site for finding in comparison.findings] == ["blocks.0.attn", "blocks.1.mlp.up"]
+    assert "local" in str(comparison)
+
+
+def unfused(model):
+    port = copy.deepcopy(model)
+    for block in port.blocks:
+        block.attn.is_fused = False
+    return port
+
+
+@pytest.mark.parametrize(
+    "change",
+    [copy.deepcopy, unfused, lambda model: copy.deepcopy(model).bfloat16(),
+     lambda model: copy.deepcopy(model).double()],
+)  # fmt: skip
+def test_clean_ports_have_no_suspect(model, change):
+    comparison = hl.shadow(model, change(model), IDS)
+    assert comparison.ok
+    assert comparison.suspect is None
+
+
+class Masked(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.part, self.dtype = Scaled(), dtype
+
+    def forward(self, x):
+        return self.part(x, torch.ones(x.shape[-1]).to(self.dtype))
+
+
+class Scaled(nn.Module):
+    factor = 1.0
+
+    def forward(self, x, mask):
+        return x * mask * self.factor
+
+
+def test_inputs_of_another_form_give_no_local_error():
+    x = torch.randn(4, 8)
+    a, b = Masked(torch.bool), Masked(torch.int64)
+    comparison = hl.shadow(a, b, x)
+    assert comparison["part"].local is None
+    assert comparison.ok
+    assert "no local error at part: its inputs have another form in b" in texts(comparison)[0]
+    b.part.factor = 2.0
+    told = hl.shadow(a, b, x)
+    assert told.suspect == ""
+    assert told["part"].verdict == "differs"
+
+
+class InFloat32(nn.Module):
+    def forward(self, x):
+        if x.dtype is torch.float64:
+            raise RuntimeError("no kernel for float64")
+        return x.relu()
+
+
+def test_a_model_that_does_not_run_in_float64_keeps_its_dtype():
+    model = nn.Sequential(nn.Linear(8, 8), InFloat32())
+    comparison = hl.shadow(model, copy.deepcopy(model), torch.randn(4, 8))
+    assert "floors are of float32: no kernel for float64" in texts(comparison)[0]
+    assert comparison.ok
+
+
+def test_a_module_that_refuses_the_inputs_is_said(model):
+    class Picky(nn.ReLU):
+        def forward(self, x):
+            if float(x.sum()) > 0.5:
+                raise ValueError("too large")
+            return super().forward(x)
+
+    a = nn.Sequential(nn.Identity(), nn.ReLU())
+    b = nn.Sequential(nn.Hardtanh(-1.0, 0.0), Picky())
+    comparison = hl.shadow(a, b, torch.ones(2, 2))
+    assert "no local error at 1: it refuses the inputs of a: too large" in texts(comparison)
+    assert comparison.suspect == "0"
+
+
+def test_the_models_are_left_as_they_were():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    port = copy.deepcopy(model)
+    port[1].eval()
+    x, states = torch.randn(8, 4), [copy.deepcopy(part.state_dict()) for part in (model, port)]
+    before = torch.get_rng_state()
+    comparison = hl.shadow(model, port, x)
+    (text,) = texts(comparison)
+    assert text == "in training mode in one model alone, and run in eval mode in both: 1"
+    assert torch.equal(before, torch.get_rng_state())
+    assert (model.training, model[1].training, port[1].training) == (True, True, False)
+    for part, state in zip((model, port), states, strict=True):
+        assert hl.compare(part.state_dict(), state).counts["identical"] == 7
+        assert len(hl.inventory(part)) == 0
+
+
+def test_calls_of_a_shared_module_have_their_own_rows():
+    relu = nn.ReLU()
+    model = nn.Sequential(relu, nn.Linear(4, 4), relu)
+    sites = [row.site for row in hl.shadow(model, copy.deepcopy(model), torch.randn(2, 4))]
+    assert sites == ["0", "1", "0#1", "(root)"]
+
+
+def test_what_cannot_be_shadowed_is_refused(model):
+    with pytest.raises(hl.InputError, match="must have modules in common"):
+        hl.shadow(nn.Sequential(nn.ReLU()), nn.Sequential(), torch.ones(2))
+    with pytest.raises(hl.InputError, match="inputs must be the arguments of both models"):
+        hl.shadow(model, model, lambda: model(IDS))
+    with pytest.raises(hl.AttachError, match="must be given a model"):
+        hl.shadow(model, "model", IDS)

@@ -1,0 +1,50 @@
+"""Values of several ranks are joined as `dims` says, or refused with a guess."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hookline as hl
+from hookline.verbs.compare.shards import Unjoined
+
+X = torch.zeros
+
+
+@pytest.mark.parametrize(
+    ("shapes", "whole", "guess"),
+    [
+        (
+            [(2, 3), (2, 3)],
+            (4, 3),
+            "each of 2 ranks has its own [2, 3], of [4, 3]: give dims={'x': 0}",
+        ),
+        ([(4, 2), (4, 1)], (4, 3), "its own [4, 2] and [4, 1], of [4, 3]: give dims={'x': 1}"),
+        ([(4, 3), (4, 3)], (4, 3), "its own [4, 3], of [4, 3]: give dims={'x': 'sum'}"),
+        ([(4, 3), (4, 3)], (4, 4), "its own [4, 3], of [4, 4]: give dims={'x': …}"),
+        ([(4,), (4, 3)], (4, 3), "its own [4] and [4, 3], of [4, 3]: give dims={'x': …}"),
+    ],
+)
+def test_the_shapes_of_the_parts_give_the_guess(shapes, whole, guess):
+    assert Unjoined("x", [X(shape) for shape in shapes]).why(X(whole)).endswith(guess)
+
+
+def test_structures_and_errors_are_said():
+    parts = [(X(2), X(3)), (X(2), X(3))]
+    assert Unjoined("x", parts).why(parts[0]) == "each of 2 ranks has its own: give dims={'x': …}"
+    assert Unjoined("x", parts, "no such dim").why(None).endswith("has its own: no such dim")
+
+
+@pytest.mark.parametrize(
+    ("dims", "why"),
+    [
+        (1.5, "dims must be a dimension, a reduction or a dict of these, got 1.5"),
+        ({"x": [0]}, "dims must be a dimension"),
+        (True, "dims must be a dimension"),
+        ("rows", "dims must be one of 'mean', 'sum', 'max', 'min', got 'rows'"),
+    ],
+)
+def test_dims_of_another_form_are_refused(dims, why):
+    with pytest.raises(hl.InputError) as caught:
+        hl.compare({"x": X(1)}, {"x": X(1)}, dims=dims)
+    assert str(caught.value).startswith(why)

@@ -1,0 +1,58 @@
+"""What a user gives becomes named values, in the order in which modules fire."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.verbs.compare.sides import side_of
+
+X = torch.ones(2, 4)
+
+
+def test_values_of_a_recording_come_in_firing_order():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    with hl.record(model, ["**", ":input"], ports=("output", "grad_output")) as run:
+        model(X).sum().backward()
+    side = side_of(run, "a")
+    assert [(entry.key, entry.kind, entry.n_modules) for entry in side.entries][:5] == [
+        ("(root):input", "stored", 3), ("0.0", "output", 1), ("0.1", "output", 2),
+        ("0", "output", 2), ("1", "output", 3),
+    ]  # fmt: skip
+    gradients = [entry for entry in side.entries if entry.kind == "gradient"]
+    assert {entry.key: entry.n_modules for entry in gradients}["0.0:grad_output"] == 5
+    assert {entry.port for entry in gradients} == {"grad_output"}
+    assert side.entries[0].is_input
+    assert all(torch.is_tensor(entry.read()) for entry in side.entries)
+
+
+def test_arrays_are_ordered_as_modules_fire():
+    names = ["(root)", "h", "h.0", "h.0.fc", "h.1", "head"]
+    side = side_of(dict.fromkeys(names, X), "a")
+    assert [entry.key for entry in side.entries] == [
+        "h.0.fc", "h.0", "h.1", "h", "head", "(root)",
+    ]  # fmt: skip
+
+
+def test_weights_are_known_by_their_names_or_their_class():
+    state = nn.Linear(2, 2).state_dict()
+    kinds = {entry.kind for entry in side_of(state, "a").entries}
+    kinds |= {entry.kind for entry in side_of({"fc.weight": X, "fc.bias": X}, "a").entries}
+    assert kinds == {"stored"}
+    assert {entry.kind for entry in side_of({"fc": X, "act": X}, "a").entries} == {"output"}
+
+
+def test_a_recording_of_several_ranks_is_read_as_a_whole():
+    model = nn.Linear(4, 4)
+    with hl.record(model) as run:
+        model(X)
+    both = hl.Recording(run.sites, run.report())
+    both.ranks = (run, run)
+    side = side_of(both, "a")
+    assert [entry.key for entry in side.entries] == ["(root)"]
+    assert torch.equal(side.entries[0].read(), run["(root)"])  # all ranks have the same
+    assert side.source is None  # tokens are of one process
+    assert side_of(both, "a", 0).entries[0].read().shape == (4, 4)
+    assert hl.compare(both, run).ok
+    assert hl.compare(run, both).ok
