@@ -14,7 +14,10 @@ from hypothesis import settings
 from torch import nn
 
 import hookline as hl
-from hookline.models import guess_input, load_demo_digits, load_input, load_model
+import hookline.data
+import hookline.models
+from hookline.data import guess_input, load_input
+from hookline.models import load_demo_digits, load_model
 
 # Examples of these inner functions are for reading: they want files, a network, another library
 # or a minute.
@@ -122,7 +125,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _public_definitions() -> tuple[str, ...]:
     """Find where each public name is defined: the dotted names of its module and itself."""
     public = [getattr(hl, name) for name in hl.__all__]
-    packages = [hl.models, *(value for value in public if isinstance(value, ModuleType))]
+    packages = [value for value in public if isinstance(value, ModuleType)]
+    packages += [hookline.data, hookline.models]
     public += [getattr(package, name) for package in packages for name in package.__all__]
     public = [value for value in public if hasattr(value, "__qualname__")]
     return tuple(f"{value.__module__}.{value.__qualname__}" for value in public)

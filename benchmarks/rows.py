@@ -23,6 +23,7 @@ from benchmarks.profiling import profile_row
 from benchmarks.reading import opening_row, reading_row, shuffled_row
 from benchmarks.saving import look_up_row, saving_row, stack_row
 from benchmarks.scaling import select_row
+from benchmarks.sweeping import sweep_row
 from benchmarks.timing import Plan, Result, Step, run_rounds
 
 
@@ -315,6 +316,8 @@ ROWS = (
         4,
         monitor_row("compiled", "compiled: the outputs of 12 blocks, each step", 1.05),
     ),
+    Row("sweep-gpt2", 7, 1, sweep_row(12, 256, 0.334)),
+    Row("sweep-gpt2-small", 15, 3, sweep_row(4, 64, 0.2)),
     Row(
         "extract-resnet34",
         15,

@@ -86,7 +86,7 @@ TESTS_OF = {
     "verbs/clip/parameters": _DISTRIBUTED,
     "verbs/doctor/observe": ("verbs/doctor/test_doctor.py", "verbs/doctor/test_notes.py"),
     "verbs/extract/collective_steps": (_EXTRACT,),
-    "verbs/extract/in_step": (_EXTRACT,),
+    "verbs/extract/on_sharded_ranks": (_EXTRACT,),
     "verbs/record/keep": ("test_distributed_values.py",),
     "verbs/record/gradients": _DISTRIBUTED,
 }

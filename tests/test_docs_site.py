@@ -302,7 +302,7 @@ TASKS = {
     "gradients of intermediate tensors": "hl.record(",
     "clip gradients by their total norm": "hl.clip(",
     "multiply the output of a layer by a factor": "hl.edits.scale",
-    "patch an activation from one run into another": "hl.edits.replace(",
+    "patch an activation from one run into another": "hl.edits.patch(",
     "steer GPT-2 while it generates": "hl.edit(",
     "print each module as it runs": "hl.watch(",
     "monitor weights and gradients in training": "hl.monitor(",
@@ -323,6 +323,8 @@ TASKS = {
     "resume an extraction that was killed": "hl.extract(",
     "run an extraction on a Ray cluster": "hl.extract(",
     "shuffle stored rows to train a probe": "store.shuffled(",
+    "which layer and position carries a behaviour": "hl.sweep(",
+    "attribution patching with one backward": "hl.attribute(",
 }
 
 

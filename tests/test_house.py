@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import hookline as hl
+import hookline.data
 import hookline.models
 import hookline.views
 
@@ -31,7 +34,8 @@ VAGUE = {"one", "found"}
 def public() -> frozenset[str]:
     """The dotted names of what users call: it may have many options."""
     values = [getattr(hl, name) for name in hl.__all__]
-    packages = [hl.models, *(value for value in values if isinstance(value, ModuleType))]
+    packages = [value for value in values if isinstance(value, ModuleType)]
+    packages += [hookline.data, hookline.models]
     values += [getattr(package, name) for package in packages for name in package.__all__]
     values += vars(hookline.views).values()
     return frozenset(
@@ -182,3 +186,24 @@ def test_a_chain_of_elif_and_a_docstring_count_for_nothing():
     assert depths(WITHIN, "m") == {"m.f": 3}
     assert parameters(WITHIN, "m") == {"m.f": 6}
     assert lengths(WITHIN, "m") == {"m.f": 11}
+
+
+# torch calls it.
+CALLED_BY_OTHERS = {"_count_flops"}
+
+
+def unused(texts: list[str]) -> set[str]:
+    """The private functions that no line but their definition names."""
+    words = Counter(word for text in texts for word in re.findall(r"\w+", text))
+    return {
+        node.name
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and re.match(r"_[^_]", node.name)
+        if words[node.name] == 1
+    }
+
+
+def test_each_private_function_is_used():
+    assert unused([path.read_text() for path in SRC.rglob("*.py")]) == CALLED_BY_OTHERS
+    assert unused(["def _f(): ...\ndef _g(): _g\ndef __h__(): ..."]) == {"_f"}

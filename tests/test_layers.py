@@ -17,7 +17,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # room and from those below it.
 ROOMS = [
     "hookline.cli", "hookline", "hookline.integrations", "hookline.views", "hookline.verbs",
-    "hookline.verbs.extract", "hookline.verbs.compare",
+    "hookline.verbs.extract", "hookline.verbs.compare", "hookline.verbs.sweep",
     "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.check",
     "hookline.verbs.watch",
     "hookline.verbs.profile", "hookline.verbs.monitor", "hookline.verbs.monitor.sinks",
@@ -38,13 +38,12 @@ ONLY = {
     "hookline.files": GROUND,
     "hookline.models": GROUND,
     "hookline.views": GROUND | {
-        "hookline.verbs.summary", "hookline.verbs.compare", "hookline.opening", "hookline.stores",
+        "hookline.verbs.summary", "hookline.verbs.compare", "hookline.verbs.sweep",
+        "hookline.opening", "hookline.stores",
         "hookline.recordings", "hookline.curves", "hookline.statistics", "hookline.engine",
         "hookline.engine.pytree", "hookline.files",
     },
 }  # fmt: skip
-# Public names of what lies in several rooms: above all of them, and imported by none.
-FACES = {"hookline.models": "hookline"}
 # Functions that may import late: what is heavy, when it is asked for.
 ENTRY_POINTS = {"__getattr__", "main"}
 
@@ -55,8 +54,6 @@ def name_of(path: Path, src: Path = SRC) -> str:
 
 
 def room_of(module: str) -> str:
-    if module in FACES:
-        return FACES[module]
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
 
 

@@ -15,31 +15,35 @@ import torch
 from torch import nn
 
 import hookline as hl
+import hookline.data
 import hookline.models
 from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "AmbiguousError", "AttachError", "ClassMaps", "Comparison", "Curves", "Diagnosis",
-    "EVERYWHERE", "Finding", "FolderError", "HooklineError", "HooklineWarning", "InputError",
-    "Inventory", "Line", "ModelError", "NonFiniteError", "NotRecordedError", "OverwrittenError",
-    "Profile", "RanksError", "RawLine", "Recording", "Report", "Selection", "SelectionError",
-    "Site", "SiteError", "Store", "StructureError", "Summary", "attach", "cam", "check", "clip",
-    "compare", "doctor", "edit", "edits", "extract", "features", "inventory", "monitor", "open",
-    "plots", "profile", "record", "select", "shadow", "stats", "summary", "watch",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "ClassMaps", "Comparison",
+    "Curves", "Diagnosis", "Finding", "FolderError", "HooklineError", "HooklineWarning",
+    "InputError", "Inventory", "Line", "ModelError", "NonFiniteError", "NotRecordedError",
+    "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording", "Report", "Selection",
+    "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary", "Sweep", "attach",
+    "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract",
+    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "shadow",
+    "stats", "summary", "sweep", "watch",
 ]
 # fmt: on
 
 SIGNATURES = {
     "attach": "(model=None, *, every_thread=False)",
+    "attribute": "(model, inputs, selector, metric, *, clean, each=None, steps=None, check=0)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
     " batch_size=32)",
     "check": "(model, *, also=(), keep=None, every_thread=False)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad', every_thread=False, **others)",
-    "compare": "(a, b, *, names=None, floor=None)",
+    "compare": "(a, b, *, names=None, floor=None, tokens='auto', dims=None)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",
-    "edit": "(model, selector, change, *, ports='output', every_thread=False)",
+    "edit": "(model, selector, change=None, *, ports='output', at=None, steps=None,"
+    " every_thread=False)",
     "extract": "(model, data, selector, to, *, batch_size=None, resume=True, engine=None,"
     " **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
@@ -52,6 +56,7 @@ SIGNATURES = {
     "select": "(model, selector=None, ports='output')",
     "shadow": "(a, b, inputs)",
     "summary": "(model, inputs=None)",
+    "sweep": "(model, inputs, changes, metric, *, each=None, clean=None, read=None, **options)",
     "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",
     "ClassMaps.overlay": "(self, image=None, alpha=0.5)",
     "ClassMaps.save": "(self, path, image=None, alpha=0.5)",
@@ -92,6 +97,7 @@ SIGNATURES = {
     "plots.histograms": "(recording, sites=None, *, bins=64, n=48, log=True)",
     "plots.images": "(recording, site='(root):input', *, n=16, layout=None)",
     "plots.statistics": "(recording, sites=None, *, what=('mean', 'std', 'min', 'max', 'zeros'))",
+    "plots.sweep": "(effects, *, axes=None, texts=None, normalised=False)",
     "plots.tokens": "(recording, site, *, texts=None, n=None, order='index', sample=0,"
     " layout=None)",
     "Store.cat": "(stores)",
@@ -132,8 +138,8 @@ def test_the_signatures():
 
 
 def test_everything_public_is_documented_with_an_example():
-    for name in ("attach", "cam", "clip", "doctor", "edit", "features", "inventory", "open",
-                 "profile", "record", "select", "summary", "watch"):  # fmt: skip
+    for name in ("attach", "attribute", "cam", "clip", "doctor", "edit", "features", "inventory",
+                 "open", "profile", "record", "select", "summary", "sweep", "watch"):  # fmt: skip
         text = inspect.getdoc(getattr(hl, name))
         for part in (">>> ", "Args:", "Returns:", "Raises:"):
             assert part in text or (name, part) in {
@@ -157,6 +163,11 @@ def recorded():
     return run
 
 
+def swept(verb):
+    x = torch.ones(1, 2)
+    return verb(nn.Linear(2, 2).eval(), x, "(root)", lambda out: out[0, 0], clean=2 * x)
+
+
 def stored():
     columns = {"x": torch.ones(3, 2), "pooled": torch.ones(2, 2)}
     return hl.open(str(write_store(
@@ -168,11 +179,15 @@ def stored():
 # fmt: off
 LOOK_UPS = ["full", "get", "items", "keys", "leaves", "reduced", "tensor", "values"]
 LINE = ["name", "remove", "report"]
+EFFECTS = ["axes", "baseline", "clean", "effects", "labels", "normalised", "to_dict", "to_pandas"]
 SURFACES = {
     "hookline": (lambda: hl, NAMES),
-    "edits": (lambda: hl.edits, ["add", "clamp", "noise", "replace", "scale"]),
+    "edits": (lambda: hl.edits, [
+        "add", "clamp", "noise", "patch", "project_out", "replace", "reroute", "round_to", "scale",
+        "steer",
+    ]),
     "plots": (lambda: hl.plots, [
-        "channels", "compare", "gradients", "histograms", "images", "statistics", "tokens",
+        "channels", "compare", "gradients", "histograms", "images", "statistics", "sweep", "tokens",
     ]),
     "stats": (lambda: hl.stats, [
         "Covariance", "Histogram", "Moments", "Quantiles", "Statistic", "covariance", "histogram",
@@ -191,6 +206,12 @@ SURFACES = {
         "to_pandas", "top", "total", "trace",
     ]),
     "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
+    "Sweep": (lambda: swept(hl.sweep), [
+        *EFFECTS, "forwards", "notes", "rows", "unmoved", "values",
+    ]),
+    "Attribution": (lambda: swept(hl.attribute), [
+        *EFFECTS, "failing", "measured", "rank_correlation", "scores",
+    ]),
     "Recording": (recorded, [
         *LOOK_UPS, "calls", "cat", "gradients", "lost", "model", "modules", "passes", "ranks",
         "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
@@ -240,18 +261,21 @@ def test_names_are_imported_from_where_type_checkers_look():
     for statement in block.body:
         for alias in statement.names:
             name = alias.asname or alias.name
-            assert f"hookline.{hl._OF_NAME[name]}" == statement.module, name
+            assert hl._MODULE_OF[name] == statement.module, name
             module = importlib.import_module(statement.module)
             assert getattr(hl, name) is getattr(module, alias.name), name
     known = {alias.asname or alias.name for node in block.body for alias in node.names}
     errors = {name for name in hl.__all__ if name.endswith(("Error", "Warning"))}
     assert known | errors == set(hl.__all__)
-    assert known == hl._OF_NAME.keys()
+    assert known == hl._MODULE_OF.keys()
 
 
-@pytest.mark.parametrize("name", hookline.models.__all__)
-def test_the_examples_of_models_by_name_are_run(pytestconfig, name):
-    file = inspect.getsourcefile(getattr(hookline.models, name))
+@pytest.mark.parametrize(
+    "public",
+    [getattr(room, name) for room in (hookline.data, hookline.models) for name in room.__all__],
+)
+def test_the_examples_of_models_and_inputs_by_name_are_run(pytestconfig, public):
+    file = inspect.getsourcefile(public)
     (ignored,) = [
         plugin.collect_ignore_glob
         for plugin in pytestconfig.pluginmanager.get_plugins()
@@ -264,4 +288,4 @@ def test_the_examples_of_models_by_name_are_run(pytestconfig, name):
 def test_importing_hookline_imports_no_verb():
     code = "import sys, hookline; print([name for name in sys.modules if name[:9] == 'hookline.'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['hookline.errors']"
+    assert done.stdout.strip() == "['hookline.errors', 'hookline.util', 'hookline.util.late_names']"

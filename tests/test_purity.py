@@ -63,5 +63,7 @@ def test_the_check_can_fail(statement):
 
 
 def test_views_and_models_bring_no_extra_until_used():
-    done = check("import hookline.views\nfrom hookline.models import *")
+    done = check(
+        "import hookline.views\nfrom hookline.data import *\nfrom hookline.models import *"
+    )
     assert done.returncode == 0, done.stderr

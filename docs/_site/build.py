@@ -29,6 +29,7 @@ from llms import write_texts
 from nbclient import NotebookClient
 
 import hookline as hl
+import hookline.data
 import hookline.models
 from files import files_page
 
@@ -173,7 +174,8 @@ def with_entries(markdown: str) -> str:
     """
 
     def entry(match: re.Match[str]) -> str:
-        shown = match[1].replace("hookline.", "hl.", 1).replace("hl.models.", "")
+        shown = match[1].replace("hookline.", "hl.", 1)
+        shown = shown.removeprefix("hl.models.").removeprefix("hl.data.")
         options = f"      heading: {shown}\n      toc_label: {shown}"
         return f"::: {definition(match[1])}\n    options:\n{options}"
 

@@ -11,6 +11,7 @@ from typing import Any
 from markdown.extensions.toc import slugify
 
 import hookline as hl
+import hookline.data
 import hookline.models
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -62,7 +63,8 @@ def docstring_of(name: str) -> str:
             signature = str(inspect.signature(thing)).replace("'", "")
         except (TypeError, ValueError):
             signature = "(...)"
-    shown = name.replace("hookline.", "hl.", 1).replace("hl.models.", "")
+    shown = name.replace("hookline.", "hl.", 1)
+    shown = shown.removeprefix("hl.models.").removeprefix("hl.data.")
     return f"## {shown}\n\n```python\n{shown}{signature}\n```\n\n{inspect.getdoc(thing) or ''}"
 
 

@@ -7,8 +7,7 @@ with hl.record(model, nn.Conv2d) as run:
 run["layer1.0.conv1"]
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hookline.errors import AmbiguousError as AmbiguousError
 from hookline.errors import AttachError as AttachError
@@ -24,6 +23,7 @@ from hookline.errors import RanksError as RanksError
 from hookline.errors import SelectionError as SelectionError
 from hookline.errors import SiteError as SiteError
 from hookline.errors import StructureError as StructureError
+from hookline.util.late_names import late_names
 
 if TYPE_CHECKING:
     from hookline.curves import Curves as Curves
@@ -61,6 +61,10 @@ if TYPE_CHECKING:
     from hookline.verbs.record.record import record as record
     from hookline.verbs.summary import Summary as Summary
     from hookline.verbs.summary import summary as summary
+    from hookline.verbs.sweep.attribute import attribute as attribute
+    from hookline.verbs.sweep.effects import Attribution as Attribution
+    from hookline.verbs.sweep.effects import Sweep as Sweep
+    from hookline.verbs.sweep.sweep import sweep as sweep
     from hookline.verbs.watch.watch import watch as watch
     from hookline.views import plots as plots
 
@@ -94,29 +98,20 @@ _MODULES = {
     "verbs.record.features": "features",
     "verbs.record.record": "record",
     "verbs.summary": "Summary summary",
+    "verbs.sweep.attribute": "attribute",
+    "verbs.sweep.effects": "Attribution Sweep",
+    "verbs.sweep.sweep": "sweep",
     "verbs.watch.watch": "watch",
     "views": "plots",
 }
-_OF_NAME = {name: module for module, names in _MODULES.items() for name in names.split()}
+_MODULE_OF = {
+    name: f"hookline.{module}" for module, names in _MODULES.items() for name in names.split()
+}
 
-__all__ = list(_OF_NAME)
+__all__ = list(_MODULE_OF)
 __all__ += [name for name in globals() if name.endswith(("Error", "Warning"))]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first access."""
-    module = _OF_NAME.get(name)
-    if module is None:
-        raise AttributeError(f"module 'hookline' has no attribute {name!r}")
-    value = _find(f"hookline.{module}", name)
-    globals()[name] = value
-    return value
-
-
-def _find(module: str, name: str) -> Any:
-    """Return an attribute of a module, or a module of a package."""
-    holder = import_module(module)
-    return getattr(holder, name) if hasattr(holder, name) else import_module(f"{module}.{name}")
+__getattr__ = late_names(__name__, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

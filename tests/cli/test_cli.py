@@ -340,6 +340,7 @@ def test_a_gradient_cannot_be_inspected_and_it_is_said(tmp_path):
 def test_inspect_draws_histograms_and_maps_when_asked(tmp_path):
     plain = run("inspect", "demo:digits", "demo", "--at", "block*", cwd=tmp_path).stdout
     drawn = run("inspect", "demo:digits", "demo", "--at", "block*", "--plot", cwd=tmp_path).stdout
+    assert max(map(len, drawn.splitlines())) <= 80
     assert "histogram" not in plain
     assert "histogram, log counts" in drawn
     assert "block3: 40 channels of 4x4" in drawn

@@ -11,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from hookline.cli.app import app
-from hookline.models import guess_input, load_model
+from hookline.data import guess_input
+from hookline.models import load_model
 
 MODELS = """
 import torch

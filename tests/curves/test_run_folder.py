@@ -233,7 +233,7 @@ def logged_frame(step=0, seconds=1.0, numbers=None):
 LAYOUT = layout_frame([["a", 0, 8, None]])
 
 
-def test_a_layout_an_order_and_logged_numbers_are_read(tmp_path):
+def test_a_layout_an_order_and_user_numbers_are_read(tmp_path):
     frames = logged_frame(3) + LAYOUT + step_frame() + order_frame(0) + step_frame()
     (tmp_path / "curves.bin").write_bytes(b"hlcurve1" + frames)
     found = hl.open(tmp_path)

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from hookline.data import load_input
 from hookline.errors import InputError
-from hookline.models import LoadedModel, load_input
+from hookline.models import LoadedModel
 
 ONE = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hookline.data import load_input
 from hookline.errors import InputError
-from hookline.models import load_input
 
 
 def test_the_demo_has_an_input_of_its_own(digits):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from PIL import Image
 
+from hookline.data import load_input
 from hookline.data.images import open_picture
 from hookline.errors import InputError
-from hookline.models import LoadedModel, load_input
+from hookline.models import LoadedModel
 
 
 def test_a_picture_is_prepared_as_its_model_wants_it(resnet18, picture):

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hookline.data import load_input
 from hookline.errors import InputError
-from hookline.models import LoadedModel, load_input
+from hookline.models import LoadedModel
 
 LINEAR = LoadedModel("linear", nn.Linear(2, 2))
 

@@ -128,6 +128,7 @@ def test_killed_and_started_again_it_is_whole(bucket, at):
 
 def test_a_server_that_is_gone_is_an_error_that_says_so(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
@@ -204,6 +205,7 @@ def test_two_recordings_at_one_url_leave_one_whole(bucket):
 
 def test_a_recording_is_not_saved_to_a_server_that_is_gone(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()

@@ -11,8 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from hookline.data import load_input
 from hookline.errors import InputError, ModelError
-from hookline.models import load_input, load_model
+from hookline.models import load_model
 from hookline.models.packages import import_package
 from warm import run_python
 

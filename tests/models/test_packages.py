@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from hookline.data import load_input
 from hookline.errors import InputError, ModelError
-from hookline.models import load_input, load_model
+from hookline.models import load_model
 from hookline.models.packages import import_package, in_short, is_reachable
 from warm import run_python
 

@@ -161,3 +161,17 @@ def test_one_class_is_made_for_a_named_tuple_read_many_times():
     back, _ = there_and_back([pair(1, 2), pair(3, 4)])
     assert type(back[0]) is type(back[1])
     assert type(there_and_back(pair(5, 6))[0]) is type(back[0])
+
+
+def test_two_layouts_of_one_tensor_are_told_apart():
+    tensor, parts = torch.ones(2, 3), {}
+    layout = {"shape": [4, 3], "mesh": [2], "names": [], "first": 0, "at": [0]}
+    first = {**layout, "placements": [["shard", 0]]}
+    second = {**layout, "shape": [2, 3], "placements": [["partial", "sum"]]}
+    data = {"list": [[k, {"tensor": "0", "shard": first if k else second}] for k in range(2)]}
+    values = decode(data, lambda name: tensor, parts)
+    kinds = [parts[id(value)][0].placements[0][0] for value in values]
+    assert kinds == ["partial", "shard"]
+    older = {}
+    assert decode({"tensor": "0", "shard": True}, lambda name: tensor, older) is tensor
+    assert older == {}

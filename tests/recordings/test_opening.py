@@ -333,6 +333,16 @@ def recorded_of(model):
     return run
 
 
+def test_ranks_of_one_model_identify_it_together(tmp_path):
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    runs = [recorded_of(model), recorded_of(model)]
+    opened = hl.open(folder_of_ranks(tmp_path / "same", runs))
+    assert opened.model == opened.ranks[1].model == runs[0].model
+    mixed = hl.open(folder_of_ranks(tmp_path / "mixed", [recorded_of(model), recorded_of(other)]))
+    with pytest.raises(hl.AmbiguousError, match=r"run.ranks\[0\].model"):
+        mixed.model  # noqa: B018
+
+
 def test_a_saved_recording_identifies_its_model(tmp_path):
     model, changed = nn.Linear(2, 3), nn.Linear(2, 3)
     same = copy.deepcopy(model)

@@ -38,6 +38,7 @@ from hookline.cli.terminal import (
     show,
 )
 from hookline.cli.viewing import chosen_items, open_page, serve, serving_of, write_view
+from hookline.display.results import terminal_width
 from hookline.display.text import plural
 from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
@@ -472,7 +473,7 @@ def _plot(inspection: Inspection) -> str:
     except InputError as error:
         return str(error)
     out.print()
-    out.print(drawing)
+    out.print(drawing, width=out.width if out.is_terminal else terminal_width())
     return ""
 
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.cli.terminal import Busy
+from hookline.data import guess_input, load_input
 from hookline.display.text import plural
 from hookline.engine import PORTS, Report
 from hookline.engine.pytree import tree
 from hookline.errors import HooklineError, HooklineWarning, InputError, SelectionError
-from hookline.models import Batch, LoadedModel, guess_input, load_input
+from hookline.models import Batch, LoadedModel
 from hookline.recordings import Recording, check_target
 from hookline.verbs.doctor.diagnosis import Diagnosis
 from hookline.verbs.profile.profile import Profile

@@ -1,1 +1,18 @@
 """Read what a model is given: data of any kind as batches, and an input by its name."""
+
+from typing import TYPE_CHECKING
+
+from hookline.util.late_names import late_names
+
+if TYPE_CHECKING:
+    from hookline.data.guess_input import guess_input as guess_input
+    from hookline.data.named_input import load_input as load_input
+
+# Imported on first use: the files of this package import each other.
+_MODULE_OF = {
+    "guess_input": "hookline.data.guess_input",
+    "load_input": "hookline.data.named_input",
+}
+
+__all__ = list(_MODULE_OF)
+__getattr__ = late_names(__name__, _MODULE_OF)

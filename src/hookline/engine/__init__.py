@@ -33,7 +33,7 @@ from hookline.engine.passes.rerun import repeated
 from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.pytree.hidden_tensors import every_tensor, tensor_holder
 from hookline.engine.pytree.tree import local_shards
-from hookline.engine.report.replaced import Lapse
+from hookline.engine.report.replaced_parts import Lapse
 from hookline.engine.report.report import Report, facts
 from hookline.engine.selection.module_tree import (
     ModuleNode, ParameterNode, module_tree, require_model, walk,
@@ -41,7 +41,7 @@ from hookline.engine.selection.module_tree import (
 from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
 )
-from hookline.engine.selection.site import PORTS, ROOT, Site, path_text
+from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text
 from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
     AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, no_callback, walked_over,
@@ -54,11 +54,17 @@ from hookline.engine.torch_private.autograd import (
 )
 from hookline.engine.torch_private.distributed import (
     calls_of_sharded, clone_locally, default_store, full_value, gathered, is_dtensor,
-    is_grouped, local_part, reshard, sharding, split_over, split_parameters, unwrapped,
+    is_grouped, layout_of, local_part, reshard, sharding, split_over, split_parameters, unwrapped,
 )
-from hookline.engine.torch_private.dynamo import dynamo_config, has_compiled, while_tracing
+from hookline.engine.torch_private.dynamo import (
+    TracingAttachError, dynamo_config, has_compiled, while_tracing,
+)
 from hookline.engine.torch_private.graph.checkpoint import aside
-from hookline.engine.torch_private.graph.dispatch import storage_address, without_dispatch_modes
+from hookline.engine.torch_private.graph.dispatch import (
+    storage_address,
+    without_function_modes,
+    without_modes,
+)
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward, kept_by, memory_of, next_number, nodes_below, nodes_of_loss,
     number_of, running_node, saved_by, traced_node, workspace_of,

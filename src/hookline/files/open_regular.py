@@ -23,17 +23,6 @@ def open_regular(path: Path) -> int:
     raise ValueError(f"{path.name} must be a regular file, got a {kind}")
 
 
-def read_regular(path: Path) -> bytes:
-    """Read a regular file.
-
-    Raises:
-        OSError: the file cannot be read. ValueError: it is a pipe, a device or a folder.
-    """
-    handle = open_regular(path)
-    with os.fdopen(handle, "rb") as file:
-        return file.read()
-
-
 def sync(path: Path) -> None:
     """Sync a file, or a folder's entries, to disk, so that a later rename cannot precede it."""
     handle = os.open(path, os.O_RDONLY)

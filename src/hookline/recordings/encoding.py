@@ -15,8 +15,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import is_dtensor, local_part
+from hookline.engine import is_dtensor, layout_of, local_part
 from hookline.engine.pytree import describe, tree
+from hookline.recordings.placements import Layout, Part
 
 # The dtypes of the safetensors format; complex128 is stored as pairs of float64.
 # fmt: off
@@ -31,7 +32,7 @@ STORABLE = frozenset({
 StoreTensor = Callable[[Tensor], str]
 Lost = Callable[[str], None]
 
-# Marks a tensor that was one rank's shard of a DTensor.
+# The key of the layout of a tensor that was one rank's part of a DTensor.
 SHARD = "shard"
 
 # The most fields of a named tuple: Python takes minutes to create a class with very many.
@@ -170,8 +171,8 @@ def _no_tensor(tensor: Any) -> Any:
 
 
 def _encode_tensor(value: Tensor, store_tensor: StoreTensor, lost: Lost) -> Any:
-    # Decoded, a shard is a plain tensor; ranks must not reduce shards as if they were the whole.
-    of_shard = {SHARD: True} if is_dtensor(value) else {}
+    # Decoded, a part is a plain tensor; only the layout says where it lies in the whole.
+    of_shard = {SHARD: layout_of(value)} if is_dtensor(value) else {}
     value = local_part(value)
     if not _is_storable(value):
         return _lost(f"{describe.in_full(value)}, {value.layout}", lost)
@@ -200,14 +201,19 @@ def _is_storable(tensor: Tensor) -> bool:
 
 
 def holds_shard(data: Any) -> bool:
-    """Return whether an encoded value has a tensor that was one rank's shard of a DTensor."""
+    """Return whether an encoded value has a tensor that was one rank's part of a DTensor."""
     if isinstance(data, list):
         return any(map(holds_shard, data))
     return isinstance(data, dict) and (SHARD in data or any(map(holds_shard, data.values())))
 
 
-def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
-    """Decode a value; `get` returns a tensor by name.
+def decode(data: Any, get: Callable[[str], Tensor], parts: dict[int, Part] | None = None) -> Any:
+    """Decode a value.
+
+    Args:
+        data: the encoded value.
+        get: returns a tensor by name.
+        parts: takes the tensors that were parts of DTensors, with their layouts, by their `id()`.
 
     Raises:
         ValueError: the data was not written by `encode`.
@@ -217,13 +223,14 @@ def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
     if not isinstance(data, dict) or not data:
         raise ValueError(f"not an encoded value: {data!r}")
     kind = next(iter(data))
-    if kind == "tensor":
-        return get(data[kind])
-    if kind == "complex":
-        return torch.view_as_complex(get(data[kind]))
+    if kind in ("tensor", "complex"):
+        tensor = get(data[kind])
+        if kind == "complex":
+            tensor = torch.view_as_complex(tensor)
+        return _noted(tensor, data, parts)
     if kind in _OF_DATA:
         return _OF_DATA[kind](data[kind])
-    values = [decode(part, get) for _, part in data[kind]]
+    values = [decode(part, get, parts) for _, part in data[kind]]
     if kind in _OF_PARTS:
         return _OF_PARTS[kind](values)
     keys = [decode(key, _no_tensor) for key, _ in data[kind]]
@@ -237,6 +244,16 @@ def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
         fields.type_name = name
         return _distinct(fields, keys)
     raise ValueError(f"not an encoded value: {kind!r}")
+
+
+def _noted(tensor: Tensor, data: Any, parts: dict[int, Part] | None) -> Tensor:
+    """Note the layout of a tensor, as a view of its own: two layouts may share a tensor."""
+    layout = None if parts is None or SHARD not in data else Layout.from_json(data[SHARD])
+    if parts is None or layout is None:
+        return tensor
+    view = tensor.view_as(tensor)
+    parts[id(view)] = layout, view
+    return view
 
 
 def _dtype(name: Any) -> torch.dtype:

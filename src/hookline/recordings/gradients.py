@@ -163,10 +163,6 @@ def gradient_flow(log: Log, report: Report) -> GradientFlow:
     )
 
 
-def _is_gradient(entry: Entry) -> bool:
-    return entry.backward is not None
-
-
 def _norms(rows: list[GradientRow], chosen: list[bool]) -> list[float]:
     pairs = zip(rows, chosen, strict=True)
     return [row.norm for row, is_chosen in pairs if is_chosen and 0 < row.norm < math.inf]

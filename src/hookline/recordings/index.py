@@ -186,11 +186,11 @@ class Index:
         ]
         names = list(self._by_text)
         if same_path:
-            hint = f"; recorded there: {listed(same_path)}."
+            hint = f"; recorded there: {quoted(same_path)}."
         elif close := closest(text, names):
-            hint = f". Did you mean {listed(close)}?"
+            hint = f". Did you mean {quoted(close)}?"
         else:
-            hint = f"; recorded: {plural(len(names), 'site')}, such as {listed(names)}."
+            hint = f"; recorded: {plural(len(names), 'site')}, such as {quoted(names)}."
         return (
             f"{text!r} was never selected{hint}"
             "\nLook up one that was, or select this one too when recording."
@@ -218,6 +218,6 @@ def _shared(text: str, name: str) -> int:
     return first(text, name) + first(reversed(text), reversed(name))
 
 
-def listed(names: list[str]) -> str:
+def quoted(names: list[str]) -> str:
     """Write the first names of a list, quoted."""
     return ", ".join(map(repr, names[:4]))

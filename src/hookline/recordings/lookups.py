@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.log import Log, Read
+from hookline.recordings.log_entries import Entry
+from hookline.recordings.placements import Part
 from hookline.recordings.ranks import Collective, combined, full, joined, reduced
 from hookline.recordings.stored_values import Stored
 
@@ -115,7 +118,8 @@ class Lookups(Mapping[str, Any]):
 
         All ranks must call it, and each rank gets the whole value. A DTensor knows how it is
         sharded, and needs no `dim`. Plain tensors are concatenated along `dim`, in the order of the
-        ranks. If `hl.open` read the recordings of all ranks, one process is enough.
+        ranks. If `hl.open` read the recordings of all ranks, one process is enough; DTensors of
+        several meshes, such as the halves of a batch, are then concatenated along `dim`, too.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)
@@ -139,14 +143,20 @@ class Lookups(Mapping[str, Any]):
 
         Raises:
             RanksError: on every rank: a rank did not call it in time, has no such value, or has a
-                value of another kind; or there is no process group.
-            AmbiguousError: the tensors are plain and `dim` is None; or several calls or passes
-                have a value.
+                value of another kind; or there is no process group. Of a folder: the recording of a
+                rank of the mesh is missing, or a placement is unknown.
+            AmbiguousError: `dim` is None, and the tensors are plain or of several meshes; or
+                several calls or passes have a value.
             ValueError: the tensors have no dimension `dim`, or differ in another dimension.
         """
         question = f"{self._name}.full({str(key)!r}, dim={dim})"
         if ranks := self._of_ranks():
-            return joined([rank[key] for rank in ranks], dim, question)
+            placed: dict[int, Part] = {}
+            read = partial(_loaded, placed)
+            # A rank outside of the mesh may lack the site. `join_placed` misses a part of the mesh.
+            having = [rank._only(key, read) for rank in ranks if key in rank]
+            values = having if placed else [rank._only(key, read) for rank in ranks]
+            return joined(values, placed, dim, question)
         ask = Collective(question, self._log.sites, group, timeout)
         return full(ask, lambda: self._only(key, self._log.whole), dim)
 
@@ -190,3 +200,8 @@ class Lookups(Mapping[str, Any]):
             return combined([rank[key] for rank in ranks], op, question, is_sharded=is_sharded)
         ask = Collective(question, self._log.sites, group, timeout)
         return reduced(ask, lambda: self._only(key, self._log.whole), op)
+
+
+def _loaded(placed: dict[int, Part], entry: Entry) -> Any:
+    """Read the value of an entry, and note the tensors that were parts of DTensors."""
+    return entry.value.load(placed) if isinstance(entry.value, Stored) else entry.value

@@ -7,7 +7,7 @@ value therefore raises an error on every rank instead of a hang.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +29,7 @@ from hookline.engine import (
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import flat_bytes
+from hookline.recordings.placements import Part, guess, join_placed, parts_of
 
 OPS = ("mean", "sum", "max", "min")
 
@@ -142,13 +143,44 @@ def _reduce(ask: Collective, tensor: Tensor, op: str) -> Tensor:
     return total / dist.get_world_size(ask.group) if op == "mean" else total
 
 
-def joined(values: Sequence[Any], dim: int | None, question: str) -> Any:
-    """Join the values of all ranks of an opened recording, as `full` does."""
+def joined(
+    values: Sequence[Any], placed: Mapping[int, Part], dim: int | None, question: str
+) -> Any:
+    """Join the values of all ranks of an opened recording, as `full` does.
+
+    `placed` has the tensors that were parts of DTensors, with their layouts, by their `id()`.
+    """
     parts = [[_describe(part) for part in _parts(value)] for value in values]
     _check_kinds(question, list(range(len(values))), parts)
-    _check_dim(Collective(question, (), None, 0.0), parts, dim)
-    columns = iter(list(zip(*[_parts(value) for value in values], strict=True)))
-    return tree.map_tensors(lambda _: torch.cat(next(columns), dim or 0), values[0])
+    columns = list(zip(*[_parts(value) for value in values], strict=True))
+    of_dtensors = [_known(parts_of(column, placed), dim, question) for column in columns]
+    plain = [
+        [part for part, whole in zip(of_rank, of_dtensors, strict=True) if whole is None]
+        for of_rank in parts
+    ]
+    _check_dim(Collective(question, (), None, 0.0), plain, dim)
+    wholes = iter(
+        torch.cat(column, dim or 0) if part is None else join_placed(part, dim, question)
+        for column, part in zip(columns, of_dtensors, strict=True)
+    )
+    return tree.map_tensors(lambda _: next(wholes), values[0])
+
+
+def _known(parts: list[Part] | None, dim: int | None, question: str) -> list[Part] | None:
+    """Return the parts of a DTensor; None for plain tensors, and where `dim` says how to join them.
+
+    Raises:
+        RanksError: a placement is unknown, and `dim` is None.
+    """
+    unknown = "" if parts is None else parts[0][0].unknown
+    if parts is None or (unknown and dim is not None):
+        return None
+    if unknown:
+        raise RanksError(
+            f"{question}: placements must be Shard, Replicate, or Partial with a known reduction,"
+            f" got {unknown}.\n{guess(parts, question)}"
+        )
+    return parts
 
 
 def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool) -> Any:

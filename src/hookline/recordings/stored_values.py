@@ -19,6 +19,7 @@ from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, UnreadableError, reading
 from hookline.files.safetensors_file import TensorFile
 from hookline.recordings.encoding import decode, holds_shard
+from hookline.recordings.placements import Part
 
 # The fix that errors about damage give.
 REMEDY = "Copy the folder again from a whole one, or record it again."
@@ -93,15 +94,17 @@ class Stored:
         self._data = data
         self._site = site
 
-    def load(self) -> Any:
+    def load(self, parts: dict[int, Part] | None = None) -> Any:
         """Read the value; repeated calls return the same tensors.
+
+        `parts` takes the tensors that were parts of DTensors, with their layouts, by their `id()`.
 
         Raises:
             FolderError: the folder is gone or damaged, or cannot be read now.
             OverwrittenError: one of its tensors was changed in place after it was read.
         """
         try:
-            return self._decode(self._files.tensor)
+            return self._decode(self._files.tensor, parts)
         except OverwrittenError:
             raise OverwrittenError(
                 f"{self._site} was changed in place after it was looked up."
@@ -118,16 +121,16 @@ class Stored:
         self._decode(self._files.verified)
 
     def holds_shard(self) -> bool:
-        """Return whether a tensor of the value was one rank's shard of a DTensor."""
+        """Return whether a tensor of the value was one rank's part of a DTensor."""
         return holds_shard(self._data)
 
     def release(self) -> None:
         """Close the folder's files."""
         self._files.release()
 
-    def _decode(self, get: Callable[[str], Tensor]) -> Any:
+    def _decode(self, get: Callable[[str], Tensor], parts: dict[int, Part] | None = None) -> Any:
         try:
-            return decode(self._data, get)
+            return decode(self._data, get, parts)
         except (OverwrittenError, UnreadableError):
             raise
         except (*DAMAGE, OSError) as error:

@@ -14,7 +14,7 @@ from hookline.display.text import plural
 from hookline.engine import Site, as_written
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
-from hookline.recordings.checks import Source, check_source
+from hookline.recordings.figure_arguments import Source, check_source
 from hookline.recordings.pass_record import PassRecord
 from hookline.recordings.recording import Recording
 from hookline.statistics.of_values import main_tensor, measured_tensors

@@ -81,7 +81,7 @@ class Shards:
         self.n_items, self.n_rows = written["items"], written["rows"]
         if not len(sizes) == len(seals) == len(self.n_items) == len(self.n_rows):
             raise ValueError("it must list each shard in each of its lists")
-        self._begin()
+        self._make_caches()
 
     @staticmethod
     def joined(parts: Iterable[Shards]) -> Shards:
@@ -90,10 +90,10 @@ class Shards:
         joined = Shards.__new__(Shards)
         for name in _LISTS:
             setattr(joined, name, [entry for part in stores for entry in getattr(part, name)])
-        joined._begin()
+        joined._make_caches()
         return joined
 
-    def _begin(self) -> None:
+    def _make_caches(self) -> None:
         # The first item and row after each shard.
         self.item_stops = list(accumulate(self.n_items))
         self.row_stops = list(accumulate(self.n_rows))
@@ -119,7 +119,7 @@ class Shards:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._make_caches()
 
     def name(self, shard: int) -> str:
         """Return the name of a shard's file, with its place."""

@@ -26,7 +26,7 @@ from hookline.errors import (
 from hookline.files.place import Place, as_place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.sealed_json import MANIFEST
-from hookline.recordings.index import closest, listed
+from hookline.recordings.index import closest, quoted
 from hookline.statistics import Moments, merged
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
@@ -494,12 +494,12 @@ class Store(Result):
     def _not_stored(self, site: Site) -> str:
         same_path = [name for stored, name in self._by_site.items() if stored.path == site.path]
         if same_path:
-            hint = f"; stored there: {listed(same_path)}."
+            hint = f"; stored there: {quoted(same_path)}."
         elif close := closest(str(site), list(self.sites)):
-            hint = f". Did you mean {listed(close)}?"
+            hint = f". Did you mean {quoted(close)}?"
         else:
             n_sites = plural(len(self.sites), "site")
-            hint = f"; stored: {n_sites}, such as {listed(list(self.sites))}."
+            hint = f"; stored: {n_sites}, such as {quoted(list(self.sites))}."
         return (
             f"{str(site)!r} was never selected{hint}"
             "\nLook up one that was, or select this one too when extracting."

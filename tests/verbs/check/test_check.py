@@ -20,6 +20,7 @@ import zoo
 from hookline.engine.pytree import tree
 from hookline.models import load_demo_digits, load_model
 from hookline.verbs.check import forward
+from thoroughness import tries
 
 
 class Applied(nn.Module):
@@ -469,14 +470,14 @@ def trained(check):
     x, y = load_demo_digits()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with hl.check(model) if check else contextlib.nullcontext():
-        for _ in range(500):
+        for _ in range(tries(500, gate=150)):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
     return model.state_dict()
 
 
-def test_500_steps_give_the_same_weights_bit_for_bit():
+def test_hundreds_of_steps_give_the_same_weights_bit_for_bit():
     one, other = trained(check=True), trained(check=False)
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -42,16 +41,3 @@ def test_weights_are_known_by_their_names_or_their_class():
     kinds |= {entry.kind for entry in side_of({"fc.weight": X, "fc.bias": X}, "a").entries}
     assert kinds == {"stored"}
     assert {entry.kind for entry in side_of({"fc": X, "act": X}, "a").entries} == {"output"}
-
-
-def test_a_recording_of_several_ranks_is_refused():
-    model = nn.Linear(4, 4)
-    with hl.record(model) as run:
-        model(X)
-    both = hl.Recording(run.sites, run.report())
-    both.ranks = (run, run)
-    with pytest.raises(hl.InputError, match=r"one rank, got 2 ranks.\nGive .*: a.ranks\[0\]"):
-        hl.compare(both, run)
-    with pytest.raises(hl.InputError, match=r"b must be the recording of one rank"):
-        hl.compare(run, both)
-    assert hl.compare(both.ranks[0], run).ok

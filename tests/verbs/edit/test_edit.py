@@ -72,6 +72,50 @@ def test_a_change_may_ask_for_its_site(net, image):
     assert (net.fc.bias.grad == 2 * len(image)).all()
 
 
+def test_a_mapping_makes_one_line_with_one_report(net, image):
+    changes = {
+        "layer1": hl.edits.scale(0.0), nn.Linear: hl.edits.add(1.0),
+        net.fc: hl.edits.scale(2.0), "fc.bias:grad": torch.zeros_like,
+    }  # fmt: skip
+    with hl.edit(net, changes) as line:
+        y = net(image)
+        y.sum().backward()
+    zeros = net.layer1(net.stem(image)) * 0
+    assert torch.equal(y, 2 * (net.fc(net.pool(net.layer2(zeros)).flatten(1)) + 1))
+    assert not net.fc.bias.grad.any()
+    fired = [(str(site), count) for site, count in line.report().fired]
+    assert fired == [("layer1", 1), ("fc", 1), ("fc", 1), ("fc.bias:grad", 1)]
+    assert not hl.inventory(net)
+
+
+def test_a_mapping_is_attached_whole_or_not_at_all(net):
+    with pytest.raises(hl.SelectionError, match="nothing_there"):
+        hl.edit(net, {"layer1": hl.edits.scale(0), "nothing_there": hl.edits.scale(0)})
+    with pytest.raises(hl.AttachError, match="must be a function of the value, got Tensor"):
+        hl.edit(net, {"layer1": hl.edits.scale(0), "fc": torch.zeros(1)})
+
+    class Fails:
+        def __call__(self, value):
+            return value
+
+        def at(self, site):
+            raise hl.StructureError("at this site")
+
+    with pytest.raises(hl.StructureError, match="at this site"):
+        hl.edit(net, {"layer1": hl.edits.scale(0), "fc": Fails()})
+    assert not hl.inventory(net)
+
+
+def test_a_mapping_goes_without_a_change_and_a_selector_with_one(net):
+    for arguments, said in (
+        (({"fc": hl.edits.scale(0)}, hl.edits.scale(0)), "got a mapping and a change"),
+        (({},), "got an empty mapping"),
+        (("fc",), "change must be a function of the value, got NoneType"),
+    ):
+        with pytest.raises(hl.AttachError, match=said):
+            hl.edit(net, *arguments)
+
+
 class Branches(nn.Module):
     """What the caller gave and what a layer made, each read by a second branch as well."""
 

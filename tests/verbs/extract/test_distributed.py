@@ -22,6 +22,7 @@ from torch.testing import assert_close
 import hookline as hl
 from hookline.verbs.extract import collective_steps as module
 from parallel import conv_net, sharded
+from thoroughness import tries
 
 ROWS = torch.randn(50, 3, 6, 6, generator=torch.Generator().manual_seed(2))
 SITES = ["stem", "block.1:input"]
@@ -313,9 +314,9 @@ def has_ended(child):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["replicated", "FSDP2"])
-def test_a_group_killed_at_20_moments_goes_on_to_the_same_bytes(tmp_path, kind):
+def test_a_group_killed_many_times_goes_on_to_the_same_bytes(tmp_path, kind):
     """All ranks are killed at once, each time when some more shards are there."""
-    import torch._dynamo  # FSDP2 loads it: here once, not in 42 children
+    import torch._dynamo  # FSDP2 loads it: here once, not in each child
 
     chance = random.Random(0)
     folder = tmp_path / "s"
@@ -323,8 +324,8 @@ def test_a_group_killed_at_20_moments_goes_on_to_the_same_bytes(tmp_path, kind):
     torch.set_num_threads(1)
     hl.extract(conv_net(), ROWS, SITES, tmp_path / "whole", **TINY)
     torch.set_num_threads(threads)
-    n_killed = 0
-    for _ in range(20):
+    n_killed, n_moments = 0, tries(20, gate=7)
+    for _ in range(n_moments):
         children = start_group(tmp_path, kind)
         until = len(list(folder.glob("shard-*"))) + chance.randrange(3)
         while len(list(folder.glob("shard-*"))) < until and not has_ended(children[0]):
@@ -334,7 +335,7 @@ def test_a_group_killed_at_20_moments_goes_on_to_the_same_bytes(tmp_path, kind):
         n_killed += sum(os.WIFSIGNALED(os.waitpid(child, 0)[1]) for child in children)
     for child in start_group(tmp_path, kind):
         os.waitpid(child, 0)
-    assert n_killed > 30
+    assert n_killed > 1.5 * n_moments
     assert files(folder) == files(tmp_path / "whole")
     assert len(hl.open(folder, verify=True)) == 50
     assert not list(folder.glob(".*.part"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import random
 import signal
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,14 +40,14 @@ def files(folder):
 @pytest.fixture(scope="module")
 def cluster():
     """A cluster with room for two actors, and its address."""
-    before, printing = signal.getsignal(signal.SIGTERM), builtins.print
+    before = signal.getsignal(signal.SIGTERM)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with on_ray._quiet():
-        ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
-    builtins.print = printing
     signal.signal(signal.SIGTERM, before)
     torch.set_num_threads(threads)
 
@@ -79,7 +79,7 @@ def actors():
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"ray::MapWorker" in (path / "cmdline").read_bytes() and is_below(int(path.name)):
+            if b"ray::_Replica" in (path / "cmdline").read_bytes() and is_below(int(path.name)):
                 found.append(int(path.name))
         except (FileNotFoundError, ProcessLookupError):
             pass
@@ -107,7 +107,7 @@ def test_actors_run_under_the_callers_autocast(cluster, tmp_path, recwarn):
 def test_actors_that_are_killed_change_nothing(cluster, tmp_path, whole):
     """Each time when some more shards are there."""
     chance, folder, killed = random.Random(0), tmp_path / "s", []
-    n_kills = tries(17, gate=4)  # the process that comes in its place imports torch
+    n_kills = tries(17, gate=2)  # the process that comes in its place imports torch
     is_over = threading.Event()
 
     def kill():
@@ -259,10 +259,10 @@ def nodes(*resources):
 
 
 def test_each_machine_has_as_many_actors_as_it_has_room_for():
-    assert on_ray._room(nodes({"CPU": 3.0}), 1, "cpu") == 2  # one CPU stays free
+    assert on_ray._room(nodes({"CPU": 2.0}), 1, "cpu") == 2
     assert on_ray._room(nodes({"CPU": 1.0}), 1, "cpu") == 1
     assert on_ray._room(nodes({"CPU": 6.0}, {"CPU": 7.0}), 4, "cpu") == 2
-    assert on_ray._room(nodes({"CPU": 8.0}, {"CPU": 8.0}), 4, "cpu") == 3
+    assert on_ray._room(nodes({"CPU": 8.0}, {"CPU": 8.0}), 4, "cpu") == 4
     assert on_ray._room(nodes({"CPU": 9.0, "GPU": 2.0}, {"CPU": 2.0}), 4, "cuda") == 2
     with pytest.raises(hl.RanksError, match=r"4 CPUs for an actor, got at most 2(.|\n)*threads\(2"):
         on_ray._room(nodes({"CPU": 2.0}, {"CPU": 2.0}), 4, "cpu")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from thoroughness import tries
 from zoo import Looped, Nested, SmallNet
 
 OPTIMIZER = importlib.import_module("torch.optim.optimizer")
@@ -638,6 +639,9 @@ def test_the_cadence_recompiles_nothing(fresh_dynamo):
 # -- nothing changes ----------------------------------------------------------------------------
 
 
+N_STEPS = tries(500, gate=150)
+
+
 def train_digits(monitored, tmp_path):
     from hookline.models.demo.net import DigitsNet
 
@@ -647,7 +651,7 @@ def train_digits(monitored, tmp_path):
     line = None
     if monitored:
         line = hl.monitor(model, ports=EVERYTHING, every=3, to=tmp_path / "run")
-    for k in range(500):
+    for k in range(N_STEPS):
         generator = torch.Generator().manual_seed(k)
         x = torch.rand(16, 1, 8, 8, generator=generator)
         y = torch.randint(0, 10, (16,), generator=generator)
@@ -657,13 +661,12 @@ def train_digits(monitored, tmp_path):
         optimizer.step()
     if line is not None:
         line.remove()
-        assert len(line.curves) == 167
-        assert len(hl.open(tmp_path / "run")) == 167
+        assert len(line.curves) == len(hl.open(tmp_path / "run")) == math.ceil(N_STEPS / 3)
     return model.state_dict(), torch.rand(3)
 
 
 @pytest.mark.slow
-def test_500_steps_give_the_same_weights_bit_for_bit(tmp_path):
+def test_hundreds_of_steps_give_the_same_weights_bit_for_bit(tmp_path):
     weights, drawn = train_digits(False, tmp_path)
     monitored, drawn_monitored = train_digits(True, tmp_path)
     for name in weights:

@@ -247,6 +247,15 @@ def test_a_loaders_batches_are_run_one_after_the_other(net):
     assert feats.cat("layer1").shape == (5, 4, 8, 8)
 
 
+@pytest.mark.compiles
+def test_the_first_batch_stops_early_where_models_were_compiled(net, image):
+    torch.compile(net, backend="eager")(image)
+    counter = Counter(net)
+    hl.features(net, iter([image]), "stem")
+    counter.remove()
+    assert "layer1" not in counter.ran
+
+
 def test_an_iterators_batches_come_in_every_form(holder):
     x = torch.ones(2)
     for batch in (x, (x,), {"x": x}):

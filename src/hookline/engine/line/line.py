@@ -26,7 +26,7 @@ from hookline.engine.line.registration import Node, Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
 from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree import describe
-from hookline.engine.report.replaced import Originals
+from hookline.engine.report.replaced_parts import Originals
 from hookline.engine.report.report import Report
 from hookline.engine.report.why_silent import Silent, explain, gathered
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode

@@ -47,8 +47,8 @@ class CheckpointedRegion:
     """
 
     __slots__ = (
-        "_first", "at_late", "by_root", "calls", "changes", "early", "is_reentrant", "number",
-        "outer", "passes", "runs",
+        "__weakref__", "_first", "at_late", "by_root", "calls", "changes", "early", "is_reentrant",
+        "number", "outer", "passes", "runs",
     )  # fmt: skip
 
     def __init__(

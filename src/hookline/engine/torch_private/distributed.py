@@ -90,6 +90,39 @@ class ShardLayout(NamedTuple):
         return new
 
 
+def layout_of(tensor: Any) -> dict[str, Any]:
+    """Describe the placement of a DTensor's part on this rank, as JSON.
+
+    Returns:
+        `shape` of the whole, `mesh` (its sizes), `names` of its dimensions, its `first` rank, the
+        coordinates `at` which this rank lies, and the `placements`. A rank outside of the mesh has
+        no coordinates.
+    """
+    mesh = tensor.device_mesh
+    return {
+        "shape": list(tensor.shape),
+        "mesh": list(mesh.shape),
+        "names": list(mesh.mesh_dim_names or ()),
+        "first": int(mesh.mesh.flatten()[0]),
+        "at": list(mesh.get_coordinate() or ()),
+        "placements": [_placement(placement) for placement in tensor.placements],
+    }
+
+
+def _placement(placement: Any) -> list[Any]:
+    """Describe a placement along one dimension of a mesh, as JSON."""
+    match type(placement).__name__:
+        case "Shard":
+            return ["shard", placement.dim]
+        case "_StridedShard":
+            return ["strided", placement.dim, placement.split_factor]
+        case "Replicate":
+            return ["replicate"]
+        case "Partial":
+            return ["partial", str(placement.reduce_op)]
+    return ["unknown", str(placement)]
+
+
 class ReplacedTensor(NamedTuple):
     """The tensor that a parallel library replaced before it called a module."""
 

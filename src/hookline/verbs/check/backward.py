@@ -152,7 +152,7 @@ class BackwardChecks:
                 # Where gradients accumulate, the first who made them so counts.
                 is_known and self._judged.are_same(self._weights, with_numbers=False)
             ):
-                outcome.in_backward = outcome.take_until_step() or self._judge(runs, loss)
+                outcome.in_backward = outcome.pop_forward_finding() or self._judge(runs, loss)
             self._judge_loss(runs, loss, is_finite=is_finite)
             self._judged = _Gradients(self._weights)
             self._first_judged = self._first_judged if is_known else self._judged
@@ -311,8 +311,8 @@ class BackwardChecks:
     def end(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
-        outcome.at_end = outcome.at_end or outcome.take_until_step()
-        unstepped = outcome.take_backward() or self._loss_of(self._weights)
+        outcome.at_end = outcome.at_end or outcome.pop_forward_finding()
+        unstepped = outcome.pop_backward_finding() or self._loss_of(self._weights)
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
         if self._has_stepped or not (

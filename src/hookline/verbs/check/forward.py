@@ -202,7 +202,7 @@ class ForwardChecks:
         model, finding, why = self._model(), None, None
         if model is not None and any(map(kinds_in, model.parameters())):
             # The weights have stepped without an optimizer of torch, with what a backward made.
-            finding = self._outcome.take_backward()
+            finding = self._outcome.pop_backward_finding()
         if finding is None:
             finding, why = self.repeat(run, lambda replay: self._explained(replay, run, suspects))
         if why is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hookline.display.text import plural
+from hookline.display.text import listed, plural
 from hookline.engine import Site
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
@@ -148,7 +148,8 @@ class Habits:
             return
         dead = tuple((~self._alive).nonzero().flatten().tolist())
         if dead:
-            names = f"{'index' if len(dead) == 1 else 'indices'} {_first_of(dead)}"
+            indices = listed([*map(str, dead)], _MOST_SAID)
+            names = f"{'index' if len(dead) == 1 else 'indices'} {indices}"
             units = plural(len(self._alive), "unit")
             text = f"has {len(dead)} dead of {units} ({names}): 0 in all of {self._n_runs} runs"
             self._say("dead", text, None, units=dead)
@@ -201,11 +202,7 @@ def say_missing(
     if missing:
         warn(
             f"hl.check: {plural(len(missing), 'parameter')} had no gradient when the optimizer"
-            f" stepped: {_first_of(missing)}."
+            f" stepped: {listed(missing, _MOST_SAID)}."
             "\nFreeze them with requires_grad_(False), or use them in the loss."
         )
     return bool(missing)
-
-
-def _first_of(items: Sequence[Any]) -> str:
-    return ", ".join(map(str, items[:_MOST_SAID])) + ", …" * (len(items) > _MOST_SAID)

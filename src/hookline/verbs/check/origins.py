@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookline.engine import is_grouped, storage_address, traced_node, without_dispatch_modes
+from hookline.engine import (
+    is_grouped,
+    storage_address,
+    traced_node,
+    without_function_modes,
+    without_modes,
+)
 from hookline.statistics.finiteness import (
     NonFinite,
     all_kinds,
@@ -192,7 +198,11 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        with without_function_modes():  # what is looked up here is none of the model's calls
+            return self._run(function, args, kwargs or {})
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and look at what it wrote and returned."""
         if function.namespace in _COLLECTIVE and is_grouped():
             raise RuntimeError(f"it calls {function}, which would wait for the other ranks")
         self.count, self._operation = self.count + 1, str(function)
@@ -209,7 +219,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark_of(self, tensor: Tensor) -> _Mark | None:
         """Return what is known of a tensor that is not finite; None if it is finite."""
-        with without_dispatch_modes():  # or the look would be an operation of the model
+        with without_modes():  # or the look would be an operation of the model
             return self._read(tensor)
 
     def _read(self, tensor: Tensor) -> _Mark | None:

@@ -64,12 +64,12 @@ class Outcome:
             self.all.append(finding)
         return finding
 
-    def take_backward(self) -> Finding | None:
+    def pop_backward_finding(self) -> Finding | None:
         """Return what a backward has made, and forget it."""
         finding, self.in_backward = self.in_backward, None
         return finding
 
-    def take_until_step(self) -> Finding | None:
+    def pop_forward_finding(self) -> Finding | None:
         """Return what a forward has made in a job of several ranks, and forget it."""
         finding, self.until_step = self.until_step, None
         return finding

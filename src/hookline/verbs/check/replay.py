@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from hookline.engine import (
     repeated,
     unwrap,
     walk,
-    without_dispatch_modes,
+    without_modes,
 )
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
@@ -41,6 +40,7 @@ from hookline.verbs.check.origins import FunctionNames, Origin, Origins, Outside
 from hookline.verbs.check.situation import Situation
 from hookline.verbs.shared import rerun
 from hookline.verbs.shared.rerun import ChangingBuffers, Likeness, RunStart
+from hookline.verbs.shared.root_call import root_call
 
 # A parameter above this size is a likely cause: float16 ends at 65,504.
 _LARGE = 1e4
@@ -77,11 +77,9 @@ class CheckedRun:
         caller = users_frame(frame)
         if caller is not None:
             self.called_at = CalledAt(caller.f_code, caller.f_lineno)
-        local = frame.f_locals
-        owner = local[frame.f_code.co_varnames[0]]
-        owner = owner() if isinstance(owner, weakref.ref) else owner
-        if isinstance(owner, nn.Module) and unwrap(inside_compiled(owner)) is unwrap(root):
-            self.start = RunStart(root, local["args"], local["kwargs"], changing)
+        call = root_call(frame, root)
+        if call is not None:
+            self.start = RunStart(root, call.args, call.kwargs, changing)
 
     def why_not_repeatable(self) -> str | None:
         """Say why the run cannot be repeated; None if it can."""
@@ -283,7 +281,7 @@ class Replay:
                 call.kinds = all_kinds([mark.kinds for mark in marks])
                 call.origin = next((mark.origin for mark in marks if mark.origin), None)
             if not self._is_backward:
-                with without_dispatch_modes():
+                with without_modes():
                     self.likeness.compare(node.path, output, self._origins.count)
 
         registrations.place([(AroundCall(begin, end, (Order.HOOK, Order.RECORD)), node)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hookline.display.text import listed, plural
 from hookline.engine.model_fingerprint import RecordedModel
+from hookline.verbs.compare.alignment import Alignment
 from hookline.verbs.compare.comparison import ComparedSite, Remark
 from hookline.verbs.compare.floor import FINE
 from hookline.verbs.compare.names import Pairing
@@ -42,6 +43,23 @@ def of_floors(eps: float, rows: list[ComparedSite]) -> list[Remark]:
         " in float32 or float64, or measure the noise and give floor="
     )
     return [Remark("floor", text)]
+
+
+def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -> list[Remark]:
+    """Say what a reader should know of the alignment, and whether positions explain a difference.
+
+    Args:
+        alignment: the alignment; None without one.
+        why: the reason why there is none; empty if none is needed.
+        rows: the rows of the comparison.
+    """
+    if alignment is None:
+        return [Remark("tokens", why)] if why else []
+    remarks = []
+    if alignment.positions and any(row.verdict == "differs" for row in rows):
+        text = f"the inputs differ: {alignment.positions}"
+        remarks.append(Remark("inputs", text, "(root):input"))
+    return [*remarks, *(Remark("tokens", note) for note in alignment.notes)]
 
 
 def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Remark]:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from hookline.errors import InputError
-from hookline.verbs.compare.before import of_floors, of_forms, of_inputs, of_models, of_names
+from hookline.verbs.compare.aligned import Aligned, aligned
+from hookline.verbs.compare.before import (
+    of_floors,
+    of_forms,
+    of_inputs,
+    of_models,
+    of_names,
+    of_tokens,
+)
 from hookline.verbs.compare.comparison import Comparison
 from hookline.verbs.compare.judge import Judge
 from hookline.verbs.compare.names import Names, paired
+from hookline.verbs.compare.shards import Dims, check_dims
 from hookline.verbs.compare.sides import side_of
 
 # What goes together. Arrays of another framework may stand for a recording.
@@ -16,7 +25,13 @@ _TOGETHER = ({"recording", "arrays"}, {"store"}, {"curves"})
 
 
 def compare(
-    a: Any, b: Any, *, names: Names | None = None, floor: Comparison | None = None
+    a: Any,
+    b: Any,
+    *,
+    names: Names | None = None,
+    floor: Comparison | None = None,
+    tokens: Any = "auto",
+    dims: Dims | None = None,
 ) -> Comparison:
     """Compare two runs site by site, and name the first that differs beyond rounding.
 
@@ -51,13 +66,25 @@ def compare(
             `hl.compare(run, run_in_float64)`. Four times what it measured is noise; where it
             measured none, the values must be equal. None takes the floors of the dtypes, which are
             wider.
+        tokens: which rows and tokens of two recordings are the same. "auto" reads it from the
+            recorded inputs of the model: `input_ids`, `attention_mask`, `position_ids`,
+            `cu_seqlens`, the length of the cache. So a sequence alone is compared with its row of a
+            batch, left with right padding, packed with padded sequences, and passes with a cache
+            with one pass. If inputs were not recorded, give them by these names: a dict for both
+            sides, or a tuple of two; for a side with several passes, a list with a dict for each.
+            None compares the values as they are.
+        dims: how to join plain tensors in a folder of several ranks: the dimension along which they
+            are concatenated, such as 0 if each rank has a part of the batch; "sum" of partial sums,
+            or "mean", "max" or "min"; or a dict of these by globs of sites,
+            `{"**.q_proj": -1, "**.o_proj:input": -1}`, of which the last that matches counts.
+            DTensors need none. Plain tensors that all ranks have are taken as they are.
 
     Returns:
         The comparison: `first`, `suspect`, `findings`, `rows`; it prints as a table.
 
     Raises:
         InputError: a side cannot be compared, is empty, or is of another kind than the other; no
-            name is in both; or `names` or `floor` is invalid.
+            name is in both; or `names`, `floor`, `tokens` or `dims` is invalid.
         FolderError, ModelError: a folder or a file cannot be read.
     """
     if floor is not None and not isinstance(floor, Comparison):
@@ -65,14 +92,21 @@ def compare(
             f"floor must be a Comparison, got {type(floor).__name__}."
             "\nGive floor=hl.compare(run, run_in_float64)."
         )
-    side_a, side_b = side_of(a, "a"), side_of(b, "b")
+    check_dims(dims)
+    side_a, side_b = side_of(a, "a", dims), side_of(b, "b", dims)
     if not any({side_a.noun, side_b.noun} <= kinds for kinds in _TOGETHER):
         raise InputError(
             f"a and b must be the same kind of thing, got {_a(side_a.noun)} and {_a(side_b.noun)}."
             "\nGive two recordings, two stores, two curves or two dicts of arrays."
         )
+    by_token = aligned(side_a, side_b, tokens)
+    alignment, why = None, ""
+    if isinstance(by_token, Aligned):
+        (side_a, side_b), alignment = by_token
+    else:
+        why = by_token
     pairing = paired(side_a, side_b, names)
-    judge = Judge(floor, pairing.pairs)
+    judge = Judge(floor, pairing.pairs, alignment)
     rows = list(judge.rows(side_a, side_b))
     if not rows:
         raise InputError(
@@ -82,8 +116,12 @@ def compare(
     inputs = [row for row in rows if judge.entry_of[row.site].is_input]
     has_layers = "recording" in (side_a.noun, side_b.noun)
     suspect, first = judge.suspect(rows)
+    about_tokens = of_tokens(alignment, why, rows)
+    if any(remark.kind == "inputs" for remark in about_tokens):
+        suspect = None  # the inputs are
     findings = [
         *(of_inputs(inputs) if has_layers else ()),
+        *about_tokens,
         *of_models(side_a.model, side_b.model),
         *of_names(pairing, judge.alone),
         *of_forms(rows),

@@ -13,7 +13,7 @@ from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
 from hookline.engine import as_written
 from hookline.errors import NotRecordedError
-from hookline.recordings.index import closest, listed
+from hookline.recordings.index import closest, quoted
 from hookline.verbs.compare.floor import Floor
 
 Verdict = Literal["identical", "noise", "differs", "not comparable"]
@@ -35,7 +35,7 @@ class Remark:
     """Something that differs, or that could not be compared.
 
     Attributes:
-        kind: "inputs", "model", "versions", "names", "dtypes", "values", "floor" or
+        kind: "inputs", "tokens", "model", "versions", "names", "dtypes", "values", "floor" or
             "site".
         text: what it is, in a sentence.
         site: the site that it is about; empty if it is about the whole run.
@@ -156,7 +156,7 @@ class Comparison(Result):
         names = [row.site for row in self.rows]
         raise NotRecordedError(
             f"the site must be a row of this comparison, got {site!r}."
-            f"\nGive one of its sites: {listed(closest(wanted, names) or names)}."
+            f"\nGive one of its sites: {quoted(closest(wanted, names) or names)}."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from hookline.engine import path_text
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import OverwrittenError
 from hookline.statistics.difference import Difference
+from hookline.verbs.compare.aligned import measured_by_token, measured_inputs, observe
+from hookline.verbs.compare.alignment import Alignment
 from hookline.verbs.compare.comparison import (
     ComparedSite,
     Comparison,
@@ -32,11 +34,18 @@ class Judge:
     Args:
         floor: the measured floor, or None.
         pairs: the pairs, in firing order.
+        alignment: where the common tokens lie; None if values are compared as they are.
     """
 
-    def __init__(self, floor: Comparison | None, pairs: list[tuple[Entry, Entry]]) -> None:
+    def __init__(
+        self,
+        floor: Comparison | None,
+        pairs: list[tuple[Entry, Entry]],
+        alignment: Alignment | None = None,
+    ) -> None:
         self._floors = {row.site: row for row in floor.rows} if floor is not None else {}
         self._pairs = pairs
+        self._alignment = alignment
         self.eps = 0.0  # the coarsest on the way, since its errors travel on
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
@@ -44,6 +53,8 @@ class Judge:
     def rows(self, a: Side, b: Side) -> Iterator[ComparedSite]:
         """Yield the rows of all pairs, and close files from time to time."""
         n_bytes = 0
+        if self._alignment is not None:
+            observe(self._alignment, self._pairs)
         for ours, theirs in self._pairs:
             for row, size in self._rows_of(ours, theirs):
                 self.entry_of[row.site] = ours
@@ -63,11 +74,17 @@ class Judge:
             why = "overwritten in place after recording; record with copy=True"
             yield ComparedSite(ours.key, theirs.key, "not comparable", why=why), 0
             return
-        for pair in measured(*values):
+        for pair in self._measured(ours, values):
             if pair.alone_in and not ours.is_input:
                 self.alone[pair.alone_in].append(_with_leaf(ours, pair.leaf))
             else:
                 yield self._row(pair, ours, theirs), pair.n_bytes
+
+    def _measured(self, entry: Entry, values: tuple[Any, Any]) -> Iterator[Measured]:
+        if self._alignment is None:
+            return measured(*values)
+        by_token = measured_inputs if entry.is_input else measured_by_token
+        return by_token(self._alignment, *values)
 
     def _row(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
         row = ComparedSite(

@@ -17,6 +17,7 @@ from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.statistics.difference import Difference, difference, difference_of_blocks
 from hookline.stores import Column
+from hookline.verbs.compare.shards import Unjoined
 from hookline.verbs.compare.sides import StepNumbers
 
 _DEEPEST = 20  # levels of nesting; a cache may hold itself
@@ -59,9 +60,13 @@ def measured(a: Any, b: Any) -> Iterator[Measured]:
     if isinstance(a, StepNumbers) and isinstance(b, StepNumbers):
         yield _at_common_steps(a, b)
         return
-    ours, theirs = dict(_arrays(a)), dict(_arrays(b))
-    for leaf, leaf_b in _paired_leaves(ours, theirs).items():
-        yield _measured_pair(leaf, ours[leaf], theirs.pop(leaf_b))
+    for side, other in ((a, b), (b, a)):
+        if isinstance(side, Unjoined):
+            yield Measured((), ("parts", "parts"), why=side.why(other))
+            return
+    ours, theirs = dict(arrays_in(a)), dict(arrays_in(b))
+    for leaf, leaf_b in paired_leaves(ours, theirs).items():
+        yield measured_pair(leaf, ours[leaf], theirs.pop(leaf_b))
         del ours[leaf]
     for leaf, array in ours.items():
         if not _is_number(a, leaf):
@@ -71,7 +76,8 @@ def measured(a: Any, b: Any) -> Iterator[Measured]:
             yield Measured(leaf, ("", _form(array)), why="only in b")
 
 
-def _paired_leaves(ours: dict[Leaf, Array], theirs: dict[Leaf, Array]) -> dict[Leaf, Leaf]:
+def paired_leaves(ours: dict[Leaf, Array], theirs: dict[Leaf, Array]) -> dict[Leaf, Leaf]:
+    """Pair the leaves of two values: equal ones, or a lone tensor with one of its shape."""
     if len(ours) == len(theirs) == 1:
         return dict(zip(ours, theirs, strict=True))
     if min(len(ours), len(theirs)) == 1 and not ours.keys() & theirs.keys():
@@ -81,7 +87,8 @@ def _paired_leaves(ours: dict[Leaf, Array], theirs: dict[Leaf, Array]) -> dict[L
     return {leaf: leaf for leaf in ours if leaf in theirs}
 
 
-def _measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
+def measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
+    """Measure how far two tensors lie apart, or say why they cannot be compared."""
     forms = _form(a), _form(b)
     dtypes = a.dtype, b.dtype
     result = Measured(leaf, forms, dtypes, n_bytes=_n_bytes(a) + _n_bytes(b))
@@ -132,7 +139,7 @@ def _at_common_steps(a: StepNumbers, b: StepNumbers) -> Measured:
 # -- tensors in a value --------------------------------------------------------------------------
 
 
-def _arrays(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
+def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
     """Yield the tensors, arrays and numbers in a value, each as a tensor with its leaf."""
     if isinstance(value, Tensor | Column):
         yield leaf, value
@@ -147,7 +154,7 @@ def _arrays(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
         yield leaf, value.read()
     elif len(leaf) < _DEEPEST:
         for key, part in tree.items(value) or ():
-            yield from _arrays(part, (*leaf, key))
+            yield from arrays_in(part, (*leaf, key))
 
 
 def _tensor(value: Any) -> Tensor | None:

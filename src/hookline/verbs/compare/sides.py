@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -27,6 +27,7 @@ from hookline.recordings import PassRecord, Recording
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
 from hookline.verbs.compare.floor import Kind
+from hookline.verbs.compare.shards import Dims, whole
 
 _CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
 _FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
@@ -49,6 +50,7 @@ class Entry:
         kind: what the value is, for its noise floor.
         n_modules: how many modules without children come before it, as far as known.
         is_input: whether it is the input of the whole model.
+        outline: returns the structure of a recorded value, without reading numbers.
     """
 
     path: str
@@ -57,6 +59,7 @@ class Entry:
     kind: Kind = "output"
     n_modules: int = 0
     is_input: bool = False
+    outline: Callable[[], Any] = lambda: None
 
     @property
     def key(self) -> str:
@@ -94,6 +97,7 @@ class Side:
         model: the model that made them; None if unknown.
         modules: the paths of the model's modules; empty if unknown.
         release: closes the files of what was read.
+        source: the recording or pass; None for other things, and for several ranks.
     """
 
     noun: str
@@ -101,9 +105,10 @@ class Side:
     model: RecordedModel | None = None
     modules: tuple[str, ...] = ()
     release: Callable[[], None] = lambda: None
+    source: Recording | PassRecord | None = None
 
 
-def side_of(given: Any, name: str) -> Side:
+def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
     """Return the named values of what a user gave.
 
     Raises:
@@ -113,7 +118,7 @@ def side_of(given: Any, name: str) -> Side:
     if isinstance(given, str | os.PathLike):
         given = _opened(given)
     if isinstance(given, Recording | PassRecord):
-        side = _of_recording(given, name)
+        side = _of_recording(given, dims)
     elif isinstance(given, Store):
         entries = [Entry(_path(site), "", partial(given.__getitem__, site)) for site in given.sites]
         side = Side("store", _children_first(entries))
@@ -164,22 +169,35 @@ def _tensor_file(path: Path) -> Mapping[str, Any]:
 # -- recordings ----------------------------------------------------------------------------------
 
 
-def _of_recording(source: Recording | PassRecord, name: str) -> Side:
+def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
         entries = [_entry(value, "", {}) for value in walk(source)]
-        return Side("recording", entries)
+        return Side("recording", entries, source=source)
     if source.ranks:
-        raise InputError(
-            f"{name} must be the recording of one rank, got {len(source.ranks)} ranks."
-            f"\nGive one of them: {name}.ranks[0]."
-        )
+        return _of_ranks(source, dims)
     has_passes = sum(bool(len(record)) for record in source.passes) > 1
     depths = _depths([path for path, _ in source.modules])
     entries = [
         _entry(value, f"#pass{value.record.number}" * has_passes, depths) for value in walk(source)
     ]
     paths = tuple(path for path, _ in source.modules)
-    return Side("recording", entries, source.model, paths, source.release)
+    return Side("recording", entries, source.model, paths, source.release, source)
+
+
+def _of_ranks(source: Recording, dims: Dims | None) -> Side:
+    """Return the values of all ranks, joined; those of each rank in its firing order."""
+    modules = source.ranks[0].modules
+    depths = _depths([path for path, _ in modules])
+    entries: dict[str, Entry] = {}
+    for rank in source.ranks:
+        has_passes = sum(bool(len(record)) for record in rank.passes) > 1
+        for value in walk(rank):
+            suffix = f"#pass{value.record.number}" * has_passes
+            entry = _entry(value, suffix, depths)
+            read = partial(whole, source, value, entry.key, dims)
+            entries.setdefault(entry.key, replace(entry, read=read))
+    paths = tuple(path for path, _ in modules)
+    return Side("recording", list(entries.values()), None, paths, source.release)
 
 
 def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entry:
@@ -193,8 +211,9 @@ def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entr
     depth = depths.get(site.path, 0)
     n_modules = 2 * total - depth if site.is_gradient else depth
     return Entry(
-        site.path, rest + suffix, value.read, "stored" if is_input else kind, n_modules, is_input
-    )
+        site.path, rest + suffix, value.read, "stored" if is_input else kind, n_modules, is_input,
+        value.outline,
+    )  # fmt: skip
 
 
 def _depths(paths: Sequence[str]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from hookline.engine import (
     Order,
     Pass,
     PendingGradient,
+    Selection,
     Selector,
     Site,
     call_read_only,
@@ -28,14 +29,18 @@ from hookline.engine import (
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import edits
+from hookline.verbs.edit.indices import indices
+from hookline.verbs.edit.places import Moment, Places, SitePlaces
 
 
 def edit(
     model: nn.Module | Mapping[str, Tensor],
     selector: Selector,
-    change: Callable[[Any], Any],
+    change: Callable[[Any], Any] | None = None,
     *,
     ports: str | Sequence[str] = "output",
+    at: int | slice | Sequence[int] | None = None,
+    steps: int | slice | Sequence[int] | None = None,
     every_thread: bool = False,
 ) -> Line:
     """Change the values at the selected sites, while the block lasts.
@@ -55,6 +60,22 @@ def edit(
         >>> weight.grad.abs().sum()
         tensor(0.)
 
+    Several changes make one line with one report:
+
+        >>> with hl.edit(model, {"0": hl.edits.scale(2.0), "1": hl.edits.clamp(max=0.5)}):
+        ...     bool((model(torch.ones(1, 2)) <= 0.5).all())
+        True
+
+    `at=` changes only some tokens of each row. The other tokens keep their bits.
+
+        >>> block = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+        >>> x = torch.randn(1, 5, 4)
+        >>> before = block(x)
+        >>> with hl.edit(block, "(root)", hl.edits.scale(0.0), at=-1):
+        ...     after = block(x)
+        >>> torch.equal(after[:, :-1], before[:, :-1]), bool(after[:, -1].any())
+        (True, False)
+
     Edits run in the order in which they were made, before the other hooks of a module. So recorders
     and hooks of libraries see the value that the next module gets. Only two kinds of hooks run
     before an edit: process-wide hooks, and hooks that torch's own functions register with
@@ -63,15 +84,26 @@ def edit(
     Args:
         model: the model. Or tensors by name, `{"b": b}`, whose gradients are changed.
         selector: which sites, as in `hl.select`. Select a leaf (`"h.*:output[0]"`) to change one
-            part of a nested value.
+            part of a nested value. Or a mapping from selectors to changes, without `change`. A site
+            that several of them select is changed in the order of the mapping.
         change: a function of the value. Its result replaces the value, and has the same structure,
             shapes, dtypes and devices. None leaves the value unchanged. If the function returned
             None at every call, a warning says so at the end. The result must be a new value: write
             `t * 0` or `t.clone().zero_()`, not `t.zero_()`. A write to the given value raises an
             error and is undone. `hl.edits` makes common functions: scale, add, replace, noise,
-            clamp.
+            clamp, patch, steer, project_out, round_to, reroute. A change with a method
+            `at(site)` is asked for the function of each site.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
             parameters), for selectors that name no port.
+        at: the positions of the tokens to change: an integer, a slice or a list of integers. None
+            changes all. The tokens are dimension 1 of the value, `(rows, tokens, features)`; a
+            value `(rows * tokens, features)` is known, too. If the model gets ids of tokens, a
+            position counts the tokens of its row: padding is left out, and cached tokens are
+            counted. -1 is the last token of each row so far. For other models, a position is an
+            index. A warning at the end names the positions that never occurred.
+        steps: the steps of `generate` to change, in the same forms, from 0 for the prompt. Each run
+            of the model is a step. The count begins again when the model is given an empty cache. A
+            failed run is not counted.
         every_thread: True changes values in every thread and async task. False changes them in the
             calling thread or task, and in code that runs in a copy of its context.
 
@@ -80,35 +112,96 @@ def edit(
         often each site fired.
 
     Raises:
-        AttachError: `change` cannot be called with the value alone, or the model cannot be hooked.
+        AttachError: `change` cannot be called with the value alone, the model cannot be hooked, or
+            `at` or `steps` is malformed, or given for parameters. (When the model runs) compiled
+            code cannot tell the step or the tokens, or the site ran outside a run of the model.
         SelectionError: the selector matches nothing, or a port is unknown.
         SiteError: (when the model runs) a value lacks the selected leaf.
         StructureError: (when the model runs) `change` returned a value of another structure, shape,
             dtype or device, or wrote in place to the value or gradient. To return another
-            structure, use a raw hook (`hl.attach`, `line.forward`).
+            structure, use a raw hook (`hl.attach`, `line.forward`). Or the value has no dimension
+            of tokens for `at`, or the mask of the model does not tell its tokens.
     """
     line = Line(model, name="edit", every_thread=every_thread)
-    _check_change(change)
-    line.options.lenient = selector is None
+    changes = _changes(selector, change)
+    places = Places(
+        indices("at", at, allows_negative=True), indices("steps", steps, allows_negative=False)
+    )
+    line.options.lenient = any(which is None for which, _ in changes)
     line.originals.lapse = _LAPSE
-    selection = line.select(selector, ports_for(model, ports))
-
-    everywhere = defaults_by_name(change, 1)
-    at = getattr(change, "at", None)  # a change that differs by site has a method `at(site)`
+    selected = [(line.select(which, ports_for(model, ports)), edit) for which, edit in changes]
+    if places.is_limited:
+        _refuse_parameters(selection for selection, _ in selected)
     effects: list[_NoOpDetector] = []
-
-    def bind(site: Site) -> Bound:
-        effects.append(_NoOpDetector(site))
-        function = defaults_by_name(at(site), 1) if callable(at) else everywhere
-        bound = EditGradient if site.is_gradient else _value_changer
-        return bound(function, effects[-1])
-
-    line.tap(selection, bind, Order.EDIT)
-    line.options.remark = partial(_no_op_warning, effects)
+    with line.all_or_nothing():
+        for selection, edit in selected:
+            line.tap(selection, _Binder(edit, places, effects).bind, Order.EDIT)
+    if line.root is not None and any(effect.places is not None for effect in effects):
+        places.watch(line.root)
+        line.passes.at_root = places.begin
+    line.options.remark = partial(_remark, effects, places)
     return line
 
 
 _LAPSE = Lapse("the edit of {sites} no longer happens", "the edit of {sites} is at {now} now")
+
+
+def _changes(selector: Selector, change: Any) -> list[tuple[Selector, Callable[[Any], Any]]]:
+    """Return each selector with its change, in order.
+
+    Raises:
+        AttachError: a change is no function of the value, or there is none.
+    """
+    if not isinstance(selector, Mapping):
+        _check_change(change)
+        return [(selector, change)]
+    if change is not None or not selector:
+        got = "a mapping and a change" if change is not None else "an empty mapping"
+        raise AttachError(
+            f"hl.edit must be given a selector and a change, or a mapping of them, got {got}."
+            '\nWrite hl.edit(model, {"layer1": change, "layer2": other_change}).'
+        )
+    for each in selector.values():
+        _check_change(each)
+    return list(selector.items())
+
+
+def _refuse_parameters(selections: Iterable[Selection]) -> None:
+    for site in (site for selection in selections for site in selection):
+        if site.port == "grad":
+            raise AttachError(
+                f"at and steps must be given for values of a run, got {site}, the gradient of a"
+                " parameter, which is over all tokens and runs.\nLeave them out, or select"
+                " :grad_output of a module."
+            )
+
+
+@final
+class _Binder:
+    """Make the callback for each site of one change.
+
+    Args:
+        change: the change.
+        places: the places of the line.
+        effects: takes the detector of each site.
+    """
+
+    def __init__(self, change: Any, places: Places, effects: list[_NoOpDetector]) -> None:
+        self._at = getattr(change, "at", None)  # a change that differs by site has `at(site)`
+        self._everywhere = defaults_by_name(change, 1)
+        self._places = places
+        self._effects = effects
+
+    def bind(self, site: Site) -> Bound:
+        """Return the callback for a site."""
+        change = defaults_by_name(self._at(site), 1) if callable(self._at) else self._everywhere
+        wants_moment = getattr(change, "wants_moment", False)
+        where = None
+        if wants_moment or self._places.is_limited:
+            where = SitePlaces(self._places, site, wants_moment=wants_moment)
+        effect = _NoOpDetector(site, where)
+        self._effects.append(effect)
+        return (EditGradient if site.is_gradient else _value_changer)(change, effect)
 
 
 def _check_change(change: Any) -> None:
@@ -140,25 +233,44 @@ class _NoOpDetector:
     """Call an edit's function at a site, and note whether the function has changed anything.
 
     In compiled code this cannot be noted, so there is no warning.
+
+    Args:
+        site: the site.
+        places: the places that are changed; None for all, by a function of the value alone.
     """
 
-    __slots__ = ("has_changed", "was_left", "where")
+    __slots__ = ("has_changed", "places", "was_left", "where")
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, places: SitePlaces | None) -> None:
         self.where = str(site)
+        self.places = places
         self.has_changed = self.was_left = False
 
-    def of_value(self, change: Callable[[Any], Any], value: Any) -> Any:
+    def of_value(self, change: Callable[..., Any], current: Pass, value: Any) -> Any:
         """Call the function on a value, which it may not write to."""
+        if self.places is not None:
+            return self.places.changed(partial(self._of_value, change), current, value)
+        return self._of_value(change, value)
+
+    def _of_value(self, change: Callable[..., Any], value: Any, *extra: Any) -> Any:
+        change = partial(_with_moment, change, *extra) if extra else change
         new = call_read_only(change, value, self._refusal, self._unreturned)
         return new if is_dynamo_compiling() else self._note(new)
 
-    def of_gradient(self, change: Callable[[Any], Any], grad: Any) -> Any:
+    def of_gradient(self, change: Callable[..., Any], current: Pass, call: int, grad: Any) -> Any:
         """Call the function on a gradient, which it may not write to."""
+        if self.places is not None:
+            return self.places.changed(partial(self._of_gradient, change), current, grad, call)
+        return self._of_gradient(change, grad)
+
+    def _of_gradient(self, change: Callable[..., Any], grad: Any, *extra: Any) -> Any:
+        change = partial(_with_moment, change, *extra) if extra else change
         return self._note(guarded(change, grad, self.where))
 
-    def inside(self, change: Callable[[Any], Any], grad: Any) -> Any:
+    def inside(self, change: Callable[..., Any], grad: Any) -> Any:
         """Call the function on a gradient in compiled code."""
+        if self.places is not None:
+            self.places.refuse_gradient()
         return call_read_only(change, grad, self._refusal, self._unreturned)
 
     def _note(self, new: Any) -> Any:
@@ -185,6 +297,16 @@ class _NoOpDetector:
         )
 
 
+def _with_moment(change: Callable[[Any, Moment], Any], moment: Moment, value: Any) -> Any:
+    return change(value, moment)
+
+
+def _remark(effects: list[_NoOpDetector], places: Places) -> str | None:
+    """Write the notes at the end of the line; None without any."""
+    notes = [note for note in (_no_op_warning(effects), places.remark()) if note is not None]
+    return "\n".join(notes) or None
+
+
 def _no_op_warning(effects: list[_NoOpDetector]) -> str | None:
     """Write the warning about edits that never changed anything; None if there are none."""
     idle = [effect for effect in effects if effect.was_left and not effect.has_changed]
@@ -203,17 +325,18 @@ def _no_op_warning(effects: list[_NoOpDetector]) -> str | None:
 class EditGradient(GradientCallback):
     """Change the gradients at one site."""
 
-    __slots__ = ("_change", "_where", "inside")
+    __slots__ = ("_change", "_effect", "_where", "inside")
     changes = True
 
     def __init__(self, change: Callable[[Any], Any], effect: _NoOpDetector) -> None:
         self.inside = partial(_changed_in_graph, partial(effect.inside, change), effect.where)
-        self._change = partial(effect.of_gradient, change)
+        self._change = change
+        self._effect = effect
         self._where = effect.where
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
-        new = self._change(grad)
+        new = self._effect.of_gradient(self._change, current, pending.call, grad)
         difference = None if new is None else describe.difference(grad, new)
         if difference:
             raise _other_gradient(self._where, difference)
@@ -243,7 +366,7 @@ def _value_changer(
     where = effect.where
 
     def callback(current: Pass, value: Any) -> Any:
-        new = effect.of_value(change, value)
+        new = effect.of_value(change, current, value)
         if new is None:
             if current.region is not None:
                 current.region.left(where)

@@ -18,8 +18,8 @@ from hookline.stores import Store, open_store
 from hookline.verbs.extract.collective_steps import Ranks
 from hookline.verbs.extract.engines import Apart, Engine
 from hookline.verbs.extract.extraction import Extraction, check_free
-from hookline.verbs.extract.in_step import InStep
 from hookline.verbs.extract.on_ray import OnRay
+from hookline.verbs.extract.on_sharded_ranks import OnShardedRanks
 from hookline.verbs.extract.options import Extracting, check_options
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.worker import Worker
@@ -212,5 +212,5 @@ def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
 
 def _engine_here(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
     if ranks.n > 1 and sharding(model):
-        return InStep(place, model, worker, ranks)
+        return OnShardedRanks(place, model, worker, ranks)
     return Apart(place, worker, ranks)

@@ -1,8 +1,8 @@
-"""Make shards on a Ray cluster, by Ray Data."""
+"""Make shards on a Ray cluster, in actors."""
 
 from __future__ import annotations
 
-import builtins
+import itertools
 import json
 import logging
 import os
@@ -88,38 +88,42 @@ class OnRay:
             return  # the manifest alone was not written
         n_actors = min(_room(self._ray, torch.get_num_threads(), self._device), len(left))
         size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
+        tasks = iter([left[at : at + size] for at in range(0, len(left), size)])
         driver, environments, digest = environment(), set(), job.digest
-        failure: Exception | None = None
-        with _quiet(), _ray_errors(self._ray):
-            for row in self._dataset(left, size, n_actors, job).iter_rows():
-                if row["error"]:
-                    failure = pickle.loads(row["error"])
-                    break
-                written(read_elsewhere(self._place, row["number"], digest))
-                environments.add(row["environment"])
-        if failure is not None:
-            raise failure
-        for actor in environments:
-            _warn_of_another(driver, json.loads(actor))
+        with self._actors(n_actors, job) as actors, _ray_errors(self._ray):
+            # Each actor has a second task at hand when it ends the first.
+            begun = {
+                actor.make.remote(task): actor
+                for actor, task in zip(actors * 2, tasks, strict=False)
+            }
+            while begun:
+                (ended, *_), _ = self._ray.wait(list(begun))
+                actor, made = begun.pop(ended), self._ray.get(ended)
+                if made.error:
+                    raise pickle.loads(made.error)
+                environments.add(made.environment)
+                for number in made.numbers:
+                    written(read_elsewhere(self._place, number, digest))
+                begun |= {actor.make.remote(task): actor for task in itertools.islice(tasks, 1)}
+        for text in environments:
+            _warn_of_another(driver, json.loads(text))
 
-    def _dataset(self, numbers: list[int], size: int, n_actors: int, job: Job) -> Any:
-        import ray.data
-
-        n_threads = torch.get_num_threads()
-        # Items lie in memory already: reading them takes no CPU, which a full cluster lacks.
-        items = ray.data.from_items(
-            [{"number": number} for number in numbers], override_num_blocks=-(-len(numbers) // size)
-        )
-        items.context.enable_progress_bars = False
-        return items.map_batches(
-            _Replica,
-            fn_constructor_args=(self._place, [self._setup], job, _Process.here()),
-            batch_size=None,
-            compute=ray.data.ActorPoolStrategy(size=n_actors, max_tasks_in_flight_per_actor=2),
-            num_cpus=n_threads,
+    @contextmanager
+    def _actors(self, n: int, job: Job) -> Iterator[list[Any]]:
+        """Start actors, which end with the block."""
+        replica = self._ray.remote(_Replica).options(
+            num_cpus=torch.get_num_threads(),
             num_gpus=1 if self._device == "cuda" else None,
-            ray_remote_args_fn=_bounded_retries,
+            max_restarts=-1,
+            max_task_retries=_RETRIES,
         )
+        given = self._place, [self._setup], job, _Process.here()
+        actors = [replica.remote(*given) for _ in range(n)]
+        try:
+            yield actors
+        finally:
+            for actor in actors:
+                self._ray.kill(actor)
 
     def _put(self, setup: Setup) -> Any:
         try:
@@ -155,14 +159,14 @@ class _Replica:
         self._worker: Worker | None = None
         self._open = ExitStack()
 
-    def __call__(self, rows: dict[str, Any]) -> dict[str, list[Any]]:
-        numbers, failure = rows["number"].tolist(), b""
+    def make(self, numbers: list[int]) -> _Made:
+        """Make shards and write them."""
+        error = b""
         try:
             self._thread.submit(self._make, numbers).result()
-        except Exception as error:
-            failure = _pickled(error)  # Ray would give its text alone
-        n, text = len(numbers), json.dumps(self._thread.submit(environment).result())
-        return {"number": numbers, "environment": [text] * n, "error": [failure] * n}
+        except Exception as raised:
+            error = _pickled(raised)  # Ray would give its text alone
+        return _Made(numbers, json.dumps(self._thread.submit(environment).result()), error)
 
     def _make(self, numbers: list[int]) -> None:
         if self._worker is None:
@@ -171,6 +175,16 @@ class _Replica:
             self._worker.forms = {form.name: form for form in self._job.columns}
             _check_model(self._worker, self._job)
         write_shards(self._place, self._worker, self._job, numbers, _nothing)
+
+
+@final
+@dataclass(frozen=True)
+class _Made:
+    """Tell the driver what an actor has made."""
+
+    numbers: list[int]  # the shards
+    environment: str  # of the actor, as JSON
+    error: bytes  # the pickled error that a shard raised, if one did; else empty
 
 
 @final
@@ -261,10 +275,8 @@ def _import_ray() -> Any:
         HooklineError: it is not installed.
     """
     variables = dict(os.environ)
-    needs = "engine='ray' needs ray", how_to_install("ray"), HooklineError
     try:
-        load("ray.data", *needs)
-        return load("ray", *needs)
+        return load("ray", "engine='ray' needs ray", how_to_install("ray"), HooklineError)
     finally:
         _put_back(variables)  # Ray sets one when it is imported
 
@@ -282,14 +294,14 @@ def _cluster(ray: Any) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address in (None, "", "local"):
-        # One CPU more than there are, since the driver needs one beside the actors.
-        n_cpus = max(len(os.sched_getaffinity(0)), torch.get_num_threads()) + 1
+        n_cpus = max(len(os.sched_getaffinity(0)), torch.get_num_threads())
         options |= {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
     else:
         _check_reachable(address)
     with _left_as_found():
         try:
-            with _quiet():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Ray tells of its own deprecations
                 ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise _unreachable(address or "a local cluster", error) from error
@@ -342,21 +354,6 @@ def _put_back(variables: dict[str, str]) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Ray from telling of each execution, and of its own deprecations. Errors are raised."""
-    logger = logging.getLogger("ray.data")
-    level, printing = logger.level, builtins.print
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-        builtins.print = printing  # its progress bars replace it for the whole process
-
-
-@contextmanager
 def _ray_errors(ray: Any) -> Iterator[None]:
     """Tell what to do when Ray fails.
 
@@ -384,7 +381,7 @@ def _pickled(error: Exception) -> bytes:
 
 
 def _room(ray: Any, n_threads: int, device: str) -> int:
-    """Return how many actors the cluster has room for, with a CPU left for Ray's own tasks.
+    """Return how many actors the cluster has room for.
 
     Raises:
         RanksError: it has room for none: Ray would wait for ever.
@@ -397,9 +394,7 @@ def _room(ray: Any, n_threads: int, device: str) -> int:
             f" {max(n_cpus)}.\nUse as many threads here, too: torch.set_num_threads({max(n_cpus)})."
         )
     if device != "cuda":
-        n_actors = sum(n // n_threads for n in n_cpus)
-        has_spare = sum(n_cpus) > n_actors * n_threads
-        return n_actors if has_spare or n_actors == 1 else n_actors - 1
+        return sum(n // n_threads for n in n_cpus)
     n_actors = sum(
         min(int(machine.get("GPU", 0)), n // n_threads)
         for machine, n in zip(machines, n_cpus, strict=True)
@@ -410,10 +405,6 @@ def _room(ray: Any, n_threads: int, device: str) -> int:
             "\nMove the model to the CPU: model.cpu()."
         )
     return int(n_actors)
-
-
-def _bounded_retries() -> dict[str, Any]:
-    return {"max_restarts": -1, "max_task_retries": _RETRIES}
 
 
 def _warn_of_other_nodes(ray: Any, place: Place) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import final
 
 from hookline.display.units import count, size
 from hookline.stores.job import Job
 from hookline.stores.shard_file import Shard
+from hookline.verbs.shared.progress_bar import progress_bar
 
 
 @final
@@ -25,21 +25,11 @@ class Progress:
     def __init__(
         self, job: Job, shards: dict[int, Shard], n_ranks: int, forecast: int, *, shown: bool
     ) -> None:
-        # Imported on use: rich takes a fiftieth of the time of torch.
-        from rich.console import Console
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
         self._shards = shards
         self._n_ranks = n_ranks
         self._n_items = job.n_items
         self._n_there = sum(shard.items for shard in shards.values())
-        console = Console(file=sys.stderr)
-        self._bar = Bar(
-            TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
-            TextColumn("{task.fields[rows]}"), TimeRemainingColumn(),
-            console=console, disable=not (shown and console.is_terminal), transient=True,
-        )  # fmt: skip
+        self._bar = progress_bar(shown=shown)
         self._n_bytes = sum(shard.size for shard in shards.values())
         self._task = self._bar.add_task(
             "extract", total=job.n_items, completed=self._n_there, rows=self._amount(forecast)

@@ -18,12 +18,12 @@ from hookline.curves import LOGGED, StepReport
 from hookline.display.text import type_and_line
 from hookline.engine import Pass, closure_of, parameter_ids
 from hookline.errors import HooklineWarning, InputError, warn
-from hookline.verbs.monitor.logged_numbers import LoggedNumbers
 from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.orders import Orders
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import GatheredRanks
 from hookline.verbs.monitor.slots import StepSlots
+from hookline.verbs.monitor.user_numbers import UserNumbers
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.
 _MOST_WAITING = 256
@@ -121,7 +121,7 @@ class TrainingSteps:
         self.has_failed = False
         self._has_told = False
         self._orders = Orders()
-        self._logged = LoggedNumbers(to.add)
+        self._logged = UserNumbers(to.add)
         self._last: int | None = None  # the number of the step that has ended before this one
         self._has_run = False  # whether the model has run in this step
         self._lock = lock

@@ -20,8 +20,9 @@ _COMPARED_BYTES = 2**20  # of a tensor; a larger one counts by its identity and 
 _MOST_COMPARED_BYTES = 2**26  # of all tensors
 _MOST_DEPTH, _MOST_PARTS = 4, 1000  # of a container in an attribute
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size)
-# torch's own attributes of a module: its mode, its hooks, and the tables of its parts.
-_OF_TORCH = frozenset(vars(nn.Module()))
+# torch's own attributes of a module: its mode, its hooks, the tables of its parts, and that it is
+# compiled. A forward of its own is code; lines put one there where models were compiled.
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_is_torch_compile", "forward"}
 
 
 class _Seen(NamedTuple):

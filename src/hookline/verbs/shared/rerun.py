@@ -52,6 +52,14 @@ class RandomStates:
         self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
         self._further = [(generator, generator.get_state()) for generator in generators]
 
+    def are_current(self) -> bool:
+        """Tell whether torch's generators, and the further ones, are still in these states."""
+        generators = [(generator.get_state(), state) for generator, state in self._further]
+        if self._cuda:
+            generators += zip(torch.cuda.get_rng_state_all(), self._cuda, strict=True)
+        generators.append((torch.get_rng_state(), self._cpu))
+        return all(torch.equal(now, before) for now, before in generators)
+
     def restore(self) -> None:
         """Put the generators into these states again."""
         torch.set_rng_state(self._cpu)

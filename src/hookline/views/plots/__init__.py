@@ -9,9 +9,19 @@ from hookline.views.plots.gradients import gradients
 from hookline.views.plots.histograms import histograms
 from hookline.views.plots.images import images
 from hookline.views.plots.statistics import statistics
+from hookline.views.plots.sweep import sweep
 from hookline.views.plots.tokens import tokens
 
-__all__ = ["channels", "compare", "gradients", "histograms", "images", "statistics", "tokens"]
+__all__ = [
+    "channels",
+    "compare",
+    "gradients",
+    "histograms",
+    "images",
+    "statistics",
+    "sweep",
+    "tokens",
+]
 
 
 def __dir__() -> list[str]:

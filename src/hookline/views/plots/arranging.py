@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.recordings.checks import check_count, check_sample
+from hookline.recordings.figure_arguments import check_count, check_sample
 from hookline.recordings.walk import Value
 
 _LETTERS = "NCTLDHW"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.display.text import share_text
 from hookline.engine import Site
-from hookline.recordings.checks import Source
+from hookline.recordings.figure_arguments import Source
 from hookline.recordings.walk import Value, look_up
 from hookline.statistics.of_values import Array
 from hookline.views.pixels import Scale, range_text, scale_of, smaller

@@ -13,7 +13,7 @@ from hookline.display.units import measure
 from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, one_of
-from hookline.recordings.checks import Source, check_count
+from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.walk import Value, look_up, one_pass
 from hookline.statistics.difference import difference
 from hookline.verbs.compare.compare import compare as compare_sites

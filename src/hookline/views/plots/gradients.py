@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
-from hookline.recordings.checks import check_source
+from hookline.recordings.figure_arguments import check_source
 from hookline.views.plots.rows import RowSheet
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 

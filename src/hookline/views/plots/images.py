@@ -12,7 +12,7 @@ from hookline.engine import Site, as_written
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
-from hookline.recordings.checks import Source, check_count
+from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.walk import Value, look_up
 from hookline.statistics.of_values import Array
 from hookline.views.pixels import range_text, shares, smaller

@@ -14,7 +14,7 @@ from hookline.display.text import plural, share_text, shorten
 from hookline.engine import Site, as_written
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
-from hookline.recordings.checks import Source, check_source
+from hookline.recordings.figure_arguments import Source, check_source
 from hookline.recordings.walk import (
     Skipped,
     Value,

@@ -11,7 +11,7 @@ import numpy as np
 from hookline.display.text import plural, share_text, shorten
 from hookline.engine import Site
 from hookline.errors import InputError
-from hookline.recordings.checks import Source
+from hookline.recordings.figure_arguments import Source
 from hookline.recordings.walk import look_up
 from hookline.views.pixels import cells, range_text, scale_of
 from hookline.views.plots.arranging import arrange, order_of

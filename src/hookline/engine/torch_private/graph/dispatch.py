@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-# A context in which operations run aside from the dispatch modes that are on.
-without_dispatch_modes = _disable_current_modes
+# A context in which calls of torch run aside from the function modes that are on.
+without_function_modes = torch._C.DisableTorchFunction
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run operations aside from the dispatch modes and function modes that are on."""
+    with without_function_modes(), _disable_current_modes():
+        yield
 
 
 def storage_address(tensor: Tensor) -> int | None:

@@ -31,7 +31,7 @@ class _StepNumbers:
 
 
 @final
-class LoggedNumbers:
+class UserNumbers:
     """Keep the logged numbers that no report holds yet.
 
     Args:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import hookline as hl
 from hookline.display.results import printout_of
-from hookline.engine.report import replaced
+from hookline.engine.report import replaced_parts
 from thoroughness import examples
 
 X = torch.ones(1, 2)
@@ -335,9 +335,9 @@ class Grows(nn.Module):
 
 
 def test_modules_beside_the_selected_ones_cost_one_search(monkeypatch):
-    searches, module_tree = [], replaced.module_tree
+    searches, module_tree = [], replaced_parts.module_tree
     monkeypatch.setattr(
-        replaced, "module_tree", lambda root: searches.append(root) or module_tree(root)
+        replaced_parts, "module_tree", lambda root: searches.append(root) or module_tree(root)
     )
     model = Grows()
     with hl.record(model, "inner.0") as run:
@@ -352,7 +352,7 @@ def test_modules_beside_the_selected_ones_cost_one_search(monkeypatch):
 
 def test_the_parameters_of_fsdp1_are_not_looked_at(monkeypatch):
     model = net()
-    monkeypatch.setattr(replaced, "sharding", lambda model: "FSDP1")
+    monkeypatch.setattr(replaced_parts, "sharding", lambda model: "FSDP1")
     assert said_of(hl.record(model, "0.bias:grad"), model, assign) == []
 
 
@@ -383,4 +383,4 @@ def test_exactly_the_replaced_sites_are_told(changes, with_gradients):
 
 @pytest.mark.parametrize(("n_sites", "text"), [(3, "a, b, c"), (4, "a, b, c and 1 more")])
 def test_up_to_three_sites_are_named_and_others_counted(n_sites, text):
-    assert replaced._listed(["a", "b", "c", "d"][:n_sites]) == text
+    assert replaced_parts._listed(["a", "b", "c", "d"][:n_sites]) == text

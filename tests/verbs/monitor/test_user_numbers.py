@@ -154,7 +154,7 @@ def test_they_are_written_as_a_training_goes_on(tmp_path):
     assert read == [[0, 1, 2, 3]]
 
 
-def test_a_run_of_logged_numbers_alone_is_read(tmp_path):
+def test_a_run_of_user_numbers_alone_is_read(tmp_path):
     model = net()
     with pytest.warns(hl.HooklineWarning, match="reported no step"):
         with hl.monitor(model, to=tmp_path / "run") as seen:
@@ -162,7 +162,7 @@ def test_a_run_of_logged_numbers_alone_is_read(tmp_path):
     assert logged(hl.open(tmp_path / "run")) == logged(seen) == ([0], [2])
 
 
-def test_a_module_of_the_name_of_logged_numbers_is_refused():
+def test_a_module_of_the_name_of_user_numbers_is_refused():
     model = nn.ModuleDict({"logged": nn.Linear(4, 2)})
     line = hl.monitor(model, "logged", ports="output")
     with line as seen:

@@ -26,7 +26,7 @@ _DONE, _HAS_BATCH, _FAILED = range(3)
 
 
 @final
-class InStep:
+class OnShardedRanks:
     """Makes shards on ranks that run equal numbers of forwards.
 
     A forward of a sharded model gathers weights: a collective. With FSDP2, each rank has batches

@@ -1,0 +1,228 @@
+"""Join the parts of a DTensor that the ranks of a job have saved.
+
+A folder keeps the layout of each part: the mesh, the rank's coordinates in the mesh, and the
+placement along each dimension of the mesh. This module needs neither DTensor nor a process group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.errors import AmbiguousError, RanksError
+
+Part = tuple["Layout", Tensor]
+
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add, "avg": torch.add, "product": torch.mul,
+    "max": torch.maximum, "min": torch.minimum,
+}  # fmt: skip
+_N_FIELDS = {"replicate": 1, "shard": 2, "strided": 3, "partial": 2, "unknown": 2}
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """Where one rank's part lies in the whole of a DTensor.
+
+    Args:
+        shape: the shape of the whole tensor.
+        mesh: the number of ranks along each dimension of the mesh.
+        names: the names of these dimensions; empty if they have none.
+        first: the first rank of the mesh. It tells apart meshes of one shape.
+        at: the coordinates of the rank in the mesh; empty if the rank lies outside of it.
+        placements: for each dimension of the mesh `("shard", dim)`, `("strided", dim, pieces)`,
+            `("replicate",)`, `("partial", op)` or `("unknown", text)`.
+    """
+
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    names: tuple[str, ...]
+    first: int
+    at: tuple[int, ...]
+    placements: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout | None:
+        """Read a layout of a manifest; None for that of an older hookline, which kept no placement.
+
+        Raises:
+            ValueError: the data is not a layout.
+        """
+        if data is True:
+            return None
+        try:
+            layout = cls(
+                shape=_sizes(data["shape"]),
+                mesh=_sizes(data["mesh"]),
+                names=tuple(map(str, data["names"])),
+                first=_sizes([data["first"]])[0],
+                at=_sizes(data["at"]),
+                placements=tuple(map(tuple, data["placements"])),
+            )
+            is_sound = layout._is_sound()
+        except (TypeError, KeyError, IndexError):
+            is_sound = False
+        if not is_sound:
+            raise ValueError(f"not the layout of a DTensor: {data!r:.200}")
+        return layout
+
+    def _is_sound(self) -> bool:
+        return (
+            len(self.mesh) == len(self.placements)
+            and len(self.at) in (0, len(self.mesh))
+            and all(at < n for at, n in zip(self.at, self.mesh, strict=False))
+            and all(len(row) == _N_FIELDS[row[0]] for row in self.placements)
+            and all(
+                0 <= row[1] < len(self.shape)
+                for row in self.placements
+                if row[0] in ("shard", "strided")
+            )
+        )
+
+    @property
+    def unknown(self) -> str:
+        """The placement that cannot be joined; empty if all can."""
+        texts = [str(row[1]) for row in self.placements if row[0] == "unknown"]
+        ops = {row[1] for row in self.placements if row[0] == "partial"}
+        if len(ops) > 1 or not ops <= _REDUCTIONS.keys():
+            texts.append(f"Partial({', '.join(sorted(ops))})")
+        return ", ".join(texts)
+
+    @property
+    def op(self) -> str:
+        """The reduction of partial values; empty if there are none."""
+        return next((str(row[1]) for row in self.placements if row[0] == "partial"), "")
+
+    def along(self, kind: str) -> tuple[int, ...]:
+        """The rank's coordinates along the dimensions of the mesh with one kind of placement."""
+        return tuple(at for at, row in zip(self.at, self.placements, strict=True) if row[0] == kind)
+
+    def rows(self) -> list[Tensor]:
+        """The indices in the whole of this rank's part, for each dimension of the tensor."""
+        rows = [torch.arange(size) for size in self.shape]
+        for at, n, row in zip(self.at, self.mesh, self.placements, strict=True):
+            if row[0] == "shard":
+                rows[row[1]] = _chunk(rows[row[1]], n, at)
+            elif row[0] == "strided":  # FSDP2 on top of tensor parallelism, on one dimension
+                pieces = [_chunk(rows[row[1]], row[2], piece) for piece in range(row[2])]
+                rows[row[1]] = torch.cat([_chunk(piece, n, at) for piece in pieces])
+        return rows
+
+
+def join_placed(parts: Sequence[Part], dim: int | None, question: str) -> Tensor:
+    """Join the parts of all ranks to the whole tensor.
+
+    Args:
+        parts: the layout and the tensor of each rank.
+        dim: the dimension along which the wholes of several meshes are concatenated.
+        question: the look-up as code, for messages.
+
+    Raises:
+        RanksError: a part is missing, or does not fit its layout.
+        AmbiguousError: there are several meshes, and `dim` is None.
+    """
+    by_mesh: dict[int, list[Part]] = {}
+    for layout, tensor in parts:
+        by_mesh.setdefault(layout.first, []).append((layout, tensor))
+    if len(by_mesh) > 1 and dim is None:
+        raise AmbiguousError(
+            f"{question}: the ranks form {len(by_mesh)} meshes, from ranks"
+            f" {', '.join(map(str, sorted(by_mesh)))} on, and each has a whole tensor of its own."
+            "\nGive the dimension along which to join them: dim=0 if each mesh has a part of the"
+            " batch."
+        )
+    wholes = [_whole(by_mesh[first], question) for first in sorted(by_mesh)]
+    return wholes[0] if len(wholes) == 1 else torch.cat(wholes, dim or 0)
+
+
+def guess(parts: Sequence[Part], question: str) -> str:
+    """Say which layout the shapes of parts suggest, as the line of a message with the fix."""
+    shape = parts[0][0].shape
+    shapes = [tuple(tensor.shape) for _, tensor in parts]
+    if all(part == shape for part in shapes):
+        return "Each part has the shape of the whole: they may be summands, or copies."
+    split = [
+        dim
+        for dim, size in enumerate(shape)
+        if sum(part[dim] for part in shapes) == size
+        and all(part[:dim] + part[dim + 1 :] == shape[:dim] + shape[dim + 1 :] for part in shapes)
+    ]
+    if split:
+        return (
+            f"The shapes of the parts suggest {question.partition(', dim=')[0]}, dim={split[0]})."
+        )
+    return f"The parts are {', '.join(map(str, map(list, shapes)))} of {list(shape)}."
+
+
+def _whole(parts: list[Part], question: str) -> Tensor:
+    """Join the parts of one mesh."""
+    by_place = {layout.at: (layout, tensor) for layout, tensor in parts if layout.at}
+    layout = parts[0][0]
+    missing = [at for at in itertools.product(*map(range, layout.mesh)) if at not in by_place]
+    if missing or any(_without_place(other) != _without_place(layout) for other, _ in parts):
+        reason = (
+            f"the part at {missing[0]} of the mesh {list(layout.mesh)} is missing"
+            if missing
+            else "the ranks' layouts differ"
+        )
+        raise RanksError(
+            f"{question}: {reason}.\nSave the folder on all ranks of the mesh, after the same run."
+        )
+    summands: dict[tuple[int, ...], Tensor] = {}
+    for place, (part_layout, part) in sorted(by_place.items()):
+        if any(part_layout.along("replicate")):
+            continue  # the ranks at coordinate 0 have the same
+        rows = part_layout.rows()
+        if [len(row) for row in rows] != list(part.shape):
+            raise RanksError(
+                f"{question}: the part at {place} of the mesh {list(layout.mesh)} must have the"
+                f" shape {[len(row) for row in rows]} by its placements, got {list(part.shape)}."
+                f"\n{guess(parts, question)}"
+            )
+        group = part_layout.along("partial")
+        if group not in summands:
+            summands[group] = part.new_empty(layout.shape)
+        summands[group][_region(rows)] = part
+    whole, *others = summands.values()
+    for other in others:
+        whole = _REDUCTIONS[layout.op](whole, other)
+    return whole / len(summands) if layout.op == "avg" else whole
+
+
+def _without_place(layout: Layout) -> tuple[Any, ...]:
+    return layout.shape, layout.mesh, layout.first, layout.placements
+
+
+def _region(rows: list[Tensor]) -> tuple[Any, ...]:
+    """Return the index of a region of a tensor: slices if all rows follow one another."""
+    if all(len(row) == 0 or int(row[-1] - row[0]) == len(row) - 1 for row in rows):
+        starts = [int(row[0]) if len(row) else 0 for row in rows]
+        return tuple(
+            slice(start, start + len(row)) for start, row in zip(starts, rows, strict=True)
+        )
+    return tuple(row.view(-1, *[1] * (len(rows) - 1 - dim)) for dim, row in enumerate(rows))
+
+
+def _chunk(row: Tensor, n: int, number: int) -> Tensor:
+    """Return a chunk as torch.chunk cuts it; chunks that it leaves out are empty."""
+    size = math.ceil(len(row) / n)
+    return row[size * number : size * (number + 1)]
+
+
+def _sizes(data: Any) -> tuple[int, ...]:
+    if not isinstance(data, list) or any(type(size) is not int or size < 0 for size in data):
+        raise TypeError("sizes must be integers from 0 up")
+    return tuple(data)
+
+
+def parts_of(tensors: Sequence[Tensor], parts: Mapping[int, Part]) -> list[Part] | None:
+    """Return the tensors with their layouts; None if a tensor has no layout that can be joined."""
+    known = [parts[id(tensor)] for tensor in tensors if id(tensor) in parts]
+    return known if len(known) == len(tensors) else None

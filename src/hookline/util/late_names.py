@@ -1,0 +1,32 @@
+"""Import the public names of a package on first use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package whose names are imported on first use.
+
+    >>> find = late_names("hookline.util", {"shorten": "hookline.display.text"})
+    >>> find("shorten").__name__
+    'shorten'
+
+    Args:
+        package: the name of the package.
+        modules: the module of each public name. A name may be a module of a package.
+    """
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        holder = import_module(modules[name])
+        is_there = hasattr(holder, name)
+        value = getattr(holder, name) if is_there else import_module(f"{modules[name]}.{name}")
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find

@@ -1,0 +1,219 @@
+"""Compare recordings token by token: join the passes of each site, and take the common tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine.pytree.tree import Leaf
+from hookline.errors import InputError
+from hookline.statistics.difference import difference
+from hookline.verbs.compare.alignment import Alignment, align
+from hookline.verbs.compare.measure import Measured, arrays_in, measured_pair, paired_leaves
+from hookline.verbs.compare.sides import Entry, Side
+from hookline.verbs.compare.tokens import Tokens, tokens_of
+
+_PASS = re.compile(r"#pass(\d+)$")
+# Inputs that say where tokens lie, and not what they are. The tokens themselves are matched.
+_PLACES = re.compile(
+    r"(decoder_)?(input_ids|inputs_embeds|attention_mask|position_ids)|cache_position"
+    r"|past_key_values|cu_seq_?lens?(_[qk])?|max_length_[qk]|input"
+)
+
+
+@final
+class Passes(NamedTuple):
+    """The values of a site in each pass, by the number of the pass."""
+
+    values: Mapping[int, Any]
+
+
+class Aligned(NamedTuple):
+    """Two sides with one entry a site for all passes, and where their tokens lie."""
+
+    sides: tuple[Side, Side]
+    alignment: Alignment
+
+
+def aligned(a: Side, b: Side, tokens: Any) -> Aligned | str:
+    """Align two recordings by their tokens.
+
+    Args:
+        a: the first side.
+        b: the second side.
+        tokens: "auto"; None; or what `hl.compare` takes.
+
+    Returns:
+        The aligned sides; or the reason why there are none, empty if none are needed.
+
+    Raises:
+        InputError: tokens are given, and invalid or of no use for what is compared.
+    """
+    given = _given(tokens)
+    if tokens is None or a.source is None or b.source is None:
+        if given != (None, None):
+            raise InputError(
+                f"tokens must be left out for {a.noun} and {b.noun}: they tell which tokens"
+                " recordings of one process hold.\nLeave tokens out."
+            )
+        return ""
+    ours, theirs = tokens_of(a.source, given[0]), tokens_of(b.source, given[1])
+    why = next((side for side in (ours, theirs) if isinstance(side, str)), "")
+    if not isinstance(ours, str) and not isinstance(theirs, str):
+        alignment = align(ours, theirs)
+        n_matched = 0 if isinstance(alignment, str) else alignment.n_sequences
+        if n_matched < len(ours.contents) and _are_alike(ours, theirs):
+            return ""  # one layout: the inputs differ, which the findings say
+        if not isinstance(alignment, str):
+            if alignment.is_same and not _is_padded(alignment):
+                return ""
+            sides = _joined(a, list(ours.grids)), _joined(b, list(theirs.grids))
+            return Aligned(sides, alignment)
+        why = alignment
+    if given != (None, None):
+        raise InputError(
+            f"tokens must tell which token lies where, got: {why}."
+            '\nGive the inputs of both: tokens=({"input_ids": …}, {"input_ids": …}).'
+        )
+    is_unrecorded = "were not recorded" in why  # which the findings say anyway
+    return "" if is_unrecorded else f"rows and tokens are not aligned: {why}"
+
+
+def _given(tokens: Any) -> tuple[Any, Any]:
+    """Return what is given of each side; None where nothing is.
+
+    Raises:
+        InputError: it is none of the forms that are allowed.
+    """
+    if tokens is None or (isinstance(tokens, str) and tokens == "auto"):
+        return None, None
+    if isinstance(tokens, Mapping):
+        return tokens, tokens
+    if isinstance(tokens, tuple) and len(tokens) == 2 and all(map(_is_inputs, tokens)):
+        return tokens
+    raise InputError(
+        f'tokens must be "auto", None, a dict of inputs or a tuple of two, got {tokens!r:.80}.'
+        '\nGive tokens=({"attention_mask": mask_a}, {"attention_mask": mask_b}).'
+    )
+
+
+def _is_inputs(given: Any) -> bool:
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    return given is None or isinstance(given, Mapping) or several
+
+
+def _are_alike(a: Tokens, b: Tokens) -> bool:
+    """Tell whether two recordings have as many rows and tokens, with the same padding."""
+    if a.grids.keys() != b.grids.keys():
+        return False
+    return all(
+        ours.keys() == theirs.keys()
+        and all(torch.equal(ours[stream].owner, theirs[stream].owner) for stream in ours)
+        and all(torch.equal(ours[stream].row_owner, theirs[stream].row_owner) for stream in ours)
+        for ours, theirs in zip(a.grids.values(), b.grids.values(), strict=True)
+    )
+
+
+def _is_padded(alignment: Alignment) -> bool:
+    return any(
+        bool((places.tokens < 0).any())
+        for side in alignment.places
+        for streams in side.values()
+        for places in streams.values()
+    )
+
+
+def _joined(side: Side, passes: Sequence[int]) -> Side:
+    """Return a side whose entries read the values of all passes, in the order of firing."""
+    groups: dict[tuple[str, str], dict[int, Entry]] = {}
+    for entry in side.entries:
+        match = _PASS.search(entry.rest)
+        number = int(match[1]) if match else passes[0]
+        groups.setdefault((entry.path, _PASS.sub("", entry.rest)), {})[number] = entry
+    entries = [
+        replace(
+            next(iter(group.values())),
+            rest=rest,
+            read=partial(_read, {number: entry.read for number, entry in group.items()}),
+            outline=partial(_read, {number: entry.outline for number, entry in group.items()}),
+        )
+        for (_, rest), group in groups.items()
+    ]
+    return replace(side, entries=entries)
+
+
+def _read(reads: Mapping[int, Any]) -> Passes:
+    return Passes({number: read() for number, read in reads.items()})
+
+
+def observe(alignment: Alignment, pairs: Sequence[tuple[Entry, Entry]]) -> None:
+    """Let the alignment see the shapes of all pairs before one is read."""
+    for ours, theirs in pairs:
+        for a, b in _by_leaf(ours.outline(), theirs.outline()):
+            alignment.observe(*({n: tuple(t.shape) for n, t in side.items()} for side in (a, b)))
+
+
+def measured_by_token(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
+    """Yield what is found of each pair of tensors at the common tokens."""
+    ours, theirs = _leaves(a), _leaves(b)
+    for leaf, leaf_b in _paired(ours, theirs).items():
+        yield _measured(alignment, leaf, ours.pop(leaf), theirs.pop(leaf_b))
+    for leaf in ours:
+        yield Measured(leaf, ("there", ""), why="only in a")
+    for leaf in theirs:
+        yield Measured(leaf, ("", "there"), why="only in b")
+
+
+def measured_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
+    """Yield what is found of the inputs: the matched tokens, and those that are no tokens."""
+    n_tokens = sum(len(span.sequence) for span in alignment.spans.values())
+    n_matched = n_tokens or alignment.n_sequences
+    form = f"{n_matched} {'tokens' if n_tokens else 'rows'}"
+    nothing = torch.zeros(1, dtype=torch.long)
+    yield Measured((), (form, form), (torch.long, torch.long), difference(nothing, nothing))
+    ours, theirs = _leaves(a), _leaves(b)
+    for leaf, leaf_b in _paired(ours, theirs).items():
+        if leaf and not _PLACES.fullmatch(str(leaf[0])):
+            yield _measured(alignment, leaf, ours[leaf], theirs[leaf_b])
+
+
+def _measured(alignment: Alignment, leaf: Leaf, a: _ByPass, b: _ByPass) -> Measured:
+    pair = alignment.pair(a, b)
+    if isinstance(pair, str):
+        forms = str(list(next(iter(a.values())).shape)), str(list(next(iter(b.values())).shape))
+        dtypes = next(iter(a.values())).dtype, next(iter(b.values())).dtype
+        return Measured(leaf, forms, dtypes, why=pair)
+    return measured_pair(leaf, *pair)
+
+
+_ByPass = dict[int, Tensor]
+
+
+def _by_leaf(a: Passes, b: Passes) -> Iterator[tuple[_ByPass, _ByPass]]:
+    ours, theirs = _leaves(a), _leaves(b)
+    for leaf, leaf_b in _paired(ours, theirs).items():
+        yield ours[leaf], theirs[leaf_b]
+
+
+def _paired(ours: Mapping[Leaf, _ByPass], theirs: Mapping[Leaf, _ByPass]) -> dict[Leaf, Leaf]:
+    firsts: list[dict[Leaf, Any]] = [
+        {leaf: next(iter(by_pass.values())) for leaf, by_pass in side.items()}
+        for side in (ours, theirs)
+    ]
+    return paired_leaves(firsts[0], firsts[1])
+
+
+def _leaves(passes: Passes) -> dict[Leaf, _ByPass]:
+    """Return the tensors of the values of all passes by leaf; numbers that are flags left out."""
+    leaves: dict[Leaf, _ByPass] = {}
+    for number, value in passes.values.items():
+        for leaf, array in arrays_in(value):
+            if isinstance(array, Tensor) and array.ndim:
+                leaves.setdefault(leaf, {})[number] = array
+    return leaves

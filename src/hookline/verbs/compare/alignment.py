@@ -1,0 +1,400 @@
+"""Match the sequences of two recordings, and give values of common tokens in one order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from hookline.display.text import listed, plural
+from hookline.verbs.compare.readings import ORDER, PAIRS, ROW, Places, Reading, Span
+from hookline.verbs.compare.tokens import ROWS, Grid, Tokens
+
+# The tensor of a site in each pass, by the number of the pass.
+ByPass = Mapping[int, Tensor]
+Shapes = Mapping[int, tuple[int, ...]]
+_Streams = dict[str, list[Hashable]]
+_MOST_SHOWN = 3
+
+
+@final
+@dataclass
+class Alignment:
+    """The common tokens of two recordings, and where each recording has them.
+
+    Args:
+        places: for each of the two recordings the places of its tokens, by pass and stream.
+        spans: the sequences of each stream in the common order.
+        n_sequences: the number of matched sequences.
+        is_same: whether both have the same tokens at the same places.
+        positions: how the positions of the tokens differ; empty if they do not.
+        notes: what else a reader should know: sequences without a match, lengths that differ.
+    """
+
+    places: tuple[dict[int, dict[str, Places]], dict[int, dict[str, Places]]]
+    spans: dict[str, Span]
+    n_sequences: int
+    is_same: bool
+    positions: str = ""
+    notes: list[str] = field(default_factory=list)
+    _seen: dict[int, set[Reading]] = field(default_factory=dict)
+
+    def observe(self, a: Shapes, b: Shapes) -> None:
+        """Note how a value lies over the tokens if its shapes leave no doubt.
+
+        What is seen at some sites decides at others, whose shapes fit several readings.
+        """
+        readings = self._common(a, b)
+        if len(readings) == 1:
+            n_dims = len(next(iter(a.values())))
+            self._seen.setdefault(n_dims, set()).update(readings)
+
+    def pair(self, a: ByPass, b: ByPass) -> tuple[Tensor, Tensor] | str:
+        """Take the common tokens out of the values of a site, in one order.
+
+        Args:
+            a: the tensor of the first recording in each pass.
+            b: the tensor of the second recording in each pass.
+
+        Returns:
+            Two tensors of shape `(tokens, …)` or `(sequences, …)`, or the reason why the values
+            cannot be aligned.
+        """
+        shapes = _shapes(a), _shapes(b)
+        readings = self._common(*shapes)
+        if not readings:
+            own = [self._of_side(side, shapes[side]) for side in (0, 1)]
+            if all(len(of_side) == 1 for of_side in own):  # such as (rows, tokens) and (tokens,)
+                return self._taken((a, b), (own[0].pop(), own[1].pop()))
+            if self.is_same and len({*shapes[0].values(), *shapes[1].values()}) == 1:
+                return torch.stack([*a.values()]), torch.stack([*b.values()])
+            return f"no dimensions of rows and tokens in {_texts(*shapes)}"
+        if len(readings) > 1:
+            known = readings & self._seen.get(len(next(iter(shapes[0].values()))), set())
+            readings = known if len(known) == 1 else readings
+        ordered = sorted(readings, key=lambda reading: (ORDER.index(reading.axes), reading.stream))
+        first, *others = [self._taken((a, b), (reading, reading)) for reading in ordered]
+        if all(_are_same(first, other) for other in others):
+            return first
+        return (
+            f"{_texts(*shapes)} may be {' or '.join(map(str, ordered))}: compare runs whose batch,"
+            " length and width differ"
+        )
+
+    def _common(self, a: Shapes, b: Shapes) -> set[Reading]:
+        """Return the readings that fit all passes of both; those of rows if none of tokens does."""
+        fitting = self._fitting(0, a) & self._fitting(1, b)
+        of_tokens = {reading for reading in fitting if reading.axes != ROW}
+        n_keys = {
+            self.places[side][number][reading.stream].keys.shape[1]
+            for reading in of_tokens
+            if reading.axes == PAIRS
+            for side, shapes in ((0, a), (1, b))
+            for number in shapes
+        }
+        if len(n_keys) > 1:  # the last dimension follows the number of keys
+            return {reading for reading in of_tokens if reading.axes == PAIRS}
+        has_tokens = any(self._of_side(side, shapes) for side, shapes in ((0, a), (1, b)))
+        return of_tokens if of_tokens or has_tokens else fitting
+
+    def _of_side(self, side: int, shapes: Shapes) -> set[Reading]:
+        """Return the readings with tokens that fit all passes of one recording."""
+        return {reading for reading in self._fitting(side, shapes) if reading.axes != ROW}
+
+    def _fitting(self, side: int, shapes: Shapes) -> set[Reading]:
+        sets = [
+            {
+                Reading(stream, axes)
+                for stream, places in self.places[side].get(number, {}).items()
+                for axes in places.readings(shape)
+            }
+            for number, shape in shapes.items()
+        ]
+        return set.intersection(*sets) if sets else set()
+
+    def _taken(
+        self, tensors: tuple[ByPass, ByPass], readings: tuple[Reading, Reading]
+    ) -> tuple[Tensor, Tensor] | str:
+        """Take the tokens that both values have."""
+        sides = []
+        for side, (by_pass, reading) in enumerate(zip(tensors, readings, strict=True)):
+            values = self._joined(side, by_pass, reading)
+            if isinstance(values, str):
+                return values
+            sides.append(values)
+        (a, in_a), (b, in_b) = sides
+        if a.shape[1:] != b.shape[1:]:
+            first, second = (next(iter(by_pass.values())).shape for by_pass in tensors)
+            return f"shapes {list(first)} and {list(second)}"
+        in_both = in_a & in_b
+        if not bool(in_both.any()):
+            return "the two have no token in common"
+        if bool(in_both.all()):
+            return a, b
+        return a[in_both.to(a.device)], b[in_both.to(b.device)]
+
+    def _joined(self, side: int, by_pass: ByPass, reading: Reading) -> tuple[Tensor, Tensor] | str:
+        """Join the tokens of all passes in the common order, with a mark for each that is there."""
+        parts = []
+        for number, tensor in by_pass.items():
+            places = self.places[side][number][reading.stream]
+            if reading.axes == PAIRS:
+                parts.append(places.take_pairs(tensor, self.spans[reading.stream]))
+            else:
+                parts.append(places.take(tensor, reading.axes))
+        if len({values.shape[1:] for values, _ in parts}) > 1:
+            shapes = " and ".join(str(list(tensor.shape)) for tensor in by_pass.values())
+            return f"the passes have values of several widths, {shapes}"
+        if reading.axes == ROW:
+            n_places = self.n_sequences
+            rows = torch.cat([at for _, at in parts])
+            if len(set(rows.tolist())) < len(rows):
+                return "each pass has a value a row, and rows go on from pass to pass"
+        else:
+            n_places = len(self.spans[reading.stream].sequence)
+        first = parts[0][0]
+        joined = first.new_zeros(n_places, *first.shape[1:])
+        is_there = torch.zeros(n_places, dtype=torch.bool)
+        for values, at in parts:
+            joined[at.to(joined.device)] = values.to(joined.device)
+            is_there[at] = True
+        return joined, is_there
+
+
+def align(a: Tokens, b: Tokens) -> Alignment | str:
+    """Match the sequences of two recordings by their tokens.
+
+    Returns:
+        The alignment, or the reason why nothing can be aligned.
+    """
+    pairs, is_known = _matched(a, b)
+    if not pairs:
+        return f"the inputs differ: no sequence is in both{_example(a, b)}"
+    lengths, notes = _lengths(a, b, pairs)
+    if not is_known:
+        notes.append("the ids of tokens are not known: sequences are matched in their order")
+    for name, tokens, side in (("a", a, 0), ("b", b, 1)):
+        n_alone = len(tokens.contents) - len(pairs)
+        if n_alone:
+            matched = {pair[side] for pair in pairs}
+            rows = [str(row) for row in range(len(tokens.contents)) if row not in matched]
+            sequences = plural(n_alone, "sequence")
+            notes.append(f"{sequences} only in {name}: {listed(rows, _MOST_SHOWN)}")
+    n_passes = [_n_passes(tokens) for tokens in (a, b)]
+    spans = {stream: _span(counts, is_cut=max(n_passes) > 1) for stream, counts in lengths.items()}
+    places = tuple(
+        {
+            number: {
+                stream: _places(grid, [pair[side] for pair in pairs], lengths.get(stream))
+                for stream, grid in grids.items()
+            }
+            for number, grids in tokens.grids.items()
+        }
+        for side, tokens in ((0, a), (1, b))
+    )
+    alignment = Alignment(
+        (places[0], places[1]), spans, len(pairs), _are_alike(*places), notes=notes
+    )
+    alignment.positions = _positions(a, b, alignment)
+    return alignment
+
+
+def _matched(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]:
+    """Pair the sequences with equal tokens, then those of which one begins with the other.
+
+    Returns:
+        The pairs in the order of a, and whether the tokens of both are known.
+    """
+    known = [_are_known(tokens) for tokens in (a, b)]
+    if not all(known):
+        are_alike = len(a.contents) == len(b.contents)
+        return [(row, row) for row in range(len(a.contents))] if are_alike else [], False
+    free: dict[tuple[Hashable, ...], list[int]] = {}
+    for number, streams in enumerate(b.contents):
+        free.setdefault(_key(streams), []).append(number)
+    pairs: dict[int, int] = {}
+    for number, streams in enumerate(a.contents):
+        same = free.get(_key(streams))
+        if same:
+            pairs[number] = same.pop(0)
+    for number, streams in enumerate(a.contents):
+        if number in pairs:
+            continue
+        left = [other for others in free.values() for other in others]
+        begun = [other for other in left if _begins(streams, b.contents[other])]
+        if len(begun) == 1:
+            pairs[number] = begun[0]
+            free[_key(b.contents[begun[0]])].remove(begun[0])
+    return sorted(pairs.items()), True
+
+
+def _are_known(tokens: Tokens) -> bool:
+    return all(contents for streams in tokens.contents for contents in streams.values())
+
+
+def _key(streams: _Streams) -> tuple[Hashable, ...]:
+    return tuple((stream, tuple(contents)) for stream, contents in sorted(streams.items()))
+
+
+def _begins(a: _Streams, b: _Streams) -> bool:
+    """Tell whether in each stream the tokens of one sequence begin with those of the other."""
+    if a.keys() != b.keys() or ROWS in a:
+        return False
+    both = [(a[stream], b[stream]) for stream in a]
+    return all(mine[: len(yours)] == yours[: len(mine)] for mine, yours in both)
+
+
+def _lengths(
+    a: Tokens, b: Tokens, pairs: list[tuple[int, int]]
+) -> tuple[dict[str, list[int]], list[str]]:
+    """Count the common tokens of each pair in each stream, and note where one is longer."""
+    streams = dict.fromkeys(
+        stream for tokens in (a, b) for grids in tokens.grids.values() for stream in grids
+    )
+    lengths: dict[str, list[int]] = {stream: [] for stream in streams}
+    longer = []
+    n_tokens = [_n_tokens(tokens) for tokens in (a, b)]
+    for pair in pairs:
+        for stream in streams:
+            counts = [n_tokens[side].get((pair[side], stream), 0) for side in (0, 1)]
+            lengths[stream].append(min(counts))
+            if counts[0] != counts[1] and min(counts):
+                longer.append((pair, counts))
+    if not longer:
+        return lengths, []
+    (pair, counts), *_ = longer
+    text = (
+        f"{plural(len(longer), 'sequence')} longer on one side ({counts[0]} and {counts[1]} tokens"
+        f" at row {pair[0]} of a): compared where both have tokens, which must not see later ones"
+    )
+    return lengths, [text]
+
+
+def _n_tokens(tokens: Tokens) -> dict[tuple[int, str], int]:
+    """Count the tokens of each sequence and stream."""
+    counts: dict[tuple[int, str], int] = {}
+    for grids in tokens.grids.values():
+        for stream, grid in grids.items():
+            for owner, number in Counter(grid.owner[grid.owner >= 0].tolist()).items():
+                counts[owner, stream] = counts.get((owner, stream), 0) + number
+    return counts
+
+
+def _n_passes(tokens: Tokens) -> int:
+    """Return over how many passes a sequence goes at most."""
+    passes: dict[int, int] = {}
+    for grids in tokens.grids.values():
+        rows = torch.cat([grid.owner.flatten() for grid in grids.values()])
+        for owner in set(rows[rows >= 0].tolist()):
+            passes[owner] = passes.get(owner, 0) + 1
+    return max(passes.values(), default=1)
+
+
+def _span(counts: list[int], *, is_cut: bool) -> Span:
+    lengths = torch.tensor(counts, dtype=torch.long)
+    sequence = torch.arange(len(counts)).repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    return Span(sequence, starts, max(counts, default=0), is_cut)
+
+
+def _places(grid: Grid, sequences: list[int], counts: list[int] | None) -> Places:
+    """Return where the tokens of a grid go in the common order."""
+    most = max([int(grid.row_owner.max()) if len(grid.row_owner) else 0, *sequences, 0])
+    if grid.key_owner.numel():
+        most = max(most, int(grid.key_owner.max()))
+    number = torch.full((most + 2,), -1)  # the last is for padding, whose owner is -1
+    number[torch.tensor(sequences, dtype=torch.long)] = torch.arange(len(sequences))
+    lengths = torch.tensor([*(counts or [0] * len(sequences)), 0])
+    starts = lengths.cumsum(0) - lengths
+
+    def placed(owner: Tensor, order: Tensor) -> Tensor:
+        sequence = number[owner]
+        is_common = (sequence >= 0) & (order >= 0) & (order < lengths[sequence])
+        return torch.where(is_common, starts[sequence] + order, -1)
+
+    return Places(
+        placed(grid.owner, grid.order),
+        placed(grid.key_owner, grid.key_order),
+        number[grid.row_owner],
+        grid.n_kept,
+    )
+
+
+def _are_alike(
+    a: Mapping[int, Mapping[str, Places]], b: Mapping[int, Mapping[str, Places]]
+) -> bool:
+    """Tell whether two recordings have the same tokens at the same places of the same passes."""
+    if a.keys() != b.keys() or any(a[number].keys() != b[number].keys() for number in a):
+        return False
+    return all(
+        mine.tokens.shape == yours.tokens.shape
+        and torch.equal(mine.tokens, yours.tokens)
+        and torch.equal(mine.rows, yours.rows)
+        for number in a
+        for mine, yours in zip(a[number].values(), b[number].values(), strict=True)
+    )
+
+
+def _positions(a: Tokens, b: Tokens, alignment: Alignment) -> str:
+    """Say how the positions of common tokens differ."""
+    for stream, span in alignment.spans.items():
+        ours, theirs = (
+            _in_order(tokens, places, stream, len(span.sequence))
+            for tokens, places in zip((a, b), alignment.places, strict=True)
+        )
+        odd = ((ours != theirs) & (ours >= 0) & (theirs >= 0)).nonzero()
+        if len(odd):
+            place = int(odd[0])
+            sequence = int(span.sequence[place])
+            return (
+                f"{stream}position_ids are {int(ours[place])} in a and {int(theirs[place])} in b"
+                f" at token {place - int(span.starts[sequence])} of sequence {sequence}"
+            )
+    return ""
+
+
+def _in_order(
+    tokens: Tokens, places: Mapping[int, Mapping[str, Places]], stream: str, n_places: int
+) -> Tensor:
+    """Return the positions of a stream's tokens in the common order; -1 where there is none."""
+    positions = torch.full((n_places,), -1)
+    for number, grids in tokens.grids.items():
+        if stream in grids:
+            at = places[number][stream].tokens
+            positions[at[at >= 0]] = grids[stream].position[at >= 0]
+    return positions
+
+
+def _example(a: Tokens, b: Tokens) -> str:
+    """Show how the first sequences of two recordings begin."""
+    texts = []
+    for name, tokens in (("a", a), ("b", b)):
+        streams = tokens.contents[0] if tokens.contents else {}
+        contents: list[Hashable] = next((ids for ids in streams.values() if ids), [])
+        if contents and isinstance(contents[0], int):
+            texts.append(f"{name} begins with {', '.join(map(str, contents[:4]))}")
+    return f" ({'; '.join(texts)})" if len(texts) == 2 else ""
+
+
+def _are_same(a: tuple[Tensor, Tensor] | str, b: tuple[Tensor, Tensor] | str) -> bool:
+    if isinstance(a, str) or isinstance(b, str):
+        return False
+    return all(
+        mine.shape == yours.shape and bool(torch.equal(mine, yours))
+        for mine, yours in zip(a, b, strict=True)
+    )
+
+
+def _shapes(by_pass: ByPass) -> Shapes:
+    return {number: tuple(tensor.shape) for number, tensor in by_pass.items()}
+
+
+def _texts(a: Shapes, b: Shapes) -> str:
+    both = [
+        " and ".join(dict.fromkeys(str(list(shape)) for shape in side.values())) for side in (a, b)
+    ]
+    return both[0] if both[0] == both[1] else f"{both[0]}, and {both[1]} in b"

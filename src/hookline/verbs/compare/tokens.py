@@ -1,0 +1,331 @@
+"""Read which token of which sequence lies where in each pass, from the inputs of the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.display.text import first_line
+from hookline.engine import has_numbers
+from hookline.engine.pytree import describe, tree
+from hookline.errors import HooklineError
+from hookline.recordings import PassRecord, Recording
+
+INPUT = "(root):input"
+ROWS = "rows"  # the stream of inputs that are rows without tokens, such as images
+_PREFIXES = ("", "decoder_")
+_CU_SEQLENS = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens", "cu_seq_lens")
+_RECORD = 'Record the inputs: hl.record(model, ["**", "(root):input"]), or give tokens=.'
+
+
+class Unreadable(Exception):
+    """The inputs do not tell which tokens they hold; the text says why."""
+
+
+@final
+@dataclass(frozen=True)
+class Grid:
+    """The tokens of one stream in one pass, in the layout of the ids that the model was given.
+
+    Args:
+        owner: the sequence of each token, -1 for padding, shape `(rows, tokens)`.
+        order: the number of each token in its sequence, from 0, of the same shape.
+        position: the position that the model was given, or counts itself, of the same shape.
+        key_owner: as `owner`, with the tokens that the cache holds before these.
+        key_order: as `order`, with the tokens that the cache holds before these.
+        row_owner: the sequence of each row, -1 where a row holds none or several, shape `(rows,)`.
+        n_kept: for how many last tokens of each row the model gives logits; 0 for all.
+    """
+
+    owner: Tensor
+    order: Tensor
+    position: Tensor
+    key_owner: Tensor
+    key_order: Tensor
+    row_owner: Tensor
+    n_kept: int = 0
+
+
+@final
+@dataclass
+class Tokens:
+    """The sequences of a recording, and where their tokens lie.
+
+    Args:
+        grids: for each pass, by number, the grid of each stream.
+        contents: for each sequence and stream, what tells its tokens from others, such as their
+            ids; empty where that is unknown.
+    """
+
+    grids: dict[int, dict[str, Grid]] = field(default_factory=dict)
+    contents: list[dict[str, list[Hashable]]] = field(default_factory=list)
+
+
+def tokens_of(source: Recording | PassRecord, given: Any = None) -> Tokens | str:
+    """Read the tokens of a recording from the inputs of its passes.
+
+    Args:
+        source: a recording, or one of its passes.
+        given: what was not recorded, by the names of a transformers model's inputs: a dict for all
+            passes, or a sequence with a dict for each.
+
+    Returns:
+        The tokens, or the reason why they are not known.
+    """
+    records = [source] if isinstance(source, PassRecord) else list(source.passes)
+    records = [record for record in records if len(record)]
+    if given is not None and not isinstance(given, Mapping) and len(given) != len(records):
+        return f"tokens must have a dict for each of {len(records)} passes, got {len(given)}"
+    reader = _Reader()
+    for number, record in enumerate(records):
+        inputs = given if given is None or isinstance(given, Mapping) else given[number]
+        try:
+            reader.read(record.number, _inputs(record, inputs))
+        except (Unreadable, HooklineError) as error:
+            where = f"pass {record.number}: " * (len(records) > 1)
+            return f"{where}{first_line(error)}"
+    return reader.tokens
+
+
+def _inputs(record: PassRecord, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of the model in a pass by name; a lone tensor is named `input`."""
+    value = record.calls(INPUT)[0] if INPUT in record else None
+    if value is None and given is None:
+        raise Unreadable(f"the inputs of the model were not recorded.\n{_RECORD}")
+    named: dict[Any, Any] = dict(tree.items(value) or ())
+    if isinstance(value, Tensor):
+        named = {"input": value}
+    ids = named.get("input")
+    if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.ndim in (1, 2):
+        named["input_ids"] = named.pop("input")
+    return {**named, **(given or {})}
+
+
+class _Reader:
+    """Reads pass after pass: with a cache, a pass goes on with the sequences of the one before."""
+
+    def __init__(self) -> None:
+        self.tokens = Tokens()
+        self._before: dict[str, Grid] = {}
+
+    def read(self, number: int, inputs: Mapping[str, Any]) -> None:
+        """Read the grids of a pass.
+
+        Raises:
+            Unreadable: the inputs do not tell them.
+        """
+        grids: dict[str, Grid] = {}
+        for prefix in _PREFIXES:
+            content = next(
+                (inputs[name] for name in _names(prefix) if isinstance(inputs.get(name), Tensor)),
+                None,
+            )
+            if content is not None:
+                rows = next((grid.row_owner for grid in grids.values()), None)
+                stream = _Stream(prefix, content, inputs)
+                grids[prefix] = self._grid(stream, rows)
+        if not grids:
+            grids[ROWS] = self._rows(inputs)
+        self.tokens.grids[number] = grids
+        self._before.update(grids)
+
+    def _grid(self, stream: _Stream, rows: Tensor | None) -> Grid:
+        past = stream.past(self._before.get(stream.prefix))
+        before = self._before.get(stream.prefix) if past else None
+        starts = stream.starts()
+        if before is None:
+            owner = self._new_owners(starts, rows)
+        elif bool(starts[:, 1:].any()):
+            raise Unreadable("packed sequences that go on from a cache cannot be told apart")
+        else:
+            owner = before.row_owner[:, None].expand(starts.shape)
+        owner = torch.where(stream.real, owner, -1)
+        order = torch.full_like(owner, -1)
+        for sequence in sorted(set(owner[stream.real].tolist())):
+            mine = owner == sequence
+            n_before = 0 if before is None else int((before.key_owner == sequence).sum())
+            order[mine] = torch.arange(int(mine.sum())) + n_before
+            known = self.tokens.contents[sequence]
+            known[stream.prefix] = [*known.get(stream.prefix, ()), *stream.contents(mine)]
+        return Grid(
+            owner,
+            order,
+            stream.positions(past),
+            owner if before is None else torch.cat([before.key_owner, owner], 1),
+            order if before is None else torch.cat([before.key_order, order], 1),
+            _row_owner(owner) if before is None else before.row_owner,
+            stream.n_kept,
+        )
+
+    def _new_owners(self, starts: Tensor, rows: Tensor | None) -> Tensor:
+        """Number the sequences that begin in a pass; streams of one pass share their rows."""
+        one_a_row = not bool(starts[:, 1:].any())
+        if rows is not None and one_a_row and len(rows) == len(starts):
+            return rows[:, None].expand(starts.shape)
+        first = len(self.tokens.contents)
+        owner = starts.flatten().cumsum(0).view(starts.shape) - 1
+        self.tokens.contents += [{} for _ in range(int(starts.sum()))]
+        return owner + first
+
+    def _rows(self, inputs: Mapping[str, Any]) -> Grid:
+        """Return the grid of inputs without tokens: a row an item."""
+        tensors = [tensor for _, tensor in tree.tensors(dict(inputs)) if tensor.ndim]
+        if not tensors:
+            raise Unreadable(f"the inputs hold no tensor with rows.\n{_RECORD}")
+        n_rows = len(tensors[0])
+        of_rows = [tensor for tensor in tensors if len(tensor) == n_rows]
+        first = len(self.tokens.contents)
+        for row in range(n_rows):
+            digests: list[Hashable] = [_digest(tensor[row]) for tensor in of_rows]
+            self.tokens.contents.append({ROWS: digests})
+        none = torch.zeros(n_rows, 0, dtype=torch.long)
+        return Grid(none, none, none, none, none, torch.arange(n_rows) + first)
+
+
+class _Stream:
+    """The ids or embeddings of one stream in a pass, and what tells their padding and place."""
+
+    def __init__(self, prefix: str, content: Tensor, inputs: Mapping[str, Any]) -> None:
+        self.prefix = prefix
+        self._inputs = inputs
+        self._content = content if has_numbers(content) else None
+        n_dims = content.ndim - content.is_floating_point()  # embeddings have one more
+        shape = content.shape[:n_dims]
+        if n_dims not in (1, 2):
+            raise Unreadable(f"ids of tokens must be (rows, tokens), got {describe.shape(content)}")
+        self.shape = (1, *shape) if n_dims == 1 else tuple(shape)
+        self._mask = self._marks("attention_mask")
+        real = torch.ones(self.shape, dtype=torch.bool)
+        if self._mask is not None:
+            if self._mask.shape[1] < self.shape[1] or len(self._mask) != self.shape[0]:
+                raise Unreadable(
+                    f"{prefix}attention_mask must have a mark for each of {list(self.shape)}"
+                    f" tokens, got {list(self._mask.shape)}"
+                )
+            real = self._mask[:, -self.shape[1] :].bool()
+        self.real = real
+        kept = inputs.get("logits_to_keep")
+        self.n_kept = kept if type(kept) is int and kept > 0 else 0
+
+    def _marks(self, name: str) -> Tensor | None:
+        """Return an input of this stream of shape (rows, tokens); None if it is not given."""
+        value = self._inputs.get(self.prefix + name)
+        if not isinstance(value, Tensor):
+            return None
+        value = value.detach().cpu()
+        value = value[None] if value.ndim == 1 else value
+        if value.ndim != 2 or value.is_floating_point():
+            if name == "position_ids":  # such as three positions a token, of text and images
+                return None
+            raise Unreadable(
+                f"{self.prefix}{name} must be of shape (rows, tokens) to tell the padding, got"
+                f" {describe.shape(value)}"
+            )
+        return value
+
+    def _position_ids(self) -> Tensor | None:
+        """Return the position of each token; None if they are not given."""
+        given = self._marks("position_ids")
+        if given is None or given.shape[1] != self.shape[1]:
+            return None
+        return given.expand(self.shape)
+
+    def past(self, before: Grid | None) -> int:
+        """Return how many tokens of each row the cache held before this pass.
+
+        Raises:
+            Unreadable: they were not recorded.
+        """
+        past = self._past_given()
+        held = 0 if before is None else before.key_owner.shape[1]
+        if past is None:
+            has_cache = self._inputs.get("past_key_values") is not None
+            is_same_batch = before is not None and len(before.owner) == self.shape[0]
+            past = held if has_cache and is_same_batch else 0
+        if past and (before is None or past != held or len(before.owner) != self.shape[0]):
+            raise Unreadable(
+                f"the cache held {past} tokens of each row that the recording does not have."
+                "\nRecord from the first chunk on."
+            )
+        return past
+
+    def _past_given(self) -> int | None:
+        """Return the number of tokens in the cache as far as the inputs tell it."""
+        if self._mask is not None and self._mask.shape[1] > self.shape[1]:
+            return int(self._mask.shape[1] - self.shape[1])
+        places = self._inputs.get("cache_position")
+        if isinstance(places, Tensor) and places.numel():
+            return int(places.flatten()[0])
+        cache = [
+            tensor
+            for leaf, tensor in tree.tensors(self._inputs.get("past_key_values"))
+            if tensor.ndim == 4 and "cross_attention_cache" not in leaf
+        ]
+        if cache:
+            return int(cache[0].shape[2])
+        positions = self._position_ids()
+        if positions is not None and self._mask is None and self.shape[1]:
+            return int(positions[:, 0].min())
+        return None
+
+    def positions(self, past: int) -> Tensor:
+        """Return the position of each token as given, or as a model counts that is given none."""
+        given = self._position_ids()
+        return (
+            given if given is not None else (torch.arange(self.shape[1]) + past).expand(self.shape)
+        )
+
+    def starts(self) -> Tensor:
+        """Mark the tokens at which sequences begin: the first of each row, and of packed ones.
+
+        Raises:
+            Unreadable: `cu_seqlens` does not cover the tokens.
+        """
+        starts = torch.zeros(self.shape, dtype=torch.bool)
+        starts[:, :1] = True
+        borders = next((self._inputs[name] for name in _CU_SEQLENS if name in self._inputs), None)
+        positions = self._position_ids()
+        if isinstance(borders, Tensor) and not self.prefix:
+            flat = borders.detach().cpu().flatten().long()
+            if int(flat[0]) != 0 or int(flat[-1]) != starts.numel():
+                raise Unreadable(
+                    f"cu_seqlens must go from 0 to the {starts.numel()} tokens, got"
+                    f" {int(flat[0])} to {int(flat[-1])}"
+                )
+            starts.view(-1)[flat[:-1]] = True
+        elif positions is not None:
+            goes_on = self.real[:, 1:] & self.real[:, :-1]
+            starts[:, 1:] |= goes_on & (positions[:, 1:] == 0)
+        return starts
+
+    def contents(self, mine: Tensor) -> list[Hashable]:
+        """Return what tells the tokens at some places from others: their ids, or digests."""
+        if self._content is None:
+            return []
+        values = self._content.detach().cpu()
+        values = values.reshape(*self.shape, *values.shape[2:]) if values.ndim > 1 else values[None]
+        rows = values[mine]
+        return [_digest(row) for row in rows] if rows.ndim > 1 else list(rows.tolist())
+
+
+def _names(prefix: str) -> Sequence[str]:
+    return f"{prefix}input_ids", f"{prefix}inputs_embeds"
+
+
+def _row_owner(owner: Tensor) -> Tensor:
+    """Return the sequence of each row; -1 where a row holds none or several."""
+    most = owner.amax(1) if owner.shape[1] else owner.new_full((len(owner),), -1)
+    is_only = ((owner == most[:, None]) | (owner == -1)).all(1)
+    return torch.where(is_only, most, -1)
+
+
+def _digest(tensor: Tensor) -> str:
+    numbers = tensor.detach().cpu().contiguous()
+    if numbers.is_floating_point():  # equal numbers of two dtypes are the same
+        numbers = numbers.double()
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]

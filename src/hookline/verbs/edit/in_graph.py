@@ -1,0 +1,58 @@
+"""The half of an edit's places that runs in compiled code, where no pass is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from hookline.engine import TracingAttachError, while_tracing
+from hookline.verbs.edit.indices import Indices
+
+
+@while_tracing
+def refuse(what: str, where: str, why: str) -> NoReturn:
+    """Refuse an edit while code is compiled that would call it.
+
+    Raises:
+        AttachError: always.
+    """
+    raise TracingAttachError(
+        f"hl.edit cannot apply {what} at {where or 'the root'} in compiled code: {why}."
+        "\nRun the model without compiled code, around the line:"
+        " with torch.compiler.set_stance('force_eager'): ..."
+    )
+
+
+def changed_at(
+    at: Indices, change: Callable[[Any], Any], value: Any, where: str, n_tokens: int | None
+) -> Any:
+    """Change a value, and put the result at positions that are columns of the value.
+
+    Args:
+        at: the positions.
+        change: the change.
+        value: the value, `(rows, tokens, features)`.
+        where: the site.
+        n_tokens: the number of tokens in the pass; None if it is not known.
+    """
+    if not isinstance(value, Tensor) or value.dim() != 3:
+        refuse("at=", where, "the value is not (rows, tokens, features)")
+    n_columns = value.shape[1]
+    if n_tokens not in (None, n_columns):
+        refuse("at=", where, "dimension 1 of the value is not that of the tokens")
+    columns = [at.span] if at.numbers is None else _within(at.numbers, n_columns)
+    if not columns and n_tokens is None:
+        refuse("at=", where, "the value has no such position")
+    new = change(value) if columns else None
+    if new is None or new.shape != value.shape or new.dtype != value.dtype:
+        return new  # which is refused
+    result = value.clone()
+    for column in columns:
+        result[:, column] = new[:, column]
+    return result
+
+
+def _within(numbers: tuple[int, ...], n_columns: int) -> list[Any]:
+    return [number for number in numbers if -n_columns <= number < n_columns]

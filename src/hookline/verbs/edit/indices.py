@@ -1,0 +1,148 @@
+"""The values of `at=` and `steps=`: positions of tokens, and steps of `generate`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.errors import AttachError
+
+_FORMS = "an integer, a slice or a list of integers"
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Indices:
+    """The numbers that a caller has given, and those of them that have not occurred yet.
+
+    Args:
+        name: the argument's name, `at` or `steps`.
+        numbers: the integers; None for a slice.
+        span: the slice; None for integers.
+    """
+
+    name: str
+    numbers: tuple[int, ...] | None
+    span: slice | None
+    _missing: set[int | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._missing = {None} if self.numbers is None else set(self.numbers)
+
+    def chosen(self, positions: Tensor, lengths: Tensor) -> Tensor:
+        """Choose from positions, and note which of the numbers have occurred.
+
+        Args:
+            positions: the position of each token, or -1 for padding.
+            lengths: the length of each token's sequence so far, from which negative numbers count.
+
+        Returns:
+            A mask of the positions' shape.
+        """
+        if self.numbers is None:
+            mask = self._in_span(positions, lengths)
+            if self._missing and bool(mask.any()):
+                self._missing.clear()
+            return mask
+        mask = torch.zeros_like(positions, dtype=torch.bool)
+        for number in self.numbers:
+            wanted = lengths + number if number < 0 else torch.full_like(positions, number)
+            is_here = (positions == wanted) & (wanted >= 0)
+            if number in self._missing and bool(is_here.any()):
+                self._missing.discard(number)
+            mask |= is_here
+        return mask
+
+    def _in_span(self, positions: Tensor, lengths: Tensor) -> Tensor:
+        span = self.span or slice(None)
+
+        def bound(number: int | None, default: Tensor) -> Tensor:
+            if number is None:
+                return default
+            if number < 0:
+                return (lengths + number).clamp(min=0)
+            return torch.full_like(positions, number)
+
+        start = bound(span.start, torch.zeros_like(positions))
+        stop = bound(span.stop, lengths)
+        is_inside = (positions >= start) & (positions < stop)
+        return is_inside & ((positions - start) % (span.step or 1) == 0)
+
+    def has(self, number: int) -> bool:
+        """Tell whether a step is chosen, and note that it has occurred."""
+        return bool(self.chosen(torch.tensor(number), torch.tensor(number + 1)))
+
+    def missing(self) -> str:
+        """Write the numbers that have not occurred; an empty text if there are none."""
+        if not self._missing:
+            return ""
+        if self.numbers is None:
+            return str(self)
+        return f"{self.name}={', '.join(map(str, [n for n in self.numbers if n in self._missing]))}"
+
+    def __str__(self) -> str:
+        if self.span is not None:
+            ends = ["" if end is None else str(end) for end in (self.span.start, self.span.stop)]
+            step = "" if self.span.step is None else f":{self.span.step}"
+            return f"{self.name}={':'.join(ends)}{step}"
+        return f"{self.name}={', '.join(map(str, self.numbers or ()))}"
+
+
+def indices(name: str, given: Any, *, allows_negative: bool) -> Indices | None:
+    """Read the argument; None if it was not given.
+
+    Raises:
+        AttachError: the argument is not an integer, a slice or a list of integers, or a number in
+            it is negative and may not be.
+    """
+    if given is None:
+        return None
+    if isinstance(given, slice):
+        ends = (given.start, given.stop, given.step)
+        span = slice(*[None if end is None else _number(name, end) for end in ends])
+        _refuse_negative(name, given, (span.start, span.stop), allows_negative=allows_negative)
+        if span.step is not None and span.step < 1:
+            raise AttachError(
+                f"{name} must be a slice with a positive step, got {given!r}."
+                f"\nWrite {name}=slice(start, stop)."
+            )
+        return Indices(name, None, span)
+    is_one = isinstance(given, int) or (isinstance(given, Tensor) and not given.dim())
+    if not is_one and (isinstance(given, str | bytes) or not isinstance(given, Iterable)):
+        raise _other_form(name, given)
+    numbers = tuple(_number(name, n) for n in ([given] if is_one else given))
+    if not numbers:
+        raise AttachError(f"{name} must name at least one number, got {given!r}.\nLeave it out.")
+    _refuse_negative(name, given, numbers, allows_negative=allows_negative)
+    return Indices(name, tuple(dict.fromkeys(numbers)), None)
+
+
+def _refuse_negative(
+    name: str, given: Any, numbers: Iterable[int | None], *, allows_negative: bool
+) -> None:
+    if not allows_negative and any(number is not None and number < 0 for number in numbers):
+        raise AttachError(
+            f"{name} must not be negative, because the last step is not known beforehand, got"
+            f" {given!r}.\nCount from the first step, which is 0: {name}=slice(1, None)."
+        )
+
+
+def _number(name: str, number: Any) -> int:
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return operator.index(number)
+    except TypeError:
+        raise _other_form(name, number) from None
+
+
+def _other_form(name: str, given: Any) -> AttachError:
+    return AttachError(
+        f"{name} must be {_FORMS}, got {given!r}.\nWrite {name}=0, {name}=[0, 2] or"
+        f" {name}=slice(1, None)."
+    )

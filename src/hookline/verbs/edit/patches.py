@@ -1,0 +1,148 @@
+"""Patch: put back the value that another run had at the same site."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine import Site
+from hookline.engine.pytree import describe, leaves, tree
+from hookline.errors import StructureError
+from hookline.recordings import Recording
+from hookline.recordings.pass_record import PassRecord
+from hookline.verbs.edit import in_graph
+from hookline.verbs.edit.operands import Operand
+from hookline.verbs.edit.places import Moment
+from hookline.verbs.edit.recorded import RecordedSite, check_run, of_no_site
+
+
+@final
+class Patch:
+    """A change that differs by site: the value that a recording has there."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Recording | PassRecord) -> None:
+        check_run(run, "patch")
+        self._run = run
+
+    def __call__(self, value: Any) -> Any:
+        """Refuse a call without a site."""
+        raise of_no_site("patch")
+
+    def at(self, site: Site) -> PatchAt:
+        """Return the change of a site."""
+        return PatchAt(RecordedSite(self._run, site), site)
+
+
+@final
+class PatchAt:
+    """The patch of one site.
+
+    Args:
+        recorded: the recorded values of the site.
+        site: the site.
+    """
+
+    __slots__ = ("_alone", "_recorded", "_where")
+    wants_moment = True
+
+    def __init__(self, recorded: RecordedSite, site: Site) -> None:
+        self._recorded = recorded
+        self._where = str(site)
+        # Compiled code cannot look values up.
+        alone = recorded.alone()
+        self._alone = alone if isinstance(alone, Tensor) else None
+
+    def __call__(self, value: Any, moment: Moment | None = None) -> Any:
+        """Return the recorded value in the form of the present value.
+
+        Raises:
+            StructureError: the recorded value has another form.
+        """
+        if moment is None:
+            if not is_dynamo_compiling():
+                raise of_no_site("patch")
+            if self._alone is None:
+                in_graph.refuse("hl.edits.patch", self._where, "it cannot tell its run and call")
+            return _as(value, self._alone, self._where)
+        return _as(value, self._recorded.at(moment), self._where)
+
+
+def _as(value: Any, recorded: Any, where: str) -> Any:
+    """Return the recorded value with the device, dtype and strides of the present value."""
+    if isinstance(value, Tensor) and isinstance(recorded, Tensor):
+        return _tensor_as(value, recorded, where)
+    now, then = dict(_tensors(value)), dict(_tensors(recorded))
+    if not now or now.keys() != then.keys():
+        raise _other_form(value, recorded, where)
+    for leaf, tensor in now.items():
+        new = _tensor_as(tensor, then[leaf], where)
+        value = leaves.put(value, leaf, new, where)
+    return value
+
+
+def _tensors(value: Any, leaf: tree.Leaf = ()) -> Iterator[tuple[tree.Leaf, Tensor]]:
+    """Yield the tensors in plain containers: an object such as a cache stays the model's own."""
+    if isinstance(value, Tensor):
+        yield leaf, value
+    elif isinstance(value, tuple | list | Mapping) or is_dataclass(value):
+        for key, part in tree.items(value) or ():
+            yield from _tensors(part, (*leaf, key))
+
+
+def _tensor_as(value: Tensor, recorded: Tensor, where: str) -> Tensor:
+    if value.shape != recorded.shape:
+        raise _other_form(value, recorded, where)
+    Operand(recorded, "patch").check(value)  # no number that the dtype cannot hold
+    return torch.empty_like(value).copy_(recorded)
+
+
+def _other_form(value: Any, recorded: Any, where: str) -> StructureError:
+    if is_dynamo_compiling():  # a graph writes no text
+        return StructureError("hl.edits.patch must put a value of the same form.")
+    now, then = describe.in_words(value), describe.in_words(recorded)
+    return StructureError(
+        f"hl.edits.patch must put a value of the same form at {where}: expected {now}, got {then}."
+        "\nRecord and patch with inputs of one shape, and record without keep=. In generate, patch"
+        " the steps that were recorded: hl.edit(..., steps=0)."
+    )
+
+
+def patch(run: Recording | PassRecord) -> Patch:
+    """Put the recorded value of the same site in place of the value.
+
+        >>> import hookline as hl
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> clean, corrupt = torch.ones(1, 2), torch.zeros(1, 2)
+        >>> with hl.record(model, "0") as run:
+        ...     expected = model(clean)
+        >>> with hl.edit(model, "0", hl.edits.patch(run)):
+        ...     torch.equal(model(corrupt), expected)
+        True
+
+    The k-th run of the model gets the value of the k-th recorded run, and each call of a module
+    that of the same call. Failed runs are not counted. A recording of one run serves every run.
+    With `at=`, only these tokens are patched; the inputs still need one shape.
+
+    Args:
+        run: what `hl.record` returned or `hl.open` read, or one of its `passes`. The value is cast
+            to the device and dtype of the value in the model. Of a tuple, list, dict or dataclass,
+            the tensors are patched; other objects, such as a cache, stay the model's own.
+
+    Returns:
+        A change for `hl.edit`. Gradients do not flow through a patched value to the layers before
+        it.
+
+    Raises:
+        AttachError: `run` is not a recording.
+        NotRecordedError: (by `hl.edit`) the recording lacks a site; (when the model runs) it lacks
+            the run or the call.
+        StructureError: (when the model runs) the recorded value has another shape.
+    """
+    return Patch(run)

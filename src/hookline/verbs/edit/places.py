@@ -1,0 +1,345 @@
+"""Where an edit applies: the step of `generate`, the tokens of a value, the call of a module."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine import Arguments, Pass, Site, path_text
+from hookline.engine.pytree import describe, leaves, tree
+from hookline.errors import AttachError, StructureError
+from hookline.verbs.edit import in_graph
+from hookline.verbs.edit.indices import Indices
+from hookline.verbs.edit.tokens import (
+    PassTokens,
+    Tokens,
+    has_empty_cache,
+    of_index,
+    pass_tokens,
+    with_features,
+)
+from hookline.verbs.shared.root_call import root_call
+
+# Why compiled code cannot tell the tokens where no run of the root has begun.
+_OUTSIDE = "it runs outside a run of the edited model"
+
+
+class Moment(NamedTuple):
+    """The moment of an edit, counted as a recording counts: failed passes are left out.
+
+    Args:
+        number: the number of earlier passes; for an input or output, of those in which the site
+            fired.
+        call: the number of the module's call in the pass.
+    """
+
+    number: int
+    call: int
+
+
+@final
+@dataclass(slots=True, eq=False)
+class PassPlace:
+    """One pass of an edited model.
+
+    Attributes:
+        number: the number of earlier passes that a run of the root began, without failed ones;
+            None if no run of the root is known.
+        step: the step of `generate`, 0 for the prompt; None likewise.
+        tokens: the tokens of the pass; None if the root's inputs are not known.
+        has_failed: whether the pass ended by an exception; known when the next pass begins.
+        numbers: the numbers of the moments in this pass, by site.
+    """
+
+    number: int | None = None
+    step: int | None = None
+    tokens: PassTokens | None = None
+    has_failed: bool = False
+    numbers: dict[Any, int] = field(default_factory=dict)
+
+
+class _Thread(threading.local):
+    """The latest pass of a thread that a run of the root began."""
+
+    latest: tuple[Pass, PassPlace] | None = None
+
+
+@final
+class Places:
+    """The places of one line's edits.
+
+    Args:
+        at: the chosen tokens; None for all.
+        steps: the chosen steps; None for all.
+
+    Attributes:
+        in_graph: why compiled code cannot apply `at` in this pass; empty if it can. Compiled code
+            reads it, and so compiles again when it changes.
+        n_tokens: the number of columns that compiled code must find; None if it is not known.
+    """
+
+    def __init__(self, at: Indices | None, steps: Indices | None) -> None:
+        self.at = at
+        self.steps = steps
+        self.in_graph = _OUTSIDE
+        self.n_tokens: int | None = None
+        # Whether it is noted which positions occur: not if all values are of compiled code, and
+        # the inputs do not tell the tokens.
+        self._is_noted = False
+        self._root: Callable[[], nn.Module | None] = _no_root
+        self._arguments = Arguments()
+        self._thread = _Thread()
+        self._of_pass: weakref.WeakKeyDictionary[Pass, PassPlace] = weakref.WeakKeyDictionary()
+        self._of_region: weakref.WeakKeyDictionary[Any, PassPlace] = weakref.WeakKeyDictionary()
+
+    @property
+    def is_limited(self) -> bool:
+        """Tell whether the edits leave out tokens or steps."""
+        return self.at is not None or self.steps is not None
+
+    def watch(self, root: nn.Module) -> None:
+        """Set the root, whose inputs tell the tokens."""
+        self._root = weakref.ref(root)
+
+    def begin(self, current: Pass, frame: FrameType) -> None:
+        """Note what the root is called with, when a pass begins."""
+        root = self._root()
+        call = None if root is None else root_call(frame, root)
+        inputs: dict[str, Any] = {}
+        if call is not None:
+            bound = self._arguments.bind(call.root, call.args, call.kwargs)
+            inputs = call.kwargs or {"": bound} if isinstance(bound, Tensor) else bound
+        number, step = self._counts(is_prompt=has_empty_cache(inputs))
+        # Compiled code cannot note which steps and positions have occurred.
+        is_chosen = self.steps is None or self.steps.has(step)
+        is_known = call is not None and self.at is not None and is_chosen
+        place = PassPlace(number, step, pass_tokens(inputs) if is_known else None)
+        self._of_pass[current] = place
+        self._thread.latest = current, place
+        if self.at is not None:
+            self._choose(self.at, place)
+            current.at_end.append(self._leave)
+
+    def _counts(self, *, is_prompt: bool) -> tuple[int, int]:
+        """Return the number and the step of a pass that begins."""
+        if self._thread.latest is None:
+            return 0, 0
+        before, place = self._thread.latest
+        place.has_failed = bool(before.failed)
+        number, step = place.number or 0, place.step or 0
+        if not place.has_failed:
+            number, step = number + 1, step + 1
+        return number, 0 if is_prompt else step
+
+    def _leave(self) -> None:
+        """Note that no run of the root is known from now on."""
+        self.in_graph = _OUTSIDE
+
+    def _choose(self, at: Indices, place: PassPlace) -> None:
+        """Choose the tokens of a pass, and note whether compiled code can."""
+        self.in_graph, self.n_tokens = "", None
+        if place.tokens is None:
+            self.in_graph = "the inputs of the model are not known"
+            return
+        for tokens in filter(None, place.tokens):
+            self._is_noted = True
+            tokens.chosen(at)
+            self.n_tokens = tokens.positions.shape[1]
+            if not tokens.is_plain or place.tokens.decoder is not None:
+                self.in_graph = "the model has padding, a cache or two stacks"
+
+    def of(self, current: Pass) -> PassPlace:
+        """Return the place of a pass; of a recomputation, that of the first run."""
+        again = current.recomputation
+        place = self._of_pass.get(current) if again is None else self._of_region.get(again.region)
+        if place is None:
+            place = self._of_pass[current] = PassPlace()
+            latest = self._thread.latest
+            if latest is not None:
+                latest[1].has_failed = bool(latest[0].failed)
+        if current.region is not None and current.region is not again:
+            self._of_region[current.region] = place
+        return place
+
+    def by_index(self, at: Indices, value: Tensor) -> Tensor:
+        """Choose from the columns of a value, where the inputs do not tell the tokens."""
+        self._is_noted = True
+        return of_index(1, value.shape[1]).chosen(at)
+
+    def remark(self) -> str | None:
+        """Say which of the chosen numbers have not occurred; None if all have."""
+        at = self.at if self._is_noted else None
+        steps = None if self._thread.latest is None else self.steps
+        texts = [text for given in (at, steps) if given is not None and (text := given.missing())]
+        if not texts:
+            return None
+        return (
+            f"hl.edit never met {' and '.join(texts)}: no run in the block had it."
+            "\nPositions count the tokens of each row from 0, without padding; steps count the runs"
+            " of the model."
+        )
+
+
+def _no_root() -> None:
+    """Stand for an unknown root."""
+
+
+@final
+class SitePlaces:
+    """The places of one site's edit.
+
+    Args:
+        places: the places of the line.
+        site: the site.
+        wants_moment: whether the change is called with the moment, too.
+    """
+
+    __slots__ = ("_last", "_number", "_places", "_site", "_where", "wants_moment")
+    traced = None  # as a key of `Pass.calls`, it is no tap that compiled code calls
+
+    def __init__(self, places: Places, site: Site, *, wants_moment: bool) -> None:
+        self._places = places
+        self._site = site
+        self._where = str(site)
+        self.wants_moment = wants_moment
+        self._last: PassPlace | None = None
+        self._number = 0
+
+    def changed(
+        self, change: Callable[..., Any], current: Pass, value: Any, call: int | None = None
+    ) -> Any:
+        """Call the change with a value, and put the result at the chosen tokens.
+
+        Args:
+            change: called with the value, and with the moment if it wants it.
+            current: the pass.
+            value: the value.
+            call: the number of the module's call, if it is known.
+
+        Returns:
+            The new value; None if the value stays as it is.
+        """
+        if is_dynamo_compiling():
+            return self._changed_in_graph(change, value)
+        places = self._places
+        place = places.of(current)
+        extra = (self._moment(current, place, call),) if self.wants_moment else ()
+        if places.steps is not None and not places.steps.has(self._step(place)):
+            return None
+        if places.at is None:
+            return change(value, *extra)
+        masks = {leaf: self._mask(places.at, place, part) for leaf, part in tree.tensors(value)}
+        if not masks:
+            raise self._without_tokens(describe.in_words(value))
+        if not any(mask.any() for mask in masks.values()):
+            return None
+        new = change(value, *extra)
+        if new is None or describe.difference(value, new):
+            return new  # which is refused
+        return _put(value, new, masks, self._where)
+
+    def _step(self, place: PassPlace) -> int:
+        if place.step is None:
+            raise self._outside("steps")
+        return place.step
+
+    def _moment(self, current: Pass, place: PassPlace, call: int | None) -> Moment:
+        """Count this call of the site, and return its moment.
+
+        Gradients arrive in another order than their passes begin, so their passes count.
+        """
+        if call is not None:
+            if place.number is None:
+                raise self._outside("a recording")
+            return Moment(place.number, call)
+        if self not in place.numbers:
+            if self._last is not None and not self._last.has_failed:
+                self._number += 1
+            self._last = place
+            place.numbers[self] = self._number
+        call = self._site.call
+        if call is None:
+            call = current.calls.get(self, 0)
+            current.calls[self] = call + 1
+        return Moment(place.numbers[self], call)
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    def _mask(self, at: Indices, place: PassPlace, value: Tensor) -> Tensor:
+        """Return a mask of the chosen tokens that broadcasts to a value."""
+        if place.tokens is None:
+            raise self._outside("at")
+        tokens = self._stack(place.tokens, value)
+        if tokens is None:
+            if value.is_nested or value.dim() < 3:
+                raise self._without_tokens(describe.in_words(value))
+            return with_features(self._places.by_index(at, value), value)
+        mask = tokens.mask_for(value, at)
+        if mask is None:
+            raise self._without_tokens(describe.in_words(value), tokens)
+        return mask
+
+    def _stack(self, tokens: PassTokens, value: Tensor) -> Tokens | None:
+        """Return the tokens of the stack that the site is in."""
+        if tokens.decoder is None:
+            return tokens.main
+        names = self._site.path.split(".")
+        if "decoder" in names:
+            return tokens.decoder
+        if "encoder" in names:
+            return tokens.main
+        fits = [
+            stack
+            for stack in tokens
+            if stack is not None and value.dim() > 1 and value.shape[1] == stack.positions.shape[1]
+        ]
+        if len(fits) != 1:
+            raise self._without_tokens(describe.in_words(value))
+        return fits[0]
+
+    def _changed_in_graph(self, change: Callable[..., Any], value: Any) -> Any:
+        places, where = self._places, self._where
+        if places.steps is not None:
+            in_graph.refuse("steps=", where, "it cannot tell the run of the model")
+        if places.at is None:
+            return change(value)
+        if places.in_graph:
+            in_graph.refuse("at=", where, places.in_graph)
+        return in_graph.changed_at(places.at, change, value, where, places.n_tokens)
+
+    def refuse_gradient(self) -> None:
+        """Refuse a change of a gradient in compiled code."""
+        in_graph.refuse("at=, steps= or a recording", self._where, "its backward has no pass")
+
+    def _outside(self, name: str) -> AttachError:
+        return AttachError(
+            f"{name} needs a run of the edited model, but {path_text(self._site.path)} ran outside"
+            " of one.\nGive hl.edit the module that is called, such as"
+            " hl.edit(model.encoder, ...)."
+        )
+
+    def _without_tokens(self, got: str, tokens: Tokens | None = None) -> StructureError:
+        sizes = None if tokens is None else [*tokens.positions.shape]
+        wanted = "3 dimensions or more" if sizes is None else f"{sizes} as first dimensions"
+        return StructureError(
+            f"at needs a value at {self._site} whose dimension 1 holds the tokens ({wanted}), got"
+            f" {got}.\nSelect such a value, or give hl.edit a function that changes a part of it."
+        )
+
+
+def _put(value: Any, new: Any, masks: Mapping[tree.Leaf, Tensor], where: str) -> Any:
+    """Return a value with the new tensors where their masks are true."""
+    result = new
+    for leaf, mask in masks.items():
+        old, now = leaves.get(value, leaf, where), leaves.get(new, leaf, where)
+        merged = torch.where(mask.to(old.device), now, old)
+        result = leaves.put(result, leaf, merged, where) if leaf else merged
+    return result

@@ -1,0 +1,84 @@
+"""Look a recorded value up by the site, the pass and the call of an edit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, final
+
+from hookline.engine import Site
+from hookline.engine.pytree import describe
+from hookline.errors import AttachError, NotRecordedError
+from hookline.recordings import Recording
+from hookline.recordings.pass_record import PassRecord
+from hookline.verbs.edit.places import Moment
+
+
+@final
+class RecordedSite:
+    """The recorded values of one site, in the passes that did not fail.
+
+    Args:
+        run: the recording, or one of its passes.
+        site: the site.
+
+    Raises:
+        NotRecordedError: the recording has no value of the site.
+    """
+
+    __slots__ = ("_records", "_site")
+
+    def __init__(self, run: Recording | PassRecord, site: Site) -> None:
+        self._site = site
+        records = [run] if isinstance(run, PassRecord) else run.passes
+        key = str(site)
+        records = [record for record in records if record.failed is not True]
+        holding = [record for record in records if key in record]
+        # A gradient may come in another order than its run, so it is found by its run.
+        is_by_run = site.is_gradient and len(holding) > 1
+        self._records = records if is_by_run else holding
+        if not holding:
+            run[site]  # raises the reason, unless the run failed
+            raise NotRecordedError(
+                f"the recording must hold {site} of a run that did not fail, got a failed run."
+                "\nRecord a run that returns."
+            )
+
+    def at(self, moment: Moment) -> Any:
+        """Return the value of a call in a pass; a recording of one pass serves every pass.
+
+        Raises:
+            NotRecordedError: the recording has no such pass or call.
+            OverwrittenError: the value was changed in place after it was recorded.
+        """
+        number = moment.number if len(self._records) > 1 else 0
+        key = str(replace(self._site, call=moment.call))
+        if number >= len(self._records) or key not in self._records[number]:
+            raise NotRecordedError(
+                f"{self._site} must be recorded in run {moment.number} and call {moment.call}, got"
+                f" {len(self._records)} recorded runs without it.\nRecord as many runs and calls,"
+                " or choose steps of generate: hl.edit(..., steps=0)."
+            )
+        return self._records[number][key]
+
+    def alone(self) -> Any:
+        """Return the only value of the site, for compiled code; None if there are several."""
+        if len(self._records) > 1 or len(self._records[0].calls(self._site)) > 1:
+            return None
+        return self._records[0][self._site]
+
+
+def check_run(run: Any, name: str) -> None:
+    """Refuse an argument that is not a recording or one of its passes."""
+    if not isinstance(run, Recording | PassRecord):
+        raise AttachError(
+            f"hl.edits.{name} must be given a recording, got {describe.in_words(run)}."
+            f"\nGive what hl.record returned: hl.edits.{name}(run)."
+        )
+
+
+def of_no_site(name: str) -> AttachError:
+    """Return the error for a change that is called without a site."""
+    return AttachError(
+        f"hl.edits.{name} needs the site that it changes.\nGive it to hl.edit: hl.edit(model,"
+        f" selector, hl.edits.{name}(run))."
+    )

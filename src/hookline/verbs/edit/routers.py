@@ -1,0 +1,272 @@
+"""Replay the choices of a router of experts, with the scores that this model gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine import Site
+from hookline.engine.pytree import describe, leaves
+from hookline.errors import AttachError, StructureError
+from hookline.recordings import Recording
+from hookline.recordings.pass_record import PassRecord
+from hookline.verbs.edit import in_graph
+from hookline.verbs.edit.places import Moment
+from hookline.verbs.edit.recorded import RecordedSite, check_run, of_no_site
+
+# Below this correlation, the logits of two runs are not those of the same tokens and router.
+_LEAST_LIKENESS = 0.5
+# Rounding that scores and logits may differ by, in units of the last place.
+_N_ROUNDINGS = 16
+
+
+class _Choice(NamedTuple):
+    """The output of a router.
+
+    Args:
+        logits: `(tokens, experts)`.
+        scores: the weights of the chosen experts, `(tokens, chosen)`.
+        indices: the chosen experts, `(tokens, chosen)`.
+    """
+
+    logits: Tensor
+    scores: Tensor
+    indices: Tensor
+
+
+def _softmax(logits: Tensor, indices: Tensor) -> Tensor:
+    return logits.float().softmax(-1).gather(-1, indices)
+
+
+def _renormalised(logits: Tensor, indices: Tensor) -> Tensor:
+    chosen = _softmax(logits, indices)
+    return chosen / chosen.sum(-1, keepdim=True)
+
+
+def _over_chosen(logits: Tensor, indices: Tensor) -> Tensor:
+    return logits.gather(-1, indices).softmax(-1)
+
+
+# The ways in which routers make scores of logits.
+_RULES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (_softmax, _renormalised, _over_chosen)
+
+
+@final
+class Reroute:
+    """A change that differs by site: the experts that a recorded router chose there."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Recording | PassRecord) -> None:
+        check_run(run, "reroute")
+        self._run = run
+
+    def __call__(self, value: Any) -> Any:
+        """Refuse a call without a site."""
+        raise of_no_site("reroute")
+
+    def at(self, site: Site) -> RerouteAt:
+        """Return the change of a router.
+
+        Raises:
+            AttachError: the site is not the whole output of a module.
+        """
+        if site.port != "output" or site.leaf:
+            raise AttachError(
+                f"hl.edits.reroute must be given the output of a router, got {site}."
+                f"\nSelect the module: hl.edit(model, {site.path!r}, hl.edits.reroute(run))."
+            )
+        return RerouteAt(RecordedSite(self._run, site), site)
+
+
+@final
+class RerouteAt:
+    """The replay of one router."""
+
+    __slots__ = ("_recorded", "_site")
+    wants_moment = True
+
+    def __init__(self, recorded: RecordedSite, site: Site) -> None:
+        self._recorded = recorded
+        self._site = site
+
+    def __call__(self, value: Any, moment: Moment | None = None) -> Any:
+        """Return the router's output with the recorded experts and their scores.
+
+        Raises:
+            StructureError: the output is not that of a known router, or the recorded choices do not
+                belong to it.
+        """
+        where = str(self._site)
+        if moment is None and not is_dynamo_compiling():
+            raise of_no_site("reroute")
+        if moment is None:
+            return in_graph.refuse("hl.edits.reroute", where, "it cannot tell its run and call")
+        now = _choice(value, f"the output of {where}")
+        then = _choice(self._recorded.at(moment), f"the recorded output of {where}")
+        if now.logits.shape != then.logits.shape or now.indices.shape != then.indices.shape:
+            raise StructureError(
+                f"hl.edits.reroute must find one choice for each token at {where}: expected"
+                f" {describe.in_words(value)}, got a recording of"
+                f" {describe.in_words(tuple(then))}.\nRecord and replay the same tokens, with the"
+                " same padding. In generate, replay the steps that were recorded."
+            )
+        then = _Choice(*[part.to(now.logits.device) for part in then])
+        _check_recorded(then, where)
+        _check_likeness(now.logits, then.logits, where)
+        indices = then.indices.to(now.indices.dtype)
+        scores = _rule_of(now, indices, where)(now.logits, indices).to(now.scores.dtype)
+        return leaves.put(leaves.put(value, (1,), scores, where), (2,), indices.clone(), where)
+
+
+def _choice(value: Any, what: str) -> _Choice:
+    """Return the parts of a router's output.
+
+    Raises:
+        StructureError: the value is not (logits, scores, indices).
+    """
+    parts = value if isinstance(value, tuple | list) else ()
+    if len(parts) == 3 and all(isinstance(part, Tensor) for part in parts):
+        choice = _Choice(*parts)
+        logits, scores, indices = choice
+        if (
+            logits.dim() == indices.dim() == 2
+            and logits.is_floating_point()
+            and scores.is_floating_point()
+            and not indices.is_floating_point()
+            and scores.shape == indices.shape
+            and logits.shape[0] == indices.shape[0]
+            and logits.shape[1] >= indices.shape[1]
+        ):
+            return choice
+    raise StructureError(
+        f"hl.edits.reroute must be given routers that return (logits, scores, indices), got {what}:"
+        f" {describe.in_words(value)}.\nSelect the module that chooses the experts, and record its"
+        " whole output. For another router, give hl.edit a function of your own."
+    )
+
+
+def _check_recorded(then: _Choice, where: str) -> None:
+    """Refuse recorded experts that are not those of the recorded logits.
+
+    Such are rows of padding that were filled in later, or choices of another step.
+    """
+    logits, _, indices = then
+    n_experts = logits.shape[1]
+    is_wrong = ((indices < 0) | (indices >= n_experts)).any(-1)
+    chosen = torch.zeros_like(logits, dtype=torch.bool)
+    chosen.scatter_(-1, indices.long().clamp(0, n_experts - 1), True)
+    is_wrong |= chosen.sum(-1) != indices.shape[1]  # an expert twice
+    if indices.shape[1] < n_experts:
+        least = logits.masked_fill(~chosen, torch.inf).amin(-1)
+        most = logits.masked_fill(chosen, -torch.inf).amax(-1)
+        slack = torch.finfo(logits.dtype).eps * _N_ROUNDINGS * logits.abs().amax(-1)
+        is_wrong |= least < most - slack
+    if bool(is_wrong.any()):
+        rows = is_wrong.nonzero().flatten().tolist()
+        raise StructureError(
+            f"the experts recorded at {where} must be the best of the recorded logits, got others"
+            f" in {len(rows)} of {len(logits)} tokens, first token {rows[0]}."
+            "\nRecord the router's output as it is, also for padding, in a run without edits."
+        )
+
+
+def _check_likeness(now: Tensor, then: Tensor, where: str) -> None:
+    """Refuse a recording of other tokens or of another router."""
+    likeness = _likeness(now.detach().double(), then.detach().double())
+    if likeness < _LEAST_LIKENESS:
+        raise StructureError(
+            f"the logits recorded at {where} must be of the same tokens and router, got a"
+            f" correlation of {likeness:.2f} with those of this run."
+            "\nRecord the same inputs, and replay each router from its own recording."
+        )
+
+
+def _likeness(now: Tensor, then: Tensor) -> float:
+    """Return the correlation of logits, without what all tokens have in common."""
+    now, then = (logits - logits.mean(-1, keepdim=True) for logits in (now, then))
+    varying = [logits - logits.mean(0) for logits in (now, then)]
+    if all(
+        part.norm() > 0.01 * whole.norm() for part, whole in zip(varying, (now, then), strict=True)
+    ):
+        now, then = varying
+    size = now.norm() * then.norm()
+    return float((now * then).sum() / size) if size > 0 else 1.0
+
+
+def _rule_of(now: _Choice, indices: Tensor, where: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Find the rule that makes the router's own scores.
+
+    Raises:
+        StructureError: no known rule makes them, or two do that differ for the recorded experts.
+    """
+    logits, scores, own = now.logits.detach(), now.scores.detach(), now.indices
+    eps = max(torch.finfo(dtype).eps for dtype in (logits.dtype, scores.dtype))
+    errors = {
+        rule: float((rule(logits, own).to(scores.dtype) - scores).abs().max()) for rule in _RULES
+    }
+    fits = sorted(
+        (error, k, rule)
+        for k, (rule, error) in enumerate(errors.items())
+        if error <= _N_ROUNDINGS * eps
+    )
+    if not fits:
+        nearest = min(errors.values())
+        raise StructureError(
+            f"hl.edits.reroute must know how {where} makes its scores: a softmax, a softmax"
+            " renormalised over the chosen experts, or a softmax over them, got others, which"
+            f" differ by {nearest:.2g}.\nGive hl.edit a function that puts the recorded indices and"
+            " their scores."
+        )
+    best = fits[0][2]
+    for _, _, other in fits[1:]:
+        difference = (best(logits, indices) - other(logits, indices)).abs().max()
+        if float(difference) > 2 * _N_ROUNDINGS * eps:
+            raise StructureError(
+                f"hl.edits.reroute must know how {where} makes its scores, got scores of these"
+                " tokens that two rules make, which differ for the recorded experts."
+                "\nReplay more tokens at once."
+            )
+    return best
+
+
+def reroute(run: Recording | PassRecord) -> Reroute:
+    """Send each token to the experts that the router chose in a recorded run.
+
+        >>> class Router(nn.Linear):
+        ...     def forward(self, x):
+        ...         logits = super().forward(x)
+        ...         scores, indices = logits.softmax(-1).topk(2)
+        ...         return logits, scores, indices
+        >>> router, x = Router(4, 8), torch.randn(5, 4)
+        >>> with hl.record(router) as run:
+        ...     _, _, chosen = router(x)
+        >>> with hl.edit(router, "(root)", hl.edits.reroute(run)):
+        ...     _, _, replayed = router(x + 0.01)
+        >>> torch.equal(chosen, replayed)
+        True
+
+    Rounding moves tokens to other experts, which hides all other differences between two runs of a
+    mixture of experts. The replay keeps the logits of this model, and computes from them the scores
+    of the recorded experts, through which gradients flow. The rule of the scores is found: a
+    softmax, a softmax renormalised over the chosen experts, or a softmax over them.
+
+    Args:
+        run: what `hl.record` returned for the routers, with their whole outputs `(logits, scores,
+            indices)`; or one of its `passes`. Runs and calls are counted as in `patch`.
+
+    Returns:
+        A change for `hl.edit`, for routers of the same form.
+
+    Raises:
+        AttachError: `run` is not a recording, or (by `hl.edit`) the site is not a whole output.
+        NotRecordedError: the recording lacks the router, the run or the call.
+        StructureError: (when the model runs) the output is not that of a router; no known rule
+            makes its scores; or the recorded experts are not those of the recorded logits, or are
+            of other tokens or another router.
+    """
+    return Reroute(run)

@@ -1,0 +1,232 @@
+"""Read from the root's inputs which token each column of a pass is: padding, cache, positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine.pytree import describe
+from hookline.errors import StructureError
+from hookline.verbs.edit.indices import Indices
+
+# The masks of one number for each token; whether a number other than 0 means a token.
+_MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
+# The arguments that hold a cache.
+_CACHES = ("past_key_values", "cache_params")
+# The method by which a cache of states tells whether it is in use.
+_STATE = "has_previous_state"
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Tokens:
+    """The tokens of one pass, on the CPU.
+
+    Attributes:
+        positions: the position of each token in its sequence, `(rows, tokens)`; -1 for padding.
+        lengths: the length of each token's sequence so far, cached tokens included.
+        masks: the tokens that the edits of a line have chosen, by `id()` of their indices.
+    """
+
+    positions: Tensor
+    lengths: Tensor
+    masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def chosen(self, at: Indices) -> Tensor:
+        """Return a mask of the chosen tokens."""
+        mask = self.masks.get(id(at))
+        if mask is None:
+            mask = self.masks[id(at)] = at.chosen(self.positions, self.lengths)
+        return mask
+
+    def mask_for(self, value: Tensor, at: Indices) -> Tensor | None:
+        """Return a mask of the chosen tokens that broadcasts to a value.
+
+        Returns:
+            The mask; None if the value has no dimension of tokens, or if it is not clear which.
+        """
+        mask, shape = self.chosen(at), value.shape
+        n_rows, n_tokens = mask.shape
+        if value.is_nested or not shape:
+            return None
+        if shape[0] == n_rows * n_tokens and shape[:2] != mask.shape:
+            return mask.reshape(-1, *[1] * (value.dim() - 1))  # the tokens of all rows in a row
+        is_unclear = (value.dim() > 3 and shape[2] == n_tokens) or (
+            value.dim() == 2 and value.is_floating_point()
+        )
+        if value.dim() < 2 or shape[1] != n_tokens or is_unclear:
+            return None
+        if shape[0] == n_rows:
+            return with_features(mask, value)
+        is_shared = shape[0] == 1 and bool((mask == mask[:1]).all())
+        return with_features(mask[:1], value) if is_shared else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether each column is the token of that number, in every row."""
+        return bool((self.positions == torch.arange(self.positions.shape[1])).all())
+
+
+def with_features(mask: Tensor, value: Tensor) -> Tensor:
+    """Give a mask of rows and tokens dimensions of size 1, so that it broadcasts to a value."""
+    return mask.reshape(*mask.shape, *[1] * (value.dim() - 2))
+
+
+def of_index(n_rows: int, n_tokens: int) -> Tokens:
+    """Return the tokens of a value whose columns are numbered from 0 and have no padding."""
+    positions = torch.arange(n_tokens).expand(n_rows, n_tokens)
+    return Tokens(positions, torch.full_like(positions, n_tokens))
+
+
+class PassTokens(NamedTuple):
+    """The tokens of the stacks of a model in one pass; None for a stack without known tokens.
+
+    Args:
+        main: the tokens of the model; of an encoder and decoder, those of the encoder.
+        decoder: the tokens of the decoder of an encoder and decoder.
+    """
+
+    main: Tokens | None
+    decoder: Tokens | None
+
+
+def pass_tokens(inputs: Mapping[str, Any]) -> PassTokens:
+    """Read the tokens from the arguments of the root.
+
+    Raises:
+        StructureError: the mask or the cache does not tell which tokens the model gets.
+    """
+    named: dict[str, Any] = {}
+    for name, value in inputs.items():
+        named |= value if isinstance(value, Mapping) else {name: value}  # a batch is one argument
+    sizes = _sizes(named, "decoder_input_ids", "decoder_inputs_embeds", "labels")
+    is_pair = "decoder_input_ids" in named or "decoder_inputs_embeds" in named
+    if not is_pair:
+        return PassTokens(_tokens(named, _main_sizes(named), has_cache=True), None)
+    main = _tokens(named, _main_sizes(named), has_cache=False)
+    parts = ("attention_mask", "position_ids")
+    of_decoder = {part: named.get(f"decoder_{part}") for part in parts}
+    of_decoder |= {name: named.get(name) for name in (*_CACHES, "cache_position")}
+    return PassTokens(main, _tokens(of_decoder, sizes, has_cache=True))
+
+
+def has_empty_cache(inputs: Mapping[str, Any]) -> bool:
+    """Tell whether the root gets a cache without tokens: `generate` begins."""
+    cache = _cache(inputs)
+    return cache is not None and _n_cached(cache) == 0
+
+
+def _cache(named: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments; None without one."""
+    caches = [named[name] for name in _CACHES if named.get(name) is not None]
+    return caches[0] if caches else None
+
+
+def _sizes(named: Mapping[str, Any], *names: str) -> tuple[int, int] | None:
+    """Return (rows, tokens) of the first argument that is given."""
+    for name in names:
+        value = named.get(name)
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            return int(value.shape[0]), int(value.shape[1])
+    return None
+
+
+def _main_sizes(named: Mapping[str, Any]) -> tuple[int, int] | None:
+    sizes = _sizes(named, "input_ids", "inputs_embeds")
+    if sizes is not None:
+        return sizes
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+            continue
+        if not any(word in name for word in ("mask", "position", "label", "type", "decoder")):
+            return int(value.shape[0]), int(value.shape[1])
+    return _sizes(named, *_MASKS)
+
+
+def _tokens(
+    named: Mapping[str, Any], sizes: tuple[int, int] | None, *, has_cache: bool
+) -> Tokens | None:
+    if sizes is None:
+        return None
+    n_rows, n_tokens = sizes
+    cache = _cache(named) if has_cache else None
+    n_cached = None if cache is None else _n_cached(cache)
+    given = named.get("cache_position")
+    if n_cached is None and isinstance(given, Tensor) and given.dim() == 1 and given.numel():
+        n_cached = int(given[0])
+    is_token = _is_token(named, sizes, n_cached)
+    if n_cached is None and cache is not None and is_token is None:
+        raise StructureError(
+            f"at must know how many tokens are cached, got a {type(cache).__name__} that does not"
+            " tell.\nPass attention_mask to the model, or in generate choose the prompt: steps=0."
+        )
+    if is_token is None:
+        is_token = torch.ones(n_rows, (n_cached or 0) + n_tokens, dtype=torch.bool)
+    positions = (is_token.cumsum(1) - 1)[:, -n_tokens:]
+    given = named.get("position_ids")
+    if isinstance(given, Tensor) and given.dim() == 2 and given.shape[1] == n_tokens:
+        positions = given.detach().cpu().long().expand(n_rows, n_tokens)
+    is_token = is_token[:, -n_tokens:]
+    return Tokens(positions.where(is_token, -1), _lengths(positions, is_token))
+
+
+def _is_token(
+    named: Mapping[str, Any], sizes: tuple[int, int], n_cached: int | None
+) -> Tensor | None:
+    """Return which cached and present columns are tokens; None without a mask.
+
+    Raises:
+        StructureError: the mask has not one number for each of them.
+    """
+    name = next((name for name in _MASKS if isinstance(named.get(name), Tensor)), None)
+    if name is None:
+        return None
+    mask: Tensor = named[name]
+    n_rows, n_tokens = sizes
+    n_all = None if n_cached is None else n_cached + n_tokens
+    has_columns = mask.dim() == 2 and (
+        mask.shape[1] >= n_tokens if n_all is None else mask.shape[1] == n_all
+    )
+    if not has_columns or mask.shape[0] not in (1, n_rows):
+        raise StructureError(
+            f"at needs {name} to have a number for each token, [{n_rows}, {n_all or n_tokens}], got"
+            f" {describe.shape(mask)}.\nPass a mask of two dimensions. In generate, use the default"
+            " cache, since a static one makes a mask of four."
+        )
+    is_token = mask.detach().cpu() != 0
+    is_addend = mask.is_floating_point() and bool((mask < 0).any())  # 0 for tokens
+    if is_addend or not _MASKS[name]:
+        is_token = ~is_token
+    return is_token.expand(n_rows, -1)
+
+
+def _lengths(positions: Tensor, is_token: Tensor) -> Tensor:
+    """Return the length of each token's sequence; several may be packed into one row."""
+    begins = positions[:, 1:] <= positions[:, :-1]
+    first = torch.zeros(positions.shape[0], 1, dtype=torch.bool)
+    sequence = torch.cat([first, begins], 1)[:, : positions.shape[1]].cumsum(1)
+    ends = torch.zeros(positions.shape[0], positions.shape[1] + 1, dtype=torch.long)
+    ends.scatter_reduce_(1, sequence, (positions + 1).where(is_token, 0), "amax")
+    return ends.gather(1, sequence)
+
+
+def _n_cached(cache: Any) -> int | None:
+    """Return the number of tokens in a cache; None if it does not tell."""
+    count, has_state = (getattr(cache, name, None) for name in ("get_seq_length", _STATE))
+    if callable(count):
+        with suppress(Exception):  # a cache of states alone has no length
+            return int(count())
+        with suppress(Exception):
+            return None if has_state is None or has_state() else 0
+    if isinstance(cache, tuple | list):
+        if not cache:
+            return 0
+        layer = cache[0]
+        keys = layer[0] if isinstance(layer, tuple | list) and layer else None
+        return int(keys.shape[-2]) if isinstance(keys, Tensor) else None
+    return None

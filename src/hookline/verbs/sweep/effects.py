@@ -1,0 +1,363 @@
+"""The results of a sweep and of an attribution: arrays with named axes."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hookline.display.results import Heading, Printout, Result
+from hookline.display.text import plural
+from hookline.display.units import measure
+from hookline.errors import InputError
+from hookline.verbs.sweep.grid import Label
+
+Array = NDArray[np.float64]
+
+_MOST_ROWS = 12
+
+
+class Effects(Result):
+    """The effects of many changes: an array with named axes.
+
+    Attributes:
+        axes: the names of the axes, in the order of the arrays.
+        labels: the labels of each axis, by its name.
+        baseline: the metric of the unchanged run.
+        clean: the metric of the clean run; None if there was none.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, tuple[Label, ...]], baseline: float, clean: float | None
+    ) -> None:
+        self.axes = tuple(axes)
+        self.labels = dict(axes)
+        self.baseline = baseline
+        self.clean = clean
+
+    @property
+    @abstractmethod
+    def effects(self) -> Array:
+        """The effect of each change: the metric less the baseline; NaN where there is no change."""
+
+    @property
+    def normalised(self) -> Array:
+        """The effects as shares of the difference between the clean run and the baseline.
+
+        Raises:
+            InputError: there was no clean run, or its metric is the baseline.
+        """
+        if self.clean is None or self.clean == self.baseline:
+            got = "none" if self.clean is None else f"the same metric, {measure(self.clean)}"
+            raise InputError(
+                f"normalised effects need a clean run of another metric, got {got}."
+                "\nGive clean=, the inputs of this run."
+            )
+        return self.effects / (self.clean - self.baseline)
+
+    def _index(self, *labels: Label) -> tuple[int, ...]:
+        """Return the index of labels, given in the order of the axes; later axes may be left out.
+
+        Raises:
+            InputError: an axis has no such label, or there are fewer axes.
+        """
+        if len(labels) > len(self.axes):
+            raise InputError(
+                f"there are {plural(len(self.axes), 'axis', 'axes')}, got"
+                f" {plural(len(labels), 'label')}.\nGive labels for {', '.join(self.axes)}."
+            )
+        numbers = []
+        for axis, label in zip(self.axes, labels, strict=False):
+            known = self.labels[axis]
+            if label not in known:
+                shown = ", ".join(map(repr, known[:4])) + ", …" * (len(known) > 4)
+                raise InputError(
+                    f"the axis {axis!r} must have the label, got {label!r}."
+                    f"\nGive one of its labels: {shown}."
+                )
+            numbers.append(known.index(label))
+        return tuple(numbers)
+
+    def __getitem__(self, labels: Label | tuple[Label, ...]) -> Any:
+        """Return the effect at a label of each axis; at the first labels alone, an array."""
+        return self.effects[self._index(*(labels if isinstance(labels, tuple) else (labels,)))]
+
+    def _places(self) -> Iterator[tuple[tuple[int, ...], dict[str, Label]]]:
+        """Yield the index and the labels of each change, in the order of the arrays."""
+        effects = self.effects
+        for index in product(*[range(size) for size in effects.shape]):
+            if self._is_there(index):
+                pairs = zip(self.axes, index, strict=True)
+                yield index, {axis: self.labels[axis][number] for axis, number in pairs}
+
+    def _is_there(self, index: tuple[int, ...]) -> bool:
+        """Tell whether there is a change at an index: sites may have values of other sizes."""
+        return not math.isnan(self.effects[index])
+
+    def _largest(self) -> list[tuple[tuple[int, ...], dict[str, Label]]]:
+        """Return the changes by the size of their effect, NaN first."""
+        effects = self.effects
+        sizes = {index: abs(effects[index]) for index, _ in self._places()}
+        return sorted(
+            self._places(),
+            key=lambda place: math.inf if math.isnan(sizes[place[0]]) else sizes[place[0]],
+            reverse=True,
+        )
+
+    def _between(self) -> str:
+        clean = "" if self.clean is None else f", clean {measure(self.clean)}"
+        return f"metric {measure(self.baseline)} without a change{clean}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One change of a sweep.
+
+    Args:
+        labels: its label on each axis.
+        metric: the metric of the changed run.
+        effect: the metric less that of the unchanged run.
+        unmoved: whether the change put in the value that was there.
+    """
+
+    labels: dict[str, Label]
+    metric: float
+    effect: float
+    unmoved: bool
+
+
+@final
+class Sweep(Effects):
+    """The metric of a model under each of many changes: an array with named axes.
+
+    Print it for the changes with the largest effects. `sweep[labels]` looks an effect up, and
+    `hl.plots.sweep` draws a heat map.
+
+    Attributes:
+        axes: the names of the axes, in the order of the arrays: "site", or "change" for changes
+            that are made together; then those of `each`; then "change", if each site has several.
+        labels: the labels of each axis, by its name.
+        values: the metric under each change, float64; NaN where a site has no such change.
+        unmoved: whether a change put in the value that was there, so that nothing could move.
+        baseline: the metric of the unchanged run.
+        clean: the metric of the clean run; None if `clean` was not given.
+        forwards: how many forwards were run.
+        notes: how the forwards were shared, and why not where they were not.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, tuple[Label, ...]],
+        baseline: float,
+        clean: float | None,
+        is_change: NDArray[np.bool_],
+    ) -> None:
+        super().__init__(axes, baseline, clean)
+        self.values: Array = np.full(is_change.shape, np.nan)
+        self.unmoved = np.zeros(is_change.shape, dtype=bool)
+        self.forwards = 0
+        self.notes: list[str] = []
+        self._is_change = is_change
+
+    @property
+    def effects(self) -> Array:
+        """The effect of each change: the metric less the baseline; NaN where there is no change."""
+        effects: Array = self.values - self.baseline
+        return effects
+
+    def _is_there(self, index: tuple[int, ...]) -> bool:
+        """Tell whether there is a change at an index: sites may have values of other sizes."""
+        return bool(self._is_change[index])
+
+    @property
+    def rows(self) -> tuple[SweepRow, ...]:
+        """The changes, in the order of the arrays."""
+        return tuple([self._row(index, labels) for index, labels in self._places()])
+
+    def _row(self, index: tuple[int, ...], labels: dict[str, Label]) -> SweepRow:
+        effect, metric = float(self.effects[index]), float(self.values[index])
+        return SweepRow(labels, metric, effect, bool(self.unmoved[index]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the axes, the metrics and the changes, as plain values."""
+        return {
+            "axes": {axis: list(self.labels[axis]) for axis in self.axes},
+            "baseline": self.baseline, "clean": self.clean, "forwards": self.forwards,
+            "notes": list(self.notes), "rows": self._table_rows(),
+        }  # fmt: skip
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [
+            {**row.labels, "metric": row.metric, "effect": row.effect, "unmoved": row.unmoved}
+            for row in self.rows
+        ]
+
+    def _printout(self) -> Printout:
+        ranked = self._largest()
+        shown = [self._row(index, labels) for index, labels in ranked[:_MOST_ROWS]]
+        n_still = int((self.unmoved & self._is_change).sum())
+        n_idle = int(((self.effects == 0) & ~self.unmoved).sum())
+        notes = [
+            f"{plural(n_still, 'change')} put in the value that was there: unmoved."
+            * bool(n_still),
+            f"{plural(n_idle, 'change')} moved the value and not the metric." * bool(n_idle),
+            *self.notes,
+        ]
+        return Printout(
+            title=f"{plural(len(ranked), 'change')}",
+            head=f": {self._between()}; {plural(self.forwards, 'forward')}",
+            headings=[
+                *[Heading(axis, "path" if axis == "site" else "text") for axis in self.axes],
+                Heading("metric", "number"), Heading("effect", "number"),
+                Heading("of clean", "number", 1), Heading("", "text"),
+            ],
+            rows=[self._cells(row) for row in shown],
+            n_rows=len(ranked),
+            more="changes: .rows",
+            notes=[note for note in notes if note],
+        )  # fmt: skip
+
+    def _cells(self, row: SweepRow) -> list[str]:
+        gap = None if self.clean is None else self.clean - self.baseline
+        share = f"{row.effect / gap:.0%}" if gap and math.isfinite(row.effect / gap) else ""
+        labels = [str(label) for label in row.labels.values()]
+        return [*labels, measure(row.metric), f"{row.effect:+.4g}", share,
+                "unmoved" * row.unmoved]  # fmt: skip
+
+
+@final
+class Attribution(Effects):
+    """Estimates of the effects of putting back clean values: an array with named axes.
+
+    Print it for the largest estimates. `estimate[labels]` looks an estimate up, and
+    `hl.plots.sweep` draws a heat map.
+
+    Attributes:
+        axes: the names of the axes, in the order of the array: "site", then those of `each`.
+        labels: the labels of each axis, by its name.
+        baseline: the metric of the unchanged run.
+        clean: the metric of the clean run.
+        scores: the score of each element of a value, by site: tensors of the value's shape.
+        measured: the effects of the changes that were measured, as `check` asks; NaN elsewhere.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, tuple[Label, ...]],
+        baseline: float,
+        clean: float,
+        scores: dict[str, Tensor],
+        effects: Array,
+        measured: Array,
+    ) -> None:
+        super().__init__(axes, baseline, clean)
+        self.scores = scores
+        self._effects = effects
+        self.measured = measured
+
+    @property
+    def effects(self) -> Array:
+        """The estimated effect of each change; NaN where there is no change."""
+        return self._effects
+
+    @property
+    def rank_correlation(self) -> float:
+        """Spearman's correlation of estimates and measured effects; NaN without enough of them."""
+        is_known = np.isfinite(self.measured) & np.isfinite(self._effects)
+        return _spearman(self._effects[is_known], self.measured[is_known])
+
+    @property
+    def failing(self) -> tuple[Label, ...]:
+        """The sites whose estimates explain next to nothing of the measured effects.
+
+        There, the root mean square of the error is at least 0.9 of that of the effects. So it is
+        behind saturated functions and where paths cancel. Effects below 1 % of the largest are left
+        out, as rounding.
+        """
+        flat = np.nan_to_num(self.measured, nan=0.0)
+        least = 0.01 * max(float(np.abs(flat).max(initial=0)), 1e-300)
+        failing = []
+        for number, site in enumerate(self.labels[self.axes[0]]):
+            measured, estimate = self.measured[number], self._effects[number]
+            is_known = ~np.isnan(measured)
+            gap = np.linalg.norm((estimate - measured)[is_known])
+            size = np.linalg.norm(measured[is_known])
+            if is_known.any() and gap >= 0.9 * max(float(size), least):
+                failing.append(site)
+        return tuple(failing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the axes, the metrics, the estimates and how far they hold, as plain values."""
+        return {
+            "axes": {axis: list(self.labels[axis]) for axis in self.axes},
+            "baseline": self.baseline, "clean": self.clean,
+            "rank_correlation": self.rank_correlation, "failing": list(self.failing),
+            "rows": self._table_rows(),
+        }  # fmt: skip
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [
+            {**labels, "estimate": float(self._effects[index]),
+             "measured": float(self.measured[index])}
+            for index, labels in self._places()
+        ]  # fmt: skip
+
+    def _printout(self) -> Printout:
+        ranked = self._largest()
+        return Printout(
+            title=plural(len(ranked), "estimate"),
+            head=f": {self._between()}",
+            headings=[
+                *[Heading(axis, "path" if axis == "site" else "text") for axis in self.axes],
+                Heading("estimate", "number"), Heading("measured", "number"),
+            ],
+            rows=[
+                [*[str(label) for label in labels.values()], f"{self._effects[index]:+.4g}",
+                 "" if math.isnan(self.measured[index]) else f"{self.measured[index]:+.4g}"]
+                for index, labels in ranked[:_MOST_ROWS]
+            ],
+            n_rows=len(ranked),
+            more="estimates: .effects",
+            notes=self._verdict(),
+        )  # fmt: skip
+
+    def _verdict(self) -> list[str]:
+        n_measured = int((~np.isnan(self.measured)).sum())
+        if not n_measured:
+            return ["Not compared with real changes: give check=20."]
+        verdict = [
+            f"Rank correlation with {plural(n_measured, 'measured change')}:"
+            f" {self.rank_correlation:.2f}."
+        ]
+        if self.failing:
+            sites = ", ".join(map(str, self.failing[:4])) + ", …" * (len(self.failing) > 4)
+            verdict.append(
+                f"Failing at {sites}: saturated or cancelling. Measure there with hl.sweep."
+            )
+        return verdict
+
+
+def _spearman(a: Array, b: Array) -> float:
+    """Return the correlation of the ranks of two arrays; equal numbers share a rank."""
+    if len(a) < 2:
+        return math.nan
+    ranks = np.stack([_ranks(numbers) for numbers in (a, b)])
+    if (np.ptp(ranks, 1) == 0).any():
+        return math.nan
+    matrix: Array = np.asarray(np.corrcoef(ranks))
+    return float(matrix[0, 1])
+
+
+def _ranks(numbers: Array) -> Array:
+    _, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    ranks: Array = (ends - (counts - 1) / 2.0)[inverse]
+    return ranks

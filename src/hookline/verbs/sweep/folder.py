@@ -1,0 +1,87 @@
+"""Write the numbers of a sweep to a folder as they are measured, and go on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, final
+
+from torch import nn
+
+from hookline.data.fingerprints import fingerprint
+from hookline.engine.model_fingerprint import function_identity, recorded_model
+from hookline.errors import FolderError
+from hookline.files.place import place_of
+from hookline.files.sealed_json import MANIFEST, FolderFormat, sealed, unsealed
+
+FORMAT = FolderFormat(
+    "hookline sweep", 1, "a sweep", "hl.sweep(..., to=)", "measure it again in a new folder"
+)
+Results = dict[tuple[int, ...], tuple[float, bool]]
+
+
+def job_of(model: nn.Module, inputs: Any, metric: Any) -> dict[str, Any]:
+    """Identify what a sweep measures, so that another sweep does not go on with its numbers."""
+    identity = recorded_model(model)
+    return {
+        "model": None if identity is None else identity.fingerprint,
+        "inputs": fingerprint(inputs),
+        "metric": function_identity(metric),
+    }
+
+
+@final
+class SweepFolder:
+    """The folder of a sweep.
+
+    Args:
+        to: the folder, or a URL.
+        job: what the sweep measures, as JSON.
+
+    Raises:
+        FolderError: the folder holds another sweep or other files, or is damaged.
+    """
+
+    def __init__(self, to: str | os.PathLike[str], job: Mapping[str, Any]) -> None:
+        self._place = place_of(to)
+        self._job = json.loads(json.dumps(job))
+        self.results: Results = {}
+        if MANIFEST in self._place.names():
+            self._read()
+        elif self._place.names():
+            raise FolderError(
+                f"{self._place} must be empty or hold a sweep, got other files.\nGive a new folder."
+            )
+
+    def _read(self) -> None:
+        try:
+            data = self._place.read(MANIFEST)
+            manifest = json.loads(data)
+            FORMAT.check(manifest, self._place)
+            unsealed(data)
+        except ValueError as error:
+            raise FolderError(
+                f"{self._place} is damaged: {error}.\nMeasure the sweep again in a new folder."
+            ) from error
+        for name, value in self._job.items():
+            if manifest["job"].get(name) != value:
+                raise FolderError(
+                    f"{self._place} must hold this sweep, got one with another {name}."
+                    "\nGive a new folder for this one."
+                )
+        self.results = {
+            tuple(index): (float.fromhex(number), has_moved)
+            for index, number, has_moved in manifest["results"]
+        }
+
+    def write(self, results: Results) -> None:
+        """Write the numbers that are there, if there are more than before.
+
+        Raises:
+            FolderError: they cannot be written.
+        """
+        rows = [(index, number.hex(), has_moved) for index, (number, has_moved) in results.items()]
+        manifest = {**FORMAT.head(), "job": self._job, "results": rows}
+        self._place.write(MANIFEST, [sealed(manifest)])
+        self.results = dict(results)

@@ -1,0 +1,360 @@
+"""Lay out the changes of a sweep as an array with named axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import ModuleNode, Selector, Site, defaults_by_name, select
+from hookline.engine.pytree import describe, tree
+from hookline.errors import InputError, StructureError, one_of
+from hookline.recordings import Recording
+from hookline.verbs.edit.patches import Patch, patch
+from hookline.verbs.edit.places import Moment
+
+Label = str | int
+Each = Mapping[str, int | tuple[int, int]]
+Changes = Mapping[Any, Any] | Sequence[Any]
+
+_FORMS = (
+    "Give {site: change}, {site: {label: change}}, or a list of (label, {site: change}), and each"
+    " change as a function of the value such as hl.edits.scale(0)."
+)
+
+
+class _Range(NamedTuple):
+    """A range of one dimension of a value."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@final
+@dataclass(slots=True, eq=False)
+class SiteChange:
+    """A change of the value at one site, or of a part of it.
+
+    Args:
+        change: the user's function.
+        site: the site.
+        where: the part that is changed; () is all of it.
+
+    Attributes:
+        has_moved: whether a value that it returned differs from the value that was there.
+        n_calls: how often it was called in the running forward.
+    """
+
+    change: Callable[..., Any]
+    site: Site
+    where: tuple[slice, ...] = ()
+    has_moved: bool = False
+    n_calls: int = 0
+
+    def begin(self) -> None:
+        """Begin a forward."""
+        self.n_calls = 0
+
+    def __call__(self, value: Any) -> Any:
+        """Return the changed value.
+
+        Raises:
+            StructureError: the change returned a value of another form.
+        """
+        call = self.n_calls if self.site.call is None else self.site.call
+        self.n_calls += 1
+        # As in an edit that lasts for one forward: each is the first of its line.
+        moment = (Moment(0, call),) if getattr(self.change, "wants_moment", False) else ()
+        new = self.change(value, *moment)
+        if new is None:
+            return value
+        difference = describe.difference(value, new)
+        if difference:
+            raise StructureError(
+                f"the change at {self.site} must keep the value's form: {difference}."
+                "\nReturn a value of the same shape and dtype. A patch needs inputs of one length."
+            )
+        if self.where:
+            whole, new = new, value.clone()
+            new[self.where] = whole[self.where]
+        self.has_moved = self.has_moved or not _are_equal(value, new)
+        return new
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    pairs = zip(tree.tensors(a), tree.tensors(b), strict=True)
+    return all(
+        torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())
+        for (_, x), (_, y) in pairs
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One change of a sweep: what is changed at each of its sites, and its place in the array."""
+
+    index: tuple[int, ...]
+    changes: tuple[SiteChange, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The changes at the same sites, which may share a forward."""
+
+    sites: tuple[Site, ...]
+    modules: tuple[nn.Module, ...]
+    points: list[Point]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Changes at the same sites, as the user has given them.
+
+    Args:
+        label: what the sites are called on the first axis.
+        places: the sites with their modules.
+        changes: for each label of the axis `change`, the change at each site.
+        is_joint: whether changes are made together, and so have a label other than their site.
+    """
+
+    label: Label
+    places: tuple[tuple[Site, nn.Module], ...]
+    changes: dict[Label, tuple[Any, ...]]
+    is_joint: bool = False
+
+
+def entries_of(model: nn.Module, changes: Changes) -> list[Entry]:
+    """Read the changes as the user gives them.
+
+    Raises:
+        InputError: they have another form, or change a gradient.
+        SelectionError: a selector matches nothing.
+    """
+    if isinstance(changes, Mapping) and changes:
+        return [
+            Entry(str(place[0]), (place,), {label: (change,) for label, change in by_label.items()})
+            for selector, given in changes.items()
+            for by_label in [_labelled(given)]
+            for place in _places(model, selector)
+        ]
+    if not isinstance(changes, list | tuple) or not changes:
+        raise InputError(f"changes must be changes by site, got {_words(changes)}.\n{_FORMS}")
+    return [_joint(model, number, item) for number, item in enumerate(changes)]
+
+
+def patches_of(recording: Recording) -> dict[str, Patch]:
+    """Return the changes that put back the values of a recording."""
+    return dict.fromkeys(map(str, recording.sites), patch(recording))
+
+
+def sites_of(entries: list[Entry]) -> list[str]:
+    """Return all sites of the changes, each once."""
+    sites = [str(site) for entry in entries for site, _ in entry.places]
+    return list(dict.fromkeys(sites))
+
+
+def _joint(model: nn.Module, number: int, item: Any) -> Entry:
+    """Read changes that are made together, in one forward."""
+    label, by_site = item if isinstance(item, tuple) and len(item) == 2 else (number, item)
+    if not isinstance(by_site, Mapping) or not by_site or not isinstance(label, str | int):
+        raise InputError(f"each of changes must be {{site: change}}, got {_words(item)}.\n{_FORMS}")
+    for change in by_site.values():
+        _check(change)
+    pairs = [
+        (place, change) for selector, change in by_site.items()
+        for place in _places(model, selector)
+    ]  # fmt: skip
+    places, changes = zip(*pairs, strict=True)
+    return Entry(label, places, {0: changes}, is_joint=True)
+
+
+def _labelled(given: Any) -> dict[Label, Any]:
+    """Return the changes at one site by their labels."""
+    if isinstance(given, Mapping):
+        changes = dict(given)
+    else:
+        changes = dict(enumerate(given)) if isinstance(given, list | tuple) else {0: given}
+    for change in changes.values():
+        _check(change)
+    if not changes:
+        raise InputError(f"changes must have a change for each site, got none.\n{_FORMS}")
+    return changes
+
+
+def _check(change: Any) -> None:
+    if not callable(change):
+        raise InputError(
+            f"a change must be a function of the value, got {_words(change)}.\n{_FORMS}"
+        )
+
+
+def _words(value: Any) -> str:
+    return describe.in_words(value)
+
+
+def _places(model: nn.Module, selector: Selector) -> list[tuple[Site, nn.Module]]:
+    """Return the sites that a selector matches, each with its module."""
+    places = []
+    for site, node in select(model, selector).places:
+        if site.is_gradient or not isinstance(node, ModuleNode):
+            raise InputError(
+                f"a sweep changes values of the forward, got {site}.\nName an output or an input."
+            )
+        places.append((site, node.module))
+    return places
+
+
+@final
+class Grid:
+    """The axes of a sweep, and its changes by site.
+
+    Args:
+        entries: the changes.
+        each: for each further axis the dimension of the value that it runs along; with a number,
+            into how many equal parts the dimension is cut.
+        known: the value at each site in the unchanged run.
+
+    Attributes:
+        axes: the names of the axes, each with its labels.
+        groups: the changes, by the sites that they change.
+    """
+
+    def __init__(self, entries: list[Entry], each: Each, known: Mapping[str, Any]) -> None:
+        labels = list(dict.fromkeys(label for entry in entries for label in entry.changes))
+        self._has_labels = labels != [0]
+        first = "change" if any(entry.is_joint for entry in entries) else "site"
+        self.axes: dict[str, tuple[Label, ...]] = {
+            first: tuple(dict.fromkeys(entry.label for entry in entries))
+        }
+        if len(self.axes[first]) != len(entries):
+            raise InputError(
+                "each change must have a label of its own, got two of the same."
+                "\nGive (label, {site: change}), or select each site once."
+            )
+        cuts = [
+            [_cut(str(site), known[str(site)], each) for site, _ in entry.places]
+            for entry in entries
+        ]
+        for axis, name in enumerate(each):
+            longest = max(len(cut[axis]) for by_site in cuts for cut in by_site)
+            self.axes[self._new(name)] = tuple(range(longest))
+        if self._has_labels:
+            self.axes[self._new("change")] = tuple(labels)
+        self.groups = [
+            self._group(number, entry, cut)
+            for number, (entry, cut) in enumerate(zip(entries, cuts, strict=True))
+        ]
+
+    def _group(self, number: int, entry: Entry, cuts: list[list[list[_Range]]]) -> Group:
+        return Group(
+            tuple([site for site, _ in entry.places]),
+            tuple([module for _, module in entry.places]),
+            list(self._points(number, entry, cuts)),
+        )
+
+    def _new(self, name: str) -> str:
+        if name in self.axes:
+            raise InputError(
+                f"each axis must have a name of its own, got {name!r} twice."
+                "\nName the dimensions in each= otherwise than 'site' and 'change'."
+            )
+        return name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return tuple([len(labels) for labels in self.axes.values()])
+
+    @property
+    def n_points(self) -> int:
+        """The number of changes."""
+        return sum(len(group.points) for group in self.groups)
+
+    def _points(self, number: int, entry: Entry, cuts: list[list[list[_Range]]]) -> Iterator[Point]:
+        """Yield the changes of an entry, in the order of the array."""
+        sizes = [range(min(map(len, axis))) for axis in zip(*cuts, strict=True)]
+        last = list(self.axes.values())[-1]
+        sites = [site for site, _ in entry.places]
+        functions = {
+            label: [bound(change, site) for change, site in zip(changes, sites, strict=True)]
+            for label, changes in entry.changes.items()
+        }
+        for index in product(*sizes):
+            parts = [_where(cut, index) for cut in cuts]
+            for label in entry.changes:
+                at_label = (last.index(label),) if self._has_labels else ()
+                changed = map(SiteChange, functions[label], sites, parts)
+                yield Point((number, *index, *at_label), tuple(changed))
+
+
+def bound(change: Any, site: Site) -> Callable[..., Any]:
+    """Return a change as a function of the value at a site."""
+    at = getattr(change, "at", None)
+    return defaults_by_name(at(site) if callable(at) else change, 1)
+
+
+def _cut(site: str, value: Any, each: Each) -> list[list[_Range]]:
+    """Cut the dimensions of a value, as `each` names them.
+
+    Returns:
+        For each axis, the range of each of its labels.
+
+    Raises:
+        InputError: the value has no such dimension, or cannot be cut so.
+    """
+    if each and not isinstance(value, Tensor):
+        raise InputError(
+            f"each= must name dimensions of a tensor, and {site} has {describe.in_words(value)}."
+            f"\nSelect a leaf of it, such as {site + ':output[0]'!r}."
+        )
+    cuts = []
+    for name, given in each.items():
+        dim, n = given if isinstance(given, tuple) else (given, None)
+        if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
+            raise InputError(
+                f"each[{name!r}] must be a dimension of the value at {site}, got {dim!r}, and the"
+                f" value has the shape {describe.shape(value)}."
+                f"\nGive one of 0 to {value.dim() - 1}, or leave the site out."
+            )
+        size = value.shape[dim]
+        if n is not None and (not isinstance(n, int) or n < 1 or size % n):
+            raise InputError(
+                f"each[{name!r}] must cut dimension {dim} into equal parts, got {n!r} parts of"
+                f" {size} at {site}.\nGive a divisor of {size}."
+            )
+        step = size // n if n else 1
+        dim %= value.dim()
+        cuts.append([_Range(dim, start, start + step) for start in range(0, size, step)])
+    return cuts
+
+
+def _where(cuts: list[list[_Range]], index: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the part of a value at an index of the further axes."""
+    chosen = [cut[number] for cut, number in zip(cuts, index, strict=True)]
+    part = [slice(None)] * (max([span.dim for span in chosen], default=-1) + 1)
+    for span in chosen:
+        part[span.dim] = slice(span.start, span.stop)
+    return tuple(part)
+
+
+def check_each(each: Any) -> Each:
+    """Refuse an `each` that is not a mapping of names to dimensions."""
+    if each is None:
+        return {}
+    if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
+        raise InputError(
+            f"each must be a dict of names and dimensions, got {_words(each)}."
+            "\nGive {'position': 1}, or {'head': (2, n_heads)} for equal parts."
+        )
+    for name in each:
+        one_of("the type of each[...]", type(each[name]).__name__, ("int", "tuple"),
+               f"Give {name!r}: 1, or {name!r}: (1, n_parts).")  # fmt: skip
+    return each

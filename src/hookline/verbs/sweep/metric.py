@@ -1,0 +1,80 @@
+"""Call a user's metric, and refuse one that gives no number or reads nothing of the output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.engine.pytree import describe, tree
+from hookline.errors import InputError
+
+Metric = Callable[[Any], Any]
+
+_FIX = "Give a function of the model's output such as lambda out: out.logits[0, -1, 7]."
+
+
+def check_callable(metric: Any) -> None:
+    """Refuse a metric that is not a function."""
+    if not callable(metric):
+        raise InputError(
+            f"metric must be a function of the model's output, got {describe.in_words(metric)}."
+            f"\n{_FIX}"
+        )
+
+
+def number_of(metric: Metric, output: Any) -> float:
+    """Return the metric of an output as a number.
+
+    Raises:
+        InputError: the metric returned something else than one real number.
+    """
+    value = metric(output)
+    is_tensor = isinstance(value, Tensor | np.ndarray | np.generic)
+    number = value.item() if is_tensor and math.prod(value.shape) == 1 else value
+    if not isinstance(number, int | float):
+        raise InputError(f"metric must return one number, got {describe.in_words(value)}.\n{_FIX}")
+    return float(number)
+
+
+def refuse_constant(metric: Metric, output: Any, number: float) -> None:
+    """Refuse a metric that gives the same number for other outputs.
+
+    Args:
+        metric: the metric.
+        output: the output of the unchanged run.
+        number: the metric of this output.
+
+    Raises:
+        InputError: the metric is the same for the negated and for the reversed output, whose sizes
+            are those of the output.
+    """
+    if any(_is_moved(metric, output, change, number) for change in (_negated, _reversed)):
+        return
+    raise InputError(
+        "metric must depend on what the model returns, got a function that returns"
+        f" {number:.4g} for other outputs, too, and so needs no changed value.\n{_FIX}"
+    )
+
+
+def _negated(tensor: Tensor) -> Tensor:
+    return ~tensor if tensor.dtype is torch.bool else -1 - tensor
+
+
+def _reversed(tensor: Tensor) -> Tensor:
+    """Reverse the elements, so that the largest is at another place."""
+    return tensor.flatten().flip(0).reshape(tensor.shape) * 2
+
+
+def _is_moved(
+    metric: Metric, output: Any, change: Callable[[Tensor], Tensor], number: float
+) -> bool:
+    try:
+        other = number_of(metric, tree.map_tensors(change, output))
+    except Exception:  # it looks at the output, or the output cannot be changed like this
+        return True
+    return other != number and not (math.isnan(other) and math.isnan(number))

@@ -1,0 +1,134 @@
+"""Let several changes share a forward: each has its own rows of a repeated batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.engine.pytree import tree
+
+# How far rounding moves a value when the batch has another size, in units of the dtype's own.
+_ROUNDING, _MOST = 1000.0, 0.05
+
+
+class NoRowsError(Exception):
+    """A value cannot be cut into the rows of the changes that share a forward."""
+
+
+def batch_size(inputs: Any) -> int | None:
+    """Return the first size of the first tensor of the inputs; None if there is none."""
+    if callable(inputs) and not isinstance(inputs, Tensor | Mapping | tuple):
+        return None
+    return next((tensor.shape[0] for _, tensor in tree.tensors(inputs) if tensor.dim()), None)
+
+
+def repeated(inputs: Any, n: int) -> Any:
+    """Return inputs whose batch stands n times in a row; tensors without the batch stay."""
+    size = batch_size(inputs)
+
+    def repeat(tensor: Tensor) -> Tensor:
+        has_batch = tensor.dim() and tensor.shape[0] == size
+        return torch.cat([tensor] * n) if has_batch else tensor
+
+    return tree.map_tensors(repeat, inputs)
+
+
+def parts(value: Tensor, form: torch.Size, n: int) -> list[Tensor]:
+    """Cut a value of a repeated batch into the values of each batch, as views.
+
+    Args:
+        value: the value.
+        form: the shape of the value of one batch.
+        n: how often the batch was repeated.
+
+    Raises:
+        NoRowsError: the value has not one dimension that is n times as long.
+    """
+    dim = longer_dim(value.shape, form, n)
+    if dim is None:
+        if n > 1:
+            raise NoRowsError
+        return [value]
+    return list(torch.split(value, form[dim], dim))
+
+
+def longer_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
+    """Return the dimension in which a shape is n times as long as a form; None for equal ones.
+
+    Raises:
+        NoRowsError: they differ in another way.
+    """
+    if shape == form:
+        return None
+    dims = [dim for dim, size in enumerate(form) if len(shape) == len(form) and shape[dim] != size]
+    if len(dims) != 1 or shape[dims[0]] != n * form[dims[0]]:
+        raise NoRowsError
+    return dims[0]
+
+
+def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
+    """Cut the output of a repeated batch into the outputs of each batch.
+
+    Objects that are not containers, such as a cache of keys and values, are not cut.
+
+    Args:
+        output: the output.
+        one_batch: the output for the batch alone.
+        n: how often the batch was repeated.
+    """
+    if n == 1:
+        return [output]
+    if isinstance(output, Tensor):
+        try:
+            return list(parts(output, one_batch.shape, n))
+        except NoRowsError:
+            return [output] * n
+    if not isinstance(output, _CONTAINERS) or type(output) is not type(one_batch):
+        return [output] * n
+    pairs = zip(tree.items(output) or (), tree.items(one_batch) or (), strict=False)
+    columns = [parts_of(part, of_one, n) for (_, part), (_, of_one) in pairs]
+    return [tree.rebuild(output, list(row)) for row in zip(*columns, strict=True)] or [output] * n
+
+
+_CONTAINERS = (tuple, list, Mapping)
+
+
+def changed_rows(
+    value: Tensor, known: Tensor, changes: list[Callable[[Tensor], Tensor]], n: int
+) -> Tensor:
+    """Apply each change to its own rows of a value.
+
+    Args:
+        value: the value of the repeated batch.
+        known: the value of the batch alone.
+        changes: the changes, at most n.
+        n: how often the batch was repeated.
+
+    Raises:
+        NoRowsError: the rows are not n times the value of the batch alone.
+    """
+    rows = parts(value, known.shape, n)
+    if n > 1 and not all(is_near(row, known) for row in rows):
+        raise NoRowsError
+    new = value.clone()
+    longer = parts(new, known.shape, n)
+    for row, target, change in zip(rows, longer, changes, strict=False):
+        target.copy_(change(row))
+    return new
+
+
+def is_near(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two values of one shape differ by no more than rounding."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    gap, size = (float(torch.linalg.vector_norm(t.float())) for t in (a - b, b))
+    return not gap > tolerance(a.dtype) * max(size, sys.float_info.min)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the relative difference that batching may make in a dtype."""
+    return min(torch.finfo(dtype).eps * _ROUNDING, _MOST)

@@ -1,0 +1,220 @@
+"""Measure one number for each of many changes, with as few forwards as possible."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+from torch import nn
+
+from hookline.display.text import first_line
+from hookline.engine import Selector, Site
+from hookline.errors import InputError, NotRecordedError, positive_integer
+from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.shared.progress_bar import progress_bar
+from hookline.verbs.shared.rerun import copied
+from hookline.verbs.shared.run_model import Inputs, call
+from hookline.verbs.sweep.effects import Sweep
+from hookline.verbs.sweep.folder import SweepFolder, job_of
+from hookline.verbs.sweep.forwards import Forwards, recorded_run
+from hookline.verbs.sweep.grid import (
+    Changes,
+    Each,
+    Grid,
+    check_each,
+    entries_of,
+    patches_of,
+    sites_of,
+)
+from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
+from hookline.verbs.sweep.still_model import undisturbed
+
+
+class SweepOptions(TypedDict, total=False):
+    """How `hl.sweep` runs.
+
+    Args:
+        rows: the most changes that share a forward; 16 by default.
+        to: a folder for the numbers, from which an interrupted sweep goes on.
+        progress: False shows no progress bar; it is only shown in a terminal.
+    """
+
+    rows: int
+    to: str | os.PathLike[str] | None
+    progress: bool
+
+
+def sweep(
+    model: nn.Module,
+    inputs: Inputs,
+    changes: Changes | Selector,
+    metric: Metric,
+    *,
+    each: Each | None = None,
+    clean: Inputs | None = None,
+    read: str | Site | None = None,
+    **options: Unpack[SweepOptions],
+) -> Sweep:
+    """Measure a metric of a model under each of many changes.
+
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).eval()
+        >>> changes = {"0": hl.edits.scale(0), "1": hl.edits.scale(0)}
+        >>> sweep = hl.sweep(model, torch.ones(1, 2), changes, lambda out: out[0, 0])
+        >>> sweep.axes, sweep.values.shape
+        (('site',), (2,))
+
+    The numbers are those of a loop with `hl.edit`, and the model runs less often. Changes at one
+    site share a forward, as rows of a batch. Modules that ended before the changed site are not run
+    again, and return what they returned in the unchanged run. Two changes are also measured by
+    `hl.edit`; if these disagree, each change has a whole forward, and `sweep.notes` says so.
+
+    With `clean`, values of another run are put back, one site after the other. `each` names
+    dimensions of the values along which they are put back part by part:
+
+        >>> x, clean = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> sweep = hl.sweep(model, x, ["0", "1"], lambda out: out[0, 0], clean=clean,
+        ...                  each={"unit": 1})
+        >>> sweep.axes, sweep.values.shape
+        (('site', 'unit'), (2, 3))
+
+    Args:
+        model: the model, in eval mode. It is left as it was, also after an exception.
+        inputs: what the model runs on, as in `hl.features`. The first dimension of each tensor is
+            the batch.
+        changes: one of these. A change is a function of the value, as in `hl.edit`.
+
+            - `{site: change}`: one change at each site that a selector matches
+            - `{site: {label: change}}` or `{site: [change, ...]}`: several at each site
+            - a list of `{site: change}`, or of `(label, {site: change})`: each entry is made as a
+              whole, in one forward
+            - with `clean`, a selector: the values of the clean run, put in at each of its sites
+        metric: a function of the model's output that returns one number. With inputs of several
+            rows, it gets the output of all these rows.
+        each: for each further axis, the dimension of the value that it runs along:
+            `{"position": 1}` makes a change for each index of dimension 1, and leaves the other
+            indices as they were. `{"head": (2, 12)}` cuts dimension 2 into 12 equal parts.
+        clean: the inputs of the clean run, whose metric is then known.
+        read: the site whose value the metric gets in place of the model's output. Each forward
+            stops there.
+        rows: the most changes that share a forward; 16 by default.
+        to: a folder for the numbers, which are written after each site. A sweep that was
+            interrupted goes on when it is called again.
+        progress: False shows no progress bar. By default, a terminal shows one.
+
+    Returns:
+        An array with named axes. `sweep.values` has the metrics, `sweep[site, ...]` looks up an
+        effect by labels, and `sweep.unmoved` marks changes that put in the value that was there.
+        Rows of a batch may differ from single runs by rounding; with `rows=1` all bits are those of
+        the loop.
+
+    Raises:
+        SelectionError: a selector matches nothing.
+        NotRecordedError: the model does not reach one of the sites.
+        InputError: the model is in training mode; the metric gives no number, or the same for other
+            outputs; or an argument is invalid.
+        StructureError: a change returns a value of another shape or dtype, or the values of the
+            clean run have other shapes.
+        FolderError: `to` holds another sweep, or cannot be written.
+        TypeError: there is no such option.
+    """
+    check_callable(metric)
+    for name in options.keys() - SweepOptions.__annotations__.keys():
+        raise TypeError(
+            f"hl.sweep() got an unexpected keyword argument {name!r}."
+            f"\nGive some of {', '.join(f'{name}=' for name in SweepOptions.__annotations__)}."
+        )
+    rows, to = options.get("rows", 16), options.get("to")
+    positive_integer("rows", rows, "Give rows=16.")
+    each = check_each(each)
+    with undisturbed(model, "hl.sweep(model, ...)"), _reader(model, read) as run:
+        clean_metric = None
+        if clean is not None:
+            changes, clean_metric = _with_clean(model, run, clean, changes, metric)
+        entries = entries_of(model, changes)
+        forwards = Forwards(model, run, inputs, metric, sites_of(entries))
+        refuse_constant(metric, forwards.output, forwards.baseline)
+        grid = Grid(entries, each, forwards.known)
+        folder = None
+        if to is not None:
+            numbers = {"baseline": forwards.baseline, "clean": clean_metric, "axes": grid.axes}
+            folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
+            forwards.go_on(grid.groups, folder.results, str(to))
+        forwards.settle(grid.groups, rows)
+        _measure(forwards, grid, folder, shown=options.get("progress", True))
+    return _result(grid, forwards, clean_metric)
+
+
+def _measure(forwards: Forwards, grid: Grid, folder: SweepFolder | None, *, shown: bool) -> None:
+    """Measure all changes that have no number yet, with a progress bar."""
+    with progress_bar(shown=shown) as bar:
+        task = bar.add_task("sweep", total=grid.n_points, rows="")
+        for group in grid.groups:
+            forwards.measure(group, group.points)
+            if folder is not None:
+                folder.write(forwards.results)
+            bar.update(task, completed=len(forwards.results))
+
+
+def _with_clean(
+    model: nn.Module, run: Callable[[Any], Any], clean: Any, changes: Any, metric: Metric
+) -> tuple[Any, float]:
+    """Run the model on the clean inputs.
+
+    Returns:
+        The changes: those given, or for a selector those that put back the clean values. And the
+        metric of the clean run.
+    """
+    if _are_changes(changes):
+        return changes, number_of(metric, run(copied(clean)))
+    output, recording = recorded_run(model, run, copied(clean), changes)
+    return patches_of(recording), number_of(metric, output)
+
+
+def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
+    is_change = np.zeros(grid.shape, dtype=bool)
+    is_change[tuple(np.transpose(list(forwards.results)))] = True
+    result = Sweep(grid.axes, forwards.baseline, clean, is_change)
+    for index, (number, has_moved) in forwards.results.items():
+        result.values[index] = number
+        result.unmoved[index] = not has_moved
+    result.forwards, result.notes = forwards.count + (clean is not None), forwards.notes
+    return result
+
+
+@contextmanager
+def _reader(model: nn.Module, read: str | Site | None) -> Iterator[Callable[[Any], Any]]:
+    """Yield a function that runs the model and returns what the metric reads."""
+    if read is None:
+        yield partial(call, model)
+        return
+    with Prefix(model, str(read), "sweep", {}) as prefix:
+        if len(prefix.sites) != 1:
+            raise InputError(
+                f"read must be one site, got {read!r}, which matches {len(prefix.sites)}."
+                f"\nGive one of them: {str(prefix.sites[0])!r}."
+            )
+
+        def run(inputs: Any) -> Any:
+            missing = prefix.run(inputs)
+            if missing:
+                prefix.recording[missing[0]]  # raises an error that says why
+            return prefix.recording.take()[-1][prefix.sites[0]]
+
+        try:
+            yield run
+        except NotRecordedError as error:
+            raise InputError(
+                f"read must be a site that comes after the changed ones, got {str(read)!r}:"
+                f" {first_line(error)}.\nRead a later site, or the model's output: read=None."
+            ) from error
+
+
+def _are_changes(changes: Any) -> bool:
+    """Tell whether changes are given, and not a selector."""
+    if isinstance(changes, list | tuple):
+        return any(isinstance(item, Mapping | tuple) for item in changes)
+    return isinstance(changes, Mapping)

@@ -1,0 +1,331 @@
+"""Run a model from a site on: calls that ended before the site return what an earlier run recorded.
+
+A forward pre-hook cannot skip a module's forward. So each module that is recorded or replayed has a
+function in its `__dict__` in place of its forward. Parents, masks and sums between the modules run
+as ever, and hooks are called as ever. Nothing of the model's architecture needs to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, repeat
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import Site
+from hookline.engine.pytree import tree
+from hookline.verbs.sweep.rows import NoRowsError, longer_dim
+
+# The block that records or replays in this context. Other threads get the original forwards.
+_running: ContextVar[object | None] = ContextVar("hookline_tape", default=None)
+
+Answer = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a module in the recorded run.
+
+    Args:
+        number: its number, in the order of beginnings.
+        module: the module.
+        parent: the call that it ran in; None for the root's.
+        begin: the time of its beginning, in events.
+
+    Attributes:
+        end: the time of its end; None if it has not returned.
+        output: what the forward returned, if the tape keeps it; or the shapes of its tensors.
+    """
+
+    number: int
+    module: nn.Module
+    parent: Call | None
+    begin: int
+    end: int | None = None
+    output: Any = None
+
+    def has_ended(self, time: int) -> bool:
+        """Tell whether the call had returned at a time."""
+        return self.end is not None and self.end <= time
+
+
+@final
+class Tape:
+    """The calls of one run, which can stand in for the same calls of another run.
+
+    Args:
+        modules: the modules of the model, each with its path; the root first.
+
+    Attributes:
+        calls: the calls, in the order of their beginnings.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        self._named_modules = modules
+        self.calls: list[Call] = []
+        self._stack: list[Call] = []
+        self._n_events = 0
+        self._copied: Collection[int] = ()
+        self._kept: Collection[int] | None = None
+        self._seen: list[tuple[int, Tensor, int | None]] = []
+        self._copies: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
+
+    # -- recording -------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(
+        self, *, kept: Collection[int] | None = None, copied: Collection[int] = ()
+    ) -> Iterator[None]:
+        """Record the calls of the run in the block.
+
+        Args:
+            kept: the numbers of the calls whose outputs are kept; None keeps all. Of the others,
+                the shapes of their tensors are kept.
+            copied: the numbers of the calls whose outputs are kept as copies, because the run
+                writes to them later.
+        """
+        self._kept, self._copied = kept, copied
+        with standing_in([module for _, module in self._named_modules], self._record):
+            yield
+        self._copies.clear()
+
+    def _record(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        parent = self._stack[-1] if self._stack else None
+        call = Call(len(self.calls), module, parent, self._tick())
+        self.calls.append(call)
+        self._stack.append(call)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._stack.pop()
+        call.end = self._tick()
+        self._note(call, output)
+        return output
+
+    def _tick(self) -> int:
+        self._n_events += 1
+        return self._n_events
+
+    def _note(self, call: Call, output: Any) -> None:
+        tensors = [tensor for _, tensor in tree.tensors(output)]
+        if self._kept is not None and call.number not in self._kept:
+            call.output = [tensor.shape for tensor in tensors]
+            return
+        call.output = output
+        if call.number in self._copied:
+            call.output = tree.map_tensors(self._copy, output)
+        elif not isinstance(output, Tensor):
+            call.output = tree.map_tensors(_same, output)  # a cache may go on growing
+        self._seen += [(call.number, tensor, _version(tensor)) for tensor in tensors]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # One copy of a tensor that several calls return: a write to it is seen by all of them.
+        key = id(tensor), _version(tensor)
+        if key not in self._copies:
+            self._copies[key] = tensor, tensor.clone()
+        return self._copies[key][1]
+
+    def written_to(self) -> set[int]:
+        """Return the calls whose outputs were written to after they had returned, and forget all.
+
+        Outputs without a version count as written to, and the root's, which a metric may change.
+        """
+        numbers = {0} | {
+            number
+            for number, tensor, version in self._seen
+            if version is None or _version(tensor) != version
+        }
+        self._seen.clear()
+        return numbers
+
+    def same_calls(self, other: Tape) -> bool:
+        """Tell whether another run made the same calls in the same order."""
+        calls, others = (
+            [(id(call.module), call.begin, call.end) for call in tape.calls]
+            for tape in (self, other)
+        )
+        return calls == others
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Keep the outputs of these calls alone."""
+        for call in self.calls:
+            if call.number not in numbers:
+                call.output = None
+
+    def repeated(self, forms: Tape, size: int, n: int) -> Tape | None:
+        """Return the tape of a batch that stands n times in a row.
+
+        Args:
+            forms: the tape of a run on such a batch, with the shapes alone.
+            size: the size of the batch.
+            n: how often the batch was repeated.
+
+        Returns:
+            The tape; None if that run made other calls, or an output has no dimension for the batch
+            alone. In a dimension of tokens, too, the rows might not lie in one piece.
+        """
+        if not self.same_calls(forms):
+            return None
+        longer: dict[int, Tensor] = {}
+        try:
+            for call, known in zip(forms.calls, self.calls, strict=True):
+                shapes, call.output = iter(call.output or ()), None
+                if known.output is not None:
+                    repeat = partial(_repeated, shapes=shapes, sizes=(size, n), known=longer)
+                    call.output = tree.map_tensors(repeat, known.output)
+        except NoRowsError:
+            return None
+        return forms
+
+    # -- what may be left out --------------------------------------------------------------------
+
+    def start_of(self, site: Site, module: nn.Module) -> int:
+        """Return the time up to which the run does not depend on a change at a site."""
+        path = site.path
+        calls = self._calls_of(module)
+        number = site.call or 0
+        if site.port == "output" and number < len(calls):
+            return calls[number].end or 0
+        by_path = dict(self._named_modules)
+        while number >= len(calls) and path:  # as in torch's fast path: take the module around it
+            path, number = path.rpartition(".")[0], 0
+            calls = self._calls_of(by_path.get(path))
+        return calls[number].begin if number < len(calls) else 0
+
+    def _calls_of(self, module: nn.Module | None) -> list[Call]:
+        return [call for call in self.calls if call.module is module]
+
+    def outermost(self, time: int) -> list[Call]:
+        """Return the calls that had ended at a time, those inside another of them left out."""
+        return [
+            call
+            for call in self.calls
+            if call.has_ended(time) and not (call.parent and call.parent.has_ended(time))
+        ]
+
+    # -- replaying -------------------------------------------------------------------------------
+
+    @contextmanager
+    def replaying(self, time: int, copied: Collection[int]) -> Iterator[None]:
+        """In the block, return recorded outputs from the calls that had ended at a time.
+
+        Args:
+            time: the time.
+            copied: the numbers of the calls whose outputs are handed out as copies.
+        """
+        ended = {call.number for call in self.outermost(time)}
+        queues: dict[int, list[Call | None]] = {}  # by id: a module may define == and lose its hash
+        for call in self.calls:
+            if call.number in ended or not call.has_ended(time):
+                answered = call if call.number in ended else None  # None: it runs
+                queues.setdefault(id(call.module), []).append(answered)
+        answer = _Replay({key: chain(queue, repeat(None)) for key, queue in queues.items()}, copied)
+        modules = {id(self.calls[number].module): self.calls[number].module for number in ended}
+        with standing_in(modules.values(), answer):
+            yield
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Replay:
+    """Answer calls by recorded outputs, call by call."""
+
+    queues: dict[int, Iterator[Call | None]]
+    copied: Collection[int]
+    copies: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        call = next(self.queues[id(module)])
+        if call is None:
+            return forward(*args, **kwargs)
+        is_copied = call.number in self.copied
+        return tree.map_tensors(self._copy if is_copied else _same, call.output)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self.copies:
+            self.copies[id(tensor)] = tensor.clone()
+        return self.copies[id(tensor)]
+
+
+@final
+class _StandIn:
+    """A forward in a module's `__dict__`, which answers in the context that put it there."""
+
+    __slots__ = ("__wrapped__", "_answer", "_module")
+
+    def __init__(self, module: nn.Module, answer: Answer) -> None:
+        self._module, self._answer = module, answer
+        self.__wrapped__ = module.forward  # of which a model may ask the signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _running.get() is not self._answer:
+            return self.__wrapped__(*args, **kwargs)
+        return self._answer(self._module, self.__wrapped__, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model, which another thread may make, gets its own forward.
+        return getattr, (self._module, "forward")
+
+
+@contextmanager
+def standing_in(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
+    """Let a function answer the calls of modules in the block, in this context alone."""
+    token = _running.set(answer)
+    before: list[tuple[nn.Module, Any]] = []
+    try:
+        for module in modules:
+            before.append((module, vars(module).get("forward")))
+            vars(module)["forward"] = _StandIn(module, answer)
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                vars(module)["forward"] = forward
+        _running.reset(token)
+
+
+def _repeated(
+    tensor: Tensor, shapes: Iterator[torch.Size], sizes: tuple[int, int], known: dict[int, Tensor]
+) -> Tensor:
+    """Repeat a tensor along the dimension in which the next shape is n times as long.
+
+    A tensor that several calls return stays one tensor: a write to it is seen by all of them.
+    """
+    shape, (size, n) = next(shapes, None), sizes
+    if shape is None:
+        raise NoRowsError
+    if id(tensor) not in known:
+        dim = longer_dim(shape, tensor.shape, n)
+        if dim is not None and tensor.shape[dim] != size:
+            raise NoRowsError
+        known[id(tensor)] = tensor if dim is None else torch.cat([tensor] * n, dim)
+    return known[id(tensor)]
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

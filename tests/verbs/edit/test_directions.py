@@ -1,0 +1,102 @@
+"""Steer along a direction, and project directions out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import hookline as hl
+
+
+def test_steer_adds_the_direction_at_each_token():
+    value, direction = torch.randn(2, 5, 4), torch.randn(4)
+    for strength in (2.0, torch.tensor(2.0)):
+        steered = hl.edits.steer(direction, strength)(value)
+        assert torch.equal(steered, value + 2.0 * direction)
+    assert torch.equal(hl.edits.steer(direction)(value), value + direction)
+
+
+@pytest.mark.parametrize("strength", [0, 0.0, torch.tensor(0.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strength_0_changes_no_bit(strength, dtype):
+    value = torch.tensor([-0.0, 0.0, torch.inf, torch.nan, 1.0], dtype=dtype)
+    steered = hl.edits.steer(torch.full((5,), torch.inf), strength)(value)
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    assert torch.equal(steered.view(bits), value.view(bits))
+
+
+def test_a_direction_and_a_strength_can_be_trained():
+    model = nn.Linear(3, 2)
+    direction = torch.randn(2, requires_grad=True)
+    strength = torch.tensor(3.0, requires_grad=True)
+    with hl.edit(model, "(root)", hl.edits.steer(direction, strength)):
+        model(torch.zeros(4, 3)).sum().backward()
+    assert direction.grad.tolist() == [12.0, 12.0]
+    torch.testing.assert_close(strength.grad, 4 * direction.detach().sum())
+
+
+@given(
+    st.lists(st.integers(-3, 3), min_size=9, max_size=9),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_dependent_directions_take_out_only_their_span(numbers, dtype):
+    factors = torch.tensor(numbers, dtype=torch.float64).view(3, 3)
+    first = torch.randn(2, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    first = first.to(dtype).double()
+    third = first.sum(0, keepdim=True)
+    directions = torch.cat([first, third, factors[:, :2] @ first, first[:1] * 1e4]).to(dtype)
+    value = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(1))
+    projected = hl.edits.project_out(directions)(value)
+    basis = torch.linalg.qr(first.T).Q.T
+    wide = value.double()
+    expected = wide - wide @ basis.T @ basis
+    tolerance = 0.05 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(projected.double(), expected, rtol=0, atol=tolerance)
+    assert (projected.double() @ basis.T).abs().max() < tolerance
+
+
+def test_one_direction_of_any_length_is_taken_out():
+    value = torch.randn(2, 3, 4)
+    for length in (1e-6, 1.0, 1e6):
+        projected = hl.edits.project_out(torch.tensor([0.0, 0.0, length, 0.0]))(value)
+        assert not projected[..., 2].any()
+        assert torch.equal(projected[..., [0, 1, 3]], value[..., [0, 1, 3]])
+    everything = hl.edits.project_out(torch.randn(9, 4))(value)
+    assert everything.abs().max() < 1e-5
+
+
+def test_a_gradient_is_projected_as_a_value_is():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with hl.edit(model, "0:grad_output", hl.edits.project_out(torch.tensor([1.0, 0.0]))):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model[0].bias.grad[0] == 0
+    assert model[0].bias.grad[1] == model[1].weight[0, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: hl.edits.steer(torch.ones(2, 2)), r"direction must be a vector .*\[2, 2\]"),
+        (lambda: hl.edits.steer([1.0]), r"direction must be a vector .* got list"),
+        (lambda: hl.edits.steer(torch.ones(2), "1"), r"steer must be given a number"),
+        (lambda: hl.edits.project_out(torch.ones(2, 2, 2)), r"directions must be floating-point"),
+        (lambda: hl.edits.project_out(torch.ones(2).long()), r"directions must be floating-point"),
+        (lambda: hl.edits.project_out(torch.zeros(2)), r"finite and not all zero"),
+        (lambda: hl.edits.project_out(torch.tensor([1, torch.nan])), r"finite and not all zero"),
+    ],
+)
+def test_what_is_no_direction_is_refused(make, said):
+    with pytest.raises(hl.AttachError, match=said):
+        make()
+
+
+@pytest.mark.parametrize("name", ["steer", "project_out"])
+@pytest.mark.parametrize(
+    "value", [torch.ones(2, 3), torch.ones(2, dtype=torch.long), torch.ones(())]
+)
+def test_a_value_of_other_features_is_refused(name, value):
+    with pytest.raises(hl.StructureError, match=rf"hl.edits.{name} must be given floating-point"):
+        getattr(hl.edits, name)(torch.ones(2))(value)

@@ -1,0 +1,679 @@
+"""hl.sweep gives the numbers of the plain loop, on models of every kind, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.models import load_model
+from hookline.models.torchvision_import import import_torchvision
+from hookline.verbs.sweep.tape import standing_in
+
+import_torchvision()  # which transformers may import
+import transformers  # noqa: E402
+
+
+def loop(model, inputs, clean, sites, metric, dim):
+    """The loop that a user writes: one forward with a raw hook for each site and position."""
+    run = call_of(model)
+    rows = []
+    with torch.no_grad():
+        for path, port in sites:
+            module = model.get_submodule(path)
+            values = []
+            hook = hooked(module, port, values.append)
+            run(clean)
+            hook.remove()
+            (value,) = values
+            row = []
+            for position in range(value.shape[dim]):
+
+                def put(tensor, position=position, value=value):
+                    new = tensor.clone()
+                    new.select(dim, position).copy_(value.select(dim, position))
+                    return new
+
+                hook = hooked(module, port, put)
+                row.append(float(metric(run(inputs))))
+                hook.remove()
+            rows.append(row)
+    longest = max(map(len, rows))
+    return np.array([row + [np.nan] * (longest - len(row)) for row in rows])
+
+
+def call_of(model):
+    return lambda x: model(**x) if isinstance(x, dict) else model(x)
+
+
+def hooked(module, port, function):
+    """Call a function with a value; what it returns replaces the value."""
+
+    def changed(value):
+        first = value[0] if isinstance(value, tuple) else value
+        new = function(first.clone() if function.__name__ == "append" else first)
+        if new is None:
+            return None
+        return (new, *value[1:]) if isinstance(value, tuple) else new
+
+    if port == "input":
+        return module.register_forward_pre_hook(lambda module, args: changed(args))
+    return module.register_forward_hook(lambda module, args, output: changed(output))
+
+
+def ids(*shape, seed=0):
+    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def language(kind, **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")
+    model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")
+    return model(config(vocab_size=50, bos_token_id=0, eos_token_id=1, **options)).eval()
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 2}  # fmt: skip
+
+
+def gpt2():
+    model = language("GPT2", n_layer=3, n_embd=16, n_head=2, n_positions=16)
+    return model, ids(1, 6), ids(1, 6, seed=1), ["transformer.h.0", "transformer.h.1.mlp",
+                                                  "transformer.h.2"]  # fmt: skip
+
+
+def llama(cache):
+    model = language("Llama", **SMALL)
+    inputs, clean = ({"input_ids": ids(1, 5, seed=n), "use_cache": cache} for n in (0, 1))
+    return model, inputs, clean, ["model.layers.0", "model.layers.1.self_attn.o_proj",
+                                  "model.layers.2.mlp:input"]  # fmt: skip
+
+
+def mixtral():
+    model = language("Mixtral", **SMALL, num_local_experts=4)
+    return model, ids(1, 5), ids(1, 5, seed=1), ["model.layers.0.mlp", "model.layers.1"]
+
+
+def t5():
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2,
+                                   num_heads=2, decoder_start_token_id=0)  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    inputs, clean = (
+        {"input_ids": ids(1, 5, seed=n), "decoder_input_ids": ids(1, 5, seed=7)} for n in (0, 1)
+    )
+    return model, inputs, clean, ["encoder.block.0.layer.1", "decoder.block.1.layer.2"]
+
+
+def vit():
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                    intermediate_size=32, image_size=16, patch_size=8)  # fmt: skip
+    model = transformers.ViTForImageClassification(config).eval()
+    return model, *torch.randn(2, 1, 3, 16, 16), ["vit.layers.0", "vit.layernorm"]
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3).eval()
+    return model, *torch.randn(2, 1, 5, 16), ["layers.0", "layers.1.linear1", "layers.2"]
+
+
+MODELS = {"gpt2": gpt2, "llama": lambda: llama(False), "llama, cache": lambda: llama(True),
+          "mixtral": mixtral, "t5": t5, "vit": vit, "encoder": encoder}  # fmt: skip
+
+
+def first_number(output):
+    tensor = output if isinstance(output, torch.Tensor) else output.logits
+    return tensor[..., -1, 3].sum() - tensor[..., -1, 5].sum()
+
+
+def split(sites):
+    return [(path, port or "output") for path, _, port in (site.partition(":") for site in sites)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:hl..* sees no fast path", "ignore:.*fast path")
+def test_the_numbers_are_those_of_the_loop(name, left_as_found):
+    model, inputs, clean, sites = MODELS[name]()
+    metric = (lambda out: out.logits[0, 1]) if name == "vit" else first_number
+    expected = loop(model, inputs, clean, split(sites), metric, 1)
+    before = left_as_found(model)
+    single = hl.sweep(model, inputs, sites, metric, clean=clean, each={"position": 1}, rows=1)
+    shared = hl.sweep(model, inputs, sites, metric, clean=clean, each={"position": 1})
+    assert left_as_found(model) == before
+    # The fast path of an encoder's layer rounds otherwise.
+    np.testing.assert_allclose(single.values, expected, rtol=0, atol=1e-6 * (name == "encoder"))
+    np.testing.assert_allclose(shared.values, expected, rtol=0, atol=2e-6)
+    assert shared.axes == ("site", "position")
+    assert shared.labels["site"] == tuple(sites)
+    assert shared.forwards < expected.size
+    assert not [note for note in shared.notes if "hl.edit" in note]
+    assert float(call_metric(model, clean, metric)) == shared.clean
+    assert float(call_metric(model, inputs, metric)) == shared.baseline
+
+
+def call_metric(model, inputs, metric):
+    with torch.no_grad():
+        return metric(call_of(model)(inputs))
+
+
+@pytest.mark.parametrize("path", ["stem", "layer1.0.bn", "layer1.1.relu", "layer2.0", "pool"])
+def test_in_place_layers_are_replayed_as_they_were(net, path):
+    x, clean = torch.randn(2, 1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    metric = lambda out: out[0, 1]  # noqa: E731
+    expected = loop(net, x, clean, [(path, "output")], metric, 1)
+    for rows in (1, 4):
+        sweep = hl.sweep(net, x, path, metric, clean=clean, each={"channel": 1}, rows=rows)
+        np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6 * (rows > 1))
+        assert not sweep.notes
+
+
+class Aliased(nn.Module):
+    """An in-place layer writes to a tensor that another module has handed on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.same, self.side = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.same(y)
+        side = self.side(z)
+        self.relu(y)
+        return self.head(y + z) + self.head(side)
+
+
+def test_a_tensor_of_two_modules_stays_one_tensor():
+    torch.manual_seed(0)
+    model = Aliased().eval()
+    expected = loop(model, X, CLEAN, [("side", "output")], metric, 1)
+    for rows in (1, 4):
+        sweep = hl.sweep(model, X, "side", metric, clean=CLEAN, each={"unit": 1}, rows=rows)
+        np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6 * (rows > 1))
+        assert not sweep.notes
+
+
+def test_the_digits_net_is_swept_by_channel():
+    demo = load_model("demo:digits")
+    model, x = demo.model.eval(), torch.rand(2, 1, 12, 12)
+    del x
+    shape = next(iter(demo.model.parameters())).shape
+    x, clean = torch.rand(2, 1, shape[1], 16, 16, generator=torch.Generator().manual_seed(0))
+    metric = lambda out: out[0, 3]  # noqa: E731
+    paths = [path for path, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    expected = loop(model, x, clean, [(path, "output") for path in paths], metric, 1)
+    sweep = hl.sweep(model, x, paths, metric, clean=clean, each={"channel": 1})
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=2e-5)
+    assert sweep.forwards < np.isfinite(expected).sum() / 2
+
+
+def test_a_shared_module_gives_each_call_its_own_record(looped):
+    looped.eval()
+    x = torch.randn(1, 2, generator=torch.Generator().manual_seed(0))
+    changes = {f"block#{call}": [hl.edits.scale(k) for k in (0.0, 0.5, 2.0)] for call in range(3)}
+    sweep = hl.sweep(looped, x, changes, lambda out: out[0, 0], rows=1)
+    for number, (site, functions) in enumerate(changes.items()):
+        for label, change in enumerate(functions):
+            with hl.edit(looped, site, change), torch.no_grad():
+                assert sweep.values[number, label] == float(looped(x)[0, 0])
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)).eval()
+
+
+X = torch.tensor([[0.5, -1.0, 2.0, 0.25]])
+CLEAN = torch.tensor([[1.5, 0.5, 2.0, -0.25]])
+
+
+def metric(out):
+    return out[0, 1]
+
+
+def test_a_batch_of_several_rows_has_one_metric():
+    model, x, clean = linear(), torch.randn(3, 4), torch.randn(3, 4)
+    total = lambda out: out[:, 1].sum()  # noqa: E731
+    expected = loop(model, x, clean, [("0", "output"), ("2", "output")], total, 1)
+    sweep = hl.sweep(model, x, ["0", "2"], total, clean=clean, each={"unit": 1})
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
+
+
+def test_changes_have_labels_of_their_own_on_a_last_axis():
+    changes = {nn.Linear: {"off": hl.edits.scale(0), "twice": hl.edits.scale(2)}}
+    sweep = hl.sweep(linear(), X, changes, metric)
+    assert sweep.axes == ("site", "change")
+    assert sweep.labels == {"site": ("0", "2", "3"), "change": ("off", "twice")}
+    assert sweep["3", "off"] == -sweep.baseline
+    assert sweep["3"].tolist() == [-sweep.baseline, sweep.baseline]
+
+
+def test_changes_of_several_sites_are_made_together():
+    off = hl.edits.scale(0)
+    model = linear()
+    sweep = hl.sweep(model, X, [("both", {"0": off, "2": off}), ("first", {"0": off})], metric)
+    assert (sweep.axes, sweep.labels) == (("change",), {"change": ("both", "first")})
+    with hl.edit(model, ["0", "2"], off), torch.no_grad():
+        assert sweep.values[0] == float(metric(model(X)))
+
+
+def test_equal_parts_of_a_dimension_are_heads():
+    model = linear()
+    sweep = hl.sweep(model, X, {"0": hl.edits.scale(0)}, metric, each={"head": (-1, 3)})
+    assert sweep.values.shape == (1, 3)
+    mask = torch.ones(6)
+    mask[2:4] = 0
+    with hl.edit(model, "0", lambda t: t * mask), torch.no_grad():
+        assert sweep.values[0, 1] == float(metric(model(X)))
+
+
+def test_what_put_in_the_same_value_is_unmoved():
+    clean = X.clone()
+    clean[0, 0] = 7.0
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 2)).eval()
+    sweep = hl.sweep(model, X, "0", metric, clean=clean, each={"unit": 1})
+    assert sweep.unmoved.tolist() == [[False, True, True, True]]
+    assert sweep.effects[0, 1:].tolist() == [0, 0, 0]
+    assert "3 changes put in the value that was there: unmoved." in str(sweep)
+    with torch.no_grad():
+        model[1].weight[1, 1] = 0
+    idle = hl.sweep(model, X, "0", metric, clean=X + 1, each={"unit": 1})
+    assert not idle.unmoved.any()
+    assert "1 change moved the value and not the metric." in str(idle)
+
+
+def test_a_whole_stream_at_the_last_layer_gives_the_clean_metric():
+    sweep = hl.sweep(linear(), X, ["2", "3"], metric, clean=CLEAN)
+    assert sweep.values[1] == sweep.clean
+    assert sweep.normalised[1] == 1
+
+
+def test_the_forward_stops_at_the_site_that_is_read():
+    model = linear()
+    calls = []
+    model[3].register_forward_hook(lambda *_: calls.append(1))
+    sweep = hl.sweep(model, X, "0", lambda t: t.norm(), clean=CLEAN, read="2", each={"unit": 1})
+    assert not calls
+    with torch.no_grad():
+        assert sweep.baseline == float(model[2](model[1](model[0](X))).norm())
+    with pytest.raises(hl.InputError, match=r"read must be a site that comes after .* got '0'"):
+        hl.sweep(model, X, "2", lambda t: t.norm(), clean=CLEAN, read="0")
+
+
+def test_sites_of_other_sizes_leave_gaps():
+    sweep = hl.sweep(linear(), X, ["2", "3"], metric, clean=CLEAN, each={"unit": 1})
+    assert sweep.values.shape == (2, 6)
+    assert np.isnan(sweep.values[1, 2:]).all()
+    assert len(sweep.rows) == len(sweep.to_pandas()) == 8
+
+
+def test_a_sweep_of_roundings_tells_what_each_layer_loses():
+    model = linear()
+    changes = {nn.Linear: {bits: hl.edits.round_to(bits) for bits in (2, 4, 8)}}
+    sweep = hl.sweep(model, X, changes, metric)
+    for site in ("0", "2", "3"):
+        for bits in (2, 4, 8):
+            with hl.edit(model, site, hl.edits.round_to(bits)), torch.no_grad():
+                expected = float(metric(model(X)))
+            assert sweep.values[sweep.labels["site"].index(site), (2, 4, 8).index(bits)] == (
+                pytest.approx(expected, abs=1e-6)
+            )
+
+
+def test_a_patch_finds_the_call_of_each_row(looped):
+    looped.eval()
+    with hl.record(looped, "block", copy=True) as run:
+        looped(torch.ones(1, 2))
+    x = torch.zeros(1, 2)
+    sweep = hl.sweep(
+        looped, x, {"block": hl.edits.patch(run)}, lambda out: out[0, 0],
+        each={"row": 0, "unit": (1, 1)}, clean=torch.ones(1, 2),
+    )  # fmt: skip
+    assert sweep.values[0, 0, 0] == sweep.clean
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda out: out, r"metric must return one number, got Tensor\[1, 2\]"),
+        (lambda out: "7", "metric must return one number"),
+        (lambda out: torch.tensor(1j), "metric must return one number"),
+        (lambda out: 3.0, "metric must depend on what the model returns"),
+        (3, "metric must be a function"),
+    ],
+)
+def test_a_metric_that_gives_no_number_is_refused(function, said):
+    with pytest.raises(hl.InputError, match=said):
+        hl.sweep(linear(), X, "0", function, clean=CLEAN)
+
+
+def test_a_model_in_training_mode_is_refused():
+    model = linear()
+    model[1].train()
+    for call in (hl.sweep, hl.attribute):
+        with pytest.raises(hl.InputError, match="must be in eval mode, got 1 in training mode"):
+            call(model, X, "0", metric, clean=CLEAN)
+    assert model[1].training
+
+
+def test_inputs_of_other_lengths_are_refused():
+    model, _, _, sites = gpt2()
+    for call in (hl.sweep, hl.attribute):
+        with pytest.raises(hl.StructureError, match=r"value.? of the same form .*h\.0"):
+            call(model, ids(1, 6), sites, first_number, clean=ids(1, 5))
+
+
+def test_a_change_of_the_shape_is_refused(left_as_found):
+    model = linear()
+    before = left_as_found(model)
+    with pytest.raises(hl.StructureError, match="change at 2 must keep the value's form"):
+        hl.sweep(model, X, {"2": [lambda t: t[:, :3]] * 5}, metric)
+    assert left_as_found(model) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"each": {"unit": 2}}, r"each\['unit'\] must be a dimension of the value at 0, got 2"),
+        ({"each": {"unit": (1, 4)}}, "equal parts, got 4 parts of 6"),
+        ({"each": {"site": 1}}, "each axis must have a name of its own"),
+        ({"each": 1}, "each must be a dict"),
+        ({"rows": 0}, "rows must be a positive integer"),
+        ({"read": "*"}, "read must be one site"),
+    ],
+)
+def test_an_invalid_argument_is_refused(arguments, said):
+    with pytest.raises(hl.InputError, match=said):
+        hl.sweep(linear(), X, "0", metric, clean=CLEAN, **arguments)
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'row'"):
+        hl.sweep(linear(), X, "0", metric, clean=CLEAN, row=3)
+
+
+@pytest.mark.parametrize("changes", [{}, [], 7, {"0": 3}, {"0": []}, [{}], [("a", 3)]])
+def test_changes_of_another_form_are_refused(changes):
+    with pytest.raises(hl.InputError, match=r"Give \{site: change\}"):
+        hl.sweep(linear(), X, changes, metric)
+
+
+def test_a_gradient_is_refused():
+    with pytest.raises(hl.InputError, match="changes values of the forward, got 0:grad_output"):
+        hl.sweep(linear(), X, {"0:grad_output": hl.edits.scale(0)}, metric)
+
+
+def test_a_model_that_draws_random_numbers_is_refused():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.rand_like(x)
+
+    state = torch.get_rng_state()
+    model = nn.Sequential(nn.Linear(4, 2), Noisy()).eval()
+    torch.set_rng_state(state)
+    with pytest.raises(hl.InputError, match="must give the same metric twice"):
+        hl.sweep(model, X, {"0": hl.edits.scale(0)}, metric)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# -- what is shared, and what is not ---------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Each token goes to one of three experts; an expert without tokens is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        chosen = self.router(flat).argmax(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                out[chosen == number] = expert(flat[chosen == number])
+        return out.view_as(x) + x
+
+
+def test_experts_that_are_called_now_and_then_are_replayed_right():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), Routed(), nn.Linear(4, 4), Routed(), nn.Linear(4, 2))
+    model.eval()
+    x, clean = torch.randn(2, 1, 6, 4)
+    total = lambda out: out[0, -1, 0] + out[0, 0, 1]  # noqa: E731
+    sites = ["0", "1", "1.router", "2", "3", "3.router"]
+    expected = loop(model, x, clean, split(sites), total, 1)
+    expected[[2, 5]] = loop(model, x, clean, split(["1.router", "3.router"]), total, 0)[:, :6]
+    for rows in (1, 6):
+        position = hl.sweep(
+            model, x, ["0", "1", "2", "3"], total, clean=clean, each={"position": 1}, rows=rows
+        )
+        np.testing.assert_allclose(position.values, expected[[0, 1, 3, 4]], rtol=0, atol=1e-6)
+        token = hl.sweep(
+            model, x, ["1.router", "3.router"], total, clean=clean, each={"token": 0}, rows=rows
+        )
+        np.testing.assert_allclose(token.values, expected[[2, 5]], rtol=0, atol=1e-6)
+
+
+class Mixing(nn.Module):
+    """Rows of a batch see one another."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Counting(nn.Module):
+    """Each run changes the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_runs = 0
+
+    def forward(self, x):
+        self.n_runs += 1
+        return x
+
+
+def test_rows_that_see_one_another_have_forwards_of_their_own():
+    model = nn.Sequential(nn.Linear(4, 6), Mixing(), nn.Linear(6, 2)).eval()
+    x, clean = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    sweep = hl.sweep(model, x, ["0", "2"], metric, clean=clean, each={"unit": 1})
+    expected = loop(model, x, clean, [("0", "output"), ("2", "output")], metric, 1)
+    np.testing.assert_array_equal(sweep.values, expected)
+    assert any("values without the rows" in note or "own forward" in note for note in sweep.notes)
+
+
+class TimeMajor(nn.Module):
+    """The rows of a batch are neighbours in the value of a layer: a cut would mix tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        merged = x.transpose(0, 1).reshape(-1, 6)
+        return self.inner(merged).view(x.shape[1], x.shape[0], 6).transpose(0, 1).cumsum(1)
+
+
+def test_rows_that_are_not_in_one_piece_are_noticed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), TimeMajor(), nn.Linear(6, 2)).eval()
+    x, clean = torch.randn(2, 1, 5, 4)
+    total = lambda out: out[0, :, 1].square().sum()  # noqa: E731
+    sites = ["0", "1.inner", "2"]
+    sweep = hl.sweep(model, x, sites, total, clean=clean, each={"unit": -1})
+    expected = loop(model, x, clean, split(sites), total, -1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-5)
+    assert len(sweep.notes) == 1
+    assert "values without the rows of a batch" in sweep.notes[0]
+
+
+def test_a_model_with_state_runs_whole(left_as_found):
+    model = nn.Sequential(nn.Linear(4, 6), Counting(), nn.Linear(6, 2)).eval()
+    sweep = hl.sweep(model, X, "2", metric, clean=CLEAN, each={"unit": 1})
+    assert sweep.notes == ["One forward a change: each run changes the model's state (1.n_runs)."]
+    assert sweep.forwards == 2 + sweep.values.size
+    assert model[1].n_runs == 0
+
+
+def test_a_record_that_is_wrong_is_noticed():
+    class Hidden(nn.Module):
+        """What the first module leaves for the last is not in any output."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+            box = []
+            self.first.register_forward_hook(lambda module, args, out: box.append(args[0]))
+            self.take = box.pop
+
+        def forward(self, x):
+            value = self.last(self.first(x))
+            return value + self.take().sum()
+
+    model = Hidden().eval()
+    sweep = hl.sweep(model, X, "last", metric, clean=CLEAN, each={"unit": 1})
+    np.testing.assert_array_equal(
+        sweep.values, loop(model, X, CLEAN, [("last", "output")], metric, 1)
+    )
+
+
+def test_a_compiled_model_is_swept_eagerly():
+    model = linear()
+    expected = hl.sweep(model, X, ["0", "2"], metric, clean=CLEAN, each={"unit": 1}).values
+    sweep = hl.sweep(
+        torch.compile(model, backend="eager"), X, ["0", "2"], metric, clean=CLEAN, each={"unit": 1}
+    )
+    np.testing.assert_array_equal(sweep.values, expected)
+
+
+# -- no trace --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupt_leaves_the_model_as_it_was(error, left_as_found):
+    model = linear()
+    before = left_as_found(model)
+    calls = []
+
+    def failing(out):
+        calls.append(1)
+        if len(calls) == 9:
+            raise error
+        return out[0, 1]
+
+    with pytest.raises(error):
+        hl.sweep(model, X, ["0", "2"], failing, clean=CLEAN, each={"unit": 1})
+    assert left_as_found(model) == before
+
+
+def test_another_thread_and_a_copy_get_the_original_forward():
+    model = linear()
+    expected = model(X)
+    results = []
+    with standing_in(model.modules(), lambda module, forward, args, kwargs: "recorded"):
+        assert model(X) == "recorded"
+        thread = threading.Thread(target=lambda: results.append(model(X)))
+        thread.start()
+        thread.join()
+        clones = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert torch.equal(results[0], expected)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    for clone in clones:
+        assert torch.equal(clone(X), expected)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_sweeps_in_two_threads_take_turns(left_as_found):
+    model, results = linear(), []
+    before = left_as_found(model)
+
+    def run():
+        results.append(hl.sweep(model, X, ["0", "2"], metric, clean=CLEAN, each={"unit": 1}).values)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left_as_found(model) == before
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_inference_mode_changes_nothing(net):
+    x, clean = torch.randn(2, 1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    one = lambda out: out[0, 1]  # noqa: E731
+    expected = hl.sweep(net, x, "layer*.*", one, clean=clean, each={"channel": 1})
+    estimate = hl.attribute(net, x, "layer*.*", one, clean=clean)
+    with torch.inference_mode():
+        x, clean = x.clone(), clean.clone()
+        sweep = hl.sweep(net, x, "layer*.*", one, clean=clean, each={"channel": 1})
+        again = hl.attribute(net, x, "layer*.*", one, clean=clean)
+    np.testing.assert_array_equal(sweep.values, expected.values)
+    np.testing.assert_array_equal(again.effects, estimate.effects)
+
+
+def test_gradients_and_inputs_are_left_alone():
+    model = linear()
+    model(X).sum().backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    x = X.clone()
+    net = nn.Sequential(nn.ReLU(inplace=True), model).eval()
+    hl.sweep(net, x, "1.0", metric, clean=CLEAN.clone(), each={"unit": 1})
+    assert torch.equal(x, X)
+    after = [parameter.grad for parameter in model.parameters()]
+    assert all(a is b for a, b in zip(grads, after, strict=True))
+
+
+# -- on disk ---------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_sweep_goes_on(tmp_path):
+    model, n_runs = linear(), []
+
+    def stop(module, args):
+        n_runs.append(1)
+        if len(n_runs) == 7:
+            raise KeyboardInterrupt
+
+    arguments = {"clean": CLEAN, "each": {"unit": 1}, "to": tmp_path / "sweep"}
+    sites = ["0", "2", "3"]
+    with pytest.raises(KeyboardInterrupt), model.register_forward_pre_hook(stop):
+        hl.sweep(model, X, sites, metric, **arguments)
+    rest = hl.sweep(model, X, sites, metric, **arguments)
+    whole = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
+    np.testing.assert_allclose(rest.values, whole.values, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(rest.unmoved, whole.unmoved)
+    assert rest.forwards < whole.forwards
+    again = hl.sweep(model, X, sites, metric, **arguments)
+    assert again.forwards == 3  # the clean one, the unchanged one, and one to compare
+    with pytest.raises(hl.FolderError, match="another inputs"):
+        hl.sweep(model, X + 1, sites, metric, **arguments)
+
+
+def test_a_folder_of_other_changes_or_files_is_refused(tmp_path):
+    model = linear()
+    options = {"to": tmp_path / "sweep", "each": {"unit": 1}}
+    hl.sweep(model, X, {"0": hl.edits.scale(2)}, metric, **options)
+    with pytest.raises(hl.FolderError, match="other changes"):
+        hl.sweep(model, X, {"0": hl.edits.scale(3)}, metric, **options)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "note.txt").write_text("mine")
+    with pytest.raises(hl.FolderError, match="must be empty or hold a sweep"):
+        hl.sweep(model, X, {"0": hl.edits.scale(2)}, metric, to=tmp_path / "other")
