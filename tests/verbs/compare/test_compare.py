@@ -340,3 +340,8 @@ def test_two_kinds_and_missing_files_are_refused(mlp, tmp_path):
 
 def test_a_value_with_one_mask_alone_is_no_difference():
     assert hl.compare(run_of(net()), run_of(net(), IDS)).ok
+
+
+def test_arrays_get_no_advice_for_recordings():
+    (finding,) = hl.compare({"a": np.ones(3)}, {"a": np.zeros(3)}).findings
+    assert finding.text == "first beyond noise: a (relative inf)"

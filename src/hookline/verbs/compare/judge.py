@@ -143,7 +143,7 @@ class Judge:
             hint = f"; what it is given is made in the forward of {path_text(path)}"
         elif any(other.path == path and other.port == "input" for other in self.entry_of.values()):
             hint = "; its inputs are equal up to noise"
-        else:
+        elif entry.n_modules:  # of a recording
             hint = '; record ports=("input", "output") to tell it from the code that feeds it'
         return path, [Remark("site", text + hint, first.site)]
 
