@@ -116,7 +116,7 @@ class TensorFile:
 
     @property
     def state(self) -> State | None:
-        """What changes with the bytes of the file; None where that is not known."""
+        """The state that changes with the bytes of the file; None where it is not known."""
         return self._file.state
 
     def is_current(self) -> bool:

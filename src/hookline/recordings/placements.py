@@ -29,7 +29,7 @@ _N_FIELDS = {"replicate": 1, "shard": 2, "strided": 3, "partial": 2, "unknown": 
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Where one rank's part lies in the whole of a DTensor.
+    """Locate one rank's part in the whole of a DTensor.
 
     Args:
         shape: the shape of the whole tensor.

@@ -241,7 +241,7 @@ def not_drawn(skipped: list[Skipped]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """What names a value that is not read: `Value` without its tensor."""
+    """Name a value that is not read: `Value` without its tensor."""
 
     label: str
     module_type: str

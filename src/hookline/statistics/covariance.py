@@ -20,10 +20,10 @@ class Covariance:
 
         >>> statistic = hl.stats.covariance()
         >>> x = torch.tensor([[0.0, 0.0], [2.0, -2.0]])
-        >>> found = statistic.result(statistic.update(statistic.start(x), x))
-        >>> print(found)
+        >>> result = statistic.result(statistic.update(statistic.start(x), x))
+        >>> print(result)
         covariance of 2 features over 2 rows, 0 of them non-finite
-        >>> found.correlation.tolist()
+        >>> result.correlation.tolist()
         [[1.0, -1.0], [-1.0, 1.0]]
 
     `correlation` is the matrix of correlations, with NaN for a feature that is constant.

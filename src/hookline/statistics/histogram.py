@@ -23,10 +23,10 @@ class Histogram:
 
         >>> statistic = hl.stats.histogram(low=1, high=4)
         >>> x = torch.tensor([0.5, 2.0, 3.0])
-        >>> found = statistic.result(statistic.update(statistic.start(x), x))
-        >>> found.edges
+        >>> result = statistic.result(statistic.update(statistic.start(x), x))
+        >>> result.edges
         (-inf, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, inf)
-        >>> found.counts
+        >>> result.counts
         (0, 0, 0, 0, 1, 0, 2, 0)
 
     `count` is the number of all elements. `finite_bins()` returns counts and finite edges to draw.

@@ -93,8 +93,8 @@ def measured_tensors(value: Any) -> list[tuple[Leaf, Tensor]]:
 def site_statistics(value: Any) -> Statistics | None:
     """Compute the statistics of a value's main tensor: its first floating one, else its first.
 
-        >>> found = site_statistics(torch.tensor([0.0, 1.0, 2.0, float("inf")]))
-        >>> found.mean, found.max, found.zeros, found.non_finite
+        >>> statistics = site_statistics(torch.tensor([0.0, 1.0, 2.0, float("inf")]))
+        >>> statistics.mean, statistics.max, statistics.zeros, statistics.non_finite
         (1.0, 2.0, 0.25, 1)
 
     Sums are computed in float64, so narrow dtypes (float16, bfloat16, the 8-bit ones) do not

@@ -33,8 +33,8 @@ class Quantiles:
 
         >>> statistic = hl.stats.quantiles((0.0, 0.5))
         >>> x = torch.tensor([1.0, 2.0, 4.0])
-        >>> found = statistic.result(statistic.update(statistic.start(x), x))
-        >>> found[0.0], round(found[0.5], 1), found.count
+        >>> result = statistic.result(statistic.update(statistic.start(x), x))
+        >>> result[0.0], round(result[0.5], 1), result.count
         (1.0, 2.0, 3)
 
     Args:
@@ -49,7 +49,7 @@ class Quantiles:
         max: the greatest finite element; -inf without any.
 
     Raises:
-        KeyError: by `found[q]`: it is not one of `q`.
+        KeyError: by `result[q]`: it is not one of `q`.
     """
 
     q: tuple[float, ...]

@@ -37,10 +37,10 @@ def __dir__() -> list[str]:
 def moments(*, compile: bool | None = None) -> Statistic[Moments]:
     """Measure the count, the sums of powers and the extremes of all elements.
 
-        >>> found = hl.stats.moments()
-        >>> slots = found.start(torch.empty(0))
-        >>> slots = found.update(slots, torch.tensor([0.0, 1.0, 2.0, float("nan")]))
-        >>> result = found.result(slots)
+        >>> statistic = hl.stats.moments()
+        >>> slots = statistic.start(torch.empty(0))
+        >>> slots = statistic.update(slots, torch.tensor([0.0, 1.0, 2.0, float("nan")]))
+        >>> result = statistic.result(slots)
         >>> result.mean, result.zeros, result.non_finite, result.max_abs
         (1.0, 1, 1, 2.0)
 
@@ -70,10 +70,10 @@ def moments(*, compile: bool | None = None) -> Statistic[Moments]:
 def histogram(*, low: float = 1e-9, high: float = 1e9, per_octave: int = 1) -> Statistic[Histogram]:
     """Count elements by sign and magnitude, in bins with fixed edges.
 
-        >>> found = hl.stats.histogram(low=0.25, high=4)
-        >>> slots = found.start(torch.empty(0))
-        >>> slots = found.update(slots, torch.tensor([0.0, 1.0, 1.5, -3.0, 100.0]))
-        >>> print(found.result(slots))
+        >>> statistic = hl.stats.histogram(low=0.25, high=4)
+        >>> slots = statistic.start(torch.empty(0))
+        >>> slots = statistic.update(slots, torch.tensor([0.0, 1.0, 1.5, -3.0, 100.0]))
+        >>> print(statistic.result(slots))
         5 elements, 1 zeros, 0 non-finite
         -4 ▅       █ ▅ inf
 
@@ -108,11 +108,11 @@ def quantiles(
 ) -> Statistic[Quantiles]:
     """Estimate quantiles of all elements, with a bound on the relative error.
 
-        >>> found = hl.stats.quantiles((0.5, 1.0))
-        >>> slots = found.start(torch.empty(0))
+        >>> statistic = hl.stats.quantiles((0.5, 1.0))
+        >>> slots = statistic.start(torch.empty(0))
         >>> for batch in torch.arange(1.0, 1001.0).split(100):
-        ...     slots = found.update(slots, batch)
-        >>> result = found.result(slots)
+        ...     slots = statistic.update(slots, batch)
+        >>> result = statistic.result(slots)
         >>> abs(result[0.5] - 500) < 0.01 * 500, result[1.0]
         (True, 1000.0)
 
@@ -143,9 +143,9 @@ def quantiles(
 def covariance() -> Statistic[Covariance]:
     """Measure the mean and the covariance of the features in the last dimension.
 
-        >>> found = hl.stats.covariance()
+        >>> statistic = hl.stats.covariance()
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
-        >>> result = found.result(found.update(found.start(x), x))
+        >>> result = statistic.result(statistic.update(statistic.start(x), x))
         >>> result.mean.tolist(), result.matrix.tolist()
         ([2.0, 4.0], [[1.0, 2.0], [2.0, 4.0]])
 

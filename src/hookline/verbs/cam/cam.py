@@ -55,8 +55,8 @@ def cam(
     """Map the places of each image that raise a class's score, on a scale from 0 to 1.
 
         >>> images, labels = load_demo_digits()
-        >>> found = hl.cam(load_model("demo:digits").model, images)
-        >>> found.layers, found.targets, found.maps.shape
+        >>> maps = hl.cam(load_model("demo:digits").model, images)
+        >>> maps.layers, maps.targets, maps.maps.shape
         (('block3',), (0, 1, 2, 3, 4, 5, 6, 7), torch.Size([8, 8, 8]))
 
     The model runs in eval mode. In training mode, dropout would make the maps random, and batch

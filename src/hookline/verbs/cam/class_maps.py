@@ -44,10 +44,10 @@ class ClassMaps:
     """Maps of the places in each image that raise the score of its class; made by `hl.cam`.
 
         >>> images, labels = load_demo_digits()
-        >>> found = hl.cam(load_model("demo:digits").model, images[:2])
-        >>> found
+        >>> maps = hl.cam(load_model("demo:digits").model, images[:2])
+        >>> maps
         ClassMaps of 2 images 8 x 8, by gradcam at block3: classes 0, 1
-        >>> found.overlay()[0].shape
+        >>> maps.overlay()[0].shape
         (8, 8, 3)
 
     Args:
@@ -76,8 +76,8 @@ class ClassMaps:
         """Lay each map over its image. A 0 in the map is black, a 1 is light yellow.
 
             >>> images, labels = load_demo_digits()
-            >>> found = hl.cam(load_model("demo:digits").model, images)
-            >>> len(found.overlay()), found.overlay()[0].shape
+            >>> maps = hl.cam(load_model("demo:digits").model, images)
+            >>> len(maps.overlay()), maps.overlay()[0].shape
             (8, (8, 8, 3))
 
         The image is drawn in grey, so every colour belongs to the map.
@@ -117,8 +117,8 @@ class ClassMaps:
         """Write the overlays as a picture, eight in a row, in the format of the file's ending.
 
             >>> images, labels = load_demo_digits()
-            >>> found = hl.cam(load_model("demo:digits").model, images)
-            >>> found.save(tmp_path / "maps.png")
+            >>> maps = hl.cam(load_model("demo:digits").model, images)
+            >>> maps.save(tmp_path / "maps.png")
 
         Overlays less than 96 pixels high are enlarged by a whole factor. `overlay` returns all of
         them at their own size.

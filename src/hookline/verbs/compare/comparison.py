@@ -52,7 +52,7 @@ class Remark:
 @final
 @dataclass(frozen=True, slots=True)
 class ComparedSite:
-    """How far the two values of a site lie apart.
+    """Tell how far the two values of a site lie apart.
 
     Args:
         site: the site, as in a look-up of the first.
@@ -105,14 +105,14 @@ class Comparison(Result):
         ...         with hl.record(model, ["**", "(root):input"], copy=True) as run:
         ...             _ = model(x)
         ...     runs.append(run)
-        >>> found = hl.compare(*runs)
-        >>> found.first.site, found.suspect, found.ok
+        >>> comparison = hl.compare(*runs)
+        >>> comparison.first.site, comparison.suspect, comparison.ok
         ('1', '1', False)
-        >>> found.counts
+        >>> comparison.counts
         {'identical': 2, 'noise': 0, 'differs': 3, 'not comparable': 0}
 
-    `print(found)` shows the sites in firing order, equal stretches folded into one line.
-    Iteration yields the rows, and `found["1"]` is the row of a site.
+    `print(comparison)` shows the sites in firing order, equal stretches folded into one line.
+    Iteration yields the rows, and `comparison["1"]` is the row of a site.
 
     Args:
         rows: a `ComparedSite` for each pair of tensors, in the firing order of the first run.

@@ -27,7 +27,7 @@ Array = Tensor | Column
 
 
 class Measured(NamedTuple):
-    """What was found of a pair of tensors.
+    """Hold the measurements of a pair of tensors.
 
     Args:
         leaf: the leaf of the first value that holds the tensor.

@@ -21,7 +21,7 @@ ORDER = (_BATCH, _FLAT, PAIRS, HEADS, _TOKENS_FIRST, _ANY_ROW, _NO_ROW, ROW)
 
 
 class Reading(NamedTuple):
-    """How a value lies over the tokens of a stream: its first dimensions, in words."""
+    """Describe how a value lies over the tokens of a stream: its first dimensions, in words."""
 
     stream: str
     axes: str
@@ -32,7 +32,7 @@ class Reading(NamedTuple):
 
 @final
 class Places(NamedTuple):
-    """Where the tokens of a stream and pass go in the common order; -1 for those that do not.
+    """Place the tokens of a stream and pass in the common order; -1 for those without a place.
 
     Args:
         tokens: the place of each token, shape `(rows, tokens)`.

@@ -84,8 +84,8 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs) -> Comparison:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
         >>> port = nn.Sequential(nn.Linear(8, 8), nn.GELU("tanh"), nn.Linear(8, 2))
         >>> _ = port.load_state_dict(model.state_dict())
-        >>> found = hl.shadow(model, port, torch.randn(4, 8))
-        >>> found.suspect, [row.site for row in found if row.verdict == "differs"]
+        >>> comparison = hl.shadow(model, port, torch.randn(4, 8))
+        >>> comparison.suspect, [row.site for row in comparison if row.verdict == "differs"]
         ('1', ['1', '(root)'])
 
     The error of a module on its counterpart's inputs is its *local* error: the modules before have

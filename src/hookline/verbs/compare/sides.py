@@ -1,4 +1,4 @@
-"""What can be compared: recordings, stores, curves and arrays, each as named values in order."""
+"""Read what is compared: recordings, stores, curves, arrays, each as named values in order."""
 
 from __future__ import annotations
 

@@ -59,11 +59,11 @@ class Note:
 class Diagnosis(Result):
     """The result of `hl.doctor`. Print it, or read `sites`, `notes`, `failure` and `ok`.
 
-        >>> found = hl.doctor(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.zeros(1, 2), "*")
-        >>> found.ok, found["0"].verdict
+        >>> diagnosis = hl.doctor(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.zeros(1, 2), "*")
+        >>> diagnosis.ok, diagnosis["0"].verdict
         (True, 'fires')
 
-    `ok` is True if the run raised no error and every selected site fires. `found["0"]` is the
+    `ok` is True if the run raised no error and every selected site fires. `diagnosis["0"]` is the
     verdict on the site `0`.
 
     Args:
@@ -76,7 +76,7 @@ class Diagnosis(Result):
         environment: the versions and modes, by name, such as the version of torch.
 
     Raises:
-        KeyError: by `found[site]`: the site was not selected.
+        KeyError: by `diagnosis[site]`: the site was not selected.
     """
 
     model_type: str

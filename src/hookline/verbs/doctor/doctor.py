@@ -50,10 +50,10 @@ def doctor(
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> model[0].requires_grad_(False)
         Linear(in_features=2, out_features=3, bias=True)
-        >>> found = hl.doctor(model, torch.zeros(4, 2), "*", ports=("output", "grad_output"))
-        >>> found["0"].verdict, found["0:grad_output"].verdict
+        >>> diagnosis = hl.doctor(model, torch.zeros(4, 2), "*", ports=("output", "grad_output"))
+        >>> diagnosis["0"].verdict, diagnosis["0:grad_output"].verdict
         ('fires', 'never')
-        >>> found["0:grad_output"].remedy[:39]
+        >>> diagnosis["0:grad_output"].remedy[:39]
         'give an input with x.requires_grad_(), '
 
     A site fires if its hook is called. The model runs in its present mode, gradient mode and
@@ -76,8 +76,8 @@ def doctor(
             selectors that name no port.
 
     Returns:
-        A diagnosis. Print it, or read `.sites`, `.notes`, `.failure` and `.ok`. `found[site]` is
-        the verdict on one site, with `verdict`, `why` and `remedy`.
+        A diagnosis. Print it, or read `.sites`, `.notes`, `.failure` and `.ok`. `diagnosis[site]`
+        is the verdict on one site, with `verdict`, `why` and `remedy`.
 
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.
