@@ -20,6 +20,20 @@ def test_many_buffers_of_all_sizes_are_written_in_order(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_buffers_are_taken_as_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(place_module, "_WRITE_BYTES", 10)
+    path, written = tmp_path / "x", []
+
+    def buffers():
+        for number in range(5):
+            yield bytes([number]) * 6
+            written.append(path.stat().st_size)
+
+    LocalPlace(tmp_path).create("x", buffers())
+    assert written == [0, 12, 12, 24, 24]
+    assert path.read_bytes() == b"".join(bytes([number]) * 6 for number in range(5))
+
+
 @pytest.mark.parametrize("most", [1, 3, 100])
 def test_a_write_that_takes_only_a_part_goes_on(tmp_path, monkeypatch, most):
     def writes_few(handle, chunks):

@@ -11,7 +11,7 @@ much a tensor and does not expose the bytes for checksums.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -39,11 +39,12 @@ _IN_NUMPY = frozenset({
 })  # fmt: skip
 
 
-def encode_tensors(tensors: Sequence[Tensor]) -> tuple[list[Any], list[str]]:
+def encode_tensors(tensors: Sequence[Tensor]) -> tuple[Iterator[Any], list[str]]:
     """Make the bytes of a file of contiguous CPU tensors, which are named by their indices.
 
     Returns:
-        The bytes as buffers, and the checksums of the header and of each tensor.
+        The bytes as buffers; and the checksums of the header and of each tensor, which are
+        computed as its bytes are taken.
     """
     # The widest dtype first, so that every tensor is aligned to its element size.
     order = sorted(range(len(tensors)), key=lambda number: -tensors[number].element_size())
@@ -56,9 +57,16 @@ def encode_tensors(tensors: Sequence[Tensor]) -> tuple[list[Any], list[str]]:
             f'"data_offsets":[{start},{end}]}}'
         )
     head = framed("{" + ",".join(entries) + "}")
-    data = list(map(_bytes_of, tensors))
-    sums = [checksum(head), *map(checksum, data)]
-    return [head, *(data[number] for number in order)], sums
+    sums = [checksum(head), *[""] * len(tensors)]
+
+    def buffers() -> Iterator[Any]:
+        yield head
+        for number in order:
+            data = _bytes_of(tensors[number])
+            sums[1 + number] = checksum(data)
+            yield data
+
+    return buffers(), sums
 
 
 def framed(header: str) -> bytes:

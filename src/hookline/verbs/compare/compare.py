@@ -17,7 +17,7 @@ from hookline.verbs.compare.before import (
 from hookline.verbs.compare.comparison import Comparison
 from hookline.verbs.compare.judge import Judge
 from hookline.verbs.compare.names import Names, paired
-from hookline.verbs.compare.shards import Dims, check_dims
+from hookline.verbs.compare.shards import Dims, check_dims, check_dims_are_meant
 from hookline.verbs.compare.sides import side_of
 
 # What goes together. Arrays of another framework may stand for a recording.
@@ -99,6 +99,7 @@ def compare(
             f"a and b must be the same kind of thing, got {_a(side_a.noun)} and {_a(side_b.noun)}."
             "\nGive two recordings, two stores, two curves or two dicts of arrays."
         )
+    check_dims_are_meant(dims, [*side_a.of_ranks, *side_b.of_ranks])
     by_token = aligned(side_a, side_b, tokens)
     alignment, why = None, ""
     if isinstance(by_token, Aligned):

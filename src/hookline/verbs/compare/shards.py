@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import first_line
-from hookline.engine import glob
+from hookline.engine import glob, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, InputError, one_of
 from hookline.recordings import Recording
@@ -82,6 +82,29 @@ def check_dims(dims: Any) -> None:
             )
 
 
+def check_dims_are_meant(dims: Dims | None, sites: Sequence[tuple[str, str]]) -> None:
+    """Refuse dims of sites that no side has.
+
+    Args:
+        dims: what `hl.compare` takes.
+        sites: path and port of each value of several ranks, on both sides.
+
+    Raises:
+        InputError: there are no such values, or a pattern matches none of them.
+    """
+    if dims is not None and not sites:
+        raise InputError(
+            f"dims must be left out where a and b are of one process, got dims={dims!r:.80}."
+            "\nGive the folder that all ranks saved: hl.open(folder)."
+        )
+    for pattern in dims if isinstance(dims, Mapping) else ():
+        if not any(_is_meant(pattern, path, port) for path, port in sites):
+            raise InputError(
+                f"dims must name sites of several ranks, got {pattern!r}, which matches none.\nGive"
+                f" paths such as {path_text(sites[0][0])!r}, with the port unless it is output."
+            )
+
+
 def whole(source: Recording, value: RecordedValue, key: str, dims: Dims | None) -> Any:
     """Read a value of several ranks as that of one process.
 
@@ -115,10 +138,14 @@ def _dim_of(value: RecordedValue, dims: Dims | None) -> Dim | None:
         return dims
     matching: Dim | None = None
     for pattern, dim in dims.items():
-        path, _, port = pattern.partition(":")
-        if (port or "output") == value.site.port and glob(path).fullmatch(value.site.path):
+        if _is_meant(pattern, value.site.path, value.site.port):
             matching = dim
     return matching
+
+
+def _is_meant(pattern: str, path: str, port: str) -> bool:
+    of_path, _, of_port = pattern.partition(":")
+    return (of_port or "output") == port and glob(of_path).fullmatch(path) is not None
 
 
 def _are_equal(a: Any, b: Any) -> bool:

@@ -107,6 +107,12 @@ class Side:
     release: Callable[[], None] = lambda: None
     source: Recording | PassRecord | None = None
 
+    @property
+    def of_ranks(self) -> list[tuple[str, str]]:
+        """Path and port of each value of several ranks; empty for a side of one process."""
+        is_of_ranks = self.noun == "recording" and self.source is None
+        return [(entry.path, entry.port) for entry in self.entries] if is_of_ranks else []
+
 
 def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
     """Return the named values of what a user gave.

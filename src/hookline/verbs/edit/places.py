@@ -1,4 +1,4 @@
-"""Where an edit applies: the step of `generate`, the tokens of a value, the call of a module."""
+"""Find where an edit applies: the step of `generate`, the tokens of a value, the call."""
 
 from __future__ import annotations
 

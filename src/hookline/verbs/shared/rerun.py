@@ -351,7 +351,7 @@ def leaves_of(outputs: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
 
 @final
 class RunStart:
-    """What a run of a model began with: references, and few copies."""
+    """Hold what a run of a model began with: references, and few copies."""
 
     __slots__ = (
         "_copies", "_has_grad", "_is_inference", "_random", "_tensors", "args", "autocast",

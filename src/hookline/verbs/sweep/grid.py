@@ -146,7 +146,8 @@ def entries_of(model: nn.Module, changes: Changes) -> list[Entry]:
             for place in _places(model, selector)
         ]
     if not isinstance(changes, list | tuple) or not changes:
-        raise InputError(f"changes must be changes by site, got {_words(changes)}.\n{_FORMS}")
+        hint = f" To put clean values back at {changes!r}, give clean=." * isinstance(changes, str)
+        raise InputError(f"changes must be changes by site, got {_words(changes)}.\n{_FORMS}{hint}")
     return [_joint(model, number, item) for number, item in enumerate(changes)]
 
 

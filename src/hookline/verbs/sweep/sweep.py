@@ -35,7 +35,7 @@ from hookline.verbs.sweep.still_model import undisturbed
 
 
 class SweepOptions(TypedDict, total=False):
-    """How `hl.sweep` runs.
+    """Options of `hl.sweep`.
 
     Args:
         rows: the most changes that share a forward; 16 by default.
