@@ -90,7 +90,10 @@ def test_an_export_is_read_by_numpy(folder):
     ("args", "said"),
     [
         (["info", "missing"], "missing"),
-        (["info", "file.txt"], "file.txt must be a folder, got a file.\nGive the folder of the"),
+        (
+            ["info", "file.txt"],
+            "file.txt must be a folder, got a file.\nGive the name of a folder.",
+        ),
         (["info", "file.txt/s"], "file.txt/s must be a folder, got a path through a file."),
         (["repair", "file.txt"], "file.txt must be a folder, got a file."),
         (["verify", "."], "is not a store"),
