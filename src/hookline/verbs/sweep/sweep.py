@@ -13,7 +13,7 @@ from torch import nn
 
 from hookline.display.text import first_line
 from hookline.engine import Selector, Site
-from hookline.errors import InputError, NotRecordedError, positive_integer
+from hookline.errors import InputError, NotRecordedError, only_options, positive_integer
 from hookline.verbs.record.prefix import Prefix
 from hookline.verbs.shared.progress_bar import progress_bar
 from hookline.verbs.shared.rerun import copied
@@ -122,11 +122,7 @@ def sweep(
         TypeError: there is no such option.
     """
     check_callable(metric)
-    for name in options.keys() - SweepOptions.__annotations__.keys():
-        raise TypeError(
-            f"hl.sweep() got an unexpected keyword argument {name!r}."
-            f"\nGive some of {', '.join(f'{name}=' for name in SweepOptions.__annotations__)}."
-        )
+    only_options("sweep", options, SweepOptions.__annotations__)
     rows, to = options.get("rows", 16), options.get("to")
     positive_integer("rows", rows, "Give rows=16.")
     each = check_each(each)
