@@ -54,7 +54,7 @@ SIGNATURES = {
     "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
-    "shadow": "(a, b, inputs)",
+    "shadow": "(a, b, inputs, *, names=None)",
     "summary": "(model, inputs=None)",
     "sweep": "(model, inputs, changes, metric, *, each=None, clean=None, read=None, **options)",
     "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",

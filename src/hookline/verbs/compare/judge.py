@@ -76,7 +76,7 @@ class Judge:
             return
         for pair in self._measured(ours, values):
             if pair.alone_in and not ours.is_input:
-                self.alone[pair.alone_in].append(_with_leaf(ours, pair.leaf))
+                self.alone[pair.alone_in].append(with_leaf(ours, pair.leaf))
             else:
                 yield self._row(pair, ours, theirs), pair.n_bytes
 
@@ -88,7 +88,7 @@ class Judge:
 
     def _row(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
         row = ComparedSite(
-            _with_leaf(ours, pair.leaf), _with_leaf(theirs, pair.leaf), "not comparable",
+            with_leaf(ours, pair.leaf), with_leaf(theirs, pair.leaf), "not comparable",
             why=pair.why, form=pair.forms[0], other_form=pair.forms[1],
         )  # fmt: skip
         floor = self._floor(row.site, pair, ours, max(ours.n_modules, theirs.n_modules))
@@ -162,7 +162,7 @@ def _why(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:
     return texts[exceeded[0]]
 
 
-def _with_leaf(entry: Entry, leaf: tuple[Any, ...]) -> str:
+def with_leaf(entry: Entry, leaf: tuple[Any, ...]) -> str:
     """Return the key of a leaf: it is written after the port, and before the call."""
     if not leaf:
         return entry.key

@@ -22,8 +22,7 @@ from hookline.verbs.sweep.grid import (
     Grid,
     Group,
     check_each,
-    entries_of,
-    patches_of,
+    patches,
     sites_of,
 )
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
@@ -124,7 +123,7 @@ def attribute(
     with undisturbed(model, "hl.attribute(model, ...)"):
         run = partial(call, model)
         output, recording = recorded_run(model, run, copied(clean), selector)
-        entries = entries_of(model, patches_of(recording))
+        entries = patches(model, selector, recording)
         goals = {site: floating(site, recording[site]) for site in sites_of(entries)}
         slopes = Slopes(model, inputs, metric)
         start = slopes.at(list(goals))

@@ -27,7 +27,7 @@ from hookline.verbs.sweep.grid import (
     Grid,
     check_each,
     entries_of,
-    patches_of,
+    patches,
     sites_of,
 )
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
@@ -127,10 +127,12 @@ def sweep(
     positive_integer("rows", rows, "Give rows=16.")
     each = check_each(each)
     with undisturbed(model, "hl.sweep(model, ...)"), _reader(model, read) as run:
-        clean_metric = None
-        if clean is not None:
-            changes, clean_metric = _with_clean(model, run, clean, changes, metric)
-        entries = entries_of(model, changes)
+        if clean is None or _are_changes(changes):
+            entries = entries_of(model, changes)
+            clean_metric = None if clean is None else number_of(metric, run(copied(clean)))
+        else:
+            output, recording = recorded_run(model, run, copied(clean), changes)
+            entries, clean_metric = patches(model, changes, recording), number_of(metric, output)
         forwards = Forwards(model, run, inputs, metric, sites_of(entries))
         refuse_constant(metric, forwards.output, forwards.baseline)
         grid = Grid(entries, each, forwards.known)
@@ -153,21 +155,6 @@ def _measure(forwards: Forwards, grid: Grid, folder: SweepFolder | None, *, show
             if folder is not None:
                 folder.write(forwards.results)
             bar.update(task, completed=len(forwards.results))
-
-
-def _with_clean(
-    model: nn.Module, run: Callable[[Any], Any], clean: Any, changes: Any, metric: Metric
-) -> tuple[Any, float]:
-    """Run the model on the clean inputs.
-
-    Returns:
-        The changes: those given, or for a selector those that put back the clean values. And the
-        metric of the clean run.
-    """
-    if _are_changes(changes):
-        return changes, number_of(metric, run(copied(clean)))
-    output, recording = recorded_run(model, run, copied(clean), changes)
-    return patches_of(recording), number_of(metric, output)
 
 
 def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
