@@ -75,6 +75,15 @@ def test_the_model_that_does_not_run_is_named(name):
     assert not any(len(hl.inventory(model)) for model in models.values())
 
 
+@pytest.mark.parametrize("fault", IN_EVAL)
+def test_a_port_in_bfloat16_is_run_again_in_float64(model, fault):
+    plant, path = FAULTS[fault]
+    port = copy.deepcopy(model)
+    plant(port)
+    for a in (model, copy.deepcopy(model).bfloat16()):
+        assert hl.shadow(a, copy.deepcopy(port).bfloat16(), IDS).suspect == path
+
+
 def test_two_faults_are_told_apart(model):
     port = copy.deepcopy(model)
     for fault in ("bias dropped", "base of RoPE"):

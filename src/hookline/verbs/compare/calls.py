@@ -23,6 +23,7 @@ from hookline.verbs.shared.run_model import call
 
 # Also in float64, norms, softmax and rotary tables are computed in float32: up to 1e-7.
 _EPS_OF_FLOAT64 = 2.0**-22
+_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @final
@@ -61,7 +62,10 @@ class ModelRun(NamedTuple):
 
 
 def run_both(a: nn.Module, b: nn.Module, inputs: Any) -> tuple[list[ModelRun], float, list[Remark]]:
-    """Run both models, in float64 if both are in float32 and run in it.
+    """Run both models on copies in float64, where they run in it.
+
+    Their parameters and buffers are rounded to the coarser dtype of the two before, so that a
+    rounded copy has the numbers of the model.
 
     Returns:
         The runs, the eps of local errors, and what is said of the dtype.
@@ -70,13 +74,15 @@ def run_both(a: nn.Module, b: nn.Module, inputs: Any) -> tuple[list[ModelRun], f
         InputError: a model does not run.
     """
     dtypes = _dtype(a), _dtype(b)
+    coarser = max(dtypes, key=lambda dtype: eps_of([dtype]))
     remarks = []
-    if dtypes == (torch.float32, torch.float32):
+    if coarser in _WIDENED:
         try:
-            wide = [copy.deepcopy(model).double() for model in (a, b)]
+            wide = [copy.deepcopy(model).to(coarser).double() for model in (a, b)]
             runs = [ModelRun(model, _calls(model, _cast(inputs, torch.float64))) for model in wide]
         except Exception as error:  # a kernel without float64, a forward that is bound to a model
-            text = f"float64 is not tried, so the floors are of float32: {first_line(error)}"
+            name = str(coarser).removeprefix("torch.")
+            text = f"float64 is not tried, so the floors are of {name}: {first_line(error)}"
             remarks.append(Remark("floor", text))
         else:
             return runs, _EPS_OF_FLOAT64, remarks

@@ -47,6 +47,7 @@ class Judge:
         self._pairs = pairs
         self._alignment = alignment
         self.eps = 0.0  # the coarsest on the way, since its errors travel on
+        self.coarsest = 0.0  # also of values with a measured floor
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
 
@@ -111,6 +112,8 @@ class Judge:
         eps = eps_of(pair.dtypes)
         if not eps:  # integers have no noise
             return Floor()
+        if entry.kind == "output":
+            self.coarsest = max(self.coarsest, eps)
         known = self._floors.get(site)
         if known is not None and known.relative is not None and known.norm_ratio is not None:
             return measured_floor(

@@ -70,7 +70,9 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     no part in it. The suspect is the deepest module whose local error is above the floor; without
     one, the first whose output differs.
 
-    Models in float32 are copied and compared in float64, where they run in it. A module of b that
+    Copies of the models run in float64, where they run in it, with parameters and buffers rounded
+    to the coarser dtype of the two: so a fault shows that bfloat16 would hide, and what a dtype
+    rounds while it runs is left out. A module of b that
     gets inputs of another form than in a, such as another mask, has no local error. Both models run
     in eval mode, and are left as they were. The inputs and outputs of all modules are kept
     meanwhile.
