@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.display.text import first_line
+from hookline.engine import module_tree
 from hookline.engine.pytree import tree
 from hookline.errors import HooklineError, InputError
 from hookline.verbs.attach.raw_line import attach
@@ -123,7 +124,7 @@ def _calls(model: nn.Module, inputs: Any) -> Calls:
     calls: Calls = {}
     running: list[Call] = []
     counts: Counter[str] = Counter()
-    paths = {id(module): path for path, module in model.named_modules()}
+    paths = {id(node.module): node.path for node in module_tree(model).nodes}
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         running.append(Call(module, *tree.map_tensors(_clone, (args, kwargs))))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.display.text import first_line, listed
-from hookline.engine import path_text, require_model
+from hookline.engine import module_tree, path_text, require_model
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import InputError
@@ -226,11 +226,11 @@ def _is_within(path: str, outer: str) -> bool:
 
 def _of_modes(a: nn.Module, b: nn.Module) -> list[Remark]:
     """Say which modules are in training mode in one model alone."""
-    modes = {path: module.training for path, module in a.named_modules()}
+    modes = {node.path: node.module.training for node in module_tree(a).nodes}
     odd = [
-        path_text(path)
-        for path, module in b.named_modules()
-        if module.training != modes.get(path, module.training)
+        path_text(node.path)
+        for node in module_tree(b).nodes
+        if node.module.training != modes.get(node.path, node.module.training)
     ]
     if not odd:
         return []
