@@ -203,7 +203,7 @@ def test_model_outputs_keep_their_form_with_caches_as_they_were(llama):
 
 
 @pytest.mark.cell("`generate` of transformers", "patch", "edit at")
-def test_edits_at_a_step_and_token_of_generate_are_those_of_torchs_hooks(llama):
+def test_edits_at_a_step_of_generate_are_those_of_torchs_hooks(llama):
     scores = {"output_scores": True, "return_dict_in_generate": True}
 
     def generated():
