@@ -84,7 +84,7 @@ def test_tensor_parallel_values_are_joined_from_the_folder(rank, folder):
 
 
 @on_ranks
-def test_an_opened_part_keeps_its_placement_when_it_is_saved_again(rank, folder):
+def test_an_opened_part_keeps_its_placement_when_saved_again(rank, folder):
     run = recorded(split(net(), init_device_mesh("cpu", (4,))), batch())
     opened = assert_opened_is_as_in_the_job(run, folder)
     opened.ranks[rank].save(folder / "again")
