@@ -11,6 +11,7 @@ import torch
 from benchmarks import contenders, models, rivals
 from benchmarks.backward import gradient_row
 from benchmarks.checking import checking_row
+from benchmarks.comparing import comparing_row
 from benchmarks.compiling import compiled_row
 from benchmarks.drawing import drawing_row
 from benchmarks.engines import ray_row
@@ -453,6 +454,30 @@ ROWS = (
             2**20,
             "look up 32 values of 4 MiB each of an opened recording, and sum each; time per value",
             1.50,
+        ),
+    ),
+    Row(
+        "compare-large",
+        9,
+        2,
+        comparing_row(
+            64,
+            (1024, 1280),
+            "compare two recordings of 64 x 5 MiB; from the page cache",
+            2.50,
+            is_cold=False,
+        ),
+    ),
+    Row(
+        "compare-large-cold",
+        9,
+        2,
+        comparing_row(
+            64,
+            (1024, 1280),
+            "compare two recordings of 64 x 5 MiB; from the disk",
+            1.20,
+            is_cold=True,
         ),
     ),
     Row("stats-1e3", 60, 10, measuring_row(10**3, 2.50, 200)),

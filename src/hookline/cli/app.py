@@ -14,7 +14,7 @@ import torch
 import typer
 
 import hookline as hl
-from hookline.cli.comparing import annotation_lines, compare_by_name
+from hookline.cli.comparing import Words, annotation_lines, compare_by_name
 from hookline.cli.extracting import extract_by_name, moved, process_group
 from hookline.cli.inspecting import (
     Inspection,
@@ -356,6 +356,22 @@ def compare_command(
         str | None,
         typer.Option(metavar="DIR", help="the run A in float64: how far it is off A is noise"),
     ] = None,
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="the inputs that tell the tokens, if they were not recorded (.npz, .safetensors,"
+            " .pt): one file for both, or the option twice; none: compare values as they are",
+        ),
+    ] = None,
+    dims: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[SITES=]DIM",
+            help="how to join the plain tensors of several ranks: a dimension, sum, mean, max or"
+            " min; may be repeated",
+        ),
+    ] = None,
     annotations: Annotated[
         bool, typer.Option("--annotations", help="print a line for each site, for CI to show")
     ] = False,
@@ -363,7 +379,8 @@ def compare_command(
 ) -> None:
     """Say where two runs part; the exit code is 1 if they differ beyond noise."""
     with complaints(), Busy("comparing"):
-        comparison = compare_by_name(a, b, names or [], floor)
+        words = Words(names or [], floor, tokens or [], dims or [])
+        comparison = compare_by_name(a, b, words)
     if as_json:
         print_json(comparison.to_dict())
     elif annotations:

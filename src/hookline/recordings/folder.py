@@ -47,7 +47,7 @@ from hookline.files.reading import DAMAGE, reading
 from hookline.files.safetensors_file import encode_tensors
 from hookline.files.sealed_json import MANIFEST, checksum_of, sealed, unsealed
 from hookline.recordings.draft import RANK, RECORDING, Draft, check_target, target_of
-from hookline.recordings.encoding import encode
+from hookline.recordings.encoding import Lost, encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients
 from hookline.recordings.stored_values import REMEDY, Files, Stored
 
@@ -152,12 +152,10 @@ def write_contents(place: Place, token: str, contents: Contents) -> bytes:
     for number, failed, entries in contents.passes:
         encoded = []
         for entry in entries:
-            value, note = entry.value, notes[entry.site]
-            if isinstance(value, Stored | PartialGradients):
-                value = value.load()
             weight = None if entry.weight is None else float(entry.weight)
             origin = [] if entry.call is None else [entry.call, entry.backward, weight]
-            encoded.append([entry.site, encode(value, writer.put, note), *origin])
+            value = _encoded(entry.value, writer, notes[entry.site])
+            encoded.append([entry.site, value, *origin])
         passes.append({"number": number, "failed": failed, "values": encoded})
     writer.flush()
     contents.lost[:] = dict.fromkeys(lost)  # saving an opened recording reports its losses again
@@ -184,6 +182,14 @@ def write_contents(place: Place, token: str, contents: Contents) -> bytes:
         "passes": passes,
     }  # fmt: skip
     return manifest_bytes(manifest)
+
+
+def _encoded(value: Any, writer: _Writer, lost: Lost) -> Any:
+    if isinstance(value, Stored):  # what it has lost is known
+        return value.encoded(writer.put)
+    if isinstance(value, PartialGradients):
+        value = value.load()
+    return encode(value, writer.put, lost)
 
 
 def manifest_bytes(body: Mapping[str, Any]) -> bytes:

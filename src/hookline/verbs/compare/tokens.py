@@ -15,11 +15,11 @@ from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.recordings import PassRecord, Recording
+from hookline.verbs.shared.token_inputs import token_inputs
 
 INPUT = "(root):input"
 ROWS = "rows"  # the stream of inputs that are rows without tokens, such as images
 _PREFIXES = ("", "decoder_")
-_CU_SEQLENS = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens", "cu_seq_lens")
 _RECORD = 'Record the inputs: hl.record(model, ["**", "(root):input"]), or give tokens=.'
 
 
@@ -141,16 +141,16 @@ class _Reader:
     def _grid(self, stream: _Stream, rows: Tensor | None) -> Grid:
         past = stream.past(self._before.get(stream.prefix))
         before = self._before.get(stream.prefix) if past else None
-        starts = stream.starts()
+        starts, is_present = stream.tokens.starts, stream.tokens.is_present
         if before is None:
             owner = self._new_owners(starts, rows)
         elif bool(starts[:, 1:].any()):
             raise Unreadable("packed sequences that go on from a cache cannot be told apart")
         else:
             owner = before.row_owner[:, None].expand(starts.shape)
-        owner = torch.where(stream.real, owner, -1)
+        owner = torch.where(is_present, owner, -1)
         order = torch.full_like(owner, -1)
-        for sequence in sorted(set(owner[stream.real].tolist())):
+        for sequence in sorted(set(owner[is_present].tolist())):
             mine = owner == sequence
             n_before = 0 if before is None else int((before.key_owner == sequence).sum())
             order[mine] = torch.arange(int(mine.sum())) + n_before
@@ -202,42 +202,10 @@ class _Stream:
         shape = content.shape[:n_dims]
         if n_dims not in (1, 2):
             raise Unreadable(f"ids of tokens must be (rows, tokens), got {describe.shape(content)}")
-        self.shape = (1, *shape) if n_dims == 1 else tuple(shape)
-        self._mask = self._marks("attention_mask")
-        real = torch.ones(self.shape, dtype=torch.bool)
-        if self._mask is not None:
-            if self._mask.shape[1] < self.shape[1] or len(self._mask) != self.shape[0]:
-                raise Unreadable(
-                    f"{prefix}attention_mask must have a mark for each of {list(self.shape)}"
-                    f" tokens, got {list(self._mask.shape)}"
-                )
-            real = self._mask[:, -self.shape[1] :].bool()
-        self.real = real
+        n_rows, n_tokens = (1, *shape) if n_dims == 1 else shape
+        self.tokens = token_inputs(inputs, (n_rows, n_tokens), prefix)
         kept = inputs.get("logits_to_keep")
         self.n_kept = kept if type(kept) is int and kept > 0 else 0
-
-    def _marks(self, name: str) -> Tensor | None:
-        """Return an input of this stream of shape (rows, tokens); None if it is not given."""
-        value = self._inputs.get(self.prefix + name)
-        if not isinstance(value, Tensor):
-            return None
-        value = value.detach().cpu()
-        value = value[None] if value.ndim == 1 else value
-        if value.ndim != 2 or value.is_floating_point():
-            if name == "position_ids":  # such as three positions a token, of text and images
-                return None
-            raise Unreadable(
-                f"{self.prefix}{name} must be of shape (rows, tokens) to tell the padding, got"
-                f" {describe.shape(value)}"
-            )
-        return value
-
-    def _position_ids(self) -> Tensor | None:
-        """Return the position of each token; None if they are not given."""
-        given = self._marks("position_ids")
-        if given is None or given.shape[1] != self.shape[1]:
-            return None
-        return given.expand(self.shape)
 
     def past(self, before: Grid | None) -> int:
         """Return how many tokens of each row the cache held before this pass.
@@ -245,13 +213,13 @@ class _Stream:
         Raises:
             Unreadable: they were not recorded.
         """
-        past = self._past_given()
+        past, n_rows = self._past_given(), self.tokens.shape[0]
         held = 0 if before is None else before.key_owner.shape[1]
         if past is None:
             has_cache = self._inputs.get("past_key_values") is not None
-            is_same_batch = before is not None and len(before.owner) == self.shape[0]
+            is_same_batch = before is not None and len(before.owner) == n_rows
             past = held if has_cache and is_same_batch else 0
-        if past and (before is None or past != held or len(before.owner) != self.shape[0]):
+        if past and (before is None or past != held or len(before.owner) != n_rows):
             raise Unreadable(
                 f"the cache held {past} tokens of each row that the recording does not have."
                 "\nRecord from the first chunk on."
@@ -260,11 +228,9 @@ class _Stream:
 
     def _past_given(self) -> int | None:
         """Return the number of tokens in the cache as far as the inputs tell it."""
-        if self._mask is not None and self._mask.shape[1] > self.shape[1]:
-            return int(self._mask.shape[1] - self.shape[1])
-        places = self._inputs.get("cache_position")
-        if isinstance(places, Tensor) and places.numel():
-            return int(places.flatten()[0])
+        tokens = self.tokens
+        if tokens.n_cached is not None:
+            return tokens.n_cached
         cache = [
             tensor
             for leaf, tensor in tree.tensors(self._inputs.get("past_key_values"))
@@ -272,47 +238,21 @@ class _Stream:
         ]
         if cache:
             return int(cache[0].shape[2])
-        positions = self._position_ids()
-        if positions is not None and self._mask is None and self.shape[1]:
-            return int(positions[:, 0].min())
+        if tokens.position_ids is not None and tokens.is_token is None and tokens.shape[1]:
+            return int(tokens.position_ids[:, 0].min())
         return None
 
     def positions(self, past: int) -> Tensor:
         """Return the position of each token as given, or as a model counts that is given none."""
-        given = self._position_ids()
-        return (
-            given if given is not None else (torch.arange(self.shape[1]) + past).expand(self.shape)
-        )
-
-    def starts(self) -> Tensor:
-        """Mark the tokens at which sequences begin: the first of each row, and of packed ones.
-
-        Raises:
-            Unreadable: `cu_seqlens` does not cover the tokens.
-        """
-        starts = torch.zeros(self.shape, dtype=torch.bool)
-        starts[:, :1] = True
-        borders = next((self._inputs[name] for name in _CU_SEQLENS if name in self._inputs), None)
-        positions = self._position_ids()
-        if isinstance(borders, Tensor) and not self.prefix:
-            flat = borders.detach().cpu().flatten().long()
-            if int(flat[0]) != 0 or int(flat[-1]) != starts.numel():
-                raise Unreadable(
-                    f"cu_seqlens must go from 0 to the {starts.numel()} tokens, got"
-                    f" {int(flat[0])} to {int(flat[-1])}"
-                )
-            starts.view(-1)[flat[:-1]] = True
-        elif positions is not None:
-            goes_on = self.real[:, 1:] & self.real[:, :-1]
-            starts[:, 1:] |= goes_on & (positions[:, 1:] == 0)
-        return starts
+        shape, given = self.tokens.shape, self.tokens.position_ids
+        return given if given is not None else (torch.arange(shape[1]) + past).expand(shape)
 
     def contents(self, mine: Tensor) -> list[Hashable]:
         """Return what tells the tokens at some places from others: their ids, or digests."""
         if self._content is None:
             return []
-        values = self._content.detach().cpu()
-        values = values.reshape(*self.shape, *values.shape[2:]) if values.ndim > 1 else values[None]
+        values, shape = self._content.detach().cpu(), self.tokens.shape
+        values = values.reshape(*shape, *values.shape[2:]) if values.ndim > 1 else values[None]
         rows = values[mine]
         return [_digest(row) for row in rows] if rows.ndim > 1 else list(rows.tolist())
 
