@@ -375,14 +375,12 @@ def test_the_root_is_found_in_an_address_however_it_is_written(served, runs, at)
     assert "<h1>(root)" in answer.text
 
 
-def test_the_difference_in_any_leaf_is_shown(tmp_path):
-    folders = []
-    for second in (1.0, 3.0):
-        model = nn.Identity()
-        with hl.record(model) as run:
+def test_the_difference_in_any_leaf_is_shown(served, tmp_path):
+    for name, second in (("a", 1.0), ("b", 3.0)):
+        with hl.record(model := nn.Identity()) as run:
             model((torch.ones(3), torch.full((2,), second)))
-        folders.append(run.save(tmp_path / str(second)) or tmp_path / str(second))
-    shown = PageState(
-        *(FolderContents(hl.open(folder)) for folder in folders), names=("one", "other")
-    )
-    assert shown.measure(shown.values[0]).difference.relative == pytest.approx(2 / 3)
+        run.save(tmp_path / name)
+    server = served(tmp_path / "a", tmp_path / "b")
+    rows = json.loads(server.get("comparison").text)["rows"]
+    assert [row["relative"] for row in rows] == [0.0, pytest.approx(2 / 3)]
+    assert "(root):output[1]: differs. The relative" in server.get("site?at=(root)").text
