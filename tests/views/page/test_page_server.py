@@ -19,7 +19,6 @@ import hookline as hl
 from benchmarks.large_recording import write as write_large
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 from hookline.views.page.guard import Rules
-from hookline.views.page.page_state import FolderContents, PageState
 
 
 def test_it_answers_on_the_loopback_address_with_the_table(served, runs):

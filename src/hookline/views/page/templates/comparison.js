@@ -149,7 +149,7 @@
 
     function showSite() {
       const row = rows[chosen];
-      const other = row.other === row.site ? null : element("p", { class: "quiet" }, `In ${reference}: `, element("code", {}, row.other));
+      const other = row.other === row.site ? null : element("p", { class: "quiet" }, "In b: ", element("code", {}, row.other));
       const forms = row.form === row.other_form ? row.form : `${row.form} in ${port}, ${row.other_form} in ${reference}`;
       const where = row.verdict === "identical" ? [] : [row.row === null ? "" : `The worst row is number ${row.row}.`, row.element === null ? "" : `The worst element is [${row.element.join(", ")}].`];
       const numbers = row.relative === null ? null : element("table", { class: "four" },
