@@ -34,7 +34,7 @@ NAMES = [
 
 SIGNATURES = {
     "attach": "(model=None, *, every_thread=False)",
-    "attribute": "(model, inputs, selector, metric, *, clean, each=None, steps=None, check=0)",
+    "attribute": "(model, inputs, selector, metric, *, clean, each=None, **options)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
     " batch_size=32)",
     "check": "(model, *, also=(), keep=None, every_thread=False)",
@@ -54,7 +54,7 @@ SIGNATURES = {
     "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
-    "shadow": "(a, b, inputs)",
+    "shadow": "(a, b, inputs, *, names=None)",
     "summary": "(model, inputs=None)",
     "sweep": "(model, inputs, changes, metric, *, each=None, clean=None, read=None, **options)",
     "write_page": "(result, path, *, title='', texts=None)",
@@ -211,7 +211,7 @@ SURFACES = {
         *EFFECTS, "forwards", "notes", "rows", "unmoved", "values",
     ]),
     "Attribution": (lambda: swept(hl.attribute), [
-        *EFFECTS, "failing", "measured", "rank_correlation", "scores",
+        *EFFECTS, "failing", "gradients", "measured", "rank_correlation", "scores", "unjudged",
     ]),
     "Recording": (recorded, [
         *LOOK_UPS, "calls", "cat", "gradients", "lost", "model", "modules", "passes", "ranks",

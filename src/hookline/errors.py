@@ -105,6 +105,22 @@ def positive_integer(name: str, got: Any, fix: str, error: type[Exception] = Inp
         raise error(f"{name} must be a positive integer, got {got!r}.\n{fix}")
 
 
+def only_options(verb: str, options: Collection[str], allowed: Collection[str]) -> None:
+    """Refuse keyword arguments that are no options of a verb.
+
+    >>> only_options("sweep", {"row": 4}, ("rows", "to"))
+    Traceback (most recent call last):
+    TypeError: hl.sweep() got an unexpected keyword argument 'row'.
+    Give some of rows=, to=.
+    """
+    for name in options:
+        if name not in allowed:
+            raise TypeError(
+                f"hl.{verb}() got an unexpected keyword argument {name!r}."
+                f"\nGive some of {', '.join(f'{option}=' for option in allowed)}."
+            )
+
+
 class HooklineWarning(UserWarning):
     """A probable mistake, or something that hookline left out, which raises no error."""
 

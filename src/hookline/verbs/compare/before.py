@@ -29,10 +29,10 @@ def of_inputs(inputs: list[ComparedSite]) -> list[Remark]:
 
 
 def of_floors(eps: float, rows: list[ComparedSite]) -> list[Remark]:
-    """Say that the floors of a coarse dtype hide small faults, where no row differs.
+    """Say that a coarse dtype hides small faults, where no row differs.
 
     Args:
-        eps: the coarsest eps of all values whose floor is that of their dtype.
+        eps: the coarsest eps of all values.
         rows: the rows.
     """
     largest = max((row.floor.relative for row in rows), default=0.0)
@@ -42,6 +42,11 @@ def of_floors(eps: float, rows: list[ComparedSite]) -> list[Remark]:
         f"differences below {largest:.1g} are noise in these dtypes: to see smaller ones, run both"
         " in float32 or float64, or measure the noise and give floor="
     )
+    if not largest:  # a measured floor of zero
+        text = (
+            f"these dtypes round away what is below {eps / 2:.1g} of a value: to see it, run both"
+            " in float32 or float64, as hl.shadow(a, b, inputs) does"
+        )
     return [Remark("floor", text)]
 
 

@@ -126,7 +126,7 @@ def compare(
         *of_models(side_a.model, side_b.model),
         *of_names(pairing, judge.alone),
         *of_forms(rows),
-        *of_floors(judge.eps, rows),
+        *of_floors(max(judge.eps, judge.coarsest), rows),
         *first,
     ]
     return Comparison(rows, findings, suspect)

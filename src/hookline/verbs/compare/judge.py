@@ -47,6 +47,7 @@ class Judge:
         self._pairs = pairs
         self._alignment = alignment
         self.eps = 0.0  # the coarsest on the way, since its errors travel on
+        self.coarsest = 0.0  # also of values with a measured floor
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
 
@@ -76,7 +77,7 @@ class Judge:
             return
         for pair in self._measured(ours, values):
             if pair.alone_in and not ours.is_input:
-                self.alone[pair.alone_in].append(_with_leaf(ours, pair.leaf))
+                self.alone[pair.alone_in].append(with_leaf(ours, pair.leaf))
             else:
                 yield self._row(pair, ours, theirs), pair.n_bytes
 
@@ -88,7 +89,7 @@ class Judge:
 
     def _row(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
         row = ComparedSite(
-            _with_leaf(ours, pair.leaf), _with_leaf(theirs, pair.leaf), "not comparable",
+            with_leaf(ours, pair.leaf), with_leaf(theirs, pair.leaf), "not comparable",
             why=pair.why, form=pair.forms[0], other_form=pair.forms[1],
         )  # fmt: skip
         floor = self._floor(row.site, pair, ours, max(ours.n_modules, theirs.n_modules))
@@ -111,6 +112,8 @@ class Judge:
         eps = eps_of(pair.dtypes)
         if not eps:  # integers have no noise
             return Floor()
+        if entry.kind == "output":
+            self.coarsest = max(self.coarsest, eps)
         known = self._floors.get(site)
         if known is not None and known.relative is not None and known.norm_ratio is not None:
             return measured_floor(
@@ -162,7 +165,7 @@ def _why(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:
     return texts[exceeded[0]]
 
 
-def _with_leaf(entry: Entry, leaf: tuple[Any, ...]) -> str:
+def with_leaf(entry: Entry, leaf: tuple[Any, ...]) -> str:
     """Return the key of a leaf: it is written after the port, and before the call."""
     if not leaf:
         return entry.key

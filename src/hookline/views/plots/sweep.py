@@ -12,7 +12,8 @@ import torch
 from hookline.display.text import plural, shorten
 from hookline.display.units import measure
 from hookline.errors import InputError
-from hookline.verbs.sweep.effects import Array, Effects
+from hookline.verbs.sweep.effects import Effects
+from hookline.verbs.sweep.verdict import Array
 from hookline.views.pixels import scale_of
 from hookline.views.plots.sheet import (
     PLAIN,
