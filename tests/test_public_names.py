@@ -28,7 +28,7 @@ NAMES = [
     "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary", "Sweep", "attach",
     "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract",
     "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "shadow",
-    "stats", "summary", "sweep", "watch",
+    "stats", "summary", "sweep", "watch", "write_page",
 ]
 # fmt: on
 
@@ -57,6 +57,7 @@ SIGNATURES = {
     "shadow": "(a, b, inputs, *, names=None)",
     "summary": "(model, inputs=None)",
     "sweep": "(model, inputs, changes, metric, *, each=None, clean=None, read=None, **options)",
+    "write_page": "(result, path, *, title='', texts=None)",
     "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",
     "ClassMaps.overlay": "(self, image=None, alpha=0.5)",
     "ClassMaps.save": "(self, path, image=None, alpha=0.5)",

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from hookline.verbs.sweep.sweep import sweep as sweep
     from hookline.verbs.watch.watch import watch as watch
     from hookline.views import plots as plots
+    from hookline.views import write_page as write_page
 
 __version__ = "0.1.0"
 
@@ -102,7 +103,7 @@ _MODULES = {
     "verbs.sweep.effects": "Attribution Sweep",
     "verbs.sweep.sweep": "sweep",
     "verbs.watch.watch": "watch",
-    "views": "plots",
+    "views": "plots write_page",
 }
 _MODULE_OF = {
     name: f"hookline.{module}" for module, names in _MODULES.items() for name in names.split()

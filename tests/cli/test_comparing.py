@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -49,6 +50,16 @@ def test_the_exit_code_is_one_beyond_noise(folders):
     assert "first beyond noise: 1 (relative" in other.output
     assert compare(folders, "a", "a", "--floor", "wide").exit_code == 0
     assert compare(folders, "wide", "a").exit_code == 0
+
+
+def test_out_writes_a_page_that_holds_the_json(folders, tmp_path):
+    done = compare(folders, "b", "a", "--out", str(tmp_path / "page"))
+    assert done.exit_code == 1
+    assert f"written: {tmp_path / 'page' / 'report.html'}" in done.output.replace("\n", "")
+    text = (tmp_path / "page" / "report.html").read_text()
+    shown = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    data = json.loads(compare(folders, "b", "a", "--json").stdout)
+    assert {name: shown[name] for name in data} == data
 
 
 def test_json_and_annotations_hold_a_line_for_each_site(folders):

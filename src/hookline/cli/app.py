@@ -37,7 +37,7 @@ from hookline.cli.terminal import (
     say,
     show,
 )
-from hookline.cli.viewing import chosen_items, open_page, serve, serving_of, write_view
+from hookline.cli.viewing import chosen_items, open_page, page_of, serve, serving_of, write_view
 from hookline.display.results import terminal_width
 from hookline.display.text import plural
 from hookline.errors import InputError, ModelError
@@ -46,6 +46,7 @@ from hookline.models.demo import about
 from hookline.models.packages import RANDOM
 from hookline.verbs.check.situation import read as read_situation
 from hookline.views import terminal_plots
+from hookline.views.page import write_comparison_page
 
 app = typer.Typer(
     name="hookline",
@@ -375,12 +376,21 @@ def compare_command(
     annotations: Annotated[
         bool, typer.Option("--annotations", help="print a line for each site, for CI to show")
     ] = False,
+    out_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="PATH", help="also write the comparison as a page, report.html"
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say where two runs part; the exit code is 1 if they differ beyond noise."""
     with complaints(), Busy("comparing"):
         words = Words(names or [], floor, tokens or [], dims or [])
         comparison = compare_by_name(a, b, words)
+        page = None
+        if out_path is not None:
+            page = write_comparison_page(comparison, page_of(out_path), (a, b))
     if as_json:
         print_json(comparison.to_dict())
     elif annotations:
@@ -388,6 +398,8 @@ def compare_command(
             typer.echo(line)
     else:
         show(comparison)
+        if page is not None:
+            out.print(f"\nwritten: {page}", markup=False, soft_wrap=True)
     if not comparison.ok:
         raise typer.Exit(1)
 

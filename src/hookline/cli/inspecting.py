@@ -24,7 +24,7 @@ from hookline.verbs.profile.profile import Profile
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.summary import Summary
-from hookline.views.page import write_page
+from hookline.views.page import Evidence, write_recording_page
 
 PAGE = "report.html"
 _N_SILENT = 3
@@ -73,14 +73,13 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
         run.save(folder)
     classes = _classes(loaded, output[0]) if output else []
     with Busy("writing the page"):
-        page = write_page(
+        page = write_recording_page(
             run,
             folder / PAGE,
             title=loaded.name,
             subtitle=batch.description,
             summary=summary,
-            images=batch.images,
-            classes=classes or None,
+            evidence=Evidence(batch.images, classes),
         )
     return Inspection(summary, run, folder, page, classes)
 
