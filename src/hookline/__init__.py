@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from hookline.verbs.edit import edits as edits
     from hookline.verbs.edit.edit import edit as edit
     from hookline.verbs.extract.extract import extract as extract
+    from hookline.verbs.invariance.invariance import invariance as invariance
+    from hookline.verbs.invariance.result import Invariance as Invariance
     from hookline.verbs.inventory import Inventory as Inventory
     from hookline.verbs.inventory import inventory as inventory
     from hookline.verbs.monitor.monitor import monitor as monitor
@@ -93,6 +95,8 @@ _MODULES = {
     "verbs.edit": "edits",
     "verbs.edit.edit": "edit",
     "verbs.extract.extract": "extract",
+    "verbs.invariance.invariance": "invariance",
+    "verbs.invariance.result": "Invariance",
     "verbs.inventory": "Inventory inventory",
     "verbs.monitor.monitor": "monitor",
     "verbs.profile.profile": "Profile profile",

@@ -405,6 +405,38 @@ def compare_command(
 
 
 @app.command()
+def invariance(
+    model: ModelName,
+    source: InputName,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help='a check to make, as "padded left"; may be repeated'),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="of the compiled run; inductor checks its kernels, too")
+    ] = "aot_eager",
+    weights: Weights = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Run a batch in many ways that should not change its results; the exit code is 1 if one does.
+
+    The ways: alone, padded, in chunks, compiled, and others.
+    """
+    with complaints():
+        loaded, batch = _load(model, source, weights)
+        with Busy("running the model"):
+            result = hl.invariance(
+                loaded.model, inputs_of(loaded.model, batch), only=only, backend=backend
+            )
+    if as_json:
+        print_json({"input": batch.description, **result.to_dict()})
+    else:
+        show(result)
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def hooks(model: ModelName, weights: Weights = "none", as_json: AsJson = False) -> None:
     """List every hook on a model as its library builds it, and who registered it."""
     with complaints():

@@ -15,14 +15,13 @@ from hookline.cli.terminal import Busy
 from hookline.data import guess_input, load_input
 from hookline.display.text import plural
 from hookline.engine import PORTS, Report
-from hookline.engine.pytree import tree
 from hookline.errors import HooklineError, HooklineWarning, InputError, SelectionError
 from hookline.models import Batch, LoadedModel
 from hookline.recordings import Recording, check_target
 from hookline.verbs.doctor.diagnosis import Diagnosis
 from hookline.verbs.profile.profile import Profile
 from hookline.verbs.shared.rerun import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs, call
+from hookline.verbs.shared.run_model import Inputs, call, mean_squares
 from hookline.verbs.summary import Summary
 from hookline.views.page import Evidence, write_recording_page
 
@@ -208,17 +207,12 @@ def profile_by_name(
 
 
 def _backward(output: object) -> None:
-    tensors = [
-        tensor
-        for tensor in tree.distinct(output)
-        if isinstance(tensor, Tensor) and tensor.requires_grad
-    ]
-    if not tensors:
+    loss = mean_squares(output)
+    if loss is None:
         raise InputError(
             "with --backward, an output must be one that requires a gradient, got none."
             "\nProfile without --backward, or unfreeze the model's parameters."
         )
-    loss = torch.stack([tensor.abs().square().mean() for tensor in tensors]).sum()
     torch.autograd.backward(loss)
 
 

@@ -29,13 +29,14 @@ from hookline.engine import (
     is_transformed,
 )
 from hookline.engine.model_fingerprint import RecordedModel, recorded_model
+from hookline.engine.run_settings import settings_of
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.recordings.folder import is_one_of_many, write, write_ranks
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.joining import concatenated, stacked, way_to_join
 from hookline.recordings.log import Log, Read, note_copied, note_transformed
-from hookline.recordings.log_entries import Contents, Entry
+from hookline.recordings.log_entries import Contents, Entry, PassContents
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.overview import MOST_PASSES, recording_printout, site_rows
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
@@ -433,7 +434,8 @@ class Recording(Lookups, Result):
             entries = [Entry(*entry) for entry in current.log]
             for entry in entries:
                 self._log.check(entry)
-            passes.append((current.number, current.failed, entries))
+            noted = current.number, current.failed, entries
+            passes.append(PassContents(*noted, settings_of(current.settings)))
         report, lost = self.report(), list(self.lost)
         return Contents(report, self.sites, passes, lost, self.modules, self.model)
 
@@ -466,7 +468,7 @@ class Recording(Lookups, Result):
             (current.number, current.failed, [
                 (entry.site, self._log.check(entry), None, *entry[3:])
                 for entry in (Entry(*noted) for noted in current.log)
-            ])
+            ], settings_of(current.settings))
             for current in self._log.passes
         ]  # fmt: skip
         return state
@@ -475,8 +477,8 @@ class Recording(Lookups, Result):
         copies = state.pop("copies")
         self.__dict__.update(state)
         self._log = Log(self.sites, self.report)
-        for number, failed, log in copies:
-            self._log.passes.append(pass_of(number, failed, log))
+        for copied in copies:
+            self._log.passes.append(pass_of(*copied))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the printed table as plain values: `sites` has a dict for each site.

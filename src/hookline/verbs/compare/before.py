@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from hookline.display.text import listed, plural
+from hookline.engine import path_text
 from hookline.engine.model_fingerprint import RecordedModel
+from hookline.engine.run_settings import Settings, ignores_mode
 from hookline.verbs.compare.alignment import Alignment
 from hookline.verbs.compare.comparison import ComparedSite, Remark
 from hookline.verbs.compare.floor import FINE
 from hookline.verbs.compare.names import Pairing
+from hookline.verbs.compare.sides import Side
 
 _MOST_NAMED = 3
 _NOT_RECORDED = (
@@ -65,6 +70,70 @@ def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -
         text = f"the inputs differ: {alignment.positions}"
         remarks.append(Remark("inputs", text, "(root):input"))
     return [*remarks, *(Remark("tokens", note) for note in alignment.notes)]
+
+
+def of_settings(a: Side, b: Side, rows: list[ComparedSite]) -> tuple[list[Remark], list[Remark]]:
+    """Say which settings of torch differ between two runs, if a value does.
+
+    Args:
+        a: the first side.
+        b: the second side.
+        rows: the rows of the comparison.
+
+    Returns:
+        The settings that change the numbers of any model; and those that few models feel.
+    """
+    if not a.settings or not b.settings or all(row.verdict != "differs" for row in rows):
+        return [], []
+    pairs = list(zip(a.settings, b.settings, strict=False))
+    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+    kinds = {**b.kinds, **a.kinds}
+    texts = [*_of_training(ours, theirs, kinds), *_of_torch(ours, theirs)]
+    modes = [Remark("modes", text) for text in texts]
+    rest = []
+    if ours.grad != theirs.grad:
+        rest.append(Remark("modes", f"gradients were {ours.grad} in a, and {theirs.grad} in b"))
+    if ours.seed != theirs.seed:
+        rest.append(Remark("seeds", f"torch's seed was {ours.seed} in a, and {theirs.seed} in b"))
+    return modes, rest
+
+
+def _of_training(a: Settings, b: Settings, kinds: Mapping[str, str]) -> Iterator[str]:
+    """Say which modules were in training mode in one run alone, and compute otherwise in it."""
+    odd = [
+        path
+        for path in sorted({*a.training, *b.training})
+        if a.is_training(path) != b.is_training(path)
+        and not (path and ignores_mode(kinds.get(path, "")) and not _has_children(path, kinds))
+    ]
+    for is_training, label, other in ((True, "a", "b"), (False, "b", "a")):
+        mine = [path for path in odd if a.is_training(path) is is_training]
+        if mine and "" in mine:
+            yield f"{label} ran in training mode, {other} in eval mode"
+        elif mine:
+            names = listed([path_text(path) for path in mine], _MOST_NAMED)
+            yield f"in training mode in {label}, and in eval mode in {other}: {names}"
+
+
+def _has_children(path: str, kinds: Mapping[str, str]) -> bool:
+    return any(other.startswith(f"{path}.") for other in kinds)
+
+
+def _of_torch(a: Settings, b: Settings) -> Iterator[str]:
+    """Say which settings of torch differ that change numbers."""
+    if a.autocast != b.autocast:
+        yield f"autocast was {_on(a.autocast)} in a, and {_on(b.autocast)} in b"
+    for name in dict.fromkeys((*a.precision, *b.precision)):
+        ours, theirs = (side.precision.get(name, "unknown") for side in (a, b))
+        if ours != theirs:
+            yield f"the precision of {name} was {ours} in a, and {theirs} in b"
+    if a.deterministic != b.deterministic:
+        label, other = "ab" if a.deterministic else "ba"
+        yield f"deterministic algorithms were asked for in {label}, and not in {other}"
+
+
+def _on(dtypes: Mapping[str, str]) -> str:
+    return " and ".join(f"{dtype} on {device}" for device, dtype in dtypes.items()) or "off"
 
 
 def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Remark]:

@@ -12,6 +12,7 @@ from hookline.verbs.compare.before import (
     of_inputs,
     of_models,
     of_names,
+    of_settings,
     of_tokens,
 )
 from hookline.verbs.compare.comparison import Comparison
@@ -120,10 +121,13 @@ def compare(
     about_tokens = of_tokens(alignment, why, rows)
     if any(remark.kind == "inputs" for remark in about_tokens):
         suspect = None  # the inputs are
+    modes, rest = of_settings(side_a, side_b, rows)
     findings = [
+        *modes,
         *(of_inputs(inputs) if has_layers else ()),
         *about_tokens,
         *of_models(side_a.model, side_b.model),
+        *rest,
         *of_names(pairing, judge.alone),
         *of_forms(rows),
         *of_floors(max(judge.eps, judge.coarsest), rows),

@@ -35,8 +35,8 @@ class Remark:
     """Something that differs, or that could not be compared.
 
     Attributes:
-        kind: "inputs", "tokens", "model", "versions", "names", "dtypes", "values", "floor" or
-            "site".
+        kind: "modes", "inputs", "tokens", "model", "versions", "seeds", "names", "dtypes",
+            "values", "floor" or "site"; of `hl.invariance`, the check.
         text: what it is, in a sentence.
         site: the site that it is about; empty if it is about the whole run.
     """
@@ -116,8 +116,9 @@ class Comparison(Result):
 
     Args:
         rows: a `ComparedSite` for each pair of tensors, in the firing order of the first run.
-        findings: what differs, the most basic first: inputs, the model, versions, names, dtypes,
-            shapes, and the first site beyond noise. A finding has `kind`, `text` and `site`.
+        findings: what differs, the most basic first: modes, inputs, the model, versions, seeds,
+            names, dtypes, shapes, and the first site beyond noise. A finding has `kind`, `text` and
+            `site`.
         suspect: the path of the module whose forward makes the first difference, as far as the
             recorded ports tell; None if nothing differs, or if no modules were recorded.
     """

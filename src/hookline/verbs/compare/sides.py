@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -20,6 +20,7 @@ from hookline.curves import Curves
 from hookline.data.npy_files import open_arrays
 from hookline.engine import ROOT, path_text
 from hookline.engine.model_fingerprint import RecordedModel
+from hookline.engine.run_settings import Settings
 from hookline.errors import InputError
 from hookline.models.checkpoints import read_state_dict
 from hookline.opening import open as open_folder
@@ -98,6 +99,8 @@ class Side:
         modules: the paths of the model's modules; empty if unknown.
         release: closes the files of what was read.
         source: the recording or pass; None for other things, and for several ranks.
+        settings: the settings of torch under which its passes ran, each once, in their order.
+        kinds: the names of the modules' types, by path; empty if unknown.
     """
 
     noun: str
@@ -106,6 +109,8 @@ class Side:
     modules: tuple[str, ...] = ()
     release: Callable[[], None] = lambda: None
     source: Recording | PassRecord | None = None
+    settings: tuple[Settings, ...] = ()
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def of_ranks(self) -> list[tuple[str, str]]:
@@ -178,7 +183,7 @@ def _tensor_file(path: Path) -> Mapping[str, Any]:
 def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
         entries = [_entry(value, "", {}) for value in walk(source)]
-        return Side("recording", entries, source=source)
+        return Side("recording", entries, source=source, settings=_settings([source]))
     if source.ranks:
         return _of_ranks(source, dims)
     has_passes = sum(bool(len(record)) for record in source.passes) > 1
@@ -187,7 +192,9 @@ def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
         _entry(value, f"#pass{value.record.number}" * has_passes, depths) for value in walk(source)
     ]
     paths = tuple(path for path, _ in source.modules)
-    return Side("recording", entries, source.model, paths, source.release, source)
+    settings = _settings(source.passes)
+    kinds = dict(source.modules)
+    return Side("recording", entries, source.model, paths, source.release, source, settings, kinds)
 
 
 def _of_ranks(source: Recording, dims: Dims | None) -> Side:
@@ -203,7 +210,16 @@ def _of_ranks(source: Recording, dims: Dims | None) -> Side:
             read = partial(whole, source, value, entry.key, dims)
             entries.setdefault(entry.key, replace(entry, read=read))
     paths = tuple(path for path, _ in modules)
-    return Side("recording", list(entries.values()), None, paths, source.release)
+    settings = _settings([record for rank in source.ranks for record in rank.passes])
+    return Side("recording", list(entries.values()), None, paths, source.release, settings=settings)
+
+
+def _settings(records: Iterable[PassRecord]) -> tuple[Settings, ...]:
+    distinct: list[Settings] = []
+    for record in records:
+        if record.settings is not None and record.settings not in distinct and len(record):
+            distinct.append(record.settings)
+    return tuple(distinct)
 
 
 def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entry:
