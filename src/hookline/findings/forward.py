@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -27,6 +27,7 @@ _LEAST_DEAD_CHANNELS = 0.02
 _LEAST_PER_CHANNEL = 32
 _SATURATED_SHARE = 0.9
 _FLOAT16_NEAR = 6e4
+_LEAST_NORMS = 3  # for each block without one
 _MOST_NAMED = 3
 
 
@@ -116,13 +117,15 @@ def dead(survey: Survey) -> list[Finding]:
         group = siblings.get(id(reading), [reading])
         n_zero = sum(sibling.numbers.is_zero for sibling in group)
         is_meant = len(group) > 1 and n_zero > _MOST_ZERO_SIBLINGS * len(group)
+        is_head = reading is survey.leaf_outputs[-1] and is_weighted(reading)
         has_effect = any(id(r) in zero_ids and r is not reading for r in _after(reading, zero))
-        by_level["note" if is_meant and not has_effect else "warning"].append(reading)
+        is_note = is_head or (is_meant and not has_effect)
+        by_level["note" if is_note else "warning"].append(reading)
     findings = [_dead_finding(reading, zero, survey) for reading in by_level["warning"]]
     meant = by_level["note"]
     if meant:
-        text = f"{plural(len(meant), 'output')} are all zero, first {meant[0].site}."
-        why = "So are those at the same place of other blocks: probably initialised to zero."
+        text = f"{listed([reading.site for reading in meant], _MOST_NAMED)}: all zero."
+        why = "The last layer, or the same place of most blocks: probably initialised to zero."
         findings.append(
             Finding("dead", text, meant[0].site, "note", "100 % zero", why,
                     follows=follow(meant, meant[0]))
@@ -299,6 +302,21 @@ def dtypes(survey: Survey) -> list[Finding]:
     ]  # fmt: skip
 
 
+def without_norm(survey: Survey) -> list[Finding]:
+    """Name a place of a norm at which a block has none."""
+    odd = []
+    for group in survey.series:
+        norms = [r for r in group if is_norm(r.module_type)]
+        others = [r for r in group if not is_norm(r.module_type)]
+        if others and len(norms) >= _LEAST_NORMS * len(others):
+            odd += others
+    return [
+        Finding("no norm", f"{r.site} is a {r.module_type}, where other blocks have a norm.", r.site,
+                "warning", r.module_type, advice=f"Put the norm back at {r.path}, if it is missing.")
+        for r in odd
+    ]  # fmt: skip
+
+
 def never_called(survey: Survey) -> list[Finding]:
     """Name the selected sites without a value: those whose siblings have one, and the others."""
     silent = [(path, why) for path, port, why in survey.silent if port in ("output", "input")]
@@ -340,8 +358,3 @@ def _is_missed(path: str, survey: Survey) -> bool:
     """Tell whether a module of a repeated block should run when its siblings do."""
     is_chosen = "expert" in path.lower() or is_passing(survey.modules.get(path, ""))
     return "#" in template_of(path) and not is_chosen
-
-
-RULES: tuple[Callable[[Survey], list[Finding]], ...] = (
-    non_finite, dead, channels, saturated, dtypes, shared, never_called, outliers, repeats,
-)  # fmt: skip

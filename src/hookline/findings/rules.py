@@ -21,6 +21,7 @@ def findings_of(survey: Survey) -> list[Finding]:
     values = [
         *forward.dead(survey), *forward.channels(survey), *spreads(survey),
         *forward.saturated(survey), *forward.dtypes(survey), *forward.shared(survey),
+        *forward.without_norm(survey),
     ]  # fmt: skip
     values.sort(key=lambda finding: place.get(finding.site, -1))
     findings += values
