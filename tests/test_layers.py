@@ -40,8 +40,8 @@ ONLY = {
     "hookline.views": GROUND | {
         "hookline.verbs.summary", "hookline.verbs.compare", "hookline.verbs.sweep",
         "hookline.opening", "hookline.stores",
-        "hookline.recordings", "hookline.curves", "hookline.findings", "hookline.statistics", "hookline.engine",
-        "hookline.engine.pytree", "hookline.files",
+        "hookline.recordings", "hookline.curves", "hookline.findings", "hookline.statistics",
+        "hookline.engine", "hookline.engine.pytree", "hookline.files",
     },
 }  # fmt: skip
 # Functions that may import late: what is heavy, when it is asked for.

@@ -145,9 +145,9 @@ def _exploding(table: CurveTable) -> Alert | None:
     if "norm" not in table.names or table.n_reports < RECENT:
         return None
     now = table.now[table.names.index("norm")]
-    median = median(table.values("norm")[0])
+    usual = median(table.values("norm")[0])
     with np.errstate(all="ignore"):
-        times = np.where(median > 0, now / median, np.nan)
+        times = np.where(usual > 0, now / usual, np.nan)
     worst = [k for k in np.argsort(-times) if times[k] >= _TIMES]
     return Alert(
         "Exploding",

@@ -17,7 +17,7 @@ from hookline.curves.step_reports import StepReport
 from hookline.curves.table import RECENT, CurveTable
 from hookline.display.text import plural
 from hookline.findings.finding import Finding, Findings, Level, in_order
-from hookline.findings.survey import template_of, times_text
+from hookline.findings.survey import TIMES, template_of, times_text
 
 _JUMP = 10.0  # times the greatest norm so far, apart from the last steps
 _BEGUN = 3.0  # the same, where a jump began
@@ -30,9 +30,14 @@ _FEW = 0.05  # of the sites: gradients of so few that jump alone break nothing
 _SINGLE = 3  # steps after which a jump is over
 
 _NAMES = {
-    "value": "weight", "input": "input", "output": "output", "grad_output": "gradient",
-    "grad_input": "gradient", "grad": "gradient", "update": "update",
-}  # fmt: skip
+    "value": "weight",
+    "input": "input",
+    "output": "output",
+    "grad_output": "gradient",
+    "grad_input": "gradient",
+    "grad": "gradient",
+    "update": "update",
+}
 
 _GRADIENTS = {"grad_output", "grad_input", "grad"}
 
@@ -107,9 +112,7 @@ def _turn_of(report: StepReport, site: str, default: int) -> int:
     return default if turn == NO_TURN else turn
 
 
-def findings_of_steps(
-    reports: Sequence[StepReport], logged: Sequence[StepReport] = ()
-) -> Findings:
+def findings_of_steps(reports: Sequence[StepReport], logged: Sequence[StepReport] = ()) -> Findings:
     """Judge the steps of a training.
 
     Args:
@@ -143,12 +146,20 @@ def _non_finite(training: _Training) -> list[Finding]:
     onsets.sort(key=lambda onset: onset.time)
     first = onsets[0]
     text = f"NaN or infinity begins at step {first.step:,}, at {first.site}."
-    why = f"It is the first {_NAMES[first.port]} of this step with any; {len(bad) - 1:,} further sites follow."
+    why = f"The first {_NAMES[first.port]} in this step; {plural(len(bad) - 1, 'site')} follow."
     return [
-        Finding("non-finite", text, first.site, "error", f"step {first.step:,}", why,
-                "Run this step again in hl.check, which names the operation.",
-                _sites(onsets[1:]), first.step)
-    ]  # fmt: skip
+        Finding(
+            "non-finite",
+            text,
+            first.site,
+            "error",
+            f"step {first.step:,}",
+            why,
+            "Run this step again in hl.check, which names the operation.",
+            _sites(onsets[1:]),
+            first.step,
+        )
+    ]
 
 
 def _jumps(training: _Training) -> list[Finding]:
@@ -163,20 +174,34 @@ def _jumps(training: _Training) -> list[Finding]:
     at_once = [onset for onset in onsets if onset.step == first.step]
     if {onset.port for onset in at_once} == {"update"}:
         return [_jump_of_updates(training, at_once, onsets, level)]
-    what = _NAMES[first.port]
-    text = f"The {what} at {first.site} jumps {times_text(math.log(first.factor))} at step {first.step:,}."
-    before = {"gradient": "Outputs of this step are as before. ", "output": "Weights are as before. "}
+    what, number = _NAMES[first.port], times_text(math.log(first.factor))
+    text = f"The {what} at {first.site} jumps {number} at step {first.step:,}."
+    before = {
+        "gradient": "Outputs of this step are as before. ",
+        "output": "Weights are as before. ",
+    }
     why = f"It is the first to move; {plural(len(onsets) - 1, 'further site')} follow."
     advice = "Look at this step's batch and its labels."
     if what == "gradient":
         advice = "Look at the loss and the labels of this step's batch, and clip gradients."
     if not first.is_over and what == "output":
-        advice = f"Look at the input of {path_and_port(first.site)[0]} and at what changed in this step."
+        advice = (
+            f"Look at the input of {path_and_port(first.site)[0]} and at what changed in this step."
+        )
     why += " It is over after a few steps: a single batch." if first.is_over else ""
     return [
-        Finding("jump", text, first.site, level, times_text(math.log(first.factor)),
-                before.get(what, "") + why, advice, _sites(onsets[1:]), first.step)
-    ]  # fmt: skip
+        Finding(
+            "jump",
+            text,
+            first.site,
+            level,
+            times_text(math.log(first.factor)),
+            before.get(what, "") + why,
+            advice,
+            _sites(onsets[1:]),
+            first.step,
+        )
+    ]
 
 
 def _jump_of_updates(
@@ -186,13 +211,28 @@ def _jump_of_updates(
     n_updates = len(training.ports("update"))
     is_all = len(at_once) > n_updates / 2
     number = times_text(math.log(most.factor))
-    whose = f"{len(at_once)} of {n_updates} updates jump" if is_all else f"The update at {most.site} jumps"
+    whose = (
+        f"{len(at_once)} of {n_updates} updates jump"
+        if is_all
+        else f"The update at {most.site} jumps"
+    )
     text = f"{whose} at step {most.step:,}, {most.site} most ({number})."
     why = "Outputs and gradients of this step are as before."
-    why += f" {plural(len(onsets) - len(at_once), 'further site')} follow." * (len(onsets) > len(at_once))
+    why += f" {plural(len(onsets) - len(at_once), 'further site')} follow." * (
+        len(onsets) > len(at_once)
+    )
     advice = "Look at the learning rate and its schedule, and at the optimizer's state."
-    return Finding("learning rate", text, most.site, level, number, why, advice,
-                   _sites(onset for onset in onsets if onset is not most), most.step)  # fmt: skip
+    return Finding(
+        "learning rate",
+        text,
+        most.site,
+        level,
+        number,
+        why,
+        advice,
+        _sites(onset for onset in onsets if onset is not most),
+        most.step,
+    )
 
 
 def _onsets(training: _Training) -> list[_Onset]:
@@ -238,9 +278,18 @@ def _dead(training: _Training) -> list[Finding]:
     why = f"Every element is 0. {plural(len(since), 'site')} are so."
     advice = "Look at the learning rate and the biases: an activation with negative inputs is dead."
     return [
-        Finding("dead", text, first.site, "note" if is_meant else "warning", f"step {first.step:,}",
-                why, advice, _sites(since[1:]), first.step)
-    ]  # fmt: skip
+        Finding(
+            "dead",
+            text,
+            first.site,
+            "note" if is_meant else "warning",
+            f"step {first.step:,}",
+            why,
+            advice,
+            _sites(since[1:]),
+            first.step,
+        )
+    ]
 
 
 def _is_usual(training: _Training, first: _Onset, others: Sequence[_Onset]) -> bool:
@@ -270,19 +319,42 @@ def _frozen(training: _Training) -> list[Finding]:
             odd.append(path)
     if not odd:
         text = f"{plural(len(still), 'weight')} never change, first {still[0]}." if still else ""
-        note = Finding("frozen", text, f"{still[0]}:value", "note", str(len(still)),
-                       follows=tuple(f"{path}:value" for path in still[1:])) if still else None  # fmt: skip
+        note = (
+            Finding(
+                "frozen",
+                text,
+                f"{still[0]}:value",
+                "note",
+                str(len(still)),
+                follows=tuple(f"{path}:value" for path in still[1:]),
+            )
+            if still
+            else None
+        )
         return [note] if note else []
     first = odd[0]
     k = updates.get(first)
     step = int(training.table.zero_since[k]) if k is not None else training.steps[0]
     is_late = step > training.steps[0]
-    text = f"{first} does not change" + (f" since step {step:,}" if is_late else "") + ", unlike its siblings."
+    text = (
+        f"{first} does not change"
+        + (f" since step {step:,}" if is_late else "")
+        + ", unlike its siblings."
+    )
     advice = "Look at requires_grad, and whether the optimizer was given it."
     return [
-        Finding("frozen", text, f"{first}:value", "warning", f"step {step:,}",
-                f"{plural(len(odd), 'weight')} are so.", advice, tuple(f"{p}:value" for p in odd[1:]), step)
-    ]  # fmt: skip
+        Finding(
+            "frozen",
+            text,
+            f"{first}:value",
+            "warning",
+            f"step {step:,}",
+            f"{plural(len(odd), 'weight')} are so.",
+            advice,
+            tuple(f"{p}:value" for p in odd[1:]),
+            step,
+        )
+    ]
 
 
 def _still(training: _Training) -> list[Finding]:
@@ -293,10 +365,17 @@ def _still(training: _Training) -> list[Finding]:
     step = int(training.table.zero_since[updates].max())
     text = f"No weight changes since step {step:,}."
     return [
-        Finding("frozen", text, training.sites[updates[0]], "warning", f"step {step:,}",
-                f"All {len(updates)} updates are 0.", "Look at the learning rate and its schedule.",
-                step=step)
-    ]  # fmt: skip
+        Finding(
+            "frozen",
+            text,
+            training.sites[updates[0]],
+            "warning",
+            f"step {step:,}",
+            f"All {len(updates)} updates are 0.",
+            "Look at the learning rate and its schedule.",
+            step=step,
+        )
+    ]
 
 
 def _drifts(training: _Training) -> list[Finding]:
@@ -312,14 +391,23 @@ def _drifts(training: _Training) -> list[Finding]:
     found = [k for k in found if path_and_port(training.sites[k])[1] != "update"]
     if not found:
         return []
-    onsets = sorted((training.onset(k, half, float(factor[k])) for k in found), key=lambda o: o.time)
+    onsets = sorted(
+        (training.onset(k, half, float(factor[k])) for k in found), key=lambda o: o.time
+    )
     first = onsets[0]
     text = f"The {_NAMES[first.port]} at {first.site} grows {times_text(math.log(first.factor))}."
     return [
-        Finding("drift", text, first.site, "warning", times_text(math.log(first.factor)),
-                "The median of the last steps beside that of the first half.",
-                "Lower the learning rate, or clip gradients.", _sites(onsets[1:]))
-    ]  # fmt: skip
+        Finding(
+            "drift",
+            text,
+            first.site,
+            "warning",
+            times_text(math.log(first.factor)),
+            "The median of the last steps beside that of the first half.",
+            "Lower the learning rate, or clip gradients.",
+            _sites(onsets[1:]),
+        )
+    ]
 
 
 def _ratio(training: _Training) -> list[Finding]:
@@ -329,17 +417,26 @@ def _ratio(training: _Training) -> list[Finding]:
         return []
     weights = [k for k in training.ports("update") if not training.sites[k].endswith("bias:update")]
     by_column = numbers[0][:, weights]
-    ratio = np.fmax(median(by_column[:RECENT]), median(by_column[-RECENT:]))
+    ratio = np.fmax(median(by_column[: RECENT // 2]), median(by_column[-RECENT:]))
     large = [weights[k] for k in np.flatnonzero(ratio > _LARGE_RATIO)]
     if len(large) <= len(weights) / 2:
         return []
     most = float(np.nanmax(ratio))
-    text = f"{len(large)} of {len(weights)} weights change by more than {_LARGE_RATIO:.0%} in a step."
+    text = (
+        f"{len(large)} of {len(weights)} weights change by more than {_LARGE_RATIO:.0%} in a step."
+    )
     return [
-        Finding("learning rate", text, training.sites[large[0]], "warning", f"{most:.2g}",
-                "The norm of the update over that of the weight; 0.001 is usual. At first, or at last.",
-                "Lower the learning rate.", tuple(training.sites[k] for k in large[1:]))
-    ]  # fmt: skip
+        Finding(
+            "learning rate",
+            text,
+            training.sites[large[0]],
+            "warning",
+            f"{most:.2g}",
+            "The norm of the update over that of the weight; 0.001 is usual. At first, or at last.",
+            "Lower the learning rate.",
+            tuple(training.sites[k] for k in large[1:]),
+        )
+    ]
 
 
 def _losses(logged: Sequence[StepReport]) -> dict[str, tuple[Array, Array]]:
@@ -355,7 +452,10 @@ def _with_loss(finding: Finding, logged: Sequence[StepReport]) -> Finding:
     if finding.step is None or finding.level == "note":
         return finding
     for name, (steps, values) in _losses(logged).items():
-        before, after = values[steps < finding.step][-RECENT:], values[steps > finding.step][:RECENT]
+        before, after = (
+            values[steps < finding.step][-RECENT:],
+            values[steps > finding.step][:RECENT],
+        )
         if not len(before) or not len(after):
             continue
         old, new = float(np.median(before)), float(np.median(after))
@@ -376,7 +476,7 @@ def _loss(logged: Sequence[StepReport]) -> list[Finding]:
         first, last = float(np.median(values[:RECENT])), float(np.median(values[-RECENT:]))
         if first > 0 and (last > _LOSS_RISE * first or not math.isfinite(last)):
             text = f"{name} rises from {first:.3g} to {last:.3g}."
-            findings.append(Finding("loss", text, "", "warning", f"×{last / first:.3g}"))
+            findings.append(Finding("loss", text, "", "warning", f"{TIMES}{last / first:.3g}"))
     return findings
 
 

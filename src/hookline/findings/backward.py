@@ -25,14 +25,22 @@ def non_finite(survey: Survey) -> list[Finding]:
     if not bad:
         return []
     first, n_bad = bad[0], bad[0].numbers.n_bad + bad[0].numbers.n_masked
-    why = f"{n_bad:,} of {first.numbers.numel:,} elements, the first in the backward. All outputs are finite."
+    why = (
+        f"{n_bad:,} of {first.numbers.numel:,} elements, first in the backward; outputs are finite."
+    )
     why += f" {plural(len(bad) - 1, 'further gradient')} follow." if len(bad) > 1 else ""
     return [
-        Finding("non-finite", f"{bad_text(first)} begins in the gradient at {first.site}.", first.site,
-                "error", f"{share_text(n_bad, first.numbers.numel)} {bad_text(first)}", why,
-                f"Look at the operation that uses {first.path or 'the output'}; hl.check names it.",
-                follow(bad, first))
-    ]  # fmt: skip
+        Finding(
+            "non-finite",
+            f"{bad_text(first)} begins in the gradient at {first.site}.",
+            first.site,
+            "error",
+            f"{share_text(n_bad, first.numbers.numel)} {bad_text(first)}",
+            why,
+            f"Look at the operation that uses {first.path or 'the output'}; hl.check names it.",
+            follow(bad, first),
+        )
+    ]
 
 
 def cut(survey: Survey) -> list[Finding]:
@@ -59,11 +67,17 @@ def cut(survey: Survey) -> list[Finding]:
     text = f"The gradient stops between {after.site} and {reading.site}."
     why = f"{plural(len(stretch), 'layer')} before it {'gets' if len(stretch) == 1 else 'get'} none"
     return [
-        Finding("cut", text, reading.site, "warning" if is_start or is_odd else "note", "no gradient",
-                f"{why}: {listed([r.site for r in stretch], 3)}.",
-                "Look for detach(), no_grad(), .data, .item() or an integer operation there.",
-                follow(stretch, reading))
-    ]  # fmt: skip
+        Finding(
+            "cut",
+            text,
+            reading.site,
+            "warning" if is_start or is_odd else "note",
+            "no gradient",
+            f"{why}: {listed([r.site for r in stretch], 3)}.",
+            "Look for detach(), no_grad(), .data, .item() or an integer operation there.",
+            follow(stretch, reading),
+        )
+    ]
 
 
 def _last_of_stretch(lost: Sequence[int], reached: Sequence[int]) -> int:
@@ -97,9 +111,17 @@ def frozen(survey: Survey, is_blamed: bool) -> list[Finding]:
     path, why = odd[0]
     others = tuple(f"{other}:grad" for other, _ in odd[1:])
     return [
-        Finding("frozen", f"{path} gets no gradient, unlike its siblings.", f"{path}:grad", "warning",
-                "no gradient", f"{why.capitalize()}.", "Look at requires_grad, and for no_grad().", others)
-    ]  # fmt: skip
+        Finding(
+            "frozen",
+            f"{path} gets no gradient, unlike its siblings.",
+            f"{path}:grad",
+            "warning",
+            "no gradient",
+            f"{why.capitalize()}.",
+            "Look at requires_grad, and for no_grad().",
+            others,
+        )
+    ]
 
 
 def through_depth(survey: Survey) -> list[Finding]:
@@ -140,10 +162,20 @@ def _depth_finding(trunk: Sequence[Reading], first: int, last: int, logarithm: f
     kind = "exploding gradient" if logarithm > 0 else "vanishing gradient"
     text = f"The gradient {verb} {times_text(logarithm)} on its way back through {block.path}"
     text += "." if last == first + 1 else f" to {end.path}."
-    why = f"Root mean square {block.numbers.rms:.3g} after {block.path}, {end.numbers.rms:.3g} after {end.path}."
-    return Finding(kind, text, block.site, "warning", times_text(logarithm), why,
-                   f"Look at the weights, and for saturated activations, in {block.path}.",
-                   tuple(r.site for r in trunk[first + 1 :]))  # fmt: skip
+    why = (
+        f"Its root mean square is {block.numbers.rms:.3g} after {block.path}, and"
+        f" {end.numbers.rms:.3g} after {end.path}."
+    )
+    return Finding(
+        kind,
+        text,
+        block.site,
+        "warning",
+        times_text(logarithm),
+        why,
+        f"Look at the weights, and for saturated activations, in {block.path}.",
+        tuple(r.site for r in trunk[first + 1 :]),
+    )
 
 
 def dead_gradients(survey: Survey) -> list[Finding]:
@@ -151,12 +183,23 @@ def dead_gradients(survey: Survey) -> list[Finding]:
     zero = [
         r
         for r in survey.gradients
-        if r.port == "grad_output" and r.numbers.is_zero and r.numbers.numel > 8 and survey.is_leaf(r)
+        if r.port == "grad_output"
+        and r.numbers.is_zero
+        and r.numbers.numel > 8
+        and survey.is_leaf(r)
     ]
     if not zero:
         return []
     first = zero[0]
     text = f"The gradient at {first.site} is all zero."
-    return [Finding("dead gradient", text, first.site, "note", "100 % zero",
-                    f"{plural(len(zero), 'gradient')} so.", follows=follow(zero, first))]  # fmt: skip
-
+    return [
+        Finding(
+            "dead gradient",
+            text,
+            first.site,
+            "note",
+            "100 % zero",
+            f"{plural(len(zero), 'gradient')} so.",
+            follows=follow(zero, first),
+        )
+    ]

@@ -17,8 +17,11 @@ _MARKS = {"error": "●", "warning": "▲", "note": "○"}
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _MOST_ROWS = 30
 _HEADINGS = (
-    Heading("level"), Heading("site", "path"), Heading("number", "number"), Heading("what", "prose"),
-)  # fmt: skip
+    Heading("level"),
+    Heading("site", "path"),
+    Heading("number", "number"),
+    Heading("what", "prose"),
+)
 
 
 @final

@@ -67,14 +67,20 @@ def non_finite(survey: Survey) -> list[Finding]:
         why += f" The value before it, {source.site}, is finite."
     if later:
         why += f" {plural(len(later), 'later value')} {'has' if len(later) == 1 else 'have'} some."
-    advice = f"Look at the weights and the input of {first.path or 'the model'}; hl.check names the operation."
+    advice = f"Look at the weights and the input of {first.path or 'the model'}."
+    advice += " hl.check names the operation."
     return [
         Finding(
-            "non-finite", f"{bad_text(first)} begins at {first.site}.", first.site, "error",
-            f"{share_text(n_bad, first.numbers.numel)} {bad_text(first)}", why, advice,
+            "non-finite",
+            f"{bad_text(first)} begins at {first.site}.",
+            first.site,
+            "error",
+            f"{share_text(n_bad, first.numbers.numel)} {bad_text(first)}",
+            why,
+            advice,
             follow(later, first),
         )
-    ]  # fmt: skip
+    ]
 
 
 def _is_bad(reading: Reading, survey: Survey) -> bool:
@@ -93,7 +99,9 @@ def _overflow_text(first: Reading, source: Reading) -> str:
     greatest = max(abs(source.numbers.low), abs(source.numbers.high))
     if first.numbers.dtype is torch.float16 or greatest > _FLOAT16_NEAR:
         most = torch.finfo(first.numbers.dtype).max
-        return f" It overflows: {dtype} ends at {most:.3g}, and {source.site} reaches {greatest:.3g}."
+        return (
+            f" It overflows: {dtype} ends at {most:.3g}, and {source.site} reaches {greatest:.3g}."
+        )
     return ""
 
 
@@ -102,9 +110,10 @@ def dead(survey: Survey) -> list[Finding]:
     zero = [
         reading
         for reading in survey.leaf_outputs
-        if reading.numbers.is_zero and reading.numbers.numel > _LEAST_NUMEL
+        if reading.numbers.is_zero
+        and reading.numbers.numel > _LEAST_NUMEL
         and not is_passing(reading.module_type)
-    ]  # fmt: skip
+    ]
     zero_ids = {id(reading) for reading in zero}
     firsts = []
     for reading in zero:
@@ -127,9 +136,16 @@ def dead(survey: Survey) -> list[Finding]:
         text = f"{listed([reading.site for reading in meant], _MOST_NAMED)}: all zero."
         why = "The last layer, or the same place of most blocks: probably initialised to zero."
         findings.append(
-            Finding("dead", text, meant[0].site, "note", "100 % zero", why,
-                    follows=follow(meant, meant[0]))
-        )  # fmt: skip
+            Finding(
+                "dead",
+                text,
+                meant[0].site,
+                "note",
+                "100 % zero",
+                why,
+                follows=follow(meant, meant[0]),
+            )
+        )
     return findings
 
 
@@ -145,13 +161,21 @@ def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> 
     later = [r for r in zero if r is not reading]
     why = "Every element of its output is exactly 0"
     if source is not None and is_activation(reading.module_type) and source.numbers.high <= 0:
-        why += f": {source.site} is nowhere above 0 (its greatest element is {source.numbers.high:.3g})"
+        why += f": {source.site} is at most {source.numbers.high:.3g}"
     why += ", so no gradient flows through it."
     advice = f"Look at the weights and the bias of {(source or reading).path}."
     if not is_activation(reading.module_type):
         advice = f"Look at the weights of {reading.path}, and at what zeroes them."
-    return Finding("dead", f"{reading.site} passes nothing.", reading.site, "warning",
-                   "100 % zero", why, advice, follow(later, reading))  # fmt: skip
+    return Finding(
+        "dead",
+        f"{reading.site} passes nothing.",
+        reading.site,
+        "warning",
+        "100 % zero",
+        why,
+        advice,
+        follow(later, reading),
+    )
 
 
 def channels(survey: Survey) -> list[Finding]:
@@ -185,8 +209,16 @@ def _channel_finding(reading: Reading, level: Level, others: list[Reading]) -> F
     why = f"In all {numbers.per_channel:,} elements of each."
     why += " They stand in a row, as those of a head do." * (is_run and level == "warning")
     advice = f"Look at these rows of the weight of {reading.path}." if level == "warning" else ""
-    return Finding("channels", text, reading.site, level, share_text(n_dead, numbers.n_channels),
-                   why, advice, follow(others, reading))  # fmt: skip
+    return Finding(
+        "channels",
+        text,
+        reading.site,
+        level,
+        share_text(n_dead, numbers.n_channels),
+        why,
+        advice,
+        follow(others, reading),
+    )
 
 
 def outliers(survey: Survey) -> list[Finding]:
@@ -197,13 +229,22 @@ def outliers(survey: Survey) -> list[Finding]:
     distance, worst = max(far, key=lambda pair: pair[0])
     first = far[0][1]
     text = f"An element of {first.site} is {far[0][0]:.0f} standard deviations from the mean."
-    why = f"{plural(len(far), 'value')} {'has' if len(far) == 1 else 'have'} one beyond {_OUTLIER:g}"
+    why = (
+        f"{plural(len(far), 'value')} {'has' if len(far) == 1 else 'have'} one beyond {_OUTLIER:g}"
+    )
     why += f"; {worst.site} has the farthest, at {distance:.0f}." if worst is not first else "."
     return [
-        Finding("outlier", text, first.site, "note", f"{far[0][0]:.0f} σ", why,
-                "Low precision and quantisation lose the other elements beside it.",
-                follow([r for _, r in far], first))
-    ]  # fmt: skip
+        Finding(
+            "outlier",
+            text,
+            first.site,
+            "note",
+            f"{far[0][0]:.0f} sigma",
+            why,
+            "Low precision and quantisation lose the other elements beside it.",
+            follow([r for _, r in far], first),
+        )
+    ]
 
 
 def _distance(reading: Reading) -> float:
@@ -222,13 +263,19 @@ def saturated(survey: Survey) -> list[Finding]:
         return []
     first = full[0]
     share = f"{100 * (first.numbers.saturated or 0.0):.0f} %"
-    why = f"In {share} of its rows one key has all the weight; {len(full)} of {len(maps)} maps are so."
+    why = f"In {share} of its rows one key has all the weight, in {len(full)} of {len(maps)} maps."
     return [
-        Finding("saturated", f"The softmax of {first.site} is saturated.", first.site, "warning",
-                share, why + " Almost no gradient flows through it.",
-                "Look at the scale of the queries and keys, 1 / sqrt(width of a head).",
-                follow(full, first))
-    ]  # fmt: skip
+        Finding(
+            "saturated",
+            f"The softmax of {first.site} is saturated.",
+            first.site,
+            "warning",
+            share,
+            why + " Almost no gradient flows through it.",
+            "Look at the scale of the queries and keys, 1 / sqrt(width of a head).",
+            follow(full, first),
+        )
+    ]
 
 
 def repeats(survey: Survey) -> list[Finding]:
@@ -237,7 +284,11 @@ def repeats(survey: Survey) -> list[Finding]:
     for reading in survey.leaf_outputs:
         numbers = reading.numbers
         is_told = numbers.std > 0 and numbers.numel > _LEAST_NUMEL and not numbers.n_bad
-        if is_told and not is_passing(reading.module_type) and not is_activation(reading.module_type):
+        if (
+            is_told
+            and not is_passing(reading.module_type)
+            and not is_activation(reading.module_type)
+        ):
             key = (numbers.digest, numbers.shape, numbers.dtype, numbers.mean, numbers.std)
             groups.setdefault(key, []).append(reading)
     equal = [group for group in groups.values() if len({reading.path for reading in group}) > 1]
@@ -246,14 +297,23 @@ def repeats(survey: Survey) -> list[Finding]:
     # Layers of one type that agree are odder than a norm that hands on what a layer gave.
     equal.sort(key=lambda group: len({reading.module_type for reading in group}) > 1)
     first, *rest = equal
-    text = f"The outputs of {listed([reading.site for reading in first], _MOST_NAMED + 1)} are equal."
+    text = (
+        f"The outputs of {listed([reading.site for reading in first], _MOST_NAMED + 1)} are equal."
+    )
     why = f"So are those of {plural(len(rest), 'other group')}." if rest else ""
     later = [reading for group in equal for reading in group]
     return [
-        Finding("equal", text, first[0].site, "note", f"{len(first)} equal", why,
-                "They share weights and inputs, or one hands on what another gave.",
-                follow(later, first[0]))
-    ]  # fmt: skip
+        Finding(
+            "equal",
+            text,
+            first[0].site,
+            "note",
+            f"{len(first)} equal",
+            why,
+            "They share weights and inputs, or one hands on what another gave.",
+            follow(later, first[0]),
+        )
+    ]
 
 
 def shared(survey: Survey) -> list[Finding]:
@@ -263,15 +323,26 @@ def shared(survey: Survey) -> list[Finding]:
         kind = survey.modules.get(path, "")
         if is_passing(kind) or is_activation(kind) or "Pool" in kind:
             continue
-        same = [other for other in others if template_of(other) == template_of(path) and other != path]
+        same = [
+            other for other in others if template_of(other) == template_of(path) and other != path
+        ]
         if not same or "#" not in template_of(path) or _is_held(path, survey.aliases):
             continue
-        text = f"{path} is also {listed(same, _MOST_NAMED)}: one module in place of {len(same) + 1}."
+        text = (
+            f"{path} is also {listed(same, _MOST_NAMED)}: one module in place of {len(same) + 1}."
+        )
         findings.append(
-            Finding("shared", text, path, "warning", f"{len(same) + 1} paths",
-                    "Its calls share all weights.",
-                    "If it is a mistake, build each block anew, or copy.deepcopy it.", tuple(same))
-        )  # fmt: skip
+            Finding(
+                "shared",
+                text,
+                path,
+                "warning",
+                f"{len(same) + 1} paths",
+                "Its calls share all weights.",
+                "If it is a mistake, build each block anew, or copy.deepcopy it.",
+                tuple(same),
+            )
+        )
     return findings
 
 
@@ -296,10 +367,17 @@ def dtypes(survey: Survey) -> list[Finding]:
     got, wanted = (str(d).removeprefix("torch.") for d in (first.numbers.dtype, usual))
     text = f"{first.site} is {got}, where other blocks have {wanted}."
     return [
-        Finding("dtype", text, first.site, "warning", got, f"{plural(len(odd), 'value')} differ so.",
-                "Look for a cast, or for a module that was converted alone.",
-                follow([r for r, _ in odd], first))
-    ]  # fmt: skip
+        Finding(
+            "dtype",
+            text,
+            first.site,
+            "warning",
+            got,
+            f"{plural(len(odd), 'value')} differ so.",
+            "Look for a cast, or for a module that was converted alone.",
+            follow([r for r, _ in odd], first),
+        )
+    ]
 
 
 def without_norm(survey: Survey) -> list[Finding]:
@@ -311,10 +389,16 @@ def without_norm(survey: Survey) -> list[Finding]:
         if others and len(norms) >= _LEAST_NORMS * len(others):
             odd += others
     return [
-        Finding("no norm", f"{r.site} is a {r.module_type}, where other blocks have a norm.", r.site,
-                "warning", r.module_type, advice=f"Put the norm back at {r.path}, if it is missing.")
+        Finding(
+            "no norm",
+            f"{r.site} is a {r.module_type}, where other blocks have a norm.",
+            r.site,
+            "warning",
+            r.module_type,
+            advice=f"Put the norm back at {r.path}, if it is missing.",
+        )
         for r in odd
-    ]  # fmt: skip
+    ]
 
 
 def never_called(survey: Survey) -> list[Finding]:
@@ -325,17 +409,33 @@ def never_called(survey: Survey) -> list[Finding]:
     odd = [p for p in tops if template_of(p) in fired and _is_missed(p, survey)]
     reasons = dict(silent)
     findings = [
-        Finding("never called", f"{path} was never called, unlike its siblings.", path, "warning",
-                "0 calls", f"{reasons[path].capitalize()}.", "Look at the forward that should call it.",
-                tuple(p for p, _ in silent if is_inside(p, path) and p != path))
+        Finding(
+            "never called",
+            f"{path} was never called, unlike its siblings.",
+            path,
+            "warning",
+            "0 calls",
+            f"{reasons[path].capitalize()}.",
+            "Look at the forward that should call it.",
+            tuple(p for p, _ in silent if is_inside(p, path) and p != path),
+        )
         for path in odd
-    ]  # fmt: skip
+    ]
     rest = [path for path in tops if path not in odd]
     if rest:
         why = f"{reasons[rest[0]]}.".capitalize()
-        text = f"{plural(len(silent), 'selected site')} {'has' if len(silent) == 1 else 'have'} no value"
-        findings.append(Finding("never called", f"{text}: {listed(rest, _MOST_NAMED)}.", rest[0],
-                                "note", str(len(silent)), why, follows=tuple(rest[1:])))  # fmt: skip
+        text = f"{plural(len(silent), 'site')} without a value"
+        findings.append(
+            Finding(
+                "never called",
+                f"{text}: {listed(rest, _MOST_NAMED)}.",
+                rest[0],
+                "note",
+                str(len(silent)),
+                why,
+                follows=tuple(rest[1:]),
+            )
+        )
     return findings
 
 
@@ -344,14 +444,9 @@ def _tops(paths: Iterable[str]) -> list[str]:
     known = set(paths)
     return [
         path
-        for path in known_in_order(paths)
+        for path in dict.fromkeys(paths)
         if not any(path != other and is_inside(path, other) for other in known if other)
     ]
-
-
-def known_in_order(paths: Iterable[str]) -> list[str]:
-    """Return the paths once each, in order."""
-    return list(dict.fromkeys(paths))
 
 
 def _is_missed(path: str, survey: Survey) -> bool:

@@ -19,10 +19,14 @@ def findings_of(survey: Survey) -> list[Finding]:
     findings = list(broken)
     place = {reading.site: k for k, reading in reversed(list(enumerate(survey.readings)))}
     values = [
-        *forward.dead(survey), *forward.channels(survey), *spreads(survey),
-        *forward.saturated(survey), *forward.dtypes(survey), *forward.shared(survey),
+        *forward.dead(survey),
+        *forward.channels(survey),
+        *spreads(survey),
+        *forward.saturated(survey),
+        *forward.dtypes(survey),
+        *forward.shared(survey),
         *forward.without_norm(survey),
-    ]  # fmt: skip
+    ]
     values.sort(key=lambda finding: place.get(finding.site, -1))
     findings += values
     findings += forward.never_called(survey)

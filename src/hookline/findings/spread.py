@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from hookline.display.text import plural
 from hookline.findings.finding import Finding
@@ -16,6 +16,7 @@ from hookline.findings.survey import Survey, is_weighted, log_of, template_of, t
 
 _LEAST = math.log(10.0)  # a smaller deviation from siblings is usual
 _DEVIATIONS = 6.0  # of the siblings' own spread
+_MANY = 8
 _N_BEFORE = 3
 _FLOOR = 0.25  # the least spread of siblings, as a logarithm
 _USUAL_GAIN = math.log(0.5)  # of a layer as it is initialised
@@ -72,10 +73,14 @@ def _unlike_siblings(group: Sequence[Reading], survey: Survey) -> list[Deviation
     levels = [log_of(r.numbers.std) for r in members]
     robust = [log_of(r.numbers.spread) for r in members]
     gains = [_gain(r, survey) for r in members]
+    by_levels, by_robusts, by_gains = map(_Siblings, (levels, robust, gains))
     odd: list[tuple[int, float]] = []
     for k in range(len(members)):
-        by_level, by_robust = _deviation(levels, k), _deviation(robust, k)
-        parts = [by_level, _from_all(gains, k), *[by_robust] * (not math.isnan(by_robust))]
+        by_gain = by_gains.from_all(k)
+        if not by_gain or math.isnan(by_gain):
+            continue
+        by_level, by_robust = by_levels.deviation(k), by_robusts.deviation(k)
+        parts = [by_level, by_gain, *[by_robust] * (not math.isnan(by_robust))]
         if all(part > 0 for part in parts) or all(part < 0 for part in parts):
             odd.append((k, by_level))
     odd = _other_side(odd, levels, gains)
@@ -98,24 +103,41 @@ def _gain(reading: Reading, survey: Survey) -> float:
     return log_of(reading.numbers.std) - log_of(source.numbers.std)
 
 
-def _deviation(numbers: Sequence[float], k: int) -> float:
-    """Return how far a number is from its siblings', or from those before it; 0 if usually so."""
-    return _from_all(numbers, k) or _from(numbers[k], numbers[max(k - _N_BEFORE, 0) : k])
+@final
+class _Siblings:
+    """The logarithms of one number at the same place of all blocks."""
+
+    def __init__(self, numbers: Sequence[float]) -> None:
+        self._numbers = numbers
+        # Without one of many, the median is the same: so it is taken once.
+        self._of_all = _usual(numbers) if len(numbers) >= _MANY else None
+
+    def from_all(self, k: int) -> float:
+        """Return how far a number is from its siblings'; 0 if that is usual for them."""
+        usual = self._of_all or _usual([*self._numbers[:k], *self._numbers[k + 1 :]])
+        return _far(self._numbers[k], usual)
+
+    def deviation(self, k: int) -> float:
+        """Do the same; if a number is not far from all, then beside those before it."""
+        return self.from_all(k) or _far(
+            self._numbers[k], _usual(self._numbers[max(k - _N_BEFORE, 0) : k])
+        )
 
 
-def _from_all(numbers: Sequence[float], k: int) -> float:
-    return _from(numbers[k], [*numbers[:k], *numbers[k + 1 :]])
-
-
-def _from(number: float, others: Sequence[float]) -> float:
-    """Return how far a number is from the median of others; 0 if that is usual for them."""
-    known = [other for other in others if not math.isnan(other)]
-    if math.isnan(number) or not known:
-        return math.nan
+def _usual(numbers: Sequence[float]) -> tuple[float, float]:
+    """Return the median of numbers and their spread; NaN is left out."""
+    known = [number for number in numbers if not math.isnan(number)]
+    if not known:
+        return math.nan, math.nan
     centre = statistics.median(known)
-    width = _NORMAL * statistics.median(abs(other - centre) for other in known)
-    distance = number - centre
-    return distance if abs(distance) > max(_LEAST, _DEVIATIONS * max(width, _FLOOR)) else 0.0
+    return centre, _NORMAL * statistics.median(abs(number - centre) for number in known)
+
+
+def _far(number: float, usual: tuple[float, float]) -> float:
+    distance = number - usual[0]
+    if math.isnan(distance):
+        return math.nan
+    return distance if abs(distance) > max(_LEAST, _DEVIATIONS * max(usual[1], _FLOOR)) else 0.0
 
 
 def _other_side(
@@ -151,8 +173,16 @@ def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
     advice = f"Look at the initialisation and the weights of {reading.path}."
     if not is_weighted(reading):
         advice = f"Look at {reading.path} and at what flows into it."
-    return Finding(kind, text, reading.site, "warning", times_text(logarithm), why, advice,
-                   follow(rest, reading))  # fmt: skip
+    return Finding(
+        kind,
+        text,
+        reading.site,
+        "warning",
+        times_text(logarithm),
+        why,
+        advice,
+        follow(rest, reading),
+    )
 
 
 # -- from block to block -------------------------------------------------------------------------
@@ -231,8 +261,16 @@ def _trunk_finding(
     )
     advice = f"Look at the initialisation, and for a norm that is missing, in {block.path}."
     later = [*trunk[first:]]
-    return Finding(kind, text, culprit.site, "warning", times_text(logarithm), why, advice,
-                   follow(later, culprit))  # fmt: skip
+    return Finding(
+        kind,
+        text,
+        culprit.site,
+        "warning",
+        times_text(logarithm),
+        why,
+        advice,
+        follow(later, culprit),
+    )
 
 
 def _inside(block: Reading, before: Reading, logarithm: float, survey: Survey) -> Reading:

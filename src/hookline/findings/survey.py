@@ -11,6 +11,7 @@ from typing import final
 
 from hookline.findings.reading import Reading
 
+TIMES, DIVIDED = "\u00d7", "\u00f7"
 _NUMBER = re.compile(r"\d+")
 _LEAST_SERIES = 3
 # Modules that pass their input on, or whose zeros are meant.
@@ -101,9 +102,9 @@ class Survey:
         groups: dict[tuple[str, ...], list[Reading]] = {}
         for reading in readings:
             template = template_of(reading.path)
-            key = (template, reading.port, reading.leaf, str(reading.call))
-            if template.endswith("#") and self.is_leaf(reading):  # places of a Sequential
-                key = (*key, reading.module_type)
+            is_place = template.endswith("#") and self.is_leaf(reading)  # of a Sequential
+            kind = reading.module_type if is_place else ""
+            key = (template, reading.port, reading.leaf, str(reading.call), kind)
             groups.setdefault(key, []).append(reading)
         return [group for group in groups.values() if len(group) >= _LEAST_SERIES]
 
@@ -122,7 +123,7 @@ class Survey:
             and reading.numbers.dtype.is_floating_point
             and self.modules.get(reading.path) not in ("Sequential", "ModuleList")
         ]
-        first_leaf = {}
+        first_leaf: dict[tuple[str, int], Reading] = {}
         for reading in blocks:
             first_leaf.setdefault((reading.path, reading.call), reading)
         groups = self.alike(list(first_leaf.values()))
@@ -194,10 +195,10 @@ def log_of(number: float) -> float:
 
 
 def times_text(logarithm: float) -> str:
-    """Format the factor of a logarithm: `×120` or `÷33`.
+    """Format the factor of a logarithm by a times sign, or by a division sign.
 
-    >>> times_text(math.log(120)), times_text(math.log(1 / 33.4))
-    ('×120', '÷33.4')
+    >>> times_text(math.log(120)) == f"{TIMES}120", times_text(-math.log(33.4)) == f"{DIVIDED}33.4"
+    (True, True)
     """
     factor = math.exp(min(abs(logarithm), 700.0))
-    return f"{'×' if logarithm >= 0 else '÷'}{factor:.3g}"
+    return f"{TIMES if logarithm >= 0 else DIVIDED}{factor:.3g}"

@@ -45,11 +45,17 @@ class _Reader:
             if tensor.is_meta or not is_readable(tensor):
                 self.unread.append(label)
                 continue
-            if tensor.is_quantized:
-                tensor = tensor.dequantize()
-            numbers = numbers_of(tensor, site.module_type)
-            yield Reading(label, site.path, site.port, describe.leaf_text(leaf), site.module_type,
-                          recorded.call, numbers)  # fmt: skip
+            plain = tensor.dequantize() if tensor.is_quantized else tensor
+            numbers = numbers_of(plain, site.module_type)
+            yield Reading(
+                label,
+                site.path,
+                site.port,
+                describe.leaf_text(leaf),
+                site.module_type,
+                recorded.call,
+                numbers,
+            )
 
 
 def findings_of_passes(
@@ -84,11 +90,19 @@ def _overwritten(sites: Mapping[str, str]) -> list[Finding]:
     if not sites:
         return []
     first, *rest = sites
-    text = f"{plural(len(sites), 'value')} changed after being recorded: {listed([*sites], _MOST_NAMED)}."
+    text = f"Overwritten after it was recorded: {listed([*sites], _MOST_NAMED)}."
     return [
-        Finding("overwritten", text, first, "note", str(len(sites)), f"{sites[first]}.",
-                "Record copies, with hl.record(..., copy=True).", tuple(rest))
-    ]  # fmt: skip
+        Finding(
+            "overwritten",
+            text,
+            first,
+            "note",
+            str(len(sites)),
+            f"{sites[first]}.",
+            "Record copies, with hl.record(..., copy=True).",
+            tuple(rest),
+        )
+    ]
 
 
 def _notes(reader: _Reader) -> list[str]:
@@ -96,6 +110,7 @@ def _notes(reader: _Reader) -> list[str]:
         return ["The model has not run, so nothing was judged. print(run.report()) says more."]
     if not reader.unread:
         return []
-    text = f"Not judged, because torch cannot read the numbers: {listed(reader.unread, _MOST_NAMED)}."
+    text = (
+        f"Not judged, because torch cannot read the numbers: {listed(reader.unread, _MOST_NAMED)}."
+    )
     return [text]
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -84,10 +85,13 @@ def is_readable(tensor: Tensor) -> bool:
         return True
     if tensor.layout is not torch.strided and not tensor.is_nested:
         return tensor.numel() <= DENSE_NUMEL
+    return _has_numbers(tensor.dtype)
+
+
+@functools.cache
+def _has_numbers(dtype: torch.dtype) -> bool:
     try:
-        torch.empty(1, dtype=tensor.dtype).to(
-            torch.complex128 if tensor.is_complex() else torch.float64
-        )
+        torch.empty(1, dtype=dtype).to(torch.complex128 if dtype.is_complex else torch.float64)
     except RuntimeError:
         return False
     return True

@@ -7,19 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine import Site, as_written
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
+from hookline.recordings import firing_order
 from hookline.recordings.figure_arguments import Source, check_source
-from hookline.recordings.firing_order import RecordedValue as RecordedValue
 from hookline.recordings.firing_order import is_readable, values_of, with_leaf
 from hookline.recordings.pass_record import PassRecord
 from hookline.recordings.recording import Recording
 from hookline.statistics.of_values import main_tensor, measured_tensors
+
+RecordedValue = firing_order.RecordedValue
 
 
 def walk(source: Source) -> Iterator[RecordedValue]:

@@ -17,9 +17,10 @@ from hookline.engine import path_text, require_model
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import InputError
+from hookline.findings import Finding
 from hookline.statistics.difference import Difference
 from hookline.verbs.attach.raw_line import attach
-from hookline.verbs.compare.comparison import ComparedSite, Comparison, Remark, number_text
+from hookline.verbs.compare.comparison import ComparedSite, Comparison, number_text
 from hookline.verbs.compare.floor import Floor, eps_of, floor_of
 from hookline.verbs.compare.measure import Measured, measured
 from hookline.verbs.shared.rerun import eval_without_side_effects
@@ -75,7 +76,7 @@ class _Runs(NamedTuple):
     ours: _Calls
     theirs: _Calls
     floor: _Floors
-    remarks: list[Remark]
+    remarks: list[Finding]
 
 
 def shadow(a: nn.Module, b: nn.Module, inputs: Inputs) -> Comparison:
@@ -148,7 +149,7 @@ def _run(a: nn.Module, b: nn.Module, inputs: Any) -> _Runs:
             ours, theirs = (_calls(model, _cast(inputs, torch.float64)) for model in wide)
         except Exception as error:  # a kernel without float64, a forward that is bound to a model
             text = f"float64 is not tried, so the floors are of float32: {first_line(error)}"
-            remarks.append(Remark("floor", text))
+            remarks.append(Finding("floor", text))
         else:
             floors = _Floors(eps_of([torch.float64]), _EPS_OF_FLOAT64)
             return _Runs(wide[1], ours, theirs, floors, remarks)
@@ -295,12 +296,12 @@ def _comparison(runs: _Runs, by_path: list[tuple[str, ComparedSite]]) -> Compari
     for path in dict.fromkeys(path for path, _ in deepest):
         row = next(row for other, row in deepest if other == path)
         text = f"{path_text(path)} computes otherwise: local error {number_text(row.local)}"
-        remarks.append(Remark("site", text, row.site))
+        remarks.append(Finding("site", text, row.site))
     suspect = deepest[0][0] if deepest else None
     if suspect is None and odd:
         suspect, row = odd[0]
         text = f"no module computes otherwise; the first output that differs is {row.site}"
-        remarks.append(Remark("site", text, row.site))
+        remarks.append(Finding("site", text, row.site))
     return Comparison(rows, remarks, suspect)
 
 
@@ -308,7 +309,7 @@ def _is_within(path: str, outer: str) -> bool:
     return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
-def _of_modes(a: nn.Module, b: nn.Module) -> list[Remark]:
+def _of_modes(a: nn.Module, b: nn.Module) -> list[Finding]:
     """Say which modules are in training mode in one model alone."""
     modes = {path: module.training for path, module in a.named_modules()}
     odd = [
@@ -320,27 +321,27 @@ def _of_modes(a: nn.Module, b: nn.Module) -> list[Remark]:
         return []
     names = listed(odd, _MOST_NAMED)
     text = f"in training mode in one model alone, and run in eval mode in both: {names}"
-    return [Remark("model", text, odd[0])]
+    return [Finding("model", text, odd[0])]
 
 
-def _of_missing(runs: _Runs) -> list[Remark]:
+def _of_missing(runs: _Runs) -> list[Finding]:
     """Say which modules ran in one model alone."""
     remarks = []
     for label, ours, theirs in (("a", runs.ours, runs.theirs), ("b", runs.theirs, runs.ours)):
         paths = [path_text(path) for path, number in ours if (path, number) not in theirs]
         if paths:
             text = f"{plural(len(paths), 'call')} only in {label}: {listed(paths, _MOST_NAMED)}"
-            remarks.append(Remark("names", text, paths[0]))
+            remarks.append(Finding("names", text, paths[0]))
     return remarks
 
 
-def _of_forms(rows: list[ComparedSite]) -> list[Remark]:
+def _of_forms(rows: list[ComparedSite]) -> list[Finding]:
     """Say which modules have no local error."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.local is None and row.why:
             reasons.setdefault(row.why, []).append(row.site)
     return [
-        Remark("inputs", f"no local error at {listed(sites, _MOST_NAMED)}: {why}", sites[0])
+        Finding("inputs", f"no local error at {listed(sites, _MOST_NAMED)}: {why}", sites[0])
         for why, sites in reasons.items()
     ]

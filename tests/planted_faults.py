@@ -1,17 +1,16 @@
-"""Planted faults in recordings: each is a line that says what is broken, where, and in which model."""
+"""Planted faults in recordings: what is broken, in which model, and where it must be named."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from findings.healthy import FAMILIES, N_TOKENS, PORTS, WIDTH, _plain, build, inputs_of, record
 from torch import nn
 
 import hookline as hl
+from healthy_models import N_TOKENS, PORTS, WIDTH, build, inputs_of, record
 
 Plant = Callable[[nn.Module], Any]
 
@@ -25,13 +24,18 @@ class Block(nn.Module):
         self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
         self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
         self.softmax = nn.Softmax(-1)
-        self.up, self.act, self.down = nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        self.up, self.act, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, width),
+        )
         self.broken = ""
 
     def forward(self, x):
         h = self.norm1(x)
         q, k, v = (
-            part(h).unflatten(-1, (4, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+            part(h).unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
         )
         scores = q @ k.mT / (1.0 if self.broken == "scale" else q.shape[-1] ** 0.5)
         weights = self.softmax(scores * (60.0 if self.broken == "scale" else 1.0))
@@ -128,8 +132,12 @@ def _sigmoids(depth: int = 12) -> nn.Module:
 
 
 _OWN: dict[str, Callable[[], nn.Module]] = {
-    "net": Net, "pairs": Pairs, "roots": _roots, "residual": _residual, "sigmoids": _sigmoids,
-}  # fmt: skip
+    "net": Net,
+    "pairs": Pairs,
+    "roots": _roots,
+    "residual": _residual,
+    "sigmoids": _sigmoids,
+}
 
 
 @dataclass(frozen=True)
@@ -180,10 +188,6 @@ class Fault:
         first = findings[0]
         path = first.site.split(":")[0].split("#")[0]
         return path in self.sites and first.kind in self.kinds
-
-
-def at(path: str) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: model.get_submodule(path)
 
 
 def times(path: str, factor: float) -> Plant:
@@ -276,74 +280,277 @@ def frozen(path: str) -> Plant:
     return lambda model: model.get_submodule(path).requires_grad_(False) and None
 
 
-class Cast(nn.Module):
-    """A layer that was converted to another dtype, with casts around it."""
-
-    def __init__(self, inner: nn.Module, dtype: torch.dtype, out: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.inner, self.dtype, self.out = inner.to(dtype), dtype, out
-
-    def forward(self, x):
-        y = self.inner(x.to(self.dtype))
-        return y if self.out is None else y.to(self.out)
-
-
-def layers_of(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{prefix}.{name}" for name in names)
-
-
-def _dead_relu(path: str, linear: str) -> Fault:
-    return Fault("dead ReLU by its bias", "plain", bias(linear, -1e3), (path,), ("dead",))
-
-
 GROWS, SHRINKS = ("exploding",), ("vanishing",)
-_OUT = ("fc1", "q_proj", "self_attn.q_proj")
 
 FAULTS: list[Fault] = [
-    Fault("zeroed MLP layer", "gpt2", zero("transformer.h.2.mlp.c_proj"), ("transformer.h.2.mlp.c_proj",), ("dead",)),
-    Fault("zeroed projection", "llama", zero("model.layers.3.self_attn.o_proj"), ("model.layers.3.self_attn.o_proj",), ("dead",)),
+    Fault(
+        "zeroed MLP layer",
+        "gpt2",
+        zero("transformer.h.2.mlp.c_proj"),
+        ("transformer.h.2.mlp.c_proj",),
+        ("dead",),
+    ),
+    Fault(
+        "zeroed projection",
+        "llama",
+        zero("model.layers.3.self_attn.o_proj"),
+        ("model.layers.3.self_attn.o_proj",),
+        ("dead",),
+    ),
     Fault("zeroed convolution", "resnet", zero("layer2.1.conv1"), ("layer2.1.conv1",), ("dead",)),
     Fault("zeroed batch norm", "resnet", zero("layer1.1.bn2"), ("layer1.1.bn2",), ("dead",), True),
     Fault("zeroed embedding", "net", zero("embed"), ("embed",), ("dead",), True),
-    Fault("x100 init of one MLP layer", "gpt2", times("transformer.h.3.mlp.c_fc", 100), ("transformer.h.3.mlp.c_fc",), GROWS),
-    Fault("x100 init of the first block's MLP", "llama", times("model.layers.0.mlp.up_proj", 100), ("model.layers.0.mlp.up_proj",), GROWS),
-    Fault("x100 init of the last block's MLP", "bert", times("bert.encoder.layer.5.output.dense", 100), ("bert.encoder.layer.5.output.dense",), GROWS),
+    Fault(
+        "x100 init of one MLP layer",
+        "gpt2",
+        times("transformer.h.3.mlp.c_fc", 100),
+        ("transformer.h.3.mlp.c_fc",),
+        GROWS,
+    ),
+    Fault(
+        "x100 init of the first block's MLP",
+        "llama",
+        times("model.layers.0.mlp.up_proj", 100),
+        ("model.layers.0.mlp.up_proj",),
+        GROWS,
+    ),
+    Fault(
+        "x100 init of the last block's MLP",
+        "bert",
+        times("bert.encoder.layer.5.output.dense", 100),
+        ("bert.encoder.layer.5.output.dense",),
+        GROWS,
+    ),
     Fault("x100 init of a plain layer", "plain", times("4", 100), ("4",), GROWS),
     Fault("x100 init of the second plain layer", "plain", times("2", 100), ("2",), GROWS, True),
-    Fault("x100 init of one convolution", "resnet", times("layer3.0.conv2", 100), ("layer3.0.conv2",), GROWS, variant="train"),
-    Fault("x100 init of a T5 layer", "t5", times("encoder.block.2.layer.1.DenseReluDense.wi", 100), ("encoder.block.2.layer.1.DenseReluDense.wi",), GROWS, True),
-    Fault("x100 weight of a norm", "llama", times("model.layers.2.post_attention_layernorm", 100), ("model.layers.2.post_attention_layernorm",), GROWS),
-    Fault("x0.001 init of one layer", "gpt2", times("transformer.h.4.attn.c_proj", 1e-3), ("transformer.h.4.attn.c_proj",), SHRINKS),
-    Fault("small init from block 2 on", "gpt2", small_from("transformer.h.{}", 2, 6, 0.01), ("transformer.h.2.attn.c_attn", "transformer.h.2"), SHRINKS),
+    Fault(
+        "x100 init of one convolution",
+        "resnet",
+        times("layer3.0.conv2", 100),
+        ("layer3.0.conv2",),
+        GROWS,
+        variant="train",
+    ),
+    Fault(
+        "x100 init of a T5 layer",
+        "t5",
+        times("encoder.block.2.layer.1.DenseReluDense.wi", 100),
+        ("encoder.block.2.layer.1.DenseReluDense.wi",),
+        GROWS,
+        True,
+    ),
+    Fault(
+        "x100 weight of a norm",
+        "llama",
+        times("model.layers.2.post_attention_layernorm", 100),
+        ("model.layers.2.post_attention_layernorm",),
+        GROWS,
+    ),
+    Fault(
+        "x0.001 init of one layer",
+        "gpt2",
+        times("transformer.h.4.attn.c_proj", 1e-3),
+        ("transformer.h.4.attn.c_proj",),
+        SHRINKS,
+    ),
+    Fault(
+        "small init from block 2 on",
+        "gpt2",
+        small_from("transformer.h.{}", 2, 6, 0.01),
+        ("transformer.h.2.attn.c_attn", "transformer.h.2"),
+        SHRINKS,
+    ),
     Fault("small init from layer 6 on", "plain", small_from("{}", 6, 16, 0.05), ("6",), SHRINKS),
-    Fault("small init from block 4 on", "llama", small_from("model.layers.{}", 4, 6, 0.01), ("model.layers.4.self_attn.q_proj",), SHRINKS, True),
-    Fault("missing norm in one block", "net", replaced("blocks.3.norm2", nn.Identity), ("blocks.3.norm2",), ("no norm",), True),
-    Fault("no norms in a residual stack", "residual", lambda model: None, ("0", "1", "0.fc", "1.fc"), GROWS),
-    Fault("residual branch lost and shrunk", "net", broken("blocks.3", "no residual"), ("blocks.3",), SHRINKS),
+    Fault(
+        "small init from block 4 on",
+        "llama",
+        small_from("model.layers.{}", 4, 6, 0.01),
+        ("model.layers.4.self_attn.q_proj",),
+        SHRINKS,
+        True,
+    ),
+    Fault(
+        "missing norm in one block",
+        "net",
+        replaced("blocks.3.norm2", nn.Identity),
+        ("blocks.3.norm2",),
+        ("no norm",),
+        True,
+    ),
+    Fault(
+        "no norms in a residual stack",
+        "residual",
+        lambda model: None,
+        ("0", "1", "0.fc", "1.fc"),
+        GROWS,
+    ),
+    Fault(
+        "residual branch lost and shrunk",
+        "net",
+        broken("blocks.3", "no residual"),
+        ("blocks.3",),
+        SHRINKS,
+    ),
     Fault("dead ReLU by its bias", "plain", bias("6", -1e3), ("7",), ("dead",)),
-    Fault("dead ReLU in a CNN", "resnet", bias("layer2.0.bn1", -1e3), ("layer2.0.relu",), ("dead",)),
-    Fault("NaN in one weight", "gpt2", element("transformer.h.1.attn.c_attn", float("nan")), ("transformer.h.1.attn.c_attn",), ("non-finite",)),
-    Fault("NaN in a norm's bias", "vit", element("vit.layers.2.layernorm_after", float("nan"), "bias"), ("vit.layers.2.layernorm_after", ), ("non-finite",), True),
-    Fault("infinity in a weight", "llama", element("model.layers.2.mlp.gate_proj", float("inf")), ("model.layers.2.mlp.gate_proj",), ("non-finite",)),
-    Fault("overflow in float16", "net", times("blocks.2.up", 1e5), ("blocks.2.up", "blocks.2.act", "blocks.2.down"), ("non-finite",), dtype=torch.float16),
-    Fault("division of 0 by 0 in the forward", "net", broken("blocks.4", "log"), ("blocks.4.out",), ("non-finite",), True),
+    Fault(
+        "dead ReLU in a CNN", "resnet", bias("layer2.0.bn1", -1e3), ("layer2.0.relu",), ("dead",)
+    ),
+    Fault(
+        "NaN in one weight",
+        "gpt2",
+        element("transformer.h.1.attn.c_attn", float("nan")),
+        ("transformer.h.1.attn.c_attn",),
+        ("non-finite",),
+    ),
+    Fault(
+        "NaN in a norm's bias",
+        "vit",
+        element("vit.layers.2.layernorm_after", float("nan"), "bias"),
+        ("vit.layers.2.layernorm_after",),
+        ("non-finite",),
+        True,
+    ),
+    Fault(
+        "infinity in a weight",
+        "llama",
+        element("model.layers.2.mlp.gate_proj", float("inf")),
+        ("model.layers.2.mlp.gate_proj",),
+        ("non-finite",),
+    ),
+    Fault(
+        "overflow in float16",
+        "net",
+        times("blocks.2.up", 1e5),
+        ("blocks.2.up", "blocks.2.act", "blocks.2.down"),
+        ("non-finite",),
+        dtype=torch.float16,
+    ),
+    Fault(
+        "division of 0 by 0 in the forward",
+        "net",
+        broken("blocks.4", "log"),
+        ("blocks.4.out",),
+        ("non-finite",),
+        True,
+    ),
     Fault("NaN in a second leaf", "pairs", lambda model: None, ("parts.2",), ("non-finite",)),
-    Fault("infinite gradient of a square root", "roots", lambda model: None, ("1",), ("non-finite",)),
-    Fault("gradient cut by detach", "net", broken("blocks.3", "detach"), ("blocks.3.out",), ("cut",)),
-    Fault("gradient of a branch cut by detach", "net", broken("blocks.2", "detach branch"), ("blocks.2.out",), ("cut",), True),
-    Fault("vanishing gradient through sigmoids", "sigmoids", lambda model: None, tuple(f"{k}" for k in range(10, 13)) + ("11.0", "10.0"), ("vanishing gradient", "vanishing")),
-    Fault("block tied by mistake", "bert", tied("bert.encoder.layer", 4, 3), ("bert.encoder.layer.3",), ("shared",)),
-    Fault("saturated softmax by x50 query", "net", times("blocks.2.query", 50), ("blocks.2.query",), GROWS),
-    Fault("saturated softmax by its scale", "net", both(*(broken(f"blocks.{k}", "scale") for k in range(6)), *(times(f"blocks.{k}.query", 4) for k in range(6))), ("blocks.0.softmax",), ("saturated",)),
-    Fault("one value head zero", "llama", rows("model.layers.2.self_attn.v_proj", 16, 32), ("model.layers.2.self_attn.v_proj",), ("channels",)),
-    Fault("one query head zero", "bert", rows("bert.encoder.layer.1.attention.self.query", 32, 48), ("bert.encoder.layer.1.attention.self.query",), ("channels",), True),
-    Fault("dead channels of a convolution", "resnet", rows("layer2.0.conv2", 10, 40), ("layer2.0.conv2",), ("channels",)),
-    Fault("an outlier weight", "vit", element("vit.layers.3.mlp.fc1", 300.0), ("vit.layers.3.mlp.fc1",), ("outlier", "exploding")),
-    Fault("an outlier weight in a norm", "llama", element("model.layers.1.input_layernorm", 200.0), ("model.layers.1.input_layernorm",), ("outlier", "exploding"), True),
-    Fault("bfloat16 cast in one block", "net", broken("blocks.2", "cast"), ("blocks.2.act",), ("dtype",)),
-    Fault("MLP of one block never called", "net", broken("blocks.4", "skips mlp"), ("blocks.4.norm2",), ("never called",)),
-    Fault("key shares the weights of the query", "net", same_weights("blocks.1.key", "blocks.1.query"), ("blocks.1.query",), ("equal",), True),
-    Fault("a block frozen by accident", "llama", frozen("model.layers.2.mlp.down_proj"), ("model.layers.2.mlp.down_proj.weight",), ("frozen",)),
-    Fault("all positions share one vector", "bert", zero("bert.embeddings.position_embeddings"), ("bert.embeddings.position_embeddings",), ("dead",), True),
-]  # fmt: skip
-_ = copy, FAMILIES, at, Cast, layers_of, _dead_relu
+    Fault(
+        "infinite gradient of a square root", "roots", lambda model: None, ("1",), ("non-finite",)
+    ),
+    Fault(
+        "gradient cut by detach", "net", broken("blocks.3", "detach"), ("blocks.3.out",), ("cut",)
+    ),
+    Fault(
+        "gradient of a branch cut by detach",
+        "net",
+        broken("blocks.2", "detach branch"),
+        ("blocks.2.out",),
+        ("cut",),
+        True,
+    ),
+    Fault(
+        "vanishing gradient through sigmoids",
+        "sigmoids",
+        lambda model: None,
+        ("10", "11", "12", "10.0", "11.0"),
+        ("vanishing gradient", "vanishing"),
+    ),
+    Fault(
+        "block tied by mistake",
+        "bert",
+        tied("bert.encoder.layer", 4, 3),
+        ("bert.encoder.layer.3",),
+        ("shared",),
+    ),
+    Fault(
+        "saturated softmax by x50 query",
+        "net",
+        times("blocks.2.query", 50),
+        ("blocks.2.query",),
+        GROWS,
+    ),
+    Fault(
+        "saturated softmax by its scale",
+        "net",
+        both(
+            *(broken(f"blocks.{k}", "scale") for k in range(6)),
+            *(times(f"blocks.{k}.query", 4) for k in range(6)),
+        ),
+        ("blocks.0.softmax",),
+        ("saturated",),
+    ),
+    Fault(
+        "one value head zero",
+        "llama",
+        rows("model.layers.2.self_attn.v_proj", 16, 32),
+        ("model.layers.2.self_attn.v_proj",),
+        ("channels",),
+    ),
+    Fault(
+        "one query head zero",
+        "bert",
+        rows("bert.encoder.layer.1.attention.self.query", 32, 48),
+        ("bert.encoder.layer.1.attention.self.query",),
+        ("channels",),
+        True,
+    ),
+    Fault(
+        "dead channels of a convolution",
+        "resnet",
+        rows("layer2.0.conv2", 10, 40),
+        ("layer2.0.conv2",),
+        ("channels",),
+    ),
+    Fault(
+        "an outlier weight",
+        "vit",
+        element("vit.layers.3.mlp.fc1", 300.0),
+        ("vit.layers.3.mlp.fc1",),
+        ("outlier", "exploding"),
+    ),
+    Fault(
+        "an outlier weight in a norm",
+        "llama",
+        element("model.layers.1.input_layernorm", 200.0),
+        ("model.layers.1.input_layernorm",),
+        ("outlier", "exploding"),
+        True,
+    ),
+    Fault(
+        "bfloat16 cast in one block",
+        "net",
+        broken("blocks.2", "cast"),
+        ("blocks.2.act",),
+        ("dtype",),
+    ),
+    Fault(
+        "MLP of one block never called",
+        "net",
+        broken("blocks.4", "skips mlp"),
+        ("blocks.4.norm2",),
+        ("never called",),
+    ),
+    Fault(
+        "key shares the weights of the query",
+        "net",
+        same_weights("blocks.1.key", "blocks.1.query"),
+        ("blocks.1.query",),
+        ("equal",),
+        True,
+    ),
+    Fault(
+        "a block frozen by accident",
+        "llama",
+        frozen("model.layers.2.mlp.down_proj"),
+        ("model.layers.2.mlp.down_proj.weight",),
+        ("frozen",),
+    ),
+    Fault(
+        "all positions share one vector",
+        "bert",
+        zero("bert.embeddings.position_embeddings"),
+        ("bert.embeddings.position_embeddings",),
+        ("dead",),
+        True,
+    ),
+]

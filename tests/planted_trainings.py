@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from findings.faults import Net, _plain
-from findings.healthy import WIDTH, Recurrent
 from torch import nn
 
 import hookline as hl
+from healthy_models import WIDTH, Recurrent, plain
+from planted_faults import Net
 
 STEPS, WHEN = 60, 30
 
@@ -22,7 +22,9 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(3 if not k else 16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+            nn.Sequential(
+                nn.Conv2d(3 if not k else 16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()
+            )
             for k in range(4)
         )
         self.head = nn.Linear(16, 10)
@@ -89,7 +91,12 @@ class Training:
         """Train, and judge the training."""
         torch.manual_seed(0)
         model = self.model().train()
-        options = {"lr": 1e-3, "optimizer": torch.optim.Adam, "every": 1, "steps": STEPS} | self.options
+        options = {
+            "lr": 1e-3,
+            "optimizer": torch.optim.Adam,
+            "every": 1,
+            "steps": STEPS,
+        } | self.options
         optimizer = options["optimizer"](model.parameters(), lr=options["lr"])
         schedule = options.get("schedule")
         setting = Setting(model, optimizer, schedule(optimizer) if schedule else None)
@@ -101,8 +108,10 @@ class Training:
                     self.change(setting, step)
                 output = model(setting.batch)
                 scores = output.reshape(-1, output.shape[-1])
-                labels = setting.batch.reshape(-1) % 100 if setting.batch.dtype == torch.int64 else (
-                    torch.arange(len(scores)) % scores.shape[-1]
+                labels = (
+                    setting.batch.reshape(-1) % 100
+                    if setting.batch.dtype == torch.int64
+                    else (torch.arange(len(scores)) % scores.shape[-1])
                 )
                 loss = nn.functional.cross_entropy(scores, labels) * setting.scale
                 seen.log(loss=loss)
@@ -229,31 +238,126 @@ def _net() -> nn.Module:
 _SGD = {"optimizer": torch.optim.SGD, "lr": 0.1}
 HEALTHY: list[Training] = [
     Training("transformer", _net, _tokens),
-    Training("plain, SGD", _plain, _rows, options=_SGD),
+    Training("plain, SGD", plain, _rows, options=_SGD),
     Training("convolutions, SGD", Small, _pictures, options=_SGD),
     Training("warm-up", _net, _tokens, options={"schedule": _warm_up}),
     Training("warm restarts", _net, _tokens, options={"schedule": _restarts}),
     Training("every second step", _net, _tokens, options={"every": 2, "steps": 80}, held_out=True),
     Training("recurrent", Recurrent, _tokens, held_out=True, options={"lr": 1e-2}),
-    Training("AdamW, large rate", _net, _tokens, options={"optimizer": torch.optim.AdamW, "lr": 3e-3}),
+    Training(
+        "AdamW, large rate", _net, _tokens, options={"optimizer": torch.optim.AdamW, "lr": 3e-3}
+    ),
     Training("long", lambda: Net(2), _tokens, options={"steps": 600}, held_out=True),
     Training("frozen embedding", _net, _tokens, freeze("embed")),
-]  # fmt: skip
+]
 FAULTS: list[Training] = [
     Training("learning rate x1000", _net, _tokens, lr(1000), None, ("learning rate",)),
-    Training("learning rate x1000, SGD", Small, _pictures, lr(1000), None, ("learning rate",), options=_SGD, held_out=True),
-    Training("a bad batch", _plain, _rows, batch_times(1000), ("0",), ("jump",)),
-    Training("a bad batch of pictures", Small, _pictures, batch_times(1e4), ("blocks.0.0", "blocks.0"), ("jump",), held_out=True),
-    Training("a NaN in a batch", _plain, _rows, one_nan, ("0",), ("non-finite",)),
-    Training("a NaN in a weight", _net, _tokens, fill("blocks.2.up.weight", float("nan")), ("blocks.2.up.weight", "blocks.2.up"), ("non-finite",)),
-    Training("a layer explodes", _net, _tokens, scaled("blocks.2.down.weight", 1e3), ("blocks.2.down.weight", "blocks.2.down"), ("jump",)),
-    Training("the embedding explodes", _net, _tokens, scaled("embed.weight", 1e3), ("embed.weight", "embed"), ("jump",), held_out=True),
-    Training("the loss explodes", _plain, _rows, loss_times(1e4), ("16", "(root)"), ("jump",), options=_SGD),
-    Training("a dead ReLU from a step on", _plain, _rows, kept("6.bias", -1e4), ("7", "6", "6.bias"), ("dead", "jump")),
-    Training("a layer dies", _net, _tokens, kept("blocks.1.out.weight", 0.0), ("blocks.1.out", "blocks.1.out.weight"), ("dead",)),
-    Training("a layer frozen by accident", _net, _tokens, freeze("blocks.2.up"), ("blocks.2.up.weight",), ("frozen",), None),
-    Training("a layer left out of the optimizer", _net, _tokens, left_out("blocks.1.key"), ("blocks.1.key.weight",), ("frozen",), None, held_out=True),
-    Training("a layer frozen from a step on", _net, _tokens, freeze_at("blocks.3.value"), ("blocks.3.value.weight",), ("frozen",), None),
+    Training(
+        "learning rate x1000, SGD",
+        Small,
+        _pictures,
+        lr(1000),
+        None,
+        ("learning rate",),
+        options=_SGD,
+        held_out=True,
+    ),
+    Training("a bad batch", plain, _rows, batch_times(1000), ("0",), ("jump",)),
+    Training(
+        "a bad batch of pictures",
+        Small,
+        _pictures,
+        batch_times(1e4),
+        ("blocks.0.0", "blocks.0"),
+        ("jump",),
+        held_out=True,
+    ),
+    Training("a NaN in a batch", plain, _rows, one_nan, ("0",), ("non-finite",)),
+    Training(
+        "a NaN in a weight",
+        _net,
+        _tokens,
+        fill("blocks.2.up.weight", float("nan")),
+        ("blocks.2.up.weight", "blocks.2.up"),
+        ("non-finite",),
+    ),
+    Training(
+        "a layer explodes",
+        _net,
+        _tokens,
+        scaled("blocks.2.down.weight", 1e3),
+        ("blocks.2.down.weight", "blocks.2.down"),
+        ("jump",),
+    ),
+    Training(
+        "the embedding explodes",
+        _net,
+        _tokens,
+        scaled("embed.weight", 1e3),
+        ("embed.weight", "embed"),
+        ("jump",),
+        held_out=True,
+    ),
+    Training(
+        "the loss explodes",
+        plain,
+        _rows,
+        loss_times(1e4),
+        ("16", "(root)"),
+        ("jump",),
+        options=_SGD,
+    ),
+    Training(
+        "a dead ReLU from a step on",
+        plain,
+        _rows,
+        kept("6.bias", -1e4),
+        ("7", "6", "6.bias"),
+        ("dead", "jump"),
+    ),
+    Training(
+        "a layer dies",
+        _net,
+        _tokens,
+        kept("blocks.1.out.weight", 0.0),
+        ("blocks.1.out", "blocks.1.out.weight"),
+        ("dead",),
+    ),
+    Training(
+        "a layer frozen by accident",
+        _net,
+        _tokens,
+        freeze("blocks.2.up"),
+        ("blocks.2.up.weight",),
+        ("frozen",),
+        None,
+    ),
+    Training(
+        "a layer left out of the optimizer",
+        _net,
+        _tokens,
+        left_out("blocks.1.key"),
+        ("blocks.1.key.weight",),
+        ("frozen",),
+        None,
+        held_out=True,
+    ),
+    Training(
+        "a layer frozen from a step on",
+        _net,
+        _tokens,
+        freeze_at("blocks.3.value"),
+        ("blocks.3.value.weight",),
+        ("frozen",),
+        None,
+    ),
     Training("learning rate 0 from a step on", _net, _tokens, all_lr_zero, None, ("frozen",)),
-    Training("learning rate too high from the start", _net, _tokens, options={"lr": 1.0}, kinds=("learning rate",), step=None),
-]  # fmt: skip
+    Training(
+        "learning rate too high from the start",
+        _net,
+        _tokens,
+        options={"lr": 1.0},
+        kinds=("learning rate",),
+        step=None,
+    ),
+]
