@@ -24,7 +24,7 @@ ROOMS = [
     "hookline.verbs.record", "hookline.verbs.edit", "hookline.verbs.summary",
     "hookline.verbs.attach", "hookline.verbs.inventory", "hookline.verbs.shared",
     "hookline.opening", "hookline.data", "hookline.stores", "hookline.recordings",
-    "hookline.curves", "hookline.statistics", "hookline.models",
+    "hookline.curves", "hookline.findings", "hookline.statistics", "hookline.models",
     "hookline.engine", "hookline.engine.line", "hookline.engine.report",
     "hookline.engine.gradients", "hookline.engine.autograd", "hookline.engine.taps",
     "hookline.engine.compile", "hookline.engine.memory", "hookline.engine.passes",
@@ -40,8 +40,8 @@ ONLY = {
     "hookline.views": GROUND | {
         "hookline.verbs.summary", "hookline.verbs.compare", "hookline.verbs.sweep",
         "hookline.opening", "hookline.stores",
-        "hookline.recordings", "hookline.curves", "hookline.statistics", "hookline.engine",
-        "hookline.engine.pytree", "hookline.files",
+        "hookline.recordings", "hookline.curves", "hookline.findings", "hookline.statistics",
+        "hookline.engine", "hookline.engine.pytree", "hookline.files",
     },
 }  # fmt: skip
 # Functions that may import late: what is heavy, when it is asked for.

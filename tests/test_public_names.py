@@ -21,11 +21,11 @@ from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "ClassMaps", "Comparison",
-    "Curves", "Diagnosis", "Finding", "FolderError", "HooklineError", "HooklineWarning",
-    "InputError", "Inventory", "Line", "ModelError", "NonFiniteError", "NotRecordedError",
-    "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording", "Report", "Selection",
-    "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary", "Sweep", "attach",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "CheckFinding", "ClassMaps",
+    "Comparison", "Curves", "Diagnosis", "Finding", "Findings", "FolderError", "HooklineError",
+    "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NonFiniteError",
+    "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording",
+    "Report", "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary", "Sweep", "attach",
     "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract",
     "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "shadow",
     "stats", "summary", "sweep", "watch", "write_page",

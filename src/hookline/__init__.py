@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from hookline.engine import Selection as Selection
     from hookline.engine import Site as Site
     from hookline.engine import select as select
+    from hookline.findings import Finding as Finding
+    from hookline.findings import Findings as Findings
     from hookline.opening import open as open
     from hookline.recordings import Recording as Recording
     from hookline.statistics import stats as stats
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from hookline.verbs.cam.cam import cam as cam
     from hookline.verbs.cam.class_maps import ClassMaps as ClassMaps
     from hookline.verbs.check.check import check as check
-    from hookline.verbs.check.finding import Finding as Finding
+    from hookline.verbs.check.finding import CheckFinding as CheckFinding
     from hookline.verbs.clip.clip import clip as clip
     from hookline.verbs.compare.compare import compare as compare
     from hookline.verbs.compare.comparison import Comparison as Comparison
@@ -77,6 +79,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "curves": "Curves",
     "engine": "EVERYWHERE Line Report Selection Site select",
+    "findings": "Finding Findings",
     "opening": "open",
     "recordings": "Recording",
     "statistics": "stats",
@@ -85,7 +88,7 @@ _MODULES = {
     "verbs.cam.cam": "cam",
     "verbs.cam.class_maps": "ClassMaps",
     "verbs.check.check": "check",
-    "verbs.check.finding": "Finding",
+    "verbs.check.finding": "CheckFinding",
     "verbs.clip.clip": "clip",
     "verbs.compare.compare": "compare",
     "verbs.compare.comparison": "Comparison",

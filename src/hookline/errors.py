@@ -71,8 +71,8 @@ class NonFiniteError(HooklineError, FloatingPointError):
     """A NaN or an infinity was found in a model by `hl.check`.
 
     Attributes:
-        finding: the `hl.Finding` that says where the value was made. `print(error.finding)` prints
-            the operation, the line of code, the module and the likely cause, as far as known.
+        finding: the `hl.CheckFinding` that says where the value was made. `print(error.finding)`
+            prints the operation, the line of code, the module and the likely cause, if known.
     """
 
     def __init__(self, message: str, finding: Any) -> None:

@@ -26,6 +26,7 @@ from hookline.cli.inspecting import (
     read_input,
     silence,
 )
+from hookline.cli.judging import FailOnOption, fail_on, findings_in, findings_to_show
 from hookline.cli.storing import store_app
 from hookline.cli.terminal import (
     AsJson,
@@ -140,9 +141,10 @@ def inspect_command(
         bool, typer.Option("--plot", help="also draw histograms and small maps in the terminal")
     ] = False,
     open_it: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
+    level: FailOnOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a model on an input: print a table, write a recording and a page."""
+    """Run a model on an input: print a table and the findings, write a recording and a page."""
     with complaints():
         if as_json and plot:
             raise InputError(
@@ -172,6 +174,7 @@ def inspect_command(
         say(not_drawn)
     if not_drawn or not len(inspection.recording):
         raise typer.Exit(1)
+    fail_on(inspection.findings, level)
 
 
 def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
@@ -184,6 +187,9 @@ def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
     for label, probability in inspection.classes:
         out.print(f"  {probability:6.1%}  {label}", markup=False)
     not_drawn = _plot(inspection) if plot else ""
+    if len(inspection.recording):
+        out.print()
+        show(inspection.findings)
     _say_where(inspection)
     return not_drawn
 
@@ -340,9 +346,31 @@ def view(
         if out_path is not None:
             written = write_view(folders, chosen, out_path)
             out.print(f"written: {written}", markup=False, soft_wrap=True)
+            findings = findings_to_show(folder)
+            if findings is not None:
+                out.print()
+                show(findings)
             return
         serving = serving_of(folders, chosen, host, port, wait)
         serve(serving, folders, not no_open)
+
+
+@app.command("findings")
+def findings_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="what run.save or hl.monitor wrote")
+    ],
+    level: FailOnOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong in a recording or a training, worst first, and where it begins."""
+    with complaints(), Busy("reading the values"):
+        findings = findings_in(folder)
+    if as_json:
+        print_json(findings.to_dict())
+    else:
+        show(findings)
+    fail_on(findings, level)
 
 
 @app.command("compare")

@@ -16,6 +16,7 @@ from hookline.data import guess_input, load_input
 from hookline.display.text import plural
 from hookline.engine import PORTS, Report
 from hookline.errors import HooklineError, HooklineWarning, InputError, SelectionError
+from hookline.findings import Findings
 from hookline.models import Batch, LoadedModel
 from hookline.recordings import Recording, check_target
 from hookline.verbs.doctor.diagnosis import Diagnosis
@@ -38,6 +39,7 @@ class Inspection:
     folder: Path
     page: Path | None
     classes: list[tuple[str, float]]
+    findings: Findings
 
 
 def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Path) -> Inspection:
@@ -67,7 +69,7 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
             line.forward("", lambda module, args, value: output.append(value))
             summary = hl.summary(model, inputs_of(model, batch))
     if not len(run):
-        return Inspection(summary, run, folder, None, [])
+        return Inspection(summary, run, folder, None, [], run.findings())
     with Busy("writing the recording"):
         run.save(folder)
     classes = _classes(loaded, output[0]) if output else []
@@ -80,7 +82,7 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
             summary=summary,
             evidence=Evidence(batch.images, classes),
         )
-    return Inspection(summary, run, folder, page, classes)
+    return Inspection(summary, run, folder, page, classes, run.findings())
 
 
 def inspection_data(inspection: Inspection, batch: Batch) -> dict[str, Any]:
@@ -91,6 +93,7 @@ def inspection_data(inspection: Inspection, batch: Batch) -> dict[str, Any]:
         "folder": None if inspection.page is None else str(inspection.folder),
         "page": None if inspection.page is None else str(inspection.page),
         "n_values": len(inspection.recording),
+        "findings": inspection.findings.to_dict(),
         "sites": inspection.recording.report().to_dict()["sites"],
         "summary": inspection.summary.to_dict(),
     }

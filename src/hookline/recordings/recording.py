@@ -31,6 +31,8 @@ from hookline.engine import (
 from hookline.engine.model_fingerprint import RecordedModel, recorded_model
 from hookline.engine.run_settings import settings_of
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
+from hookline.findings.finding import Findings
+from hookline.recordings.findings import findings_of_passes
 from hookline.recordings.folder import is_one_of_many, write, write_ranks
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key, Lookup
@@ -361,6 +363,31 @@ class Recording(Lookups, Result):
         """
         self._refuse_of_ranks("gradients()")
         return gradient_flow(self._log, self.report())
+
+    def findings(self) -> Findings:
+        """Judge the recorded values: what is wrong, worst first, and where it begins.
+
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+            >>> _ = nn.init.constant_(model[2].weight, float("nan"))
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.ones(4, 2))
+            >>> finding = run.findings()[0]
+            >>> finding.level, finding.kind, finding.site
+            ('error', 'non-finite', '2')
+
+        The values are read once, in firing order, one at a time. Record outputs of all modules, and
+        `grad_output` for rules on gradients; record the inputs, too, to tell a fault of a module
+        from one of the code before it ([Findings](../findings.md) lists the rules).
+
+        Returns:
+            The findings: print them, iterate over them, or ask `.ok` and `.worst`.
+
+        Raises:
+            FolderError: the folder of the recording is gone or damaged.
+            AmbiguousError: the recording holds several ranks; write `run.ranks[0].findings()`.
+        """
+        self._refuse_of_ranks("findings()")
+        return findings_of_passes(self.passes, self.modules, self.report())
 
     def report(self) -> Report:
         """Return the report: how often each site fired, and why some sites never fired.

@@ -8,8 +8,9 @@ from hookline.display.text import listed, plural
 from hookline.engine import path_text
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings, ignores_mode
+from hookline.findings import Finding
 from hookline.verbs.compare.alignment import Alignment
-from hookline.verbs.compare.comparison import ComparedSite, Remark
+from hookline.verbs.compare.comparison import ComparedSite
 from hookline.verbs.compare.floor import FINE
 from hookline.verbs.compare.names import Pairing
 from hookline.verbs.compare.sides import Side
@@ -21,19 +22,21 @@ _NOT_RECORDED = (
 )
 
 
-def of_inputs(inputs: list[ComparedSite]) -> list[Remark]:
+def of_inputs(inputs: list[ComparedSite]) -> list[Finding]:
     """Say which inputs of the model differ.
 
     Args:
         inputs: the rows of the model's inputs; empty if they were not recorded in both.
     """
     if not inputs:
-        return [Remark("inputs", _NOT_RECORDED, "(root):input")]
+        return [Finding("inputs", _NOT_RECORDED, "(root):input")]
     odd = [row for row in inputs if row.verdict in ("differs", "not comparable")]
-    return [Remark("inputs", f"the inputs differ: {row.site} ({row.why})", row.site) for row in odd]
+    return [
+        Finding("inputs", f"the inputs differ: {row.site} ({row.why})", row.site) for row in odd
+    ]
 
 
-def of_floors(eps: float, rows: list[ComparedSite]) -> list[Remark]:
+def of_floors(eps: float, rows: list[ComparedSite]) -> list[Finding]:
     """Say that a coarse dtype hides small faults, where no row differs.
 
     Args:
@@ -52,10 +55,10 @@ def of_floors(eps: float, rows: list[ComparedSite]) -> list[Remark]:
             f"these dtypes round away what is below {eps / 2:.1g} of a value: to see it, run both"
             " in float32 or float64, as hl.shadow(a, b, inputs) does"
         )
-    return [Remark("floor", text)]
+    return [Finding("floor", text)]
 
 
-def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -> list[Remark]:
+def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -> list[Finding]:
     """Say what a reader should know of the alignment, and whether positions explain a difference.
 
     Args:
@@ -64,15 +67,15 @@ def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -
         rows: the rows of the comparison.
     """
     if alignment is None:
-        return [Remark("tokens", why)] if why else []
+        return [Finding("tokens", why)] if why else []
     remarks = []
     if alignment.positions and any(row.verdict == "differs" for row in rows):
         text = f"the inputs differ: {alignment.positions}"
-        remarks.append(Remark("inputs", text, "(root):input"))
-    return [*remarks, *(Remark("tokens", note) for note in alignment.notes)]
+        remarks.append(Finding("inputs", text, "(root):input"))
+    return [*remarks, *(Finding("tokens", note) for note in alignment.notes)]
 
 
-def of_settings(a: Side, b: Side, rows: list[ComparedSite]) -> tuple[list[Remark], list[Remark]]:
+def of_settings(a: Side, b: Side, rows: list[ComparedSite]) -> tuple[list[Finding], list[Finding]]:
     """Say which settings of torch differ between two runs, if a value does.
 
     Args:
@@ -89,12 +92,12 @@ def of_settings(a: Side, b: Side, rows: list[ComparedSite]) -> tuple[list[Remark
     ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
     kinds = {**b.kinds, **a.kinds}
     texts = [*_of_training(ours, theirs, kinds), *_of_torch(ours, theirs)]
-    modes = [Remark("modes", text) for text in texts]
+    modes = [Finding("modes", text) for text in texts]
     rest = []
     if ours.grad != theirs.grad:
-        rest.append(Remark("modes", f"gradients were {ours.grad} in a, and {theirs.grad} in b"))
+        rest.append(Finding("modes", f"gradients were {ours.grad} in a, and {theirs.grad} in b"))
     if ours.seed != theirs.seed:
-        rest.append(Remark("seeds", f"torch's seed was {ours.seed} in a, and {theirs.seed} in b"))
+        rest.append(Finding("seeds", f"torch's seed was {ours.seed} in a, and {theirs.seed} in b"))
     return modes, rest
 
 
@@ -136,7 +139,7 @@ def _on(dtypes: Mapping[str, str]) -> str:
     return " and ".join(f"{dtype} on {device}" for device, dtype in dtypes.items()) or "off"
 
 
-def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Remark]:
+def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Finding]:
     """Say which values are on one side alone.
 
     Args:
@@ -154,35 +157,35 @@ def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Remark]:
                 f"; {other} has no gradients there: record both with"
                 ' ports=("output", "grad_output"), and run backward'
             )
-        remarks.append(Remark("names", text, keys[0]))
+        remarks.append(Finding("names", text, keys[0]))
     return remarks
 
 
-def of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Remark]:
+def of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Finding]:
     """Say what differs between two models: class, structure, weights, code, versions."""
     if a is None or b is None:
         return []
     remarks = []
     if a.type != b.type:
-        remarks.append(Remark("model", f"the model is a {a.type} in a, and a {b.type} in b"))
+        remarks.append(Finding("model", f"the model is a {a.type} in a, and a {b.type} in b"))
     else:
         parts = ("structure", "weights", "code")
         names = [name for name in parts if getattr(a, name) != getattr(b, name)]
         if names:
             are = "differ" if len(names) > 1 or names[0] == "weights" else "differs"
             hint = ": compare two state dicts to see which" * ("weights" in names)
-            remarks.append(Remark("model", f"{' and '.join(names)} of the model {are}{hint}"))
+            remarks.append(Finding("model", f"{' and '.join(names)} of the model {are}{hint}"))
     versions = [
         f"{name} {a.versions.get(name, 'none')} and {b.versions.get(name, 'none')}"
         for name in dict.fromkeys((*a.versions, *b.versions))
         if a.versions.get(name) != b.versions.get(name)
     ]
     if versions:
-        remarks.append(Remark("versions", f"versions differ: {', '.join(versions)}"))
+        remarks.append(Finding("versions", f"versions differ: {', '.join(versions)}"))
     return remarks
 
 
-def of_forms(rows: list[ComparedSite]) -> list[Remark]:
+def of_forms(rows: list[ComparedSite]) -> list[Finding]:
     """Say where dtypes differ, and what could not be compared."""
     remarks = []
     dtypes: dict[tuple[str, str], list[str]] = {}
@@ -196,7 +199,7 @@ def of_forms(rows: list[ComparedSite]) -> list[Remark]:
             dtypes.setdefault(pair, []).append(row.site)
     for pair, sites in dtypes.items():
         text = f"{plural(len(sites), 'value')} {pair[0]} in a and {pair[1]} in b"
-        remarks.append(Remark("dtypes", text, sites[0]))
+        remarks.append(Finding("dtypes", text, sites[0]))
     for reason, odd in reasons.items():
         names = [
             f"{row.site} ({row.why.removeprefix('shapes ')})" * (reason == "other shapes")
@@ -204,5 +207,5 @@ def of_forms(rows: list[ComparedSite]) -> list[Remark]:
             for row in odd
         ]
         text = f"{plural(len(odd), 'value')} not comparable, {reason}: {listed(names, _MOST_NAMED)}"
-        remarks.append(Remark("values", text, odd[0].site))
+        remarks.append(Finding("values", text, odd[0].site))
     return remarks

@@ -15,8 +15,8 @@ from hookline.display.text import first_line
 from hookline.engine import module_tree
 from hookline.engine.pytree import tree
 from hookline.errors import HooklineError, InputError
+from hookline.findings import Finding
 from hookline.verbs.attach.raw_line import attach
-from hookline.verbs.compare.comparison import Remark
 from hookline.verbs.compare.floor import eps_of
 from hookline.verbs.compare.sides import Entry, Side
 from hookline.verbs.shared.rerun import eval_without_side_effects
@@ -62,7 +62,9 @@ class ModelRun(NamedTuple):
         return Side("recording", entries)
 
 
-def run_both(a: nn.Module, b: nn.Module, inputs: Any) -> tuple[list[ModelRun], float, list[Remark]]:
+def run_both(
+    a: nn.Module, b: nn.Module, inputs: Any
+) -> tuple[list[ModelRun], float, list[Finding]]:
     """Run both models on copies in float64, where they run in it.
 
     Their parameters and buffers are rounded to the coarser dtype of the two before, so that a
@@ -84,7 +86,7 @@ def run_both(a: nn.Module, b: nn.Module, inputs: Any) -> tuple[list[ModelRun], f
         except Exception as error:  # a kernel without float64, a forward that is bound to a model
             name = str(coarser).removeprefix("torch.")
             text = f"float64 is not tried, so the floors are of {name}: {first_line(error)}"
-            remarks.append(Remark("floor", text))
+            remarks.append(Finding("floor", text))
         else:
             return runs, _EPS_OF_FLOAT64, remarks
     runs = []

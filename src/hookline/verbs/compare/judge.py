@@ -10,13 +10,13 @@ from hookline.display.text import plural
 from hookline.engine import path_text
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import OverwrittenError
+from hookline.findings import Finding
 from hookline.statistics.difference import Difference
 from hookline.verbs.compare.aligned import measured_by_token, measured_inputs, observe
 from hookline.verbs.compare.alignment import Alignment
 from hookline.verbs.compare.comparison import (
     ComparedSite,
     Comparison,
-    Remark,
     number_text,
     ratio_text,
 )
@@ -129,7 +129,7 @@ class Judge:
         self.eps = max(self.eps, eps)
         return floor_of(self.eps, entry.kind, n_modules)
 
-    def suspect(self, rows: list[ComparedSite]) -> tuple[str | None, list[Remark]]:
+    def suspect(self, rows: list[ComparedSite]) -> tuple[str | None, list[Finding]]:
         """Return the path of the module that makes the first difference, and the finding of it."""
         first = next((row for row in rows if row.verdict == "differs"), None)
         if first is None:
@@ -137,7 +137,7 @@ class Judge:
         entry = self.entry_of[first.site]
         text = f"first beyond noise: {first.site} ({first.why})"
         if entry.is_input or entry.port not in ("input", "output"):
-            return None, [Remark("site", text, first.site)]
+            return None, [Finding("site", text, first.site)]
         fired = {other.path for other in self.entry_of.values() if other.port == "output"}
         path, hint = entry.path, ""
         if entry.port == "input":
@@ -148,7 +148,7 @@ class Judge:
             hint = "; its inputs are equal up to noise"
         elif entry.n_modules:  # of a recording
             hint = '; record ports=("input", "output") to tell it from the code that feeds it'
-        return path, [Remark("site", text + hint, first.site)]
+        return path, [Finding("site", text + hint, first.site)]
 
 
 def _why(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:

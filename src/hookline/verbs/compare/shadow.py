@@ -14,12 +14,12 @@ from hookline.engine import module_tree, path_text, require_model
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import InputError
+from hookline.findings import Finding
 from hookline.verbs.compare.before import of_names
 from hookline.verbs.compare.calls import Call, ModelRun, run_both
 from hookline.verbs.compare.comparison import (
     ComparedSite,
     Comparison,
-    Remark,
     Verdict,
     number_text,
 )
@@ -190,7 +190,7 @@ def _judged(row: ComparedSite, local: _Local) -> ComparedSite:
 
 def _suspect(
     rows: list[ComparedSite], paths: list[tuple[str, str]]
-) -> tuple[str | None, list[Remark]]:
+) -> tuple[str | None, list[Finding]]:
     """Name the suspects: the deepest modules of b with a local error above the floor.
 
     Args:
@@ -212,19 +212,19 @@ def _suspect(
     for path, (row, other) in reversed(deepest.items()):
         name = path_text(path) + f" ({path_text(other)} in b)" * (path != other)
         text = f"{name} computes otherwise: local error {number_text(row.local)}"
-        remarks.append(Remark("site", text, row.site))
+        remarks.append(Finding("site", text, row.site))
     if remarks or not odd:
         return next(reversed(deepest), None), remarks
     row, path, _ = odd[0]
     text = f"no module computes otherwise; the first output that differs is {row.site}"
-    return path, [Remark("site", text, row.site)]
+    return path, [Finding("site", text, row.site)]
 
 
 def _is_within(path: str, outer: str) -> bool:
     return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
-def _of_modes(a: nn.Module, b: nn.Module) -> list[Remark]:
+def _of_modes(a: nn.Module, b: nn.Module) -> list[Finding]:
     """Say which modules are in training mode in one model alone."""
     modes = {node.path: node.module.training for node in module_tree(a).nodes}
     odd = [
@@ -236,16 +236,16 @@ def _of_modes(a: nn.Module, b: nn.Module) -> list[Remark]:
         return []
     names = listed(odd, _MOST_NAMED)
     text = f"in training mode in one model alone, and run in eval mode in both: {names}"
-    return [Remark("model", text, odd[0])]
+    return [Finding("model", text, odd[0])]
 
 
-def _of_reasons(local: dict[str, _Local]) -> list[Remark]:
+def _of_reasons(local: dict[str, _Local]) -> list[Finding]:
     """Say which modules have no local error."""
     reasons: dict[str, list[str]] = {}
     for key, entry in local.items():
         if entry.why:
             reasons.setdefault(entry.why, []).append(key)
     return [
-        Remark("inputs", f"no local error at {listed(sites, _MOST_NAMED)}: {why}", sites[0])
+        Finding("inputs", f"no local error at {listed(sites, _MOST_NAMED)}: {why}", sites[0])
         for why, sites in reasons.items()
     ]

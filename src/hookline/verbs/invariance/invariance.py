@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hookline.display.text import first_line, listed, plural
 from hookline.engine import path_text, require_model
 from hookline.errors import InputError
-from hookline.verbs.compare.comparison import ComparedSite, Comparison, Remark
+from hookline.findings import Finding
+from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.checks import CHECKS
 from hookline.verbs.invariance.feed import NotApplicable, feed_of
 from hookline.verbs.invariance.reasons import Reason, holds, outputs_of, reason_of
@@ -102,7 +103,7 @@ def invariance(
     for row in _rows(trials, names):
         rows.append(row)
         if row.outcome in ("differs", "may differ", "fails"):
-            findings.append(Remark(row.check, _text(row), row.first or "(root)"))
+            findings.append(Finding(row.check, _text(row), row.first or "(root)"))
     return Invariance(rows, findings)
 
 
@@ -120,12 +121,12 @@ def _chosen(only: Iterable[str] | None) -> list[str]:
     return [name for name in CHECKS if name in names]
 
 
-def _of_mode(model: nn.Module) -> Iterator[Remark]:
+def _of_mode(model: nn.Module) -> Iterator[Finding]:
     """Say that the model is in training mode."""
     paths = [path for path, module in model.named_modules() if getattr(module, "training", False)]
     if paths:
         text = f"{plural(len(paths), 'module')} in training mode: call model.eval() to leave it"
-        yield Remark("modes", text)
+        yield Finding("modes", text)
 
 
 def _text(row: Checked) -> str:

@@ -10,7 +10,8 @@ from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import listed, plural
 from hookline.engine import path_text
 from hookline.errors import InputError
-from hookline.verbs.compare.comparison import Comparison, Remark, number_text
+from hookline.findings import Finding
+from hookline.verbs.compare.comparison import Comparison, number_text
 
 Outcome = Literal["holds", "differs", "may differ", "fails", "not applicable"]
 
@@ -70,7 +71,7 @@ class Invariance(Result):
     """
 
     rows: list[Checked]
-    findings: list[Remark] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:

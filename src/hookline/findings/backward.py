@@ -1,0 +1,205 @@
+"""Rules on gradients: where they become non-finite, stop, explode or vanish on their way back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+from hookline.display.text import listed, plural
+from hookline.findings.finding import Finding
+from hookline.findings.forward import bad_text, follow, share_text
+from hookline.findings.reading import Reading
+from hookline.findings.survey import Survey, log_of, template_of, times_text
+
+_LEAST_JUMP = math.log(100.0)  # from block to block
+_LEAST_TOTAL = math.log(1e3)  # over all blocks
+_STEADY = math.log(1.25)
+_NOT_NEEDED = ("needs no gradient", "frozen", "requires no gradient")
+
+
+def non_finite(survey: Survey) -> list[Finding]:
+    """Name the first gradient that is not finite."""
+    bad = [r for r in survey.gradients if r.numbers.n_bad or r.numbers.n_masked]
+    if not bad:
+        return []
+    first, n_bad = bad[0], bad[0].numbers.n_bad + bad[0].numbers.n_masked
+    why = (
+        f"{n_bad:,} of {first.numbers.numel:,} elements, first in the backward; outputs are finite."
+    )
+    why += f" {plural(len(bad) - 1, 'further gradient')} follow." if len(bad) > 1 else ""
+    return [
+        Finding(
+            "non-finite",
+            f"{bad_text(first)} begins in the gradient at {first.site}.",
+            first.site,
+            "error",
+            f"{share_text(n_bad, first.numbers.numel)} {bad_text(first)}",
+            why,
+            f"Look at the operation that uses {first.path or 'the output'}; hl.check names it.",
+            follow(bad, first),
+        )
+    ]
+
+
+def cut(survey: Survey) -> list[Finding]:
+    """Name the last layer, in firing order, that the gradient never reached."""
+    reached = {(r.path, r.call) for r in survey.gradients if r.port == "grad_output"}
+    reached_paths = {path for path, _ in reached}
+    missing = {
+        path: why
+        for path, port, why in survey.silent
+        if port == "grad_output" and not any(text in why for text in _NOT_NEEDED)
+    }
+    order = [r for r in survey.leaf_outputs if r.path in reached_paths or r.path in missing]
+    places = [k for k, r in enumerate(order) if r.path in missing]
+    later = [k for k, r in enumerate(order) if r.path in reached_paths]
+    if not places or not later or places[0] > later[-1]:
+        return []
+    lost = [k for k in places if k < later[-1]]
+    last = _last_of_stretch(lost, later)
+    reading, after = order[last], next(order[k] for k in later if k > last)
+    stretch = [order[k] for k in lost if k <= last]
+    is_start = not any(k < last for k in later)
+    templates = {template_of(order[k].path) for k in later}
+    is_odd = any(template_of(r.path) in templates and "#" in template_of(r.path) for r in stretch)
+    text = f"The gradient stops between {after.site} and {reading.site}."
+    why = f"{plural(len(stretch), 'layer')} before it {'gets' if len(stretch) == 1 else 'get'} none"
+    return [
+        Finding(
+            "cut",
+            text,
+            reading.site,
+            "warning" if is_start or is_odd else "note",
+            "no gradient",
+            f"{why}: {listed([r.site for r in stretch], 3)}.",
+            "Look for detach(), no_grad(), .data, .item() or an integer operation there.",
+            follow(stretch, reading),
+        )
+    ]
+
+
+def _last_of_stretch(lost: Sequence[int], reached: Sequence[int]) -> int:
+    """Return the last place of the first stretch that the gradient did not reach."""
+    first = lost[0]
+    end = next(k for k in reached if k > first)
+    return max(k for k in lost if k < end)
+
+
+def frozen(survey: Survey, is_blamed: bool) -> list[Finding]:
+    """Name parameters without a gradient, whose siblings have one.
+
+    Args:
+        survey: the readings.
+        is_blamed: whether a fault of the forward explains gradients that are all zero.
+    """
+    fired = [r for r in survey.gradients if r.port == "grad"]
+    templates = [template_of(r.path) for r in fired]
+    silent = [(path, why) for path, port, why in survey.silent if port == "grad"]
+    zero = [(r.path, "its gradient is all zero") for r in fired if r.numbers.is_zero]
+    zero = [] if is_blamed else zero
+    odd = []
+    for path, why in [*silent, *zero]:
+        template = template_of(path)
+        n_silent = sum(template_of(other) == template for other, _ in [*silent, *zero])
+        n_alive = templates.count(template) - sum(template_of(p) == template for p, _ in zero)
+        if "#" in template and n_alive > n_silent and "expert" not in path:
+            odd.append((path, why))
+    if not odd:
+        return []
+    path, why = odd[0]
+    others = tuple(f"{other}:grad" for other, _ in odd[1:])
+    return [
+        Finding(
+            "frozen",
+            f"{path} gets no gradient, unlike its siblings.",
+            f"{path}:grad",
+            "warning",
+            "no gradient",
+            f"{why.capitalize()}.",
+            "Look at requires_grad, and for no_grad().",
+            others,
+        )
+    ]
+
+
+def through_depth(survey: Survey) -> list[Finding]:
+    """Name the block at which gradients begin to explode or to vanish on their way back."""
+    trunk_paths = [(r.path, r.call, r.leaf) for r in survey.trunk]
+    gradients = {
+        (r.path, r.call, r.leaf): r
+        for r in survey.gradients
+        if r.port == "grad_output" and r.numbers.rms > 0 and not r.numbers.n_bad
+    }
+    trunk = [gradients[key] for key in reversed(trunk_paths) if key in gradients]
+    if len(trunk) < 3:
+        return []
+    levels = [log_of(r.numbers.rms) for r in trunk]
+    steps = [
+        after - before if ours.numbers.shape == theirs.numbers.shape else 0.0
+        for (before, ours), (after, theirs) in itertools.pairwise(zip(levels, trunk, strict=True))
+    ]
+    usual = statistics.median(map(abs, steps))
+    for k, step in enumerate(steps):
+        if abs(step) > max(_LEAST_JUMP, 4 * usual):
+            return [_depth_finding(trunk, k, k + 1, step)]
+    for sign in (1, -1):
+        start = 0
+        for k in range(len(steps) + 1):
+            if k < len(steps) and sign * steps[k] > _STEADY:
+                continue
+            total = sum(steps[start:k])
+            if sign * total > _LEAST_TOTAL:
+                return [_depth_finding(trunk, start, k, total)]
+            start = k + 1
+    return []
+
+
+def _depth_finding(trunk: Sequence[Reading], first: int, last: int, logarithm: float) -> Finding:
+    block, end = trunk[first], trunk[last]
+    verb = "grows" if logarithm > 0 else "shrinks"
+    kind = "exploding gradient" if logarithm > 0 else "vanishing gradient"
+    text = f"The gradient {verb} {times_text(logarithm)} on its way back through {block.path}"
+    text += "." if last == first + 1 else f" to {end.path}."
+    why = (
+        f"Its root mean square is {block.numbers.rms:.3g} after {block.path}, and"
+        f" {end.numbers.rms:.3g} after {end.path}."
+    )
+    return Finding(
+        kind,
+        text,
+        block.site,
+        "warning",
+        times_text(logarithm),
+        why,
+        f"Look at the weights, and for saturated activations, in {block.path}.",
+        tuple(r.site for r in trunk[first + 1 :]),
+    )
+
+
+def dead_gradients(survey: Survey) -> list[Finding]:
+    """Name the first gradient in the backward that is all zero."""
+    zero = [
+        r
+        for r in survey.gradients
+        if r.port == "grad_output"
+        and r.numbers.is_zero
+        and r.numbers.numel > 8
+        and survey.is_leaf(r)
+    ]
+    if not zero:
+        return []
+    first = zero[0]
+    text = f"The gradient at {first.site} is all zero."
+    return [
+        Finding(
+            "dead gradient",
+            text,
+            first.site,
+            "note",
+            "100 % zero",
+            f"{plural(len(zero), 'gradient')} so.",
+            follows=follow(zero, first),
+        )
+    ]
