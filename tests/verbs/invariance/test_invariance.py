@@ -51,6 +51,7 @@ def largest(invariance):
 # -- clean models --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "t5"])
 def test_clean_transformers_hold(name):
     inputs = {"input_ids": ids(3, 8)}
@@ -65,6 +66,7 @@ def test_clean_transformers_hold(name):
     assert ("padded left" in outcomes(invariance, "holds")) is (name not in ("gpt2", "bert"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_clean_vision_models_hold(name):
     invariance = hl.invariance(vision(name), IMAGES, only=QUICK)
