@@ -23,13 +23,13 @@ from small_stores import write_store
 NAMES = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "CheckFinding", "ClassMaps",
     "Comparison", "Curves", "Diagnosis", "Finding", "Findings", "FolderError", "HooklineError",
-    "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NonFiniteError",
-    "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording",
-    "Report", "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError",
-    "Summary", "Sweep", "attach",
-    "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract",
-    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "shadow",
-    "stats", "summary", "sweep", "watch", "write_page",
+    "HooklineWarning", "InputError", "Invariance", "Inventory", "Line", "ModelError",
+    "NonFiniteError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine",
+    "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
+    "StructureError", "Summary", "Sweep", "attach", "attribute", "cam", "check", "clip", "compare",
+    "doctor", "edit", "edits", "extract", "features", "invariance", "inventory", "monitor", "open",
+    "plots", "profile", "record", "select", "shadow", "stats", "summary", "sweep", "watch",
+    "write_page",
 ]
 # fmt: on
 
@@ -48,6 +48,7 @@ SIGNATURES = {
     "extract": "(model, data, selector, to, *, batch_size=None, resume=True, engine=None,"
     " **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
+    "invariance": "(model, inputs, *, only=None, backend='aot_eager')",
     "inventory": "(model)",
     "monitor": "(model, selector=None, *, ports=None, every=1, stats=None, to=None, scaler=None,"
     " every_thread=False)",
@@ -219,8 +220,8 @@ SURFACES = {
         "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
     ]),
     "PassRecord": (lambda: recorded().passes[0], [
-        *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order", "to_dict",
-        "to_pandas",
+        *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order", "settings",
+        "to_dict", "to_pandas",
     ]),
     "Report": (lambda: recorded().report(), [
         "ended", "excused", "fired", "model_type", "n_fired", "name", "notes", "other_contexts",

@@ -86,11 +86,11 @@ class SettingsReader:
         modules: the path and type of each.
     """
 
-    __slots__ = ("_last", "_modules", "_nodes")
+    __slots__ = ("_kinds", "_last", "_nodes")
 
     def __init__(self, nodes: Sequence[ModuleNode], modules: Sequence[tuple[str, str]]) -> None:
         self._nodes = nodes
-        self._modules = modules
+        self._kinds = modules
         self._last: Noted | None = None
 
     def read(self) -> Noted:
@@ -113,7 +113,7 @@ class SettingsReader:
         )
         last = self._last
         if last is None or last.state != state:
-            last = self._last = Noted(self._modules, state)
+            last = self._last = Noted(self._kinds, state)
         return last
 
 

@@ -179,7 +179,7 @@ class Recording(Lookups, Result):
             [[4, 3], [1, 3]]
 
         A pass has the same look-ups as the recording. It also has `number`, `order`, `fired()`,
-        `backwards` and `failed`.
+        `backwards`, `failed` and `settings`, the modes and flags of torch.
 
         Raises:
             AmbiguousError: the recording holds several ranks; write `run.ranks[0].passes`.

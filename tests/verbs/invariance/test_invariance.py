@@ -51,6 +51,7 @@ def largest(invariance):
 # -- clean models --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "t5"])
 def test_clean_transformers_hold(name):
     inputs = {"input_ids": ids(3, 8)}
@@ -65,13 +66,14 @@ def test_clean_transformers_hold(name):
     assert ("padded left" in outcomes(invariance, "holds")) is (name not in ("gpt2", "bert"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_clean_vision_models_hold(name):
     invariance = hl.invariance(vision(name), IMAGES, only=QUICK)
     assert invariance.ok, invariance
     assert largest(invariance) <= 2e-6
     assert {"alone", "reordered", "checkpointed", "float64"} <= {*outcomes(invariance, "holds")}
-    assert invariance["padded left"].why == "the inputs are no ids of tokens"
+    assert invariance["padded left"].why == "the inputs must be ids of tokens"
 
 
 @pytest.mark.compiles
@@ -83,12 +85,16 @@ def test_a_compiled_model_holds():
 
 @pytest.mark.compiles
 def test_a_compiler_that_computes_otherwise_is_named():
-    def halved(graph, example_inputs):
-        return lambda *args: [value * 0.5 for value in graph(*args)]
+    def faulty(graph, example_inputs):
+        for node in graph.graph.nodes:
+            if node.target is nn.functional.relu:
+                node.target, node.kwargs = nn.functional.gelu, {}
+        graph.recompile()
+        return graph.forward
 
-    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
-    invariance = hl.invariance(net, X, only=["compiled"], backend=halved)
-    assert (invariance["compiled"].outcome, invariance["compiled"].first) == ("differs", "0")
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    invariance = hl.invariance(net, X, only=["compiled"], backend=faulty)
+    assert (invariance["compiled"].outcome, invariance["compiled"].first) == ("differs", "1")
     torch.compiler.reset()
 
 
@@ -167,7 +173,7 @@ def test_a_block_that_ignores_the_mask_is_named():
     invariance = hl.invariance(Encoder(unmasked=1).eval(), ids(3, 7), only=QUICK)
     assert outcomes(invariance, "differs") == ["padded right", "padded left"]
     for row in (invariance["padded right"], invariance["padded left"]):
-        assert (row.first, row.suspect) == ("blocks.1", "blocks.1")
+        assert row.first == "blocks.1"
         assert row.why == "tokens see the padding: the attention_mask is not used there"
     assert hl.invariance(Encoder().eval(), ids(3, 7), only=QUICK).ok
 
@@ -272,13 +278,13 @@ class Uneven(nn.Module):
     def forward(self, x):
         if torch.is_grad_enabled():
             self.n += 1
-        return self.fc(x) * (1 + (self.n > 2))
+        return self.fc(x * (1 + (self.n > 2)))
 
 
 def test_a_block_whose_recomputation_differs_is_found():
     net = nn.Sequential(Uneven(), Uneven())
     for block in net:
-        block.n = 1
+        block.n = 1  # the first run with gradients is the second, and its recomputation the third
     row = hl.invariance(net.eval(), X, only=["checkpointed"]).rows[0]
     assert row.outcome == "differs"
     assert row.first.endswith(":grad")
@@ -372,7 +378,7 @@ def test_the_result_prints_and_gives_plain_values():
     text = str(invariance)
     assert max(map(len, text.splitlines())) <= 80
     assert text.startswith("1 of 2 checks hold")
-    assert "Not applicable: chunks (the inputs are no ids of tokens)" in text
+    assert "Not applicable: chunks (the inputs must be ids of tokens)" in text
     assert "rows see each other" in invariance._repr_html_()
     with pytest.raises(hl.InputError, match=r"must be one of this result, got 'order'.\nGive"):
         invariance["order"]
@@ -388,7 +394,7 @@ def test_one_row_and_lists_leave_checks_out():
             return sum(parts)
 
     invariance = hl.invariance(OfList(), ([X, X],), only=["reordered"])
-    assert invariance["reordered"].why == "the first argument is no tensor with rows"
+    assert invariance["reordered"].why == "the first argument must be a tensor with rows"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def training(trials: Trials) -> Pair:
 def compiled(trials: Trials) -> Pair:
     """Run the compiled model."""
     model: Any = torch.compile(trials.model, backend=trials.backend)
-    return trials.run(trials.feed, model=model), trials.base
+    # The batch as given comes first: only in an eager run do sites fire in their order.
+    return trials.base, trials.run(trials.feed, model=model)
 
 
 def checkpointed(trials: Trials) -> Pair:
@@ -184,7 +185,7 @@ def on_other_device(trials: Trials) -> Pair:
     kinds = {tensor.device.type for tensor in trials.model.parameters()}
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
-        raise NotApplicable("there is no other device")
+        raise NotApplicable("torch finds no accelerator")
     if len(kinds) > 1:
         raise NotApplicable(f"the model lies on {plural(len(kinds), 'device')}")
     return _elsewhere(trials, accelerator if kinds == {"cpu"} else torch.device("cpu"))

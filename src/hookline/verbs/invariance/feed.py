@@ -66,7 +66,7 @@ class Feed:
         values = list(itertools.chain(self.args, self.named.values()))
         first = next((value for value in values if any(tree.tensors(value))), None)
         if not isinstance(first, Tensor) or not first.ndim:
-            raise NotApplicable("the first argument is no tensor with rows")
+            raise NotApplicable("the first argument must be a tensor with rows")
         return len(first)
 
     def several_rows(self) -> int:
@@ -120,7 +120,7 @@ class Feed:
             NotApplicable: the model is given no ids of tokens.
         """
         if not self.ids:
-            raise NotApplicable("the inputs are no ids of tokens")
+            raise NotApplicable("the inputs must be ids of tokens")
         return int(self.named[self.ids].shape[1])
 
     @property

@@ -39,10 +39,17 @@ class Reason(NamedTuple):
 
 
 def outputs_of(comparison: Comparison) -> list[ComparedSite]:
-    """Return the rows of the model's outputs that can be compared; without any, all such rows."""
+    """Return the rows of the model's outputs and gradients that can be compared.
+
+    Without any, return all rows that can be compared.
+    """
     rows = [row for row in comparison if row.verdict != "not comparable" and not _is_input(row)]
-    of_root = [row for row in rows if row.site.startswith("(root)")]
-    outputs = [row for row in of_root if "past_key_values" not in row.site]
+    outputs = [
+        row
+        for row in rows
+        if row.site.endswith(":grad")
+        or (row.site.startswith("(root)") and "past_key_values" not in row.site)
+    ]
     return outputs or rows
 
 
@@ -77,8 +84,8 @@ def reason_of(name: str, trials: Trials, comparison: Comparison | None) -> Reaso
         reasons.append(partial(_of_rows, trials))
     elif name in _DTYPES and comparison is not None:
         reasons.append(partial(_of_ties, comparison))
-    found = (reason() for reason in reasons)
-    return next((reason for reason in found if reason is not None), None)
+    proven = (reason() for reason in reasons)
+    return next((reason for reason in proven if reason is not None), None)
 
 
 # -- inputs --------------------------------------------------------------------------------------
