@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import hookline as hl
-from ported import FAULTS, IDS, Renamed, net, run_of
+from ported import FAULTS, IDS, Renamed, net, run_of, with_functions
 
-# A module that a function stands for.
-pytestmark = pytest.mark.filterwarnings("ignore:hl.record. 2 of .* sites never fired")
+# Modules that a function stands for.
+pytestmark = pytest.mark.filterwarnings("ignore:hl.record. [26] of .* sites never fired")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,17 @@ def test_the_module_at_fault_is_named(model, run, fault):
         run, run_of(Renamed(port)), names=lambda name: name.removeprefix("decoder.")
     )
     assert renamed.suspect == path
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_functions_for_modules_hide_no_fault(model, run, fault):
+    plant, path = FAULTS[fault]
+    port = copy.deepcopy(model)
+    plant(port)
+    path = path.removesuffix(".act")  # whose forward calls the function now
+    assert hl.compare(run_of(with_functions(port)), run).suspect == path
+    if fault != "batch norm in training":
+        assert hl.shadow(model, port, IDS).suspect == path
 
 
 @pytest.mark.parametrize("fault", FAULTS)

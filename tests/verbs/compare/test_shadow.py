@@ -54,6 +54,13 @@ def test_a_renamed_port_is_shadowed_by_its_names(model, fault):
     assert comparison[path].other == f"decoder.{path}"
 
 
+def test_modes_are_compared_by_names(model):
+    port = copy.deepcopy(model)
+    FAULTS["batch norm in training"][0](port)
+    comparison = hl.shadow(model, Renamed(port), IDS, names=without_decoder)
+    assert "in eval mode in both: bn" in texts(comparison)[0]
+
+
 def test_names_that_name_nothing_are_refused(model):
     with pytest.raises(hl.InputError, match="names of b, got 'encoder'"):
         hl.shadow(model, Renamed(model), IDS, names={"encoder": "blocks"})

@@ -120,7 +120,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
         local = {ours.key: _local(runs, ours, theirs, eps) for ours, theirs in pairing.pairs}
     judged = [_judged(row, local[judge.entry_of[row.site].key]) for row in rows]
     alone = {"a": judge.alone["b"], "b": judge.alone["a"]}
-    remarks += [*_of_modes(a, b), *of_names(pairing, alone), *_of_reasons(local)]
+    remarks += [*_of_modes(a, b, pairing.pairs), *of_names(pairing, alone), *_of_reasons(local)]
     entries = [judge.entry_of[row.site] for row in rows]
     paths = [(entry.path, local[entry.key].path) for entry in entries]
     suspect, faults = _suspect(judged, paths)
@@ -224,13 +224,15 @@ def _is_within(path: str, outer: str) -> bool:
     return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
-def _of_modes(a: nn.Module, b: nn.Module) -> list[Finding]:
+def _of_modes(a: nn.Module, b: nn.Module, pairs: list[tuple[Entry, Entry]]) -> list[Finding]:
     """Say which modules are in training mode in one model alone."""
-    modes = {node.path: node.module.training for node in module_tree(a).nodes}
+    ours, theirs = (
+        {node.path: node.module.training for node in module_tree(model).nodes} for model in (a, b)
+    )
     odd = [
-        path_text(node.path)
-        for node in module_tree(b).nodes
-        if node.module.training != modes.get(node.path, node.module.training)
+        path_text(entry.path)
+        for entry, other in pairs
+        if not entry.rest and ours[entry.path] != theirs[other.path]
     ]
     if not odd:
         return []
