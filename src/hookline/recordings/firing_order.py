@@ -47,6 +47,10 @@ class RecordedValue:
         """
         return self.record.outline(self._numbered)
 
+    def holds_shard(self) -> bool:
+        """Return whether a tensor of the value, opened from a folder, was a part of a DTensor."""
+        return self.record.holds_shard(self._numbered)
+
     @property
     def _numbered(self) -> Site:
         return self.site if self.site.call is not None else replace(self.site, call=self.call)

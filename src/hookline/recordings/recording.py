@@ -46,7 +46,7 @@ from hookline.recordings.stored_values import Stored
 
 
 @final
-@hides("begin_pass", "drop_repeats", "finish", "identify", "one_of_several", "take")
+@hides("begin_pass", "drop_repeats", "finish", "holds_shard", "identify", "one_of_several", "take")
 class Recording(Lookups, Result):
     """A mapping from sites to recorded values.
 

@@ -78,7 +78,8 @@ def compare(
             are concatenated, such as 0 if each rank has a part of the batch; "sum" of partial sums,
             or "mean", "max" or "min"; or a dict of these by globs of sites,
             `{"**.q_proj": -1, "**.o_proj:input": -1}`, of which the last that matches counts.
-            DTensors need none. Plain tensors that all ranks have are taken as they are.
+            DTensors need none. Plain tensors that all ranks have are taken as they are. Ranks whose
+            recorded inputs differ need no dimension of the batch: their rows are aligned.
 
     Returns:
         The comparison: `first`, `suspect`, `findings`, `rows`; it prints as a table.
@@ -101,7 +102,7 @@ def compare(
             "\nGive two recordings, two stores, two curves or two dicts of arrays."
         )
     check_dims_are_meant(dims, [*side_a.of_ranks, *side_b.of_ranks])
-    by_token = aligned(side_a, side_b, tokens)
+    by_token = aligned(side_a, side_b, tokens, dims)
     alignment, why = None, ""
     if isinstance(by_token, Aligned):
         (side_a, side_b), alignment = by_token

@@ -12,7 +12,12 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import OverwrittenError
 from hookline.findings import Finding
 from hookline.statistics.difference import Difference
-from hookline.verbs.compare.aligned import measured_by_token, measured_inputs, observe
+from hookline.verbs.compare.aligned import (
+    measured_by_token,
+    measured_inputs,
+    measured_parameters,
+    observe,
+)
 from hookline.verbs.compare.alignment import Alignment
 from hookline.verbs.compare.comparison import (
     ComparedSite,
@@ -84,6 +89,8 @@ class Judge:
     def _measured(self, entry: Entry, values: tuple[Any, Any]) -> Iterator[Measured]:
         if self._alignment is None:
             return measured(*values)
+        if entry.port == "grad":
+            return measured_parameters(self._alignment, *values)
         by_token = measured_inputs if entry.is_input else measured_by_token
         return by_token(self._alignment, *values)
 

@@ -28,7 +28,8 @@ from hookline.recordings import PassRecord, Recording
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
 from hookline.verbs.compare.floor import Kind
-from hookline.verbs.compare.shards import Dims, whole
+from hookline.verbs.compare.shards import Dims, dim_of, whole
+from hookline.verbs.compare.tokens import have_own_rows, passes_of
 
 _CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
 _FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
@@ -98,7 +99,7 @@ class Side:
         model: the model that made them; None if unknown.
         modules: the paths of the model's modules; empty if unknown.
         release: closes the files of what was read.
-        source: the recording or pass; None for other things, and for several ranks.
+        source: the recording or pass; None for other things.
         settings: the settings of torch under which its passes ran, each once, in their order.
         kinds: the names of the modules' types, by path; empty if unknown.
     """
@@ -115,7 +116,7 @@ class Side:
     @property
     def of_ranks(self) -> list[tuple[str, str]]:
         """Path and port of each value of several ranks; empty for a side of one process."""
-        is_of_ranks = self.noun == "recording" and self.source is None
+        is_of_ranks = isinstance(self.source, Recording) and self.source.ranks
         return [(entry.path, entry.port) for entry in self.entries] if is_of_ranks else []
 
 
@@ -211,7 +212,32 @@ def _of_ranks(source: Recording, dims: Dims | None) -> Side:
             entries.setdefault(entry.key, replace(entry, read=read))
     paths = tuple(path for path, _ in modules)
     settings = _settings([record for rank in source.ranks for record in rank.passes])
-    return Side("recording", list(entries.values()), None, paths, source.release, settings=settings)
+    return Side("recording", list(entries.values()), None, paths, source.release, source, settings)
+
+
+def with_rows_of_ranks(side: Side, dims: Dims | None) -> Side:
+    """Return a side of several ranks that each have rows of their own: the ranks are passes.
+
+    Values that are joined otherwise than along the rows are the same in all passes. Those of
+    parameters have no rows.
+    """
+    if not isinstance(side.source, Recording) or not have_own_rows(side.source):
+        return side
+    joined = {(entry.path, entry.rest): entry for entry in side.entries}
+    entries = {key: entry for key, entry in joined.items() if entry.port == "grad"}
+    for number, record in passes_of(side.source).items():
+        for value in walk(record):
+            base = _entry(value, "", {})
+            keys = [(base.path, base.rest + suffix) for suffix in ("", f"#pass{record.number}")]
+            whole = next(joined[key] for key in keys if key in joined)
+            if whole.port == "grad":
+                continue
+            is_own = dim_of(value, dims) in (None, 0) and not value.holds_shard()
+            rest = f"{base.rest}#pass{number}"
+            entries[base.path, rest] = replace(
+                whole, rest=rest, read=value.read if is_own else whole.read, outline=value.outline
+            )
+    return replace(side, entries=list(entries.values()))
 
 
 def _settings(records: Iterable[PassRecord]) -> tuple[Settings, ...]:

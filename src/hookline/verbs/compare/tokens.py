@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -77,23 +78,57 @@ def tokens_of(source: Recording | PassRecord, given: Any = None) -> Tokens | str
     Returns:
         The tokens, or the reason why they are not known.
     """
-    records = [source] if isinstance(source, PassRecord) else list(source.passes)
-    records = [record for record in records if len(record)]
+    numbered = passes_of(source)
+    records = list(numbered.values())
     if given is not None and not isinstance(given, Mapping) and len(given) != len(records):
         return f"tokens must have a dict for each of {len(records)} passes, got {len(given)}"
     reader = _Reader()
     has_inputs = any(INPUT in record for record in records)
-    for number, record in enumerate(records):
+    for place, (number, record) in enumerate(numbered.items()):
         if given is None and has_inputs and INPUT not in record:  # such as an encoder's own call
-            reader.tokens.grids[record.number] = {}
+            reader.tokens.grids[number] = {}
             continue
-        inputs = given if given is None or isinstance(given, Mapping) else given[number]
+        inputs = given if given is None or isinstance(given, Mapping) else given[place]
         try:
-            reader.read(record.number, _inputs(record, inputs))
+            reader.read(number, _inputs(record, inputs))
         except (Unreadable, HooklineError) as error:
-            where = f"pass {record.number}: " * (len(records) > 1)
+            where = f"pass {number}: " * (len(records) > 1)
             return f"{where}{first_line(error)}"
     return reader.tokens
+
+
+def passes_of(source: Recording | PassRecord) -> dict[int, PassRecord]:
+    """Return the passes with values that tell the tokens, by number.
+
+    Of several ranks, which have rows of their own, the passes of each follow those of the one
+    before. If all ranks were given the same, the passes of the first count.
+    """
+    if isinstance(source, PassRecord):
+        return {source.number: source}
+    ranks = source.ranks if have_own_rows(source) else source.ranks[:1]
+    if ranks:
+        records = [record for rank in ranks for record in rank.passes if len(record)]
+        return dict(enumerate(records)) if len(ranks) > 1 else _by_number(records)
+    return _by_number(source.passes)
+
+
+def _by_number(records: Iterable[PassRecord]) -> dict[int, PassRecord]:
+    return {record.number: record for record in records if len(record)}
+
+
+def have_own_rows(source: Recording) -> bool:
+    """Tell whether the ranks of a recording were given different inputs, each rows of its own."""
+    firsts = [
+        dict(tree.tensors(record.calls(INPUT)[0]))
+        for rank in source.ranks
+        for record in list(rank.passes)[:1]
+        if INPUT in record
+    ]
+    return any(
+        first.keys() != other.keys()
+        or any(not torch.equal(tensor, other[leaf]) for leaf, tensor in first.items())
+        for first, other in pairwise(firsts)
+    )
 
 
 def _inputs(record: PassRecord, given: Mapping[str, Any] | None) -> dict[str, Any]:
