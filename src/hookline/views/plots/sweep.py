@@ -98,7 +98,7 @@ def sweep(
     )
     _mark_unmoved(figure_axes, effects, names)
     _label(figure_axes, names, labels, (height, width))
-    word = "share of the clean effect" if normalised else "effect"
+    word = "of clean" if normalised else "effect"
     sheet.bar((left, height + below), scale, word)
     return sheet.figure
 
