@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import hookline as hl
+from hookline.verbs.compare import judge
 from ported import IDS, net, run_of
 
 
@@ -390,3 +393,30 @@ def test_autocast_gradients_and_seeds_are_told(mlp):
     text = "gradients were on in a, and off in b"
     assert text_of(hl.compare(graphed, plain), "modes") == [text]
     assert hl.compare(run_of(mlp, X), plain).findings == []
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def resident(name):
+    """A size of this process in bytes: `VmRSS`, or its peak `VmHWM`."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.split(f"{name}:")[1].split()[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+def test_memory_holds_a_few_values_of_many(tmp_path, monkeypatch):
+    n_sites, size = 48, 2**19
+    monkeypatch.setattr(judge, "_RELEASE_BYTES", 2**22)
+    model = nn.Sequential(*(nn.Identity() for _ in range(n_sites)))
+    for name, noise in (("a", 1e-6), ("b", 0.0)):
+        with hl.record(model, "*", keep=lambda x, noise=noise: torch.randn(size) + noise) as run:
+            model(torch.zeros(1))
+        run.save(tmp_path / name)
+    del run
+    hl.compare(tmp_path / "a", tmp_path / "a")  # what is loaded at first use
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    before = resident("VmRSS")
+    found = hl.compare(tmp_path / "a", tmp_path / "b")
+    assert found.counts["differs"] == n_sites
+    assert resident("VmHWM") - before < 16 * 4 * size  # of 96 values
