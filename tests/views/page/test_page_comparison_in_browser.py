@@ -184,7 +184,7 @@ def test_local_errors_stand_beside_those_of_all_before(models, open_file):
     expect(page.locator("#local-key")).to_be_visible()
     row = next(cells for cells in lines(page) if cells[0].startswith("1.1"))
     assert float(row[2].replace(MINUS, "-")) == pytest.approx(comparison["1.1"].local, rel=5e-3)
-    expect(page.locator("#findings")).to_contain_text("1.1 computes otherwise")
+    expect(page.locator("#findings li.culprit")).to_contain_text("at fault1.1 computes otherwise")
 
 
 def test_equal_runs_are_said_to_be_equal(folders, open_file):

@@ -92,7 +92,7 @@ def write_comparison_page(
     """
     title = title or comparison_title(names)
     return _write(
-        "comparison", path, title=title, names=names, data=comparison_data(comparison)
+        "comparison", path, title=title, names=names, of_what="", data=comparison_data(comparison)
     )  # fmt: skip
 
 

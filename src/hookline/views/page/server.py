@@ -25,7 +25,7 @@ import json
 from collections.abc import Callable
 from typing import Any, final
 
-from hookline.display.text import type_and_line
+from hookline.display.text import plural, type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.util.optional import how_to_install, load
@@ -109,7 +109,12 @@ class Pages:
     def _compared(self, page: PageState, state: str) -> tuple[str, str]:
         """Render the page of two recordings, which asks for their comparison."""
         text = self._of_comparisons.get_template("comparison.html").render(
-            title=comparison_title(page.names), home="", state=state, names=page.names, data={}
+            title=comparison_title(page.names),
+            home="",
+            state=state,
+            names=page.names,
+            data={},
+            of_what=f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}",
         )
         return "text/html", str(text)
 
@@ -317,9 +322,13 @@ def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     return page.find(parameters.get("at", ""), *where)
 
 
+def _bytes_shown(page: PageState) -> str:
+    return size(sum(entry.n_bytes for entry in page.values))
+
+
 def _facts(page: PageState) -> list[tuple[str, str]]:
     """List the totals at the top of the page as (label, text)."""
-    bytes_shown = size(sum(entry.n_bytes for entry in page.values))
+    bytes_shown = _bytes_shown(page)
     n_items = page.items[1]
     sites = "Sites", f"{len(page.recording.sites):,}"
     if n_items:

@@ -77,7 +77,7 @@
 
     function showFindings() {
       const items = findings.map(({ kind, text, site }) => element("li", { class: kind === "site" ? "culprit" : "" },
-        element("span", { class: "kind" }, kind === "site" ? "where it begins" : kind),
+        element("span", { class: "kind" }, kind !== "site" ? kind : hasLocal ? "at fault" : "where it begins"),
         element("span", {}, text),
         rows.some((row) => row.site === site) ? element("button", { type: "button", class: "link", onclick: () => choose(rows.findIndex((row) => row.site === site), { focuses: true }) }, "Show", element("span", { class: "unseen" }, ` ${site}`)) : null));
       byId("findings").replaceChildren(...items);

@@ -38,6 +38,8 @@ function makeDepthCurve(host, rows, onChoose) {
     });
     return path;
   }
+  // Local errors have nothing to do with their neighbours', so nothing joins them.
+  const stems = (numbers) => numbers.map((number, index) => (number > 0 ? `M${point(number, index)}V${BOTTOM + 14}` : "")).join("");
   const dots = (numbers, isMeant) => numbers.map((number, index) => (Number.isNaN(number) || !isMeant(index) ? "" : `M${point(number, index)}h0`)).join("");
 
   function draw() {
@@ -58,7 +60,7 @@ function makeDepthCurve(host, rows, onChoose) {
       ...blocks(step, left),
       shape("path", { class: "floor", d: line(curves.floor) }),
       ...(hasLocal ? [shape("path", { class: "before", d: line(curves.relative) })] : []),
-      shape("path", { class: "error", d: line(main) }),
+      shape("path", { class: "error", d: hasLocal ? stems(main) : line(main) }),
       shape("path", { class: "dot", d: dots(main, (index) => !verdictIs("differs")(index)) }),
       shape("path", { class: "dot differs", d: dots(main, verdictIs("differs")) }),
       shape("path", { class: "missing", d: rows.map((row, index) => (row.verdict === "not comparable" ? `M${x(index).toFixed(1)} ${BOTTOM + 10}v8` : "")).join("") }),
