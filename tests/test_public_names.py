@@ -24,11 +24,11 @@ NAMES = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "CheckFinding", "ClassMaps",
     "Comparison", "Curves", "Diagnosis", "Finding", "Findings", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NonFiniteError",
-    "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording", "Report", "Selection",
-    "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary", "Sweep", "attach",
-    "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract",
-    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "shadow",
-    "stats", "summary", "sweep", "watch",
+    "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording",
+    "Report", "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError",
+    "Summary", "Sweep", "attach", "attribute", "cam", "check", "clip", "compare", "doctor", "edit",
+    "edits", "extract", "features", "inventory", "monitor", "open", "plots", "profile", "record",
+    "select", "shadow", "stats", "summary", "sweep", "watch",
 ]
 # fmt: on
 
@@ -213,8 +213,8 @@ SURFACES = {
         *EFFECTS, "failing", "measured", "rank_correlation", "scores",
     ]),
     "Recording": (recorded, [
-        *LOOK_UPS, "calls", "cat", "gradients", "lost", "model", "modules", "passes", "ranks",
-        "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
+        *LOOK_UPS, "calls", "cat", "findings", "gradients", "lost", "model", "modules", "passes",
+        "ranks", "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
     ]),
     "PassRecord": (lambda: recorded().passes[0], [
         *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order", "to_dict",
