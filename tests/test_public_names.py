@@ -216,8 +216,8 @@ SURFACES = {
         *EFFECTS, "failing", "gradients", "measured", "rank_correlation", "scores", "unjudged",
     ]),
     "Recording": (recorded, [
-        *LOOK_UPS, "calls", "cat", "gradients", "lost", "model", "modules", "passes", "ranks",
-        "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
+        *LOOK_UPS, "calls", "cat", "findings", "gradients", "lost", "model", "modules", "passes",
+        "ranks", "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
     ]),
     "PassRecord": (lambda: recorded().passes[0], [
         *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order", "settings",

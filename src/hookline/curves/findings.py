@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -85,13 +86,16 @@ class _Training:
         """Return the indices of the sites of some ports."""
         return [k for k, site in enumerate(self.sites) if path_and_port(site)[1] in ports]
 
-    def onset(self, k: int, column: int, factor: float, is_over: bool = False) -> _Onset:
-        """Return the onset of a site in a column, with its time in the step."""
+    def onset(
+        self, k: int, column: int, factor: float, above: float = 0.0, is_over: bool = False
+    ) -> _Onset:
+        """Return the onset of a site in a column, at the first step with a norm above a bound."""
         span = self.table.columns[column]
-        report = self.reports[span.index - span.n_reports + 1]
+        reports = self.reports[span.index - span.n_reports + 1 : span.index + 1]
+        report = reports[0] if len(reports) == 1 else _first_above(reports, self.sites[k], above)
         _, port = path_and_port(self.sites[k])
         turn = _turn_of(report, self.sites[k], k)
-        return _Onset(span.first, STAGES[port], turn, self.sites[k], factor, is_over)
+        return _Onset(report.step, STAGES[port], turn, self.sites[k], factor, is_over)
 
     def since(self, k: int, step: int) -> _Onset:
         """Return the onset of a site at a step."""
@@ -101,6 +105,16 @@ class _Training:
         )
         onset = self.onset(k, column, math.nan)
         return _Onset(step, onset.stage, onset.turn, onset.site, math.nan)
+
+
+def _first_above(reports: Sequence[StepReport], site: str, bound: float) -> StepReport:
+    """Return the first report in which the norm of a site is above a bound; else the first."""
+    table = CurveTable()
+    table.add(reports)
+    if site not in table.sites or "norm" not in table.names:
+        return reports[0]
+    norms = table.values("norm")[0][:, table.sites.index(site)]
+    return reports[int(np.argmax(norms > bound))]
 
 
 def _turn_of(report: StepReport, site: str, default: int) -> int:
@@ -254,7 +268,8 @@ def _onsets(training: _Training) -> list[_Onset]:
         begun = [c for c in range(column - _LAG + 1, column + 1) if greatest[c, k] > _BEGUN * usual]
         later = last[column + _SINGLE : column + 2 * _SINGLE, k]
         is_over = bool(len(later)) and bool((later < _BEGUN * usual).all())
-        onsets.append(training.onset(int(k), begun[0], float(greatest[column, k]) / usual, is_over))
+        factor = float(greatest[column, k]) / usual
+        onsets.append(training.onset(int(k), begun[0], factor, _BEGUN * usual, is_over))
     return sorted(onsets, key=lambda onset: onset.time)
 
 
@@ -303,58 +318,34 @@ def _is_usual(training: _Training, first: _Onset, others: Sequence[_Onset]) -> b
 def _frozen(training: _Training) -> list[Finding]:
     """Name the weights that never change while those at the same place of other blocks do."""
     updates = {_path(training.sites[k]): k for k in training.ports("update")}
-    values = {_path(training.sites[k]): k for k in training.ports("value")}
-    zero = training.table.n_zero
-    is_still = {
-        path: path not in updates or zero[updates[path]] >= min(RECENT, len(training.reports))
-        for path in values
-    }
-    if not updates or all(is_still.values()):
+    paths = [_path(training.sites[k]) for k in training.ports("value")]
+    zero, least = training.table.n_zero, min(RECENT, len(training.reports))
+    still = [path for path in paths if path not in updates or zero[updates[path]] >= least]
+    if not updates or not still or len(still) == len(paths):
         return []
-    still = [path for path, is_so in is_still.items() if is_so]
-    odd = []
-    for path in still:
-        siblings = [other for other in values if template_of(other) == template_of(path)]
-        if len(siblings) > 1 and sum(is_still[other] for other in siblings) <= len(siblings) / 2:
-            odd.append(path)
-    if not odd:
-        text = f"{plural(len(still), 'weight')} never change, first {still[0]}." if still else ""
-        note = (
-            Finding(
-                "frozen",
-                text,
-                f"{still[0]}:value",
-                "note",
-                str(len(still)),
-                follows=tuple(f"{path}:value" for path in still[1:]),
-            )
-            if still
-            else None
-        )
-        return [note] if note else []
-    first = odd[0]
-    k = updates.get(first)
-    step = int(training.table.zero_since[k]) if k is not None else training.steps[0]
-    is_late = step > training.steps[0]
-    text = (
-        f"{first} does not change"
-        + (f" since step {step:,}" if is_late else "")
-        + ", unlike its siblings."
-    )
-    advice = "Look at requires_grad, and whether the optimizer was given it."
+    n_alike, n_still = Counter(map(template_of, paths)), Counter(map(template_of, still))
+    odd = [path for path in still if 2 * n_still[template_of(path)] <= n_alike[template_of(path)]]
+    shown = odd or still
+    first, first_step = shown[0], training.steps[0]
+    step = int(training.table.zero_since[updates[first]]) if first in updates else first_step
+    text = f"{first} does not change{_since_text(step, first_step)}"
     return [
         Finding(
             "frozen",
-            text,
+            f"{text}, unlike its siblings." if odd else f"{text}.",
             f"{first}:value",
-            "warning",
+            "warning" if odd else "note",
             f"step {step:,}",
-            f"{plural(len(odd), 'weight')} are so.",
-            advice,
-            tuple(f"{p}:value" for p in odd[1:]),
+            f"{plural(len(shown), 'weight')} so.",
+            "Look at requires_grad, and whether the optimizer was given it.",
+            tuple(f"{path}:value" for path in shown[1:]),
             step,
         )
     ]
+
+
+def _since_text(step: int, first: int) -> str:
+    return f" since step {step:,}" if step > first else ""
 
 
 def _still(training: _Training) -> list[Finding]:

@@ -6,9 +6,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import groupby
 
 from hookline.display.text import listed, plural
-from hookline.findings.finding import Finding
+from hookline.findings.finding import Finding, Level
 from hookline.findings.forward import bad_text, follow, share_text
 from hookline.findings.reading import Reading
 from hookline.findings.survey import Survey, log_of, template_of, times_text
@@ -45,33 +46,30 @@ def non_finite(survey: Survey) -> list[Finding]:
 
 def cut(survey: Survey) -> list[Finding]:
     """Name the last layer, in firing order, that the gradient never reached."""
-    reached = {(r.path, r.call) for r in survey.gradients if r.port == "grad_output"}
-    reached_paths = {path for path, _ in reached}
+    reached = {r.path for r in survey.gradients if r.port == "grad_output"}
     missing = {
-        path: why
+        path
         for path, port, why in survey.silent
         if port == "grad_output" and not any(text in why for text in _NOT_NEEDED)
     }
-    order = [r for r in survey.leaf_outputs if r.path in reached_paths or r.path in missing]
-    places = [k for k, r in enumerate(order) if r.path in missing]
-    later = [k for k, r in enumerate(order) if r.path in reached_paths]
-    if not places or not later or places[0] > later[-1]:
+    order = [r for r in survey.leaf_outputs if r.path in reached or r.path in missing]
+    runs = [
+        (is_lost, list(group)) for is_lost, group in groupby(order, lambda r: r.path in missing)
+    ]
+    place = next((k for k, (is_lost, _) in enumerate(runs[:-1]) if is_lost), None)
+    if place is None:
         return []
-    lost = [k for k in places if k < later[-1]]
-    last = _last_of_stretch(lost, later)
-    reading, after = order[last], next(order[k] for k in later if k > last)
-    stretch = [order[k] for k in lost if k <= last]
-    is_start = not any(k < last for k in later)
-    templates = {template_of(order[k].path) for k in later}
-    is_odd = any(template_of(r.path) in templates and "#" in template_of(r.path) for r in stretch)
-    text = f"The gradient stops between {after.site} and {reading.site}."
-    why = f"{plural(len(stretch), 'layer')} before it {'gets' if len(stretch) == 1 else 'get'} none"
+    stretch, after = runs[place][1], runs[place + 1][1][0]
+    is_start = place == 0
+    level: Level = "warning" if is_start or _has_siblings(stretch, runs) else "note"
+    reading = stretch[-1]
+    why = f"{plural(len(stretch), 'layer')} before it without one"
     return [
         Finding(
             "cut",
-            text,
+            f"The gradient stops between {after.site} and {reading.site}.",
             reading.site,
-            "warning" if is_start or is_odd else "note",
+            level,
             "no gradient",
             f"{why}: {listed([r.site for r in stretch], 3)}.",
             "Look for detach(), no_grad(), .data, .item() or an integer operation there.",
@@ -80,11 +78,10 @@ def cut(survey: Survey) -> list[Finding]:
     ]
 
 
-def _last_of_stretch(lost: Sequence[int], reached: Sequence[int]) -> int:
-    """Return the last place of the first stretch that the gradient did not reach."""
-    first = lost[0]
-    end = next(k for k in reached if k > first)
-    return max(k for k in lost if k < end)
+def _has_siblings(stretch: Sequence[Reading], runs: Sequence[tuple[bool, list[Reading]]]) -> bool:
+    """Tell whether the gradient reached the same place of other blocks."""
+    templates = {template_of(r.path) for is_lost, group in runs if not is_lost for r in group}
+    return any("#" in (place := template_of(r.path)) and place in templates for r in stretch)
 
 
 def frozen(survey: Survey, is_blamed: bool) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -114,22 +115,14 @@ def dead(survey: Survey) -> list[Finding]:
         and reading.numbers.numel > _LEAST_NUMEL
         and not is_passing(reading.module_type)
     ]
-    zero_ids = {id(reading) for reading in zero}
     firsts = []
     for reading in zero:
         source = survey.before.get(id(reading))
-        if source is None or not (source.numbers.is_zero or id(source) in zero_ids):
+        if source is None or not source.numbers.is_zero:
             firsts.append(reading)
-    siblings = {id(r): group for group in survey.series for r in group}
     by_level: dict[Level, list[Reading]] = {"warning": [], "note": []}
     for reading in firsts:
-        group = siblings.get(id(reading), [reading])
-        n_zero = sum(sibling.numbers.is_zero for sibling in group)
-        is_meant = len(group) > 1 and n_zero > _MOST_ZERO_SIBLINGS * len(group)
-        is_head = reading is survey.leaf_outputs[-1] and is_weighted(reading)
-        has_effect = any(id(r) in zero_ids and r is not reading for r in _after(reading, zero))
-        is_note = is_head or (is_meant and not has_effect)
-        by_level["note" if is_note else "warning"].append(reading)
+        by_level["note" if _is_meant(reading, survey) else "warning"].append(reading)
     findings = [_dead_finding(reading, zero, survey) for reading in by_level["warning"]]
     meant = by_level["note"]
     if meant:
@@ -149,11 +142,17 @@ def dead(survey: Survey) -> list[Finding]:
     return findings
 
 
-def _after(reading: Reading, readings: Sequence[Reading]) -> list[Reading]:
-    """Return the readings right after one, at the next place that is not at its siblings'."""
-    template = template_of(reading.path)
-    place = next(k for k, r in enumerate(readings) if r is reading)
-    return [r for r in readings[place + 1 : place + 2] if template_of(r.path) != template]
+def _is_meant(reading: Reading, survey: Survey) -> bool:
+    """Tell whether zeros are probably how a model begins: a head, or the last norm of branches."""
+    leaves = survey.leaf_outputs
+    if reading is leaves[-1] and is_weighted(reading):
+        return True
+    group = next((group for group in survey.series if any(r is reading for r in group)), [reading])
+    n_zero = sum(sibling.numbers.is_zero for sibling in group)
+    if len(group) < 2 or n_zero <= _MOST_ZERO_SIBLINGS * len(group):
+        return False
+    place = next(k for k, leaf in enumerate(leaves) if leaf is reading)
+    return not any(leaf.numbers.is_zero for leaf in leaves[place + 1 : place + 2])
 
 
 def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> Finding:
@@ -405,8 +404,13 @@ def never_called(survey: Survey) -> list[Finding]:
     """Name the selected sites without a value: those whose siblings have one, and the others."""
     silent = [(path, why) for path, port, why in survey.silent if port in ("output", "input")]
     tops = _tops(dict.fromkeys(path for path, _ in silent))
-    fired = {template_of(reading.path) for reading in survey.outputs}
-    odd = [p for p in tops if template_of(p) in fired and _is_missed(p, survey)]
+    fired = Counter(template_of(path) for path in {reading.path for reading in survey.outputs})
+    missed = Counter(map(template_of, tops))
+    odd = [
+        path
+        for path in tops
+        if fired[template_of(path)] > missed[template_of(path)] and _is_missed(path, survey)
+    ]
     reasons = dict(silent)
     findings = [
         Finding(

@@ -29,7 +29,8 @@ def findings_of(survey: Survey) -> list[Finding]:
     ]
     values.sort(key=lambda finding: place.get(finding.site, -1))
     findings += values
-    findings += forward.never_called(survey)
+    never_called = forward.never_called(survey)
+    findings += [finding for finding in never_called if finding.level != "note"]
     is_blamed = any(f.kind in _CAUSES and f.level != "note" for f in findings)
     if not broken:
         findings += backward.non_finite(survey)
@@ -37,4 +38,5 @@ def findings_of(survey: Survey) -> list[Finding]:
         findings += [] if is_blamed else backward.through_depth(survey)
         findings += [] if is_blamed else backward.dead_gradients(survey)
     findings += [*forward.outliers(survey), *forward.repeats(survey)]
+    findings += [finding for finding in never_called if finding.level == "note"]
     return in_order(findings)

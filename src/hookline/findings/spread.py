@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple, final
@@ -20,6 +21,7 @@ _MANY = 8
 _N_BEFORE = 3
 _FLOOR = 0.25  # the least spread of siblings, as a logarithm
 _USUAL_GAIN = math.log(0.5)  # of a layer as it is initialised
+_LEAST_ALONE = math.log(30.0)  # of a layer without siblings
 _LEAST_JUMP = math.log(100.0)  # from block to block
 _LEAST_TOTAL = math.log(1e3)  # over a stretch of blocks
 _STEADY = math.log(1.25)  # each step of such a stretch
@@ -27,6 +29,7 @@ _LEAST_NOTED = math.log(1e6)  # from the first block to the last
 _LEAST_MEMBERS = 3
 _LEAST_CULPRIT = math.log(4.0)
 _NORMAL = 1.4826
+_LAYERS = re.compile(r"Linear|Conv")
 
 
 class Deviation(NamedTuple):
@@ -45,6 +48,7 @@ def spreads(survey: Survey) -> list[Finding]:
     """
     place = {reading.site: k for k, reading in reversed(list(enumerate(survey.readings)))}
     deviations = [d for group in survey.series for d in _unlike_siblings(group, survey)]
+    deviations = deviations or _unlike_earlier(survey)
     deviations.sort(key=lambda deviation: place[deviation.reading.site])
     trunk = trunk_findings(survey)
     if trunk and (not deviations or place[trunk[0].site] < place[deviations[0].reading.site]):
@@ -59,6 +63,19 @@ def spreads(survey: Survey) -> list[Finding]:
         if group and (first in group or _series_of(group[0].reading) not in told):
             findings.append(_deviation_finding(group, survey))
     return findings
+
+
+def _unlike_earlier(survey: Survey) -> list[Deviation]:
+    """Return layers without siblings whose output is far above all before, and so is the gain."""
+    with_siblings = {id(reading) for group in survey.series for reading in group}
+    highest, odd = math.nan, []
+    for reading in filter(_is_measured, survey.leaf_outputs):
+        level = log_of(reading.numbers.std)
+        is_alone = bool(_LAYERS.search(reading.module_type)) and id(reading) not in with_siblings
+        if is_alone and min(level - highest, _gain(reading, survey)) > _LEAST_ALONE:
+            odd.append(Deviation(reading, level - highest, math.exp(highest)))
+        highest = level if math.isnan(highest) else max(highest, level)
+    return odd[:1]
 
 
 def _series_of(reading: Reading) -> tuple[str, str]:
@@ -163,8 +180,8 @@ def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
     source = survey.before.get(id(reading))
     text = f"The spread {verb} at {reading.site} ({reading.module_type})."
     why = (
-        f"Its standard deviation is {reading.numbers.std:.3g}; at the same place of other blocks it"
-        f" is {first.usual:.3g}."
+        f"Its standard deviation is {reading.numbers.std:.3g}; at its place in other blocks, or"
+        f" before it, {first.usual:.3g}."
     )
     if source is not None:
         why += f" {source.site} before it has {source.numbers.std:.3g}."
