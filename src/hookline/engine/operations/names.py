@@ -95,7 +95,11 @@ def argument_names(function: Function) -> ArgumentNames:
     except (TypeError, ValueError):
         own = _documented(function)
     if not isinstance(function, MethodDescriptorType | WrapperDescriptorType):
-        return own
+        is_method = (
+            own.names[:1] == ("self",)
+            and getattr(function, "__module__", "") == Tensor.split.__module__
+        )
+        return own._replace(names=("input", *own.names[1:])) if is_method else own
     names = ("input", *own.names[isinstance(function, WrapperDescriptorType) :])
     like = getattr(torch, name_of(function), None)
     if like is not None and own.rest is None and like is not function:
