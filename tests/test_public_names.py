@@ -24,11 +24,11 @@ NAMES = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "ClassMaps", "Comparison",
     "Curves", "Diagnosis", "Finding", "FolderError", "HooklineError", "HooklineWarning",
     "InputError", "Inventory", "Line", "ModelError", "NonFiniteError", "NotRecordedError",
-    "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording", "Report", "Selection",
-    "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary", "Sweep", "attach",
-    "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract",
-    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "shadow",
-    "stats", "summary", "sweep", "watch",
+    "Operations", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording", "Report",
+    "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary",
+    "Sweep", "attach", "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits",
+    "extract", "features", "inventory", "monitor", "open", "operations", "plots", "profile",
+    "record", "select", "shadow", "stats", "summary", "sweep", "watch",
 ]
 # fmt: on
 
@@ -51,6 +51,7 @@ SIGNATURES = {
     "monitor": "(model, selector=None, *, ports=None, every=1, stats=None, to=None, scaler=None,"
     " every_thread=False)",
     "open": "(folder, *, verify=False)",
+    "operations": "(model, inputs, path='')",
     "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
