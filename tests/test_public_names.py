@@ -24,12 +24,12 @@ NAMES = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "CheckFinding", "ClassMaps",
     "Comparison", "Curves", "Diagnosis", "Finding", "Findings", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Invariance", "Inventory", "Line", "ModelError",
-    "NonFiniteError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine",
-    "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
+    "NonFiniteError", "NotRecordedError", "Operations", "OverwrittenError", "Profile", "RanksError",
+    "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
     "StructureError", "Summary", "Sweep", "attach", "attribute", "cam", "check", "clip", "compare",
     "doctor", "edit", "edits", "extract", "features", "invariance", "inventory", "monitor", "open",
-    "plots", "profile", "record", "select", "shadow", "stats", "summary", "sweep", "watch",
-    "write_page",
+    "operations", "plots", "profile", "record", "select", "shadow", "stats", "summary", "sweep",
+    "watch", "write_page",
 ]
 # fmt: on
 
@@ -53,6 +53,7 @@ SIGNATURES = {
     "monitor": "(model, selector=None, *, ports=None, every=1, stats=None, to=None, scaler=None,"
     " every_thread=False)",
     "open": "(folder, *, verify=False)",
+    "operations": "(model, inputs, path='')",
     "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",

@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from hookline.verbs.inventory import Inventory as Inventory
     from hookline.verbs.inventory import inventory as inventory
     from hookline.verbs.monitor.monitor import monitor as monitor
+    from hookline.verbs.operations import Operations as Operations
+    from hookline.verbs.operations import operations as operations
     from hookline.verbs.profile.profile import Profile as Profile
     from hookline.verbs.profile.profile import profile as profile
     from hookline.verbs.record.features import features as features
@@ -102,6 +104,7 @@ _MODULES = {
     "verbs.invariance.result": "Invariance",
     "verbs.inventory": "Inventory inventory",
     "verbs.monitor.monitor": "monitor",
+    "verbs.operations": "Operations operations",
     "verbs.profile.profile": "Profile profile",
     "verbs.record.features": "features",
     "verbs.record.record": "record",

@@ -269,6 +269,25 @@ def summary(
 
 
 @app.command()
+def operations(
+    model: ModelName,
+    source: InputName,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="the module; '' is the model")] = "",
+    weights: Weights = "default",
+    as_json: AsJson = False,
+) -> None:
+    """List the functions of torch that a module itself calls, and the site of each call."""
+    with complaints():
+        loaded, batch = _load(model, source, weights)
+        with Busy("running the model"):
+            table = hl.operations(loaded.model, inputs_of(loaded.model, batch), path)
+    if as_json:
+        print_json({"input": batch.description, **table.to_dict()})
+    else:
+        show(table)
+
+
+@app.command()
 def profile(
     model: ModelName,
     source: InputName,

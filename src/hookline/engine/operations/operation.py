@@ -1,0 +1,123 @@
+"""Hook the functions of torch that a module's own forward calls.
+
+An `Operation` is a module that stands for the calls of one function. Its forward is the function.
+While the module around it runs, a function mode of torch hands the calls of the function to the
+operation, and torch calls the operation's hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from hookline.engine.operations.names import Function, argument_names
+from hookline.engine.torch_private.graph.function_modes import method_name
+from hookline.engine.torch_private.hooks import hook_dict
+
+
+@final
+class Operation(nn.Module):
+    """The calls of one function in the forward of a module. Hooks on the operation see the calls.
+
+    Args:
+        name: the name of the function.
+
+    Attributes:
+        writes: whether the function writes to its first argument, as `relu_` does.
+        place_of_inplace: the place of the argument `inplace`, if the function has one.
+        may_change: whether a hook may change the arguments or the result.
+        needs_graph: whether a hook needs the graph of autograd to pass through the value.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.writes = False
+        self.may_change = self.needs_graph = False
+        self.place_of_inplace: int | None = None
+
+    def forward(self, value: Any) -> Any:
+        """Return the value: the forward of an operation whose value is computed elsewhere."""
+        return value
+
+    def calling(self, function: Function) -> Operation:
+        """Return a copy whose forward is this function. The copy shares the hooks."""
+        copy = nn.Module.__new__(Operation)
+        copy.__dict__.update(self.__dict__)
+        copy.__dict__["forward"] = by_method(function)
+        copy.writes = _writes(function.__name__)
+        names = argument_names(function).names
+        copy.place_of_inplace = names.index("inplace") if "inplace" in names else None
+        return copy
+
+    def look(self) -> None:
+        """Look at the hooks, which have changed."""
+        owners = [
+            getattr(hook, "__self__", None)
+            for kind in _KINDS
+            for hook in list(hook_dict(self, kind).values())
+        ]
+        self.may_change = any(getattr(owner, "changes_values", True) for owner in owners)
+        self.needs_graph = any(getattr(owner, "needs_graph", True) for owner in owners)
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the function, and write a changed result to where the function writes."""
+        target = self.target(args, kwargs) if self.may_change else None
+        if not isinstance(target, Tensor):
+            return self(*args, **kwargs)
+        if args and args[0] is target:
+            # Backward may need what the function itself wrote.
+            new = self(target.clone(), *args[1:], **kwargs)
+        else:
+            new = self(*args, **kwargs)
+        return target.copy_(new)
+
+    def target(self, args: Any, kwargs: Any) -> Any:
+        """Return the tensor that a call writes to; None for most calls.
+
+        A statement such as `x.relu_()` uses this tensor afterwards, and not the call's result.
+        """
+        if "out" in kwargs:
+            return kwargs["out"]
+        place = self.place_of_inplace
+        is_told = place is not None and (
+            kwargs.get("inplace", False) or (len(args) > place and args[place])
+        )
+        if not is_told and not self.writes:
+            return None
+        return args[0] if args else kwargs.get("input")
+
+    @property
+    def is_hooked(self) -> bool:
+        """Tell whether the operation has hooks."""
+        return any(hook_dict(self, kind) for kind in _KINDS)
+
+    def extra_repr(self) -> str:
+        """Return the name of the function: for `repr`."""
+        return self.name
+
+
+_KINDS = ("forward_pre", "forward", "backward_pre", "backward")
+
+
+@functools.cache
+def by_method(function: Function) -> Function:
+    """Return a function that dynamo can trace in place of this one, most often itself."""
+    name = method_name(function)
+    if not name:
+        return function
+
+    @functools.wraps(function)
+    def method(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(input, name)(*args, **kwargs)
+
+    return method
+
+
+def _writes(name: str) -> bool:
+    """Tell whether a function of this name writes to its first argument, as `relu_` does."""
+    if name.startswith("__"):
+        return name[2] == "i" and hasattr(Tensor, f"__{name[3:]}")  # x &= y, but not ~x
+    return name.endswith("_")
