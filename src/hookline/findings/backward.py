@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import statistics
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -12,11 +10,9 @@ from hookline.display.text import listed, plural
 from hookline.findings.finding import Finding, Level
 from hookline.findings.forward import bad_text, follow, share_text
 from hookline.findings.reading import Reading
+from hookline.findings.steps import change_in
 from hookline.findings.survey import Survey, log_of, template_of, times_text
 
-_LEAST_JUMP = math.log(100.0)  # from block to block
-_LEAST_TOTAL = math.log(1e3)  # over all blocks
-_STEADY = math.log(1.25)
 _NOT_NEEDED = ("needs no gradient", "frozen", "requires no gradient")
 
 
@@ -137,20 +133,8 @@ def through_depth(survey: Survey) -> list[Finding]:
         after - before if ours.numbers.shape == theirs.numbers.shape else 0.0
         for (before, ours), (after, theirs) in itertools.pairwise(zip(levels, trunk, strict=True))
     ]
-    usual = statistics.median(map(abs, steps))
-    for k, step in enumerate(steps):
-        if abs(step) > max(_LEAST_JUMP, 4 * usual):
-            return [_depth_finding(trunk, k, k + 1, step)]
-    for sign in (1, -1):
-        start = 0
-        for k in range(len(steps) + 1):
-            if k < len(steps) and sign * steps[k] > _STEADY:
-                continue
-            total = sum(steps[start:k])
-            if sign * total > _LEAST_TOTAL:
-                return [_depth_finding(trunk, start, k, total)]
-            start = k + 1
-    return []
+    change = change_in(steps)
+    return [] if change is None else [_depth_finding(trunk, *change)]
 
 
 def _depth_finding(trunk: Sequence[Reading], first: int, last: int, logarithm: float) -> Finding:

@@ -13,6 +13,7 @@ from hookline.display.text import plural
 from hookline.findings.finding import Finding
 from hookline.findings.forward import follow
 from hookline.findings.reading import Reading
+from hookline.findings.steps import change_in
 from hookline.findings.survey import Survey, is_weighted, log_of, template_of, times_text
 
 _LEAST = math.log(10.0)  # a smaller deviation from siblings is usual
@@ -22,9 +23,6 @@ _N_BEFORE = 3
 _FLOOR = 0.25  # the least spread of siblings, as a logarithm
 _USUAL_GAIN = math.log(0.5)  # of a layer as it is initialised
 _LEAST_ALONE = math.log(30.0)  # of a layer without siblings
-_LEAST_JUMP = math.log(100.0)  # from block to block
-_LEAST_TOTAL = math.log(1e3)  # over a stretch of blocks
-_STEADY = math.log(1.25)  # each step of such a stretch
 _LEAST_NOTED = math.log(1e6)  # from the first block to the last
 _LEAST_MEMBERS = 3
 _LEAST_CULPRIT = math.log(4.0)
@@ -211,11 +209,10 @@ def trunk_findings(survey: Survey) -> list[Finding]:
     if len(trunk) < _LEAST_MEMBERS:
         return []
     steps = [_step(before, after) for before, after in itertools.pairwise(trunk)]
-    usual = statistics.median(abs(step) for step in steps)
-    for k, step in enumerate(steps, 1):
-        if abs(step) > max(_LEAST_JUMP, 4 * usual):
-            return [_trunk_finding(trunk, k, k, step, survey)]
-    return _steady(trunk, steps, survey)
+    change = change_in(steps)
+    if change is None:
+        return []
+    return [_trunk_finding(trunk, change.start + 1, change.end, change.logarithm, survey)]
 
 
 def _step(before: Reading, after: Reading) -> float:
@@ -248,19 +245,6 @@ def total_note(survey: Survey) -> list[Finding]:
     return [
         Finding(kind, text, trunk[0].site, "note", times_text(total), advice=advice, follows=sites)
     ]
-
-
-def _steady(trunk: Sequence[Reading], steps: Sequence[float], survey: Survey) -> list[Finding]:
-    for sign in (1, -1):
-        start = 0
-        for k in range(len(steps) + 1):
-            if k < len(steps) and sign * steps[k] > _STEADY:
-                continue
-            total = sum(steps[start:k])
-            if sign * total > _LEAST_TOTAL:
-                return [_trunk_finding(trunk, start + 1, k, total, survey)]
-            start = k + 1
-    return []
 
 
 def _trunk_finding(
