@@ -182,7 +182,7 @@ def test_an_interrupt_while_the_state_is_read_leaves_no_hooks(tmp_path):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_container_in_training_mode_keeps_no_state_of_its_parts(training):
+def test_a_container_in_training_mode_keeps_no_state(training):
     model = nn.Sequential(nn.BatchNorm1d(6)).train()
     model[0].train(training)
     assert may_keep_state(model) == training
