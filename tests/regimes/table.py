@@ -62,6 +62,8 @@ GROUPS = {
     ),
     "Models and modules": (
         "[models of other libraries](inspecting.md#models-of-other-libraries)",
+        "operations inside modules",
+        "operations inside modules, in compiled code",
         "lazy modules, before their first run",
         "parametrized weights",
         "pruning; old `weight_norm` and `spectral_norm`",

@@ -136,15 +136,21 @@ def _entries(nodes: list[Any]) -> Iterator[HookEntry]:
     for kind, hook in global_hooks():
         yield _entry("(every module)", kind, hook)
     for node in nodes:
-        hooked = [(node.path, node.module)]
-        hooked += [(f"{node.path}@{one.name}", one) for one in operations_on(node.module)]
-        for path, module in hooked:
-            for kind in HOOK_DICTS:
-                for hook in hook_dict(module, kind).values():
-                    yield _entry(path, kind, hook)
+        for path, module in _with_operations(node):
+            hooks = [
+                (kind, hook) for kind in HOOK_DICTS for hook in hook_dict(module, kind).values()
+            ]
+            yield from (_entry(path, kind, hook) for kind, hook in hooks)
         for name, parameter in node.module.named_parameters(recurse=False):
             for kind, hook in tensor_hooks(parameter):
                 yield _entry(f"{node.path}.{name}".lstrip("."), kind, hook)
+
+
+def _with_operations(node: Any) -> list[tuple[str, nn.Module]]:
+    """Return a module and its operations that have hooks, with their paths."""
+    operations = operations_on(node.module)
+    named = [(f"{node.path}@{operation.name}", operation) for operation in operations]
+    return [(node.path, node.module), *named]
 
 
 def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:

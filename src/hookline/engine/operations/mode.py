@@ -93,7 +93,8 @@ class OperationMode(TorchFunctionMode):
 
     def hooked(self) -> list[Operation]:
         """Return the operations that have hooks at present."""
-        return [one for one in list(self._by_name.values()) if one.is_hooked]
+        operations = list(self._by_name.values())
+        return [operation for operation in operations if operation.is_hooked]
 
     def update(self) -> None:
         """Look for the functions whose operations have hooks at present, and for no others."""
