@@ -262,6 +262,55 @@ FAMILIES: dict[str, Family] = {
     "autoencoder": Family(Autoencoder, images),
     "encoder": Family(_encoder, ids, True),
 }
+_DISTILBERT = {
+    "vocab_size": 100, "dim": WIDTH, "n_layers": N_BLOCKS, "n_heads": N_HEADS, "hidden_dim": 128,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+_BART = {
+    "vocab_size": 100, "d_model": WIDTH, "encoder_layers": 4, "decoder_layers": 4,
+    "encoder_attention_heads": N_HEADS, "decoder_attention_heads": N_HEADS,
+    "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+
+# These came last: at their first look, shufflenet and levit raised an alarm.
+FAMILIES |= {
+    "distilbert": Family(
+        lambda: _causal("DistilBertConfig", "DistilBertForMaskedLM", **_DISTILBERT), _text, True
+    ),
+    "albert": Family(
+        lambda: _causal("AlbertConfig", "AlbertForMaskedLM", **_SIZES, embedding_size=32),
+        _text,
+        True,
+    ),
+    "qwen3": Family(
+        lambda: _causal("Qwen3Config", "Qwen3ForCausalLM", **_GROUPED, head_dim=16), _text, True
+    ),
+    "gemma3": Family(
+        lambda: _causal("Gemma3TextConfig", "Gemma3ForCausalLM", **_GROUPED, head_dim=16),
+        _text,
+        True,
+    ),
+    "electra": Family(
+        lambda: _causal("ElectraConfig", "ElectraForPreTraining", **_SIZES, embedding_size=32),
+        _text,
+        True,
+    ),
+    "bart": Family(
+        lambda: _causal("BartConfig", "BartForConditionalGeneration", **_BART), _pair, True
+    ),
+    "shufflenet": Family(
+        lambda: torchvision.models.shufflenet_v2_x0_5(num_classes=10), images, True
+    ),
+    "squeezenet": Family(lambda: torchvision.models.squeezenet1_1(num_classes=10), images, True),
+    "googlenet": Family(
+        lambda: torchvision.models.googlenet(num_classes=10, aux_logits=False, init_weights=False),
+        images,
+        True,
+    ),
+    "poolformer": Family(lambda: _timm("poolformer_s12"), images, True),
+    "xcit": Family(lambda: _timm("xcit_nano_12_p16_224", img_size=64), images, True),
+    "levit": Family(lambda: _timm("levit_128s", img_size=64), images, True),
+}
 VARIANTS = ("eval", "train", "perturbed", "bf16")
 
 

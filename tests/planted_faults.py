@@ -131,12 +131,28 @@ def _sigmoids(depth: int = 12) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
 
 
+class Tower(nn.Module):
+    """LSTMs, each of which returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cells = (nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(4))
+        self.cells, self.head = nn.ModuleList(cells), nn.Linear(WIDTH, 10)
+
+    def forward(self, x):
+        x = x[:, None].expand(-1, 5, -1)
+        for cell in self.cells:
+            x, _ = cell(x)
+        return self.head(x)
+
+
 _OWN: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
     "pairs": Pairs,
     "roots": _roots,
     "residual": _residual,
     "sigmoids": _sigmoids,
+    "tower": Tower,
 }
 
 
@@ -552,5 +568,125 @@ FAULTS: list[Fault] = [
         ("bert.embeddings.position_embeddings",),
         ("dead",),
         True,
+    ),
+]
+
+# These came last: at their first look, the outlier in a convolution and the head were missed.
+FAULTS += [
+    Fault(
+        "x30 init of one layer",
+        "qwen3",
+        times("model.layers.3.mlp.gate_proj", 30),
+        ("model.layers.3.mlp.gate_proj",),
+        GROWS,
+        True,
+    ),
+    Fault(
+        "x0.02 init of one layer",
+        "llama",
+        times("model.layers.3.mlp.down_proj", 0.02),
+        ("model.layers.3.mlp.down_proj",),
+        SHRINKS,
+        True,
+    ),
+    Fault(
+        "decoder layer x100",
+        "bart",
+        times("model.decoder.layers.2.encoder_attn.v_proj", 100),
+        ("model.decoder.layers.2.encoder_attn.v_proj",),
+        GROWS,
+        True,
+    ),
+    Fault(
+        "NaN in a conv",
+        "googlenet",
+        element("inception4b.branch2.0.conv", float("nan")),
+        ("inception4b.branch2.0.conv",),
+        ("non-finite",),
+        True,
+    ),
+    Fault(
+        "dead norm channels",
+        "googlenet",
+        rows("inception3b.branch1.bn", 0, 64),
+        ("inception3b.branch1.bn",),
+        ("channels",),
+        True,
+    ),
+    Fault(
+        "zeroed key",
+        "electra",
+        zero("electra.encoder.layer.4.attention.self.key"),
+        ("electra.encoder.layer.4.attention.self.key",),
+        ("dead",),
+        True,
+    ),
+    Fault(
+        "NaN in an LSTM",
+        "tower",
+        element("cells.2", float("nan"), "bias_hh_l0"),
+        ("cells.2",),
+        ("non-finite",),
+        True,
+    ),
+    Fault(
+        "missing norm after a block",
+        "gemma3",
+        replaced("model.layers.2.post_feedforward_layernorm", nn.Identity),
+        ("model.layers.2.post_feedforward_layernorm",),
+        ("no norm", "vanishing"),
+        True,
+    ),
+    Fault(
+        "small stage",
+        "poolformer",
+        small_from("stages.2.blocks.{}", 3, 6, 0.01),
+        ("stages.2.blocks.3.mlp.fc1", "stages.2.blocks.3"),
+        SHRINKS,
+        True,
+    ),
+    Fault(
+        "frozen norm",
+        "xcit",
+        frozen("blocks.5.norm1"),
+        ("blocks.5.norm1.weight",),
+        ("frozen",),
+        True,
+    ),
+    Fault(
+        "outlier in a conv",
+        "poolformer",
+        element("stages.1.blocks.1.mlp.fc1", 500.0),
+        ("stages.1.blocks.1.mlp.fc1",),
+        ("outlier", "exploding"),
+        True,
+    ),
+    Fault(
+        "fp16 overflow",
+        "net",
+        times("blocks.4.down", 1e7),
+        ("blocks.4.down", "blocks.4.up"),
+        ("non-finite",),
+        True,
+        dtype=torch.float16,
+    ),
+    Fault(
+        "dead ReLU block",
+        "squeezenet",
+        bias("features.7.squeeze", -1e3),
+        ("features.7.squeeze_activation",),
+        ("dead",),
+        True,
+    ),
+    Fault(
+        "tied conv block",
+        "poolformer",
+        tied("stages.2.blocks", 2, 1),
+        ("stages.2.blocks.1",),
+        ("shared",),
+        True,
+    ),
+    Fault(
+        "x100 head", "distilbert", times("vocab_transform", 100), ("vocab_transform",), GROWS, True
     ),
 ]

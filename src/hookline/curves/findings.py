@@ -378,12 +378,12 @@ def _drifts(training: _Training) -> list[Finding]:
     half = len(last) // 2
     with np.errstate(all="ignore"):
         factor = median(last[-RECENT:]) / median(last[:half])
-    found = [int(k) for k in np.flatnonzero(factor > _DRIFT)]
-    found = [k for k in found if path_and_port(training.sites[k])[1] != "update"]
-    if not found:
+    grown = [int(k) for k in np.flatnonzero(factor > _DRIFT)]
+    grown = [k for k in grown if path_and_port(training.sites[k])[1] != "update"]
+    if not grown:
         return []
     onsets = sorted(
-        (training.onset(k, half, float(factor[k])) for k in found), key=lambda o: o.time
+        (training.onset(k, half, float(factor[k])) for k in grown), key=lambda o: o.time
     )
     first = onsets[0]
     text = f"The {_NAMES[first.port]} at {first.site} grows {times_text(math.log(first.factor))}."

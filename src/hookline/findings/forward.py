@@ -21,7 +21,7 @@ from hookline.findings.survey import (
 )
 
 _LEAST_NUMEL = 8  # a value of fewer elements may well be all zero
-_MOST_ZERO_SIBLINGS = 0.5  # above it, zeros are how the model was initialised
+_MOST_ZERO_SIBLINGS = 0.5  # from it on, zeros are how the model was initialised
 _OUTLIER = 20.0  # standard deviations from the mean
 _LEAST_OUTLIER_NUMEL = 512
 _LEAST_DEAD_CHANNELS = 0.02
@@ -149,10 +149,12 @@ def _is_meant(reading: Reading, survey: Survey) -> bool:
         return True
     group = next((group for group in survey.series if any(r is reading for r in group)), [reading])
     n_zero = sum(sibling.numbers.is_zero for sibling in group)
-    if len(group) < 2 or n_zero <= _MOST_ZERO_SIBLINGS * len(group):
+    if len(group) < 2 or n_zero < _MOST_ZERO_SIBLINGS * len(group):
         return False
     place = next(k for k, leaf in enumerate(leaves) if leaf is reading)
-    return not any(leaf.numbers.is_zero for leaf in leaves[place + 1 : place + 2])
+    later = (leaf for leaf in leaves[place + 1 :] if not is_passing(leaf.module_type))
+    following = next(later, None)
+    return following is None or not following.numbers.is_zero
 
 
 def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> Finding:
@@ -179,7 +181,7 @@ def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> 
 
 def channels(survey: Survey) -> list[Finding]:
     """Name layers with channels, features or heads that are zero in the whole batch."""
-    found: dict[Level, list[Reading]] = {"warning": [], "note": []}
+    by_level: dict[Level, list[Reading]] = {"warning": [], "note": []}
     for reading in survey.leaf_outputs:
         numbers = reading.numbers
         if not numbers.dead or numbers.per_channel < _LEAST_PER_CHANNEL:
@@ -190,9 +192,9 @@ def channels(survey: Survey) -> list[Finding]:
         if source is not None and set(numbers.dead) <= set(source.numbers.dead):
             continue
         is_layer = is_weighted(reading) or is_norm(reading.module_type)
-        found["warning" if is_layer else "note"].append(reading)
-    findings = [_channel_finding(reading, "warning", []) for reading in found["warning"]]
-    notes = found["note"]
+        by_level["warning" if is_layer else "note"].append(reading)
+    findings = [_channel_finding(reading, "warning", []) for reading in by_level["warning"]]
+    notes = by_level["note"]
     if notes:
         worst = max(notes, key=lambda r: len(r.numbers.dead) / r.numbers.n_channels)
         findings.append(_channel_finding(worst, "note", notes))

@@ -69,12 +69,12 @@ def findings_of_passes(
     types = {"" if path == "(root)" else path: kind for path, kind in modules}
     silent = [(site.path, site.port, report.why.get(site, "")) for site in report.silent]
     aliases = {site.path: site.aliases for site, _ in report.fired if site.aliases}
-    found: dict[tuple[str, str], tuple[Finding, list[int]]] = {}
+    told: dict[tuple[str, str], tuple[Finding, list[int]]] = {}
     for record in passes:
         survey = Survey(list(reader.readings(record)), types, silent, aliases)
         for finding in findings_of(survey):
-            found.setdefault((finding.kind, finding.site), (finding, []))[1].append(record.number)
-    rows = [_in_passes(finding, numbers, len(passes)) for finding, numbers in found.values()]
+            told.setdefault((finding.kind, finding.site), (finding, []))[1].append(record.number)
+    rows = [_in_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
     facts = f"{plural(reader.n_values, 'value')}, {plural(len(passes), 'pass', 'passes')}"
     return Findings(in_order([*rows, *_overwritten(reader.overwritten)]), facts, _notes(reader))
 
