@@ -365,7 +365,8 @@ def view(
         if out_path is not None:
             written = write_view(folders, chosen, out_path)
             out.print(f"written: {written}", markup=False, soft_wrap=True)
-            findings = findings_to_show(folder)
+            # The page of a comparison has findings of its own.
+            findings = findings_to_show(folder) if other is None else None
             if findings is not None:
                 out.print()
                 show(findings)
