@@ -146,8 +146,8 @@ def hand_written_each(case: Case) -> Contender:
     return contender("hand-written", how, always(step), _in_order(case), truth(case))
 
 
-def hookline(case: Case) -> Contender:
-    """One line for all calls of a measurement; it keeps the values of every call."""
+def recording(case: Case) -> Session:
+    """A session that records with one line for all calls."""
     model, inputs, selector = case.model, case.inputs, case.selector
 
     @contextlib.contextmanager
@@ -160,8 +160,13 @@ def hookline(case: Case) -> Contender:
 
             yield step
 
+    return session
+
+
+def hookline(case: Case) -> Contender:
+    """One line for all calls of a measurement; it keeps the values of every call."""
     how = "`with hl.record(model, ...)` around the calls"
-    return contender("hookline", how, session, _in_order(case), truth(case))
+    return contender("hookline", how, recording(case), _in_order(case), truth(case))
 
 
 def hookline_each(case: Case) -> Contender:

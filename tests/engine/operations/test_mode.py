@@ -320,6 +320,12 @@ def test_raw_hooks_on_an_operation_are_called(net, x):
     assert calls == [1, (3, 4), (3, 4)]
 
 
+def test_hooks_on_events_of_modules_are_refused_on_operations(net):
+    with hl.attach(net) as line:
+        with pytest.raises(hl.SelectionError, match=r"Select the module itself: 'blocks\.0'"):
+            line.state_dict("blocks.0@tanh", lambda *event: None)
+
+
 def test_everywhere_sees_modules_and_no_operations(net, x):
     kinds = set()
     with hl.record(net, "blocks.0@tanh"), hl.attach(hl.EVERYWHERE) as line:

@@ -14,6 +14,7 @@ from hookline.engine import (
     HookHandle,
     HookSpec,
     ModuleNode,
+    OperationNode,
     Selector,
     Site,
     defaults_by_name,
@@ -282,7 +283,16 @@ class ModuleHooks(EverywhereHooks):
                     f"line.{kind} must be given modules as a whole, got {site}."
                     f"\nSelect {_module_of(site, node)!r}, or use hl.record or hl.edit for parts."
                 )
+            if isinstance(node, OperationNode) and kind not in _ON_OPERATIONS:
+                raise SelectionError(
+                    f"line.{kind} must be given modules, got {site}, which stands for calls of a"
+                    f" function.\nSelect the module itself: {path_text(node.host.path)!r}."
+                )
             yield replace(site, port=kind), node
+
+
+# The kinds of hooks that the call of a function has, too.
+_ON_OPERATIONS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 def _module_of(site: Site, node: Any) -> str:
