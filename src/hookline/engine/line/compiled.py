@@ -296,7 +296,7 @@ class Compiled(Attachment):
                 tap.prepare()
                 node = self._nodes.get(id(tap))
                 if isinstance(node, ModuleNode):
-                    hooked[id(node.module)] = node.module
+                    hooked[id(node.owner)] = node.owner
             self._marks.add(hooked.values())
             self._new.clear()
 
@@ -370,7 +370,7 @@ class Compiled(Attachment):
     def owner_of(self, tap: Tap) -> int:
         """Return the id of the module that a tap is on; 0 if the tap is on no module."""
         node = self._nodes.get(id(tap))
-        return id(node.module) if isinstance(node, ModuleNode) else 0
+        return id(node.owner) if isinstance(node, ModuleNode) else 0
 
     def explain(self, error: BaseException) -> None:
         """Add a note to an error of compilation or of compiled code, if hooks are the reason.

@@ -29,7 +29,12 @@ from hookline.engine.pytree import describe
 from hookline.engine.report.replaced_parts import Originals
 from hookline.engine.report.report import Report
 from hookline.engine.report.why_silent import Silent, explain, gathered
-from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode
+from hookline.engine.selection.module_tree import (
+    ModuleNode,
+    ModuleTree,
+    OperationNode,
+    ParameterNode,
+)
 from hookline.engine.selection.selectors import Selection, Selector, select_in
 from hookline.engine.selection.site import Site
 from hookline.engine.selection.targets import Everywhere, Target, tree_of
@@ -204,7 +209,7 @@ class Line:
         """Tell whether a node takes hooks. If the line skips a node, the report says why."""
         if isinstance(node, ModuleNode):
             # Selecting a scripted module by name is an error.
-            return not (self.options.lenient and is_scripted(node.module))
+            return not (self.options.lenient and is_scripted(node.owner))
         if isinstance(node, Optimizer) or node.tensor.requires_grad or node.parent is None:
             return True
         tap.off += 1  # a frozen parameter
@@ -370,6 +375,7 @@ class Line:
     def _make_report(self, *, ended: bool) -> Report:
         taps, passes = self.taps, self.passes
         silent = [tap for tap in taps if not tap.fired]
+        met = {self._glob(tap) for tap in taps if silent and tap.fired} - {""}
         # Only raw hooks have handles that can remove taps.
         removed = [k for k, tap in enumerate(taps) if tap.is_removed] if self._had_handles else []
         return Report(
@@ -381,11 +387,18 @@ class Line:
             ended=ended,
             fired=tuple([(tap.site, tap.fired) for tap in taps]),
             why=self._explain(silent) if silent else {},
-            excused=frozenset([tap.site for tap in silent if tap.is_excused]),
+            excused=frozenset(
+                [tap.site for tap in silent if tap.is_excused or self._glob(tap) in met]
+            ),
             notes=self._notes(),
             removed=tuple(removed),
             replaced={site: loss.remark for site, loss in self.originals.told.items()},
         )
+
+    def _glob(self, tap: Tap) -> str:
+        """Return the glob of operations that selected a tap's site; "" for other sites."""
+        node = self._nodes.get(id(tap))
+        return node.glob if isinstance(node, OperationNode) else ""
 
     def _explain(self, silent: list[Tap]) -> dict[Site, str]:
         elsewhere = next(

@@ -5,6 +5,7 @@ Only this file registers hooks with torch.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,8 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.compile.guards import follow
 from hookline.engine.line.attachment import Attachment, surely
-from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
+from hookline.engine.operations.operation import drop_left, mode_of
+from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
 from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, walked_over
+from hookline.engine.taps.operations import ModeTap, choose_first
 from hookline.engine.torch_private.graph.backward_begins import BACKWARD_HOOKS
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS,
@@ -56,10 +59,12 @@ class Registrations(Attachment):
         placed: the entries of the hooks, in the order of registration.
     """
 
-    __slots__ = ("placed",)
+    __slots__ = ("_watched", "placed")
 
     def __init__(self) -> None:
         self.placed: list[Entry] = []
+        # The modules that watch for calls of operations, by id, each with the place of its entries.
+        self._watched: dict[int, tuple[nn.Module, int]] = {}
 
     @property
     def has_hooks(self) -> bool:
@@ -82,7 +87,7 @@ class Registrations(Attachment):
                 # A line has many taps. Most modules have no other hook, so no order must be kept.
                 if (
                     tap.hooks is not ON_OUTPUT
-                    or not isinstance(node, ModuleNode)
+                    or type(node) is not ModuleNode
                     or isinstance(node.module, ScriptModule)
                     or (hooks := node.module.__dict__[name])
                 ):
@@ -110,8 +115,20 @@ class Registrations(Attachment):
                 is_closing = spec.always_call and len(specs) > 1
                 is_first = prepend and not is_closing
                 self._place_on_module(node.module, spec, hook, order, prepend=is_first)
-        if isinstance(node, ModuleNode) and "forward" in node.module.__dict__:
+        if isinstance(node, OperationNode):
+            self._watch(node)
+        elif isinstance(node, ModuleNode) and "forward" in node.module.__dict__:
             follow(node.module)
+
+    def _watch(self, node: OperationNode) -> None:
+        """Have the module of an operation watch for calls of the operation."""
+        host = node.host
+        mode = mode_of(host.module)
+        if id(host.module) not in self._watched:
+            self._watched[id(host.module)] = host.module, len(self.placed)
+            self._place(ModeTap(mode), host, prepend=False)
+            choose_first(host.module, mode)
+        mode.update()
 
     def _place_on_module(
         self, module: nn.Module, spec: HookSpec, hook: Hook, order: Order, *, prepend: bool
@@ -204,7 +221,10 @@ class Registrations(Attachment):
 
     def end(self) -> None:
         """Remove all hooks."""
+        has_modes = bool(self._watched)
         self.remove()
+        if has_modes:
+            drop_left(sys._getframe())
 
     def remove(self, keep: int = 0) -> None:
         """Remove all hooks after the first `keep`, also if interrupted meanwhile."""
@@ -226,6 +246,11 @@ class Registrations(Attachment):
                     del self.placed[keep : keep + number]  # `remove` retries for the rest
                     raise
         del self.placed[keep:]
+        for module, _ in self._watched.values():
+            mode = mode_of(module)
+            mode.update()
+            choose_first(module, mode)
+        self._watched = {key: item for key, item in self._watched.items() if item[1] < keep}
 
     def of(self, taps: Iterable[Tap], start: int = 0, hook: str | None = None) -> list[Entry]:
         """Find the entries of taps, from the entry `start` on; with `hook`, only of that method."""
@@ -261,6 +286,8 @@ class Registrations(Attachment):
                 if module is not None and "forward" in module.__dict__:
                     follow(module)
                 self.placed[index] = _TAKEN_OFF
+        for module, _ in self._watched.values():
+            mode_of(module).update()
 
 
 def _free_id(hooks: HookDict) -> int:

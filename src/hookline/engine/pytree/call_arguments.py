@@ -6,7 +6,6 @@ The value is the tensor itself if the module gets nothing else, otherwise a dict
 from __future__ import annotations
 
 import ctypes
-import inspect
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, final
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from hookline.engine.operations.names import argument_names
 from hookline.engine.torch_private.dynamo import OLD_DYNAMO, while_tracing
 
 
@@ -98,17 +98,8 @@ def _nothing() -> object:
 
 
 def _positional(forward: Any) -> _Positional:
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names, rest = [], None
-    try:
-        for parameter in inspect.signature(forward).parameters.values():
-            if parameter.kind in named:
-                names.append(parameter.name)
-            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                rest = parameter.name
-    except (TypeError, ValueError):  # a forward written in C has no signature
-        pass
-    return _Positional(names, rest)
+    names, rest = argument_names(forward)
+    return _Positional(list(names), rest)
 
 
 @while_tracing

@@ -14,7 +14,8 @@ from torch import nn
 
 from hookline.display.text import escape_invisible
 from hookline.engine.passes.passes import Passes
-from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
+from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
+from hookline.engine.selection.site import path_text
 from hookline.engine.taps.base import Tap
 from hookline.engine.torch_private.modules import is_scripted
 
@@ -125,6 +126,17 @@ def _past_hooks(silent: Silent) -> Why | None:
     return None
 
 
+def _not_its_own(silent: Silent) -> Why | None:
+    node = silent.node
+    if not isinstance(node, OperationNode):
+        return None
+    path = path_text(node.host.path)
+    return Why(
+        f"{path} calls no `{node.name}` itself, or did not run",
+        f"hl.operations(model, x, {path!r}) lists what it calls",
+    )
+
+
 def _not_called(silent: Silent) -> Why | None:
     node, passes = silent.node, silent.passes
     if not isinstance(node, ModuleNode):
@@ -135,7 +147,7 @@ def _not_called(silent: Silent) -> Why | None:
 
 
 _CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
-    _own_reason, _has_not_run, _raised, _past_hooks, _not_called,
+    _own_reason, _has_not_run, _raised, _past_hooks, _not_its_own, _not_called,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import final
 
 from torch import Tensor, nn
 
+from hookline.engine.operations.operation import mode_of
 from hookline.engine.torch_private.distributed import sharded_parameters
 from hookline.engine.torch_private.modules import (
     is_leaf,
@@ -42,6 +43,11 @@ class ModuleNode:
         return (self.path, *self.aliases)
 
     @property
+    def owner(self) -> nn.Module:
+        """Return the module of the model that the node belongs to."""
+        return self.module
+
+    @property
     def type_name(self) -> str:
         """Return the name of the module's class."""
         return type(self.module).__name__
@@ -54,6 +60,58 @@ class ModuleNode:
     def now_in(self, tree: ModuleTree) -> ModuleNode | None:
         """Return the node of the module in a tree; None if the module has left the model."""
         return tree.modules_by_id.get(id(self.module))
+
+
+@final
+@dataclass(slots=True, eq=False)
+class OperationNode(ModuleNode):
+    """Describe the calls of one function in a module's own forward: an operation.
+
+    `module` is the operation, and `parent` the node of the module. No tree lists operations.
+
+    Attributes:
+        glob: the selector, if it matched several modules. Some of them may not call the function.
+    """
+
+    glob: str = ""
+
+    @classmethod
+    def of(cls, parent: ModuleNode, name: str, glob: str = "") -> OperationNode:
+        """Return the node of an operation of a module."""
+        first, *aliases = (f"{path}@{name}" for path in parent.paths)
+        operation = mode_of(parent.module).operation(name)
+        return cls(first, operation, parent.index, tuple(aliases), parent, (), glob)
+
+    @property
+    def host(self) -> ModuleNode:
+        """Return the node of the module whose forward calls the function."""
+        assert self.parent is not None
+        return self.parent
+
+    @property
+    def name(self) -> str:
+        """Return the name of the function."""
+        return self.path.rpartition("@")[2]
+
+    @property
+    def owner(self) -> nn.Module:
+        """Return the module whose forward calls the function."""
+        return self.host.module
+
+    @property
+    def type_name(self) -> str:
+        """Return the name of the module's class, and that of the function."""
+        return f"{self.host.type_name}@{self.name}"
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Return the sort key in registration order: after the module itself."""
+        return self.index, 1
+
+    def now_in(self, tree: ModuleTree) -> ModuleNode | None:
+        """Return the node of the operation in a tree; None if the module has left the model."""
+        host = self.host.now_in(tree)
+        return None if host is None else OperationNode.of(host, self.name, self.glob)
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -21,10 +22,12 @@ from hookline.engine.pytree.describe import in_words
 from hookline.engine.selection.module_tree import (
     ModuleNode,
     ModuleTree,
+    OperationNode,
     ParameterNode,
     module_tree,
     require_model,
 )
+from hookline.engine.selection.operations import operation_names, refuse_exported
 from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse
 from hookline.engine.selection.suggestions import Query, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
@@ -178,10 +181,11 @@ def select(
     Args:
         model: the model to look in. It is not run, and not changed.
         selector: a glob on paths (`*`, `?` and `[0-9]` within a segment, `**` across segments,
-            `{a,b}`; `:port`, `[leaf]` and `#call` may follow), a compiled regex (searched anywhere
-            in the path), a module type, a module, a parameter, a predicate
+            `{a,b}`; `@function`, `:port`, `[leaf]` and `#call` may follow), a compiled regex
+            (searched anywhere in the path), a module type, a module, a parameter, a predicate
             `(path, module) -> bool`, a selection, or a list of these. None is every module that
-            can be called, the root included.
+            can be called, the root included. `@function` stands for the calls of a function of
+            torch in the module's own forward: `h.3.attn@softmax`.
         ports: one or several of "input", "output", "grad_input", "grad_output" and "grad", for
             selectors that name no port themselves. "grad" selects parameters: those that the
             selector matches by their own path, and all parameters of the modules that it matches.
@@ -298,7 +302,7 @@ def _find(
         nodes = matched if set(PORTS).isdisjoint(module_ports) else _callable(matched)
         leaf, call = text.leaf, text.call
         places += [
-            (_same_site(n.path, port, leaf, call, n.aliases, type(n.module).__name__), n)
+            (_same_site(n.path, port, leaf, call, n.aliases, n.type_name), n)
             for n in nodes
             for port in module_ports
         ]
@@ -406,6 +410,9 @@ def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleN
         exact = [node for node in nodes if text.path in node.paths]
         if exact:  # a name may contain characters of the grammar
             return text, exact
+    host, sign, name = text.path.rpartition("@")
+    if sign:
+        return _match_operations(tree, text, host, name)
     matches = glob(text.path).fullmatch
     # `*` matches one segment, and the root's path has no segment.
     below = nodes if text.path in ("", "**") else nodes[1:]
@@ -414,6 +421,24 @@ def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleN
         for node in below
         if matches(node.path) or (node.aliases and any(map(matches, node.aliases)))
     ]
+
+
+def _match_operations(
+    tree: ModuleTree, text: SiteText, host: str, name: str
+) -> tuple[SiteText, list[ModuleNode]]:
+    """Match operations: each of this name in the modules that `host` matches."""
+    _, hosts = _match_text(tree, host)
+    if not hosts or not tree.nodes:
+        return replace(text, path=host), []
+    names = operation_names(name, host)
+    hosts = _callable(hosts) or hosts
+    is_glob = len(hosts) > 1 or len(names) > 1
+    if not any(has_forward(node.module) for node in hosts):
+        return text, hosts
+    for node in hosts:
+        refuse_exported(node)
+    glob = f"{host}@{name}" if is_glob else ""
+    return text, [OperationNode.of(node, name, glob) for node in hosts for name in names]
 
 
 def _matcher(selector: Selector) -> Callable[[ModuleNode], bool]:

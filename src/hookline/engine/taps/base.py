@@ -26,6 +26,7 @@ from hookline.engine.compile.graph_callback import (
 )
 from hookline.engine.compile.guards import unmark_copy
 from hookline.engine.compile.runs import CompiledRun
+from hookline.engine.operations.operation import drop_left
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves
@@ -42,6 +43,7 @@ class Order(IntEnum):
     edits, hooks, readers, recorders.
     """
 
+    OPERATIONS_END = -3  # before the forward hooks, whose own calls are not the module's
     EVERYWHERE = -2
     BEGIN = -1
     EDIT = 0
@@ -55,6 +57,7 @@ class Order(IntEnum):
     RECORD = 8
     CLOSE = 9  # closes what a call opened, before the root's pass ends
     END = 10
+    OPERATIONS_BEGIN = 11  # after the pre-hooks
 
 
 GRADIENT_ORDERS = {
@@ -102,6 +105,11 @@ class HookOwner:
     def __init_subclass__(cls) -> None:
         methods = [vars(cls).get(name) for name in ("fire", "leave", "begin", "end")]
         hook_functions.extend(method for method in methods if isinstance(method, FunctionType))
+
+    @property
+    def changes_values(self) -> bool:
+        """Tell whether the hooks may change a value of the forward."""
+        return getattr(self, "rank", Order.RECORD) in (Order.EDIT, Order.HOOK)
 
     def hooks_on(self, node: Any) -> tuple[HookSpec, ...]:
         """Return the hooks to register on a node, which this object is about to meet."""
@@ -247,7 +255,7 @@ class Tap(HookOwner):
 
     def _again(self, current: Pass) -> Pass | None:
         """Return the pass of a recomputation; None for taps that do not change values."""
-        if self.rank not in (Order.EDIT, Order.HOOK):
+        if not self.changes_values:
             return None
         self.fired -= 1  # the first run counted this call
         return current
@@ -356,7 +364,9 @@ class RootTap(HookOwner):
         if self.passes is _INERT:
             _discard(module, self)
             return
-        self.passes.begin(call_frame(sys._getframe(1)), module)
+        frame = call_frame(sys._getframe(1))
+        drop_left(frame.f_back)
+        self.passes.begin(frame, module)
 
     @while_tracing
     def is_traced(self) -> None:

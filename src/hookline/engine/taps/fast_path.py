@@ -15,7 +15,7 @@ from hookline.engine.compile.guards import has_own_forward
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import ON_INPUTS, Order, RootTap, Tap, no_callback
+from hookline.engine.taps.base import ON_INPUTS, HookOwner, Order, Tap, no_callback
 from hookline.engine.torch_private.graph.fused_ops import runs_fused
 from hookline.engine.torch_private.hooks import hook_dict
 
@@ -76,7 +76,7 @@ def fast_path_warning(name: str, taps: list[FusedTap]) -> str | None:
 
 def _has_foreign_hooks(module: nn.Module) -> bool:
     return any(
-        not isinstance(getattr(hook, "__self__", None), Tap | RootTap)
+        not isinstance(getattr(hook, "__self__", None), HookOwner)
         for inner in module.modules()
         for kind in ("forward_pre", "forward")
         for hook in hook_dict(inner, kind).values()

@@ -1,0 +1,127 @@
+"""The names of torch's functions, and of their arguments, as selectors write them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from types import MethodDescriptorType, ModuleType, WrapperDescriptorType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+_SPACES = (torch, F, Tensor, torch.linalg, torch.special, torch.fft)
+# The operators whose names differ from the names of torch's functions.
+_RENAMED = {"floordiv": "floor_divide", "rfloordiv": "rfloor_divide", "rdiv": "div"}
+
+
+def name_of(function: Function) -> str:
+    """Return the name by which a function is selected.
+
+    >>> name_of(torch.add), name_of(Tensor.__getitem__), name_of(Tensor.__rdiv__)
+    ('add', 'getitem', 'div')
+    """
+    name: str = getattr(function, "__name__", type(function).__name__)
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+    return _RENAMED.get(name, name)
+
+
+@functools.cache
+def functions() -> dict[str, list[Function]]:
+    """Return torch's functions by name.
+
+    The functions of one name are `torch.relu`, `torch.nn.functional.relu` and `Tensor.relu`.
+    """
+    by_name: dict[str, list[Function]] = {}
+    for space in _SPACES:
+        for attribute in dir(space):
+            function = getattr(space, attribute, None)
+            if not callable(function) or isinstance(function, type | ModuleType):
+                continue
+            known = by_name.setdefault(name_of(function), [])
+            if not any(function is other for other in known):
+                known.append(function)
+    return by_name
+
+
+def is_attribute(name: str) -> bool:
+    """Tell whether a name is that of an attribute of tensors, such as `mT`."""
+    return inspect.isdatadescriptor(inspect.getattr_static(Tensor, name, None))
+
+
+def close_names(name: str, known: list[str]) -> list[str]:
+    """Return the names of functions that are close to an unknown name, the closest first.
+
+    Args:
+        name: the unknown name.
+        known: further names that may be meant.
+    """
+    return difflib.get_close_matches(name, [*known, *functions()], n=4)
+
+
+class ArgumentNames(NamedTuple):
+    """The names of a function's positional arguments.
+
+    Attributes:
+        names: the arguments that take one value each.
+        rest: the argument that takes all further values, `*rest`; None without one.
+    """
+
+    names: tuple[str, ...]
+    rest: str | None
+
+
+@functools.cache
+def argument_names(function: Function) -> ArgumentNames:
+    """Return the names of a function's positional arguments.
+
+    A function written in C has no signature, so the first line of its documentation is read. A
+    method has the names of the function of the same name, where the two take the same arguments.
+
+        >>> argument_names(F.scaled_dot_product_attention).names[:3]
+        ('query', 'key', 'value')
+        >>> argument_names(Tensor.matmul).names
+        ('input', 'other')
+    """
+    try:
+        own = _signature(function)
+    except (TypeError, ValueError):
+        own = _documented(function)
+    if not isinstance(function, MethodDescriptorType | WrapperDescriptorType):
+        return own
+    names = ("input", *own.names[isinstance(function, WrapperDescriptorType) :])
+    like = getattr(torch, name_of(function), None)
+    if like is not None and own.rest is None and like is not function:
+        usual = argument_names(like)
+        if usual.rest is None and len(usual.names) >= len(names):
+            names = usual.names
+    return ArgumentNames(names, own.rest)
+
+
+def _signature(function: Function) -> ArgumentNames:
+    parameters = list(inspect.signature(function).parameters.values())
+    single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in single]
+    rest = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
+    return ArgumentNames(tuple(names), rest[0] if rest else None)
+
+
+def _documented(function: Function) -> ArgumentNames:
+    """Return the names in the first line of a documentation: `add(input, other, *, alpha=1)`."""
+    text = re.match(r"\s*[\w.]+\(([^)]*)\)", getattr(function, "__doc__", None) or "")
+    names, rest = [], None
+    for argument in [] if text is None else text[1].split(","):
+        name = argument.partition("=")[0].strip()
+        if name.startswith("*"):
+            rest = name[1:] or None
+            break
+        if name.isidentifier():
+            names.append(name)
+    return ArgumentNames(tuple(names), rest)

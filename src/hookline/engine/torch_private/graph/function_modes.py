@@ -1,0 +1,129 @@
+"""torch's stack of function modes, and the frames of a module's call, eager or traced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+# The code of a module's call: the outer function, and the inner one that calls hooks and forward.
+_CALL = nn.Module._call_impl.__code__
+_INNER = next(
+    (c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner"), None
+)
+
+# Returns the number of function modes that are on in this thread. Torch's own function, because it
+# is called in each pass.
+n_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+_push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+_pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+
+
+def pop_mode(mode: object) -> None:
+    """Turn a function mode off, if it is the innermost one."""
+    n_on = n_modes()
+    if n_on and _mode_at(n_on - 1) is mode:
+        _pop_mode()
+
+
+def drop_modes(is_unwanted: Callable[[Any], bool]) -> None:
+    """Turn the unwanted function modes of this thread off."""
+    modes = [_mode_at(place) for place in range(n_modes())]
+    if not any(map(is_unwanted, modes)):
+        return
+    while n_modes():
+        _pop_mode()
+    for mode in modes:
+        if not is_unwanted(mode):
+            _push_mode(mode)
+
+
+def calling_module(frame: FrameType | None) -> tuple[Any, CodeType | None, FrameType | None]:
+    """Find the innermost call of a module on the stack.
+
+    Args:
+        frame: the frame from which the stack is walked.
+
+    Returns:
+        The module; the code that it runs, which is that of its forward or of a hook; the frame of
+        the call. None for each, if no module runs.
+    """
+    running = None
+    while frame is not None:
+        code = frame.f_code
+        if code is _CALL:
+            return frame.f_locals["self"], running, frame
+        if code is not _INNER:
+            running = code
+        frame = frame.f_back
+    return None, None, None
+
+
+def is_of_hook(code: CodeType | None, module: nn.Module) -> bool:
+    """Tell whether a module that runs this code runs a hook, and not its forward."""
+    return code is not _code_of(module.forward) and any(
+        code is _code_of(hook)
+        for hooks in (
+            module._forward_pre_hooks, module._forward_hooks,
+            nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks,
+        )
+        for hook in list(hooks.values())
+    )  # fmt: skip
+
+
+def _code_of(function: Any) -> CodeType | None:
+    function = getattr(function, "func", function)  # of a partial
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    return code if code is not None else getattr(type(function).__call__, "__code__", None)
+
+
+def calling_modules_of_graph() -> Iterator[nn.Module]:
+    """Yield the modules whose calls dynamo traces at present, innermost first."""
+    symbolic = sys.modules["torch._dynamo.symbolic_convert"]
+    frame: Any = symbolic.InstructionTranslator.current_tx().output.current_tx
+    while frame is not None:
+        code = frame.f_code
+        # Dynamo goes past the call of a module without hooks, right into its forward.
+        if code.co_name in ("forward", "_wrapped_call_impl") and code.co_argcount:
+            module = _value_of(frame, code.co_varnames[0])
+            if isinstance(module, nn.Module):
+                yield module
+        frame = getattr(frame, "parent", None)
+
+
+def _value_of(frame: Any, name: str) -> object:
+    """Return the value of a local variable in a frame that dynamo traces; None if not known."""
+    variable = frame.symbolic_locals.get(name)
+    if type(variable).__name__.endswith("CellVariable"):
+        variable = frame.output.side_effects.load_cell(variable)
+    if hasattr(variable, "realize"):
+        variable = variable.realize()
+    value = getattr(variable, "value", None)
+    if value is None and variable is not None and variable.is_python_constant():
+        value = variable.as_python_constant()
+    return value
+
+
+def method_name(function: Callable[..., Any]) -> str:
+    """Return the name of a tensor's method that calls `super()`; "" for other functions.
+
+    Dynamo traces such a method only if it is called by its name.
+    """
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    name: str = getattr(function, "__name__", "")
+    return name if "__class__" in names and vars(Tensor).get(name) is function else ""
+
+
+def is_exported(module: nn.Module) -> bool:
+    """Tell whether a module runs a graph of `torch.ops`, as a program of torch.export does."""
+    graph = getattr(module, "graph", None)
+    return isinstance(graph, torch.fx.Graph) and any(
+        isinstance(node.target, OpOverload) for node in graph.nodes
+    )
