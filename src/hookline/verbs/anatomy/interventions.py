@@ -1,0 +1,123 @@
+"""Tell the parts of each block apart by interventions: sums are symmetric, and cannot.
+
+All blocks are changed in one run. Each block gets the stream that it had in the undisturbed run,
+so no change of one block reaches another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.recordings import Recording
+from hookline.verbs.anatomy.numbers import CLOSE
+from hookline.verbs.anatomy.parts import Layer, Part, is_of_other_source, side_inputs, site_of
+from hookline.verbs.anatomy.parts import stream_site
+from hookline.verbs.anatomy.trace import Trace
+from hookline.verbs.edit.edit import edit
+from hookline.verbs.record.record import record
+from hookline.verbs.shared.run_model import call
+
+
+@final
+class Interventions:
+    """Runs of a model with changed streams and patterns.
+
+    Args:
+        model: the model, in eval mode.
+        trace: its trace.
+        inputs: the input of the trace.
+        layers: the layers, whose parts have no kinds yet.
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace, inputs: Any, layers: list[Layer]) -> None:
+        self._model, self._trace, self._inputs, self._layers = model, trace, inputs, layers
+        self._term_sites = {
+            id(part): site_of(trace, part.term.value, layer.block.path)
+            for layer in layers
+            for part in layer.parts
+        }
+        reads = [
+            stream_site(trace, read, layer.block)
+            for layer in layers
+            for part in layer.parts
+            for read in part.term.reads
+        ]
+        self._reads = sorted({site for site in reads if site is not None})
+        sites = [*self._reads, *filter(None, self._term_sites.values())]
+        with record(model, sites, copy=True) as run:
+            call(model, inputs)
+        self._run = run
+
+    def tell_apart(self) -> None:
+        """Give each part its kind."""
+        by_token = self._with(dict.fromkeys(self._reads, self._disturbed))
+        cores = {
+            site: _rolled
+            for layer in self._layers
+            for part in layer.parts
+            for site in [self._core_site(part)]
+            if site is not None
+        }
+        by_core = self._with(dict.fromkeys(self._reads, self._kept), cores) if cores else None
+        for layer in self._layers:
+            for part in layer.parts:
+                part.kind = self._kind(layer, part, by_token, by_core)
+
+    def _core_site(self, part: Part) -> str | None:
+        core = part.core
+        if core is None or not core.outputs:
+            return None
+        places = [place for place in core.outputs[0].places if place.kind == "operation"]
+        return self._trace.text(places[0]) if places else None
+
+    def _with(
+        self, streams: Mapping[str, Callable[[str], Any]], cores: Mapping[str, Any] | None = None
+    ) -> Recording:
+        """Run the model with changed values, and record the terms."""
+        changes = {site: change(site) for site, change in streams.items()} | dict(cores or {})
+        terms = sorted(set(filter(None, self._term_sites.values())))
+        with edit(self._model, changes), record(self._model, terms, copy=True) as run:
+            call(self._model, self._inputs)
+        return run
+
+    def _kept(self, site: str) -> Callable[[Tensor], Tensor]:
+        return lambda value: self._run[site].to(value.dtype).clone()
+
+    def _disturbed(self, site: str) -> Callable[[Tensor], Tensor]:
+        stream = self._run[site].clone()
+        token = self._token(stream)
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(token.shape, generator=generator).to(token)
+        token += noise * stream.std()
+        return lambda value: stream.clone()
+
+    def _token(self, stream: Tensor) -> Tensor:
+        return self._by_token(stream)[1]
+
+    def _by_token(self, stream: Tensor) -> Tensor:
+        """Return a view of a stream with its tokens first."""
+        return stream.transpose(0, 1) if stream.dim() > 2 else stream
+
+    def _kind(self, layer: Layer, part: Part, by_token: Any, by_core: Any) -> str:
+        site = self._term_sites[id(part)]
+        if site is None or not part.term.reads:
+            return "side"
+        stream = layer.block.pre.tensor
+        before = self._by_token(self._run[site].reshape(stream.shape))
+        after = self._by_token(by_token[site].reshape(stream.shape))
+        off = (after - before).double().flatten(1).abs().amax(1) / before.double().abs().max()
+        is_mixing = bool(torch.cat([off[:1], off[2:]]).max() > CLOSE)
+        is_moved = by_core is not None and not torch.equal(by_core[site], self._run[site])
+        if part.core is not None and is_moved:
+            return "cross" if is_of_other_source(part, layer.block) else "attention"
+        if is_mixing:
+            return "mixer"
+        return "side" if side_inputs(part, layer.block) else "mlp"
+
+
+def _rolled(value: Any) -> Any:
+    return value.roll(1, -1)

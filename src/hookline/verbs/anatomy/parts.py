@@ -1,0 +1,262 @@
+"""Name the parts of a block: where the trace sees what each name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from hookline.verbs.anatomy.stream import SUMS, Block, Term, before, cuts
+from hookline.verbs.anatomy.trace import Event, Place, Trace, Value
+
+MATMULS = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "dot",
+    "grouped_mm", "_grouped_mm", "scaled_dot_product_attention", "multi_head_attention_forward",
+    "(module)", "tensordot", "mv", "addmv", "bilinear", "embedding", "chain_matmul",
+}  # fmt: skip
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+_FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class Part:
+    """One part of a block: a term of its sums, and what it is.
+
+    Attributes:
+        term: the term.
+        core: the call that computes the pattern, and mixes the tokens; None where no attention is.
+        kind: "attention", "cross", "mixer", "mlp" or "side", once the interventions are done.
+    """
+
+    term: Term
+    core: Event | None
+    kind: str = ""
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class Layer:
+    """A block with its parts, and the sites by name.
+
+    Attributes:
+        block: the block.
+        parts: the parts in the order of the sums.
+        sites: the sites by name.
+        refused: the reason for each name that the layer lacks.
+    """
+
+    block: Block
+    parts: list[Part]
+    sites: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> list[Part]:
+        """Return the parts of a kind."""
+        return [part for part in self.parts if part.kind == kind]
+
+
+def layer_of(block: Block) -> Layer:
+    """Return a block with its parts, of unknown kinds."""
+    return Layer(block, [Part(term, _core(term)) for term in block.terms])
+
+
+def _core(term: Term) -> Event | None:
+    """Return the call that computes the pattern of an attention."""
+    for event in term.events:
+        if event.name in _FUSED:
+            return event
+        is_pattern = event.name == "softmax" and event.outputs[:1]
+        if is_pattern and event.outputs[0].tensor.dim() > 2 and _is_multiplied(event, term):
+            return event
+    return None
+
+
+def _is_multiplied(softmax: Event, term: Term) -> bool:
+    """Tell whether what a softmax returns is multiplied with values: a router's is not."""
+    values = {id(value) for value in softmax.outputs}
+    for event in term.events:
+        if event.index <= softmax.index or not any(id(v) in values for v in event.inputs):
+            continue
+        if event.name in _PRODUCTS:
+            return True
+        if event.name not in ("topk", "mul", "sum", "scatter", "gather", "max", "sort"):
+            values.update(map(id, event.outputs))
+    return False
+
+
+def is_of_other_source(part: Part, block: Block) -> bool:
+    """Tell whether an attention's values come from elsewhere than from the stream."""
+    core = part.core
+    if core is None or core.name not in _FUSED or len(core.data) < 3:
+        return False
+    stop = [id(value) for value in (block.pre, *(step.after for step in block.steps))]
+    _, reads = before(core.data[2], stop, block.call.begin)
+    return not reads
+
+
+def side_inputs(part: Part, block: Block) -> list[Value]:
+    """Return what a part gets besides the stream: values of each token from outside the block."""
+    shape = block.pre.tensor.shape
+    on_stream = {id(value) for value in (block.pre, *(step.after for step in block.steps))}
+    return [
+        value
+        for event in part.term.events
+        for value in event.data
+        if id(value) not in on_stream
+        and (value.maker is None or value.maker.index < block.call.begin)
+        and value.tensor.is_floating_point()
+        and value.tensor.shape[:-1] == shape[:-1]
+    ]
+
+
+# -- sites ----------------------------------------------------------------------------------------
+
+
+def site_of(trace: Trace, value: Value, inside: str, kinds: Sequence[str] = ()) -> str | None:
+    """Return the best site of a value inside a module: of the outermost module that returns it.
+
+    Args:
+        trace: the trace.
+        value: the value.
+        inside: the path of the module.
+        kinds: the kinds of places, the best one first.
+    """
+    places = [place for each in value.chain() for place in each.places]
+    for kind in kinds or ("output", "operation"):
+        fitting = [place for place in places if place.kind == kind and _is_in(place, inside)]
+        if fitting:
+            return trace.text(min(fitting, key=lambda place: place.path.count(".")))
+    return None
+
+
+def _is_in(place: Place, inside: str) -> bool:
+    path = place.path.partition("@")[0]
+    own = place.kind == "operation" and path == inside
+    return own or path.startswith(f"{inside}." if inside else "") and path != inside
+
+
+def input_of(trace: Trace, value: Value, inside: str, events: Sequence[Event]) -> str | None:
+    """Return the input of the outermost module that gets a value, of those that a part runs."""
+    paths = {event.path for event in events}
+    places = [
+        place
+        for each in value.chain()
+        for place in each.places
+        if place.kind == "input" and place.path.startswith(f"{inside}.")
+        and any(f"{path}.".startswith(f"{place.path}.") for path in paths)
+    ]  # fmt: skip
+    if not places:
+        return site_of(trace, value, inside)
+    return trace.text(min(places, key=lambda place: (place.path.count("."), place.number)))
+
+
+def stream_site(trace: Trace, value: Value, block: Block) -> str | None:
+    """Return the site where the stream can be seen and changed."""
+    if value is block.pre:
+        own = [p for p in value.places if p.kind == "input" and p.path == block.path]
+        return trace.text(own[0]) if own else None
+    if value is block.post:
+        own = [p for p in value.places if p.kind == "output" and p.path == block.path]
+        return trace.text(own[-1]) if own else None
+    shape = block.pre.tensor.shape
+    shaped = next((each for each in value.chain() if each.tensor.shape == shape), value)
+    return site_of(trace, shaped, block.path)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def region(term: Term) -> list[Value]:
+    """Return the values of a term that no path from the stream passes by, in order."""
+    read = term.reads[-1]
+    reached, values = {id(read)}, [read]
+    for event in term.events:
+        if any(id(value) in reached for value in event.data):
+            new = [value for value in event.outputs if id(value) not in reached]
+            reached.update(map(id, new))
+            values += new
+    return cuts(values, term.value) if id(term.value) in reached else [term.value]
+
+
+def ends(term: Term) -> tuple[Value, Value]:
+    """Return what a part gets before its first product, and what its last product returns."""
+    gates = region(term)
+    products = [event.index for event in term.events if event.name in MATMULS]
+    if not products:
+        return gates[0], term.value
+    first = [value for value in gates if _index(value) < products[0]]
+    last = [value for value in gates if _index(value) >= products[-1]]
+    return (first or gates[:1])[-1], (last or [term.value])[0]
+
+
+def _index(value: Value) -> int:
+    return -1 if value.maker is None else value.maker.index
+
+
+def name_layer(trace: Trace, layer: Layer) -> None:
+    """Find the sites of the names of a layer, whose parts have kinds."""
+    block = layer.block
+    _put(layer, "resid_pre", stream_site(trace, block.pre, block), "the block has no input of it")
+    _put(layer, "resid_post", stream_site(trace, block.post, block), "the block does not return it")
+    for kind, prefix in KINDS.items():
+        parts = layer.of_kind(kind)
+        if len(parts) != 1:
+            why = f"the block has no {WORDS[kind]}"
+            if parts:
+                why = f"the block has {len(parts)} parts of the kind {WORDS[kind]}"
+            layer.refused.update({f"{prefix}_{end}": why for end in ("in", "out", "out_raw")})
+            continue
+        term = parts[0].term
+        got, returned = ends(term)
+        why = "torch shows no site of it"
+        _put(layer, f"{prefix}_in", input_of(trace, got, block.path, term.events), why)
+        is_added = any(value is returned.origin for value in term.value.chain())
+        raw = term.value if is_added else returned
+        _put(layer, f"{prefix}_out_raw", site_of(trace, raw, block.path), why)
+        _put(layer, f"{prefix}_out", site_of(trace, term.value, block.path), why)
+    _name_mid(trace, layer)
+
+
+KINDS = {"attention": "attn", "cross": "cross_attn", "mixer": "mixer", "mlp": "mlp"}
+WORDS = {
+    "attention": "attention", "cross": "cross attention", "mlp": "MLP",
+    "mixer": "part that mixes tokens without a pattern",
+}  # fmt: skip
+
+
+def _put(layer: Layer, name: str, site: str | None, why: str) -> None:
+    if site is None:
+        layer.refused[name] = why
+    else:
+        layer.sites[name] = site
+
+
+def mid_of(layer: Layer) -> tuple[Value | None, str]:
+    """Return the stream between the two parts of a block; None and the reason without it."""
+    mixing = [part for part in layer.parts if part.kind in ("attention", "mixer", "cross")]
+    mlp = layer.of_kind("mlp")
+    if not mixing or not mlp:
+        return None, "the block has one part only"
+    reads = mlp[0].term.reads
+    if len(mlp) > 1 or len(reads) != 1:
+        return None, "the block has several MLPs, or its MLP reads the stream at several places"
+    earlier = [read for part in mixing for read in part.term.reads]
+    if any(read is reads[0] for read in earlier):
+        return None, "attention and MLP are parallel: both read the same stream"
+    if max(_index(read) for read in earlier) > _index(reads[0]):
+        return None, "the MLP comes before a part that mixes tokens"
+    return reads[0], ""
+
+
+def _name_mid(trace: Trace, layer: Layer) -> None:
+    mid, why = mid_of(layer)
+    if mid is None:
+        layer.refused["resid_mid"] = why
+    else:
+        _put(layer, "resid_mid", stream_site(trace, mid, layer.block), "torch shows no site of it")
+
+
+def is_sum(event: Event) -> bool:
+    """Tell whether a call adds two values that differ by input."""
+    return event.name in SUMS and len(event.data) == 2
