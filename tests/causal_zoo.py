@@ -86,6 +86,8 @@ _SIZES: dict[str, Any] = {
 # What a type needs besides, or otherwise; None leaves the number as the type has it.
 _AS_IT_IS = "as it is"
 _OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 48, "activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8},

@@ -52,17 +52,17 @@ def claims_of(trace: Trace, layer: Layer) -> list[Claim]:
         sites = (after, before, *terms)
         measure = _sum_error if step.kind == "sum" else _rescale_error
         names = (*streams, *(name for name in sums if layer.sites.get(name) in terms))
-        claims.append(_claim(" + ".join(map(str, sites[1:])), names, sites, measure))
+        claims.append(claim(" + ".join(map(str, sites[1:])), names, sites, measure))
     for kind, prefix in KINDS.items():
         for part in layer.of_kind(kind)[:1]:
             got = layer.sites.get(f"{prefix}_in")
             if got is not None and part.term.reads:
                 read = stream_site(trace, part.term.reads[-1], block)
-                claims.append(_claim("norm", (f"{prefix}_in",), (got, read), _rescale_error))
+                claims.append(claim("norm", (f"{prefix}_in",), (got, read), _rescale_error))
             raw, added = layer.sites.get(f"{prefix}_out_raw"), layer.sites.get(f"{prefix}_out")
             if raw is not None and added is not None and raw != added:
                 names = (f"{prefix}_out_raw",)
-                claims.append(_claim("rescale", names, (added, raw), _rescale_error))
+                claims.append(claim("rescale", names, (added, raw), _rescale_error))
     return claims
 
 
@@ -70,7 +70,7 @@ def _rescale_error(after: Tensor, before: Tensor) -> float:
     return min(error(before, after), error_of_rescale(before, after))
 
 
-def _claim(
+def claim(
     text: str, names: Sequence[str], sites: Sequence[str | None], measure: Callable[..., float]
 ) -> Claim:
     known = tuple(site for site in sites if site is not None)

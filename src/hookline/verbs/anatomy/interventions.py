@@ -6,7 +6,7 @@ so no change of one block reaches another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.numbers import CLOSE
-from hookline.verbs.anatomy.parts import Layer, Part, is_of_other_source, side_inputs, site_of
+from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of
 from hookline.verbs.anatomy.parts import stream_site
-from hookline.verbs.anatomy.trace import Trace
+from hookline.verbs.anatomy.trace import Event, Trace
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.record import record
 from hookline.verbs.shared.run_model import call
@@ -47,38 +47,36 @@ class Interventions:
             for read in part.term.reads
         ]
         self._reads = sorted({site for site in reads if site is not None})
-        sites = [*self._reads, *filter(None, self._term_sites.values())]
+        cores = [
+            self._core_site(core) for layer in layers for part in layer.parts for core in part.cores
+        ]
+        self._cores = sorted({site for site in cores if site is not None})
+        sites = [*self._reads, *self._cores, *filter(None, self._term_sites.values())]
         with record(model, sites, copy=True) as run:
             call(model, inputs)
         self._run = run
 
     def tell_apart(self) -> None:
-        """Give each part its kind."""
-        by_token = self._with(dict.fromkeys(self._reads, self._disturbed))
-        cores = {
-            site: _rolled
-            for layer in self._layers
-            for part in layer.parts
-            for site in [self._core_site(part)]
-            if site is not None
-        }
-        by_core = self._with(dict.fromkeys(self._reads, self._kept), cores) if cores else None
+        """Give each part its kind.
+
+        Three runs are compared with the undisturbed one. In the first, one token of each stream is
+        changed. In the second, what the patterns mix is rolled. In the third, one token is changed
+        and what the patterns mix is kept, so that an attention reaches no other token.
+        """
+        disturbed = dict.fromkeys(self._reads, self._disturbed)
+        by_token = self._with(disturbed)
+        by_core = kept_core = None
+        if self._cores:
+            by_core = self._with(dict.fromkeys([*self._reads], self._kept), _rolled)
+            kept_core = self._with(disturbed | dict.fromkeys(self._cores, self._kept))
         for layer in self._layers:
             for part in layer.parts:
-                part.kind = self._kind(layer, part, by_token, by_core)
+                part.kind = self._kind(layer, part, (by_token, by_core, kept_core))
 
-    def _core_site(self, part: Part) -> str | None:
-        core = part.core
-        if core is None or not core.outputs:
-            return None
-        places = [place for place in core.outputs[0].places if place.kind == "operation"]
-        return self._trace.text(places[0]) if places else None
-
-    def _with(
-        self, streams: Mapping[str, Callable[[str], Any]], cores: Mapping[str, Any] | None = None
-    ) -> Recording:
+    def _with(self, changed: Mapping[str, Callable[[str], Any]], core: Any = None) -> Recording:
         """Run the model with changed values, and record the terms."""
-        changes = {site: change(site) for site, change in streams.items()} | dict(cores or {})
+        changes = {site: change(site) for site, change in changed.items()}
+        changes |= dict.fromkeys(self._cores if core else (), core)
         terms = sorted(set(filter(None, self._term_sites.values())))
         with edit(self._model, changes), record(self._model, terms, copy=True) as run:
             call(self._model, self._inputs)
@@ -102,21 +100,32 @@ class Interventions:
         """Return a view of a stream with its tokens first."""
         return stream.transpose(0, 1) if stream.dim() > 2 else stream
 
-    def _kind(self, layer: Layer, part: Part, by_token: Any, by_core: Any) -> str:
+    def _core_site(self, core: Event) -> str | None:
+        places = [p for p in core.outputs[0].places if p.kind == "operation"]
+        return self._trace.text(places[0]) if places else None
+
+    def _kind(self, layer: Layer, part: Part, runs: Sequence[Any]) -> str:
         site = self._term_sites[id(part)]
         if site is None or not part.term.reads:
             return "side"
-        stream = layer.block.pre.tensor
-        before = self._by_token(self._run[site].reshape(stream.shape))
-        after = self._by_token(by_token[site].reshape(stream.shape))
-        off = (after - before).double().flatten(1).abs().amax(1) / before.double().abs().max()
-        is_mixing = bool(torch.cat([off[:1], off[2:]]).max() > CLOSE)
-        is_moved = by_core is not None and not torch.equal(by_core[site], self._run[site])
-        if part.core is not None and is_moved:
-            return "cross" if is_of_other_source(part, layer.block) else "attention"
+        by_token, by_core, kept_core = runs
+        is_mixing = self._reaches_others(by_token, site, layer)
+        if part.cores and by_core is not None:
+            is_moved = not torch.equal(by_core[site], self._run[site])
+            if is_moved and not self._reaches_others(kept_core, site, layer):
+                begin = self._layers[0].block.call.begin
+                return "cross" if is_cross(part, layer.block, begin) else "attention"
         if is_mixing:
             return "mixer"
         return "side" if side_inputs(part, layer.block) else "mlp"
+
+    def _reaches_others(self, run: Recording, site: str, layer: Layer) -> bool:
+        """Tell whether the change of one token reaches other tokens of a term."""
+        shape = layer.block.pre.tensor.shape
+        before = self._by_token(self._run[site].reshape(shape)).double().flatten(1)
+        after = self._by_token(run[site].reshape(shape)).double().flatten(1)
+        off = (after - before).abs().amax(1) / before.abs().max()
+        return bool(torch.cat([off[:1], off[2:]]).max() > CLOSE)
 
 
 def _rolled(value: Any) -> Any:

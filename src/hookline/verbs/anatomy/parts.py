@@ -6,14 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from hookline.verbs.anatomy.stream import SUMS, Block, Term, before, cuts
+from hookline.verbs.anatomy.stream import MATMULS, Block, NoStream, Term, before, cuts
 from hookline.verbs.anatomy.trace import Event, Place, Trace, Value
 
-MATMULS = {
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "dot",
-    "grouped_mm", "_grouped_mm", "scaled_dot_product_attention", "multi_head_attention_forward",
-    "(module)", "tensordot", "mv", "addmv", "bilinear", "embedding", "chain_matmul",
-}  # fmt: skip
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 
@@ -25,12 +20,15 @@ class Part:
 
     Attributes:
         term: the term.
-        core: the call that computes the pattern, and mixes the tokens; None where no attention is.
+        cores: the calls that mix the tokens by a pattern, such as `scaled_dot_product_attention`
+            or the product of a softmax and the values. None where no attention is.
+        softmax: the call that computes the pattern, if it is a call of its own.
         kind: "attention", "cross", "mixer", "mlp" or "side", once the interventions are done.
     """
 
     term: Term
-    core: Event | None
+    cores: list[Event]
+    softmax: Event | None = None
     kind: str = ""
 
 
@@ -58,41 +56,43 @@ class Layer:
 
 def layer_of(block: Block) -> Layer:
     """Return a block with its parts, of unknown kinds."""
-    return Layer(block, [Part(term, _core(term)) for term in block.terms])
+    return Layer(block, list(map(_part, block.terms)))
 
 
-def _core(term: Term) -> Event | None:
-    """Return the call that computes the pattern of an attention."""
+def _part(term: Term) -> Part:
+    cores = [event for event in term.events if event.name in _FUSED]
+    first = None
     for event in term.events:
-        if event.name in _FUSED:
-            return event
-        is_pattern = event.name == "softmax" and event.outputs[:1]
-        if is_pattern and event.outputs[0].tensor.dim() > 2 and _is_multiplied(event, term):
-            return event
-    return None
+        is_softmax = event.name == "softmax" and event.outputs[:1]
+        if is_softmax and event.outputs[0].tensor.dim() > 2:
+            product = _product_with(event, term)
+            if product is not None:
+                cores.append(product)
+                first = first or event
+    return Part(term, cores, first)
 
 
-def _is_multiplied(softmax: Event, term: Term) -> bool:
-    """Tell whether what a softmax returns is multiplied with values: a router's is not."""
+def _product_with(softmax: Event, term: Term) -> Event | None:
+    """Return the product of a softmax and values; a router's softmax has none."""
     values = {id(value) for value in softmax.outputs}
     for event in term.events:
         if event.index <= softmax.index or not any(id(v) in values for v in event.inputs):
             continue
         if event.name in _PRODUCTS:
-            return True
+            return event
         if event.name not in ("topk", "mul", "sum", "scatter", "gather", "max", "sort"):
             values.update(map(id, event.outputs))
-    return False
+    return None
 
 
-def is_of_other_source(part: Part, block: Block) -> bool:
-    """Tell whether an attention's values come from elsewhere than from the stream."""
-    core = part.core
-    if core is None or core.name not in _FUSED or len(core.data) < 3:
+def is_cross(part: Part, block: Block, stack_begin: int) -> bool:
+    """Tell whether an attention's values come from before the stack, such as from an encoder."""
+    if not part.cores or len(part.cores[0].data) < 2:
         return False
     stop = [id(value) for value in (block.pre, *(step.after for step in block.steps))]
-    _, reads = before(core.data[2], stop, block.call.begin)
-    return not reads
+    events, reads = before(part.cores[0].data[-1], stop, stack_begin)
+    is_local = any(event.index < block.call.begin for event in events)
+    return not reads and not is_local
 
 
 def side_inputs(part: Part, block: Block) -> list[Value]:
@@ -113,20 +113,23 @@ def side_inputs(part: Part, block: Block) -> list[Value]:
 # -- sites ----------------------------------------------------------------------------------------
 
 
-def site_of(trace: Trace, value: Value, inside: str, kinds: Sequence[str] = ()) -> str | None:
+def site_of(
+    trace: Trace, value: Value, inside: str, *, is_innermost: bool = False
+) -> str | None:
     """Return the best site of a value inside a module: of the outermost module that returns it.
 
     Args:
         trace: the trace.
         value: the value.
         inside: the path of the module.
-        kinds: the kinds of places, the best one first.
+        is_innermost: whether the innermost module is best.
     """
     places = [place for each in value.chain() for place in each.places]
-    for kind in kinds or ("output", "operation"):
+    sign = -1 if is_innermost else 1
+    for kind in ("output", "operation"):
         fitting = [place for place in places if place.kind == kind and _is_in(place, inside)]
         if fitting:
-            return trace.text(min(fitting, key=lambda place: place.path.count(".")))
+            return trace.text(min(fitting, key=lambda place: sign * place.path.count(".")))
     return None
 
 
@@ -186,12 +189,31 @@ def ends(term: Term) -> tuple[Value, Value]:
     if not products:
         return gates[0], term.value
     first = [value for value in gates if _index(value) < products[0]]
-    last = [value for value in gates if _index(value) >= products[-1]]
+    size = term.value.tensor.numel()
+    last = [v for v in gates if _index(v) >= products[-1] and v.tensor.numel() == size]
     return (first or gates[:1])[-1], (last or [term.value])[0]
 
 
 def _index(value: Value) -> int:
     return -1 if value.maker is None else value.maker.index
+
+
+def refuse_several_streams(layer: Layer) -> None:
+    """Refuse a block whose parts read a mixture of several streams.
+
+    Raises:
+        NoStream: there are several streams.
+    """
+    stream = layer.block.pre.tensor
+    for part in layer.parts if stream.dim() > 3 else ():
+        sources = [v.tensor for e in part.term.events if e.name in MATMULS for v in e.data]
+        is_read = any(
+            source.numel() == stream.numel() and source.shape[-1] == stream.shape[-1]
+            for source in sources
+        )
+        if sources and not is_read:
+            n_streams = stream.shape[-2]
+            raise NoStream(f"{layer.block.path} mixes {n_streams} streams (hyper-connections)")
 
 
 def name_layer(trace: Trace, layer: Layer) -> None:
@@ -255,8 +277,3 @@ def _name_mid(trace: Trace, layer: Layer) -> None:
         layer.refused["resid_mid"] = why
     else:
         _put(layer, "resid_mid", stream_site(trace, mid, layer.block), "torch shows no site of it")
-
-
-def is_sum(event: Event) -> bool:
-    """Tell whether a call adds two values that differ by input."""
-    return event.name in SUMS and len(event.data) == 2

@@ -10,6 +10,11 @@ from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value
 
 SUMS = {"add", "add_", "iadd", "radd"}
 SCALES = {"mul", "mul_", "imul", "rmul", "div", "div_", "idiv", "true_divide", "rdiv"}
+MATMULS = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "dot",
+    "grouped_mm", "_grouped_mm", "scaled_dot_product_attention", "multi_head_attention_forward",
+    "(module)", "tensordot", "mv", "addmv", "bilinear", "embedding", "chain_matmul",
+}  # fmt: skip
 # What a norm and a change of layout or dtype may call, besides sums and scales.
 _LIGHT = SUMS | SCALES | {
     "layer_norm", "rms_norm", "pow", "mean", "rsqrt", "sqrt", "square", "var", "sub", "rsub",
@@ -91,13 +96,17 @@ def block_of(trace: Trace, call: ModuleCall) -> Block:
     """
     ends = [value for _, value in call.outputs if _may_be_stream(value)]
     begins = [value for _, value in call.inputs if _may_be_stream(value)]
-    for post in ends:
+    streams = []
+    for post in dict.fromkeys(ends):
         light = _light_before(post, call.begin)
-        for pre in begins:
-            if pre is not post and any(value is pre for value in light):
-                spine = _cuts(pre, post, light)
-                return Block(call.path, call, pre, post, _steps(spine, light, call))
-    raise NoStream(_why_none(call, begins, ends))
+        own = [pre for pre in begins if pre is not post and any(v is pre for v in light)]
+        streams += [(own[0], post, light)] if own else []
+    if not streams:
+        raise NoStream(_why_none(call, begins, ends))
+    pre, post, light = streams[0]
+    if any(other is not pre and end is not post for other, end, _ in streams[1:]):
+        raise NoStream(f"{call.path} has {len(streams)} streams")
+    return Block(call.path, call, pre, post, _steps(_cuts(pre, post, light), light, call))
 
 
 def _why_none(call: ModuleCall, begins: list[Value], ends: list[Value]) -> str:
@@ -183,21 +192,25 @@ def _steps(spine: list[Value], light: list[Value], call: ModuleCall) -> list[Ste
         assert event is not None
         others = [value for value in event.data if value is not before]
         if event.name in SUMS and before in event.data and len(others) == 1:
-            terms = [_term(value, on_stream, call) for value in _addends(others[0], event.path)]
+            addends = _addends(others[0], event.path, on_stream, call.begin)
+            terms = [_term(value, on_stream, call) for value in addends]
             steps.append(Step("sum", before, after, terms))
         else:
             steps.append(Step("rescale", before, after))
     return steps
 
 
-def _addends(value: Value, path: str) -> list[Value]:
-    """Return the terms of a sum of terms, where the same forward has added them."""
+def _addends(value: Value, path: str, on_stream: set[int], begin: int) -> list[Value]:
+    """Return the terms of a sum of two parts, where the same forward has added them."""
     event = value.maker
-    if event is None or event.path != path or len(event.data) != 2:
+    is_sum = event is not None and event.path == path and event.name in SUMS
+    if event is None or not is_sum or value.like is not None or len(event.data) != 2:
         return [value]
-    if value.like is None and event.name in SUMS:
-        return [addend for part in event.data for addend in _addends(part, path)]
-    return [value]
+    for part in event.data:
+        events, _ = before(part, on_stream, begin)
+        if not any(each.name in MATMULS for each in events):
+            return [value]  # such as a bias
+    return [each for part in event.data for each in _addends(part, path, on_stream, begin)]
 
 
 def _term(value: Value, on_stream: set[int], call: ModuleCall) -> Term:

@@ -82,6 +82,8 @@ class Event:
         name: the name of the function; "(module)" for a module.
         inputs: the values that it gets, weights and constants included.
         outputs: the values that it makes.
+        function: the function; None for a module.
+        arguments: its arguments, with values in place of tensors.
     """
 
     index: int
@@ -89,6 +91,8 @@ class Event:
     name: str
     inputs: list[Value]
     outputs: list[Value] = field(default_factory=list)
+    function: Any = None
+    arguments: Any = ()
 
     @property
     def data(self) -> list[Value]:
@@ -144,6 +148,9 @@ class Trace(TorchFunctionMode):
                 value.maker, value.is_constant = writer.maker, writer.is_constant
         return value
 
+    def _value_or_part(self, part: Any) -> Any:
+        return self.value(part) if isinstance(part, Tensor) else part
+
     def _new(self, tensor: Tensor) -> Value:
         is_weight = id(tensor) in self._weights
         numbers = tensor.detach() if is_weight else tensor.detach().clone()
@@ -161,15 +168,17 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         given = [tensor for _, tensor in tree.tensors((args, kwargs))]
         inputs = [self.value(tensor) for tensor in given]
+        arguments = _mapped(self._value_or_part, (args, kwargs))
         versions = [tensor._version for tensor in given]
         result = func(*args, **kwargs)
         written = [t for t, v in zip(given, versions, strict=True) if t._version != v]
         made = [(leaf, t) for leaf, t in tree.tensors(result)]
         if made or written:
-            self._note(func, inputs, made, written)
+            event = self._note(func, inputs, made, written)
+            event.function, event.arguments = func, arguments
         return result
 
-    def _note(self, func: Any, inputs: list[Value], made: Any, written: list[Tensor]) -> None:
+    def _note(self, func: Any, inputs: list[Value], made: Any, written: list[Tensor]) -> Event:
         path = self._running[-1].path if self._running else ""
         name = name_of(func)
         event = Event(len(self.events), path, name, list(dict.fromkeys(inputs)))
@@ -190,6 +199,7 @@ class Trace(TorchFunctionMode):
                 self._writers[_memory(tensor)] = value
             if name in self._names and not value.is_constant:
                 value.places.append(Place("operation", f"{path}@{name}", leaf, number))
+        return event
 
     # -- calls of modules -------------------------------------------------------------------------
 
@@ -247,6 +257,64 @@ class Trace(TorchFunctionMode):
         port = "input" if place.kind == "input" else "output"
         number = place.number if n_calls > 1 else None
         return str(Site(place.path, port, place.leaf, number))
+
+
+def replay(events: Iterable[Event], given: dict[int, Tensor], wanted: Value) -> Tensor:
+    """Compute a value again, from other numbers.
+
+    Args:
+        events: the calls that lead to the value, in order.
+        given: the other numbers, by the ids of the values that they stand for.
+        wanted: the value.
+    """
+    numbers = dict(given)
+
+    def number(part: Any) -> Any:
+        if not isinstance(part, Value):
+            return part
+        return numbers[id(part)] if id(part) in numbers else part.tensor.clone()
+
+    for event in events:
+        args, kwargs = _mapped(number, event.arguments)
+        result = event.function(*args, **kwargs)
+        made = [tensor for _, tensor in tree.tensors(result)]
+        for value in event.outputs:
+            place = event.outputs.index(value)
+            numbers[id(value)] = made[place] if place < len(made) else args[0]
+    return numbers[id(wanted)]
+
+
+def replay_tokens(
+    events: Iterable[Event], given: dict[int, tuple[Value, Tensor]], wanted: Value
+) -> Tensor:
+    """Compute a value again from other tokens, where each token is computed alone.
+
+    The tokens are laid out in the shape that the values had, because calls may name this shape.
+
+    Args:
+        events: the calls that lead to the value, in order.
+        given: the values, each with other numbers, by the ids of the values.
+        wanted: the value.
+    """
+    calls = list(events)
+    rows = {key: numbers.flatten(0, -2) for key, (_, numbers) in given.items()}
+    n_rows = len(next(iter(rows.values())))
+    n_slots = next(iter(given.values()))[0].tensor.shape[:-1].numel()
+    results = []
+    for start in range(0, n_rows, n_slots):
+        slots = torch.arange(start, start + n_slots) % n_rows
+        parts = {key: rows[key][slots].reshape(given[key][0].tensor.shape) for key in given}
+        results.append(replay(calls, parts, wanted).flatten(0, -2))
+    shape = next(iter(given.values()))[1].shape[:-1]
+    return torch.cat(results)[:n_rows].unflatten(0, shape)
+
+
+def _mapped(function: Any, part: Any) -> Any:
+    if isinstance(part, tuple | list):
+        return type(part)([_mapped(function, each) for each in part])
+    if isinstance(part, dict):
+        return {key: _mapped(function, each) for key, each in part.items()}
+    return function(part)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -1,0 +1,325 @@
+"""Name what lies inside attention, MLP and mixtures of experts, and claim what proves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hookline.verbs.anatomy.claims import Claim, claim
+from hookline.verbs.anatomy.numbers import error, error_of_rescale
+from hookline.verbs.anatomy.parts import Layer, Part, ends, input_of, site_of
+from hookline.verbs.anatomy.stream import MATMULS, before, cuts
+from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value, replay_tokens
+
+_SLICES = {"chunk", "split", "getitem", "narrow", "unbind", "view", "reshape", "transpose", "add"}
+_PRODUCTS = {"mul", "mul_", "imul", "rmul"}
+_MLP = ("mlp_pre", "mlp_gate", "mlp_up", "mlp_act")
+_EXPERTS = ("router_logits", "expert_weights", "expert_indices", "expert_out")
+_ATTENTION = ("attn_gate", "q_norm", "k_norm")
+
+
+def _products(part: Part) -> list[Event]:
+    return [event for event in part.term.events if event.name in MATMULS]
+
+
+def _back(value: Value, part: Part) -> tuple[list[Event], list[Value]]:
+    """Return the calls that lead from the last products to a value, and what these return."""
+    stop = [id(output) for event in _products(part) for output in event.outputs]
+    stop += [id(read) for read in part.term.reads]
+    if id(value) in stop:
+        return [], [value]
+    return before(value, stop, part.term.events[0].index if part.term.events else 0)
+
+
+def name_mlp(trace: Trace, layer: Layer) -> list[Claim]:
+    """Name the neurons of a layer's MLP."""
+    parts = layer.of_kind("mlp")
+    calls = experts_of(trace, layer)
+    if len(parts) != 1 or calls is not None:
+        why = "the block has no single MLP" if len(parts) != 1 else "the MLP is of experts"
+        layer.refused.update(dict.fromkeys(_MLP, why))
+        return []
+    part = parts[0]
+    inside = layer.block.path
+    products = _products(part)
+    act = products[-1].data[0] if products and len(products[-1].data) == 1 else None
+    events, heavy = ([], []) if act is None else _back(act, part)
+    if act is None or not events or not heavy:
+        layer.refused.update(dict.fromkeys(_MLP, "no products lead in and out of its neurons"))
+        return []
+    origin = act.origin
+    event = origin.maker
+    factors = event.data if event is not None and event.name in _PRODUCTS else []
+    pre, up = _pre_and_up(factors, origin, part)
+    if pre is None:
+        layer.refused.update(dict.fromkeys(_MLP, "no function of one value makes the neurons"))
+        return []
+    sites = {"mlp_act": input_of(trace, act, inside, products[-1:])}
+    sites["mlp_pre"] = site_of(trace, pre, inside)
+    if up is None:
+        layer.refused.update(dict.fromkeys(("mlp_gate", "mlp_up"), "the MLP has no gate"))
+    else:
+        sites["mlp_gate"], sites["mlp_up"] = sites["mlp_pre"], site_of(trace, up, inside)
+    layer.sites.update({name: site for name, site in sites.items() if site is not None})
+    lost = [name for name, site in sites.items() if site is None]
+    layer.refused.update(dict.fromkeys(lost, "torch shows no site of it"))
+    if lost:
+        return []
+    given = [pre] if up is None else [pre, up]
+    measure = partial(_neuron_error, events, given, origin)
+    needed = [sites["mlp_act"], sites["mlp_pre"], *([sites["mlp_up"]] if up is not None else [])]
+    return [claim("act(pre) * up", tuple(sites), needed, measure)]
+
+
+def _pre_and_up(
+    factors: Sequence[Value], act: Value, part: Part
+) -> tuple[Value | None, Value | None]:
+    """Return what the nonlinearity gets, and the linear factor of a gated MLP."""
+    if len(factors) == 2:
+        linear = [factor for factor in factors if _is_linear(factor, part)]
+        curved = [factor for factor in factors if not _is_linear(factor, part)]
+        if len(linear) == 1 and len(_back(curved[0], part)[1]) == 1:
+            own = _pre(curved[0], part)
+            other = _pre(linear[0], part)
+            if own is not other:
+                return own, other
+    return (_pre(act, part), None) if len(_back(act, part)[1]) == 1 else (None, None)
+
+
+def _is_linear(value: Value, part: Part) -> bool:
+    events, _ = _back(value, part)
+    return all(_is_slice(event) for event in events)
+
+
+def _is_slice(event: Event) -> bool:
+    if any(value.like is not None for value in event.outputs):
+        return True
+    return event.name in _SLICES and len(event.data) == 1
+
+
+def _pre(value: Value, part: Part) -> Value:
+    """Return the last value before a nonlinearity that is a part of what one product returns."""
+    events, heavy = _back(value, part)
+    values = [*heavy, *(output for event in events for output in event.outputs)]
+    used = {id(value)}
+    for event in reversed(events):
+        if any(id(output) in used for output in event.outputs):
+            used.update(id(source) for source in event.data)
+    gates = cuts([each for each in values if id(each) in used], value)
+    pre = gates[0]
+    for gate in gates[1:]:
+        if gate.maker is None or not _is_slice(gate.maker) or gate is value and not _is_linear(value, part):
+            break
+        pre = gate
+    return pre
+
+
+def _neuron_error(
+    events: list[Event], given: list[Value], wanted: Value, act: Tensor, *numbers: Tensor
+) -> float:
+    """Return the error of computing the neurons again, from their own pre-activations alone.
+
+    Moving all neurons by one place must move the result by one place, and doubling the linear
+    factor must double it.
+    """
+    ids = [id(value) for value in given]
+    calls = _needed(events, ids, wanted)
+
+    def again(*values: Tensor) -> Tensor:
+        own = dict(zip(ids, zip(given, values, strict=True), strict=True))
+        return replay_tokens(calls, own, wanted)
+
+    moved = [number.roll(1, -1) for number in numbers]
+    errors = [error(again(*numbers), act), error(again(*moved), act.roll(1, -1))]
+    if len(numbers) == 2:
+        errors.append(error(again(numbers[0], 2 * numbers[1]), 2 * act))
+    return max(errors)
+
+
+def _needed(events: list[Event], given: Sequence[int], wanted: Value) -> list[Event]:
+    """Return the calls that a value needs, from given values on."""
+    needed, waiting, known = set(), [wanted], set(given)
+    made = {id(output): event for event in events for output in event.outputs}
+    while waiting:
+        value = waiting.pop()
+        event = made.get(id(value))
+        if id(value) in known or event is None:
+            continue
+        known.add(id(value))
+        needed.add(event.index)
+        waiting += event.data
+    return [event for event in events if event.index in needed]
+
+
+# -- mixtures of experts --------------------------------------------------------------------------
+
+
+def experts_of(trace: Trace, layer: Layer) -> tuple[ModuleCall, Value, Value] | None:
+    """Return the call of a layer's experts, the indices and the weights that it gets."""
+    inside = f"{layer.block.path}."
+    for path, calls in trace.calls.items():
+        if not path.startswith(inside) or len(calls) != 1:
+            continue
+        values = [value for _, value in calls[0].inputs]
+        indices = [v for v in values if v.tensor.dtype in (torch.int64, torch.int32)]
+        for index in indices:
+            weights = [
+                v for v in values
+                if v.tensor.is_floating_point() and v.tensor.shape == index.tensor.shape
+                and v.tensor.dim() > 1
+            ]  # fmt: skip
+            if weights and not index.is_constant and calls[0].outputs:
+                return calls[0], index, weights[0]
+    return None
+
+
+def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> list[Claim]:
+    """Name the router and the experts of a layer."""
+    call = experts_of(trace, layer)
+    parts = layer.of_kind("mlp")
+    if call is None or len(parts) != 1:
+        why = "no module of the block gets the indices and the weights of experts"
+        layer.refused.update(dict.fromkeys(_EXPERTS, why))
+        return []
+    experts, indices, weights = call
+    inside = layer.block.path
+    by_value = {id(value): (leaf, value) for leaf, value in experts.inputs}
+    sites = {
+        "expert_indices": _own_input(trace, experts, indices),
+        "expert_weights": _own_input(trace, experts, weights),
+        "expert_out": site_of(trace, experts.outputs[0][1], inside),
+    }
+    n_experts = 1 + int(indices.tensor.max())
+    events, _ = before(indices, [id(read) for read in parts[0].term.reads], layer.block.call.begin)
+    logits = [e for e in events if e.name in MATMULS and e.outputs[0].tensor.shape[-1] >= n_experts]
+    if logits:
+        sites["router_logits"] = site_of(trace, logits[-1].outputs[0], inside)
+    layer.sites.update({name: site for name, site in sites.items() if site is not None})
+    hidden = next(v for _, v in experts.inputs if v.tensor.is_floating_point() and v is not weights)
+    given = [_own_input(trace, experts, value) for value in (hidden, indices, weights)]
+    leaves = [by_value[id(value)][0] for value in (hidden, indices, weights)]
+    module = model.get_submodule(experts.path)
+    measure = partial(_experts_error, module, leaves)
+    claims = [claim("sum of weight * expert", ("expert_indices", "expert_weights", "expert_out"),
+                    [sites["expert_out"], *given], measure)]  # fmt: skip
+    if "router_logits" in layer.sites:
+        late = [e for e in events if e.index > logits[-1].index]
+        start = logits[-1].outputs[0]
+        needed = [given[1], layer.sites["router_logits"]]
+        measure = partial(_router_error, late, start, indices)
+        claims.append(claim("choice by the logits", ("router_logits",), needed, measure))
+    else:
+        layer.refused["router_logits"] = "no product makes a number for each expert"
+    return claims
+
+
+def _own_input(trace: Trace, call: ModuleCall, value: Value) -> str | None:
+    places = [p for p in value.places if p.kind == "input" and p.path == call.path]
+    return trace.text(places[0]) if places else None
+
+
+def _experts_error(module: nn.Module, leaves: Sequence[tuple[object, ...]], out: Tensor,
+                   hidden: Tensor, indices: Tensor, weights: Tensor) -> float:  # fmt: skip
+    """Return how far the experts' output is from a sum over the chosen experts by weight."""
+    keys = [leaf[0] if leaf else 0 for leaf in leaves]
+
+    def run(chosen: Tensor, by: Tensor) -> Tensor:
+        values = dict(zip(keys, (hidden, chosen, by), strict=True))
+        result = module(**values)
+        return result if isinstance(result, Tensor) else result[0]
+
+    total = sum(
+        run(indices[..., k : k + 1].contiguous(), weights[..., k : k + 1].contiguous())
+        for k in range(indices.shape[-1])
+    )
+    return max(error(total, out), error(run(indices, 2 * weights), 2 * out))
+
+
+def _router_error(
+    events: list[Event], start: Value, wanted: Value, indices: Tensor, logits: Tensor
+) -> float:
+    calls = _needed(events, [id(start)], wanted)
+    chosen = replay_tokens(calls, {id(start): (start, logits)}, wanted)
+    same = chosen.sort(-1)[0].flatten() == indices.sort(-1)[0].flatten()
+    return float((~same).double().mean())
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
+    """Name the pattern, its values by head, the gate and the norms of queries and keys."""
+    parts = layer.of_kind("attention")
+    names = ("q", "k", "v", "scores", "pattern", "z")
+    core = parts[0].cores[0] if len(parts) == 1 else None
+    if core is None:
+        why = "the block has no single attention"
+        layer.refused.update(dict.fromkeys((*names, *_ATTENTION), why))
+        return []
+    layer.sites.update({name: f"{core.path}@{name}" for name in names})
+    return [*_gate(trace, layer, parts[0], core), *_norms(trace, layer, parts[0], core)]
+
+
+def _gate(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
+    mixed = {id(value) for value in core.outputs}
+    for event in part.term.events:
+        if event.index <= core.index or not any(id(value) in mixed for value in event.inputs):
+            continue
+        other = [value for value in event.data if id(value) not in mixed]
+        if event.name in _PRODUCTS and len(other) == 1 and len(event.data) == 2:
+            mine = next(value for value in event.data if id(value) in mixed)
+            values = event.outputs[0], mine, other[0]
+            sites = [site_of(trace, value, layer.block.path) for value in values]
+            if None in sites:
+                break
+            layer.sites["attn_gate"] = str(sites[2])
+            return [claim("z * gate", ("attn_gate",), sites, _product_error)]
+        mixed.update(id(value) for value in event.outputs)
+    layer.refused["attn_gate"] = "nothing multiplies z before the last product"
+    return []
+
+
+def _product_error(out: Tensor, first: Tensor, second: Tensor) -> float:
+    return error(first * second, out) if first.dim() == second.dim() else float("inf")
+
+
+def _norms(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
+    claims = []
+    for name, value in zip(("q_norm", "k_norm"), _query_and_key(part, core), strict=False):
+        events, _ = _back(value, part)
+        made = {id(output): event for event in events for output in event.outputs}
+        for path, calls in trace.calls.items():
+            own = path.startswith(f"{core.path}.") and len(calls) == 1 and calls[0]
+            if not own or not own.inputs or not own.outputs or id(own.outputs[0][1]) not in made:
+                continue
+            before_norm, after_norm = own.inputs[0][1], own.outputs[0][1]
+            is_norm = error_of_rescale(before_norm.tensor, after_norm.tensor) < 1e-4
+            if is_norm and after_norm.origin is not before_norm.origin:
+                layer.sites[name] = path
+                site = _own_input(trace, own, before_norm)
+                claims.append(claim("norm", (name,), [path, site], _norm_error))
+    for name in ("q_norm", "k_norm"):
+        if name not in layer.sites:
+            layer.refused[name] = "no module normalises it between its product and the scores"
+    return claims
+
+
+def _norm_error(after: Tensor, before_norm: Tensor) -> float:
+    return error_of_rescale(before_norm, after)
+
+
+def _query_and_key(part: Part, core: Event) -> list[Value]:
+    if core.name == "scaled_dot_product_attention":
+        return core.data[:2]
+    if part.softmax is None:
+        return []
+    stop = [id(read) for read in part.term.reads]
+    events, _ = before(part.softmax.data[0], stop, 0)
+    scores = [event for event in events if event.name in MATMULS and len(event.data) > 1]
+    return scores[-1].data[-2:] if scores else []
+
+
+Namer = Callable[[Trace, Layer], list[Claim]]

@@ -1,0 +1,130 @@
+"""Find the parts of a model in a trace, and prove them on two inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.errors import SelectionError
+from hookline.verbs.anatomy.claims import Claim, claims_of
+from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
+from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
+from hookline.verbs.anatomy.interventions import Interventions
+from hookline.verbs.anatomy.numbers import limit
+from hookline.verbs.anatomy.parts import Layer, layer_of, name_layer, refuse_several_streams
+from hookline.verbs.anatomy.stacks import stacks_of
+from hookline.verbs.anatomy.stream import NoStream, block_of
+from hookline.verbs.anatomy.trace import Trace, traced
+from hookline.verbs.record.record import record
+from hookline.verbs.shared.run_model import call
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Stack:
+    """A stack of blocks with its proven names.
+
+    Attributes:
+        path: the path of the stack.
+        layers: its blocks.
+        names: the names that belong to no layer.
+        head: what the model computes from the last stream; None where it cannot be told.
+        errors: the largest error of each name's identities, by layer; -1 is no layer.
+    """
+
+    path: str
+    layers: list[Layer]
+    names: Names
+    head: Head | None = None
+    errors: dict[tuple[str, int], float] = field(default_factory=dict)
+
+
+def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
+    """Find and prove the parts of every stack of a model.
+
+    Args:
+        model: the model, in eval mode.
+        inputs: the inputs on which the names are proven; the first is traced.
+
+    Raises:
+        SelectionError: no stack of the model has a residual stream.
+    """
+    trace = traced(model, inputs[0])
+    stacks = _stacks(model, trace)
+    for stack in stacks:
+        Interventions(model, trace, inputs[0], stack.layers).tell_apart()
+        claims = list(_name(model, trace, stack, is_last=stack is stacks[-1]))
+        _prove(model, stack, claims, inputs)
+    return stacks
+
+
+def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
+    stacks: list[Stack] = []
+    reasons = []
+    for path, calls in stacks_of(model, trace):
+        if any(path.startswith(f"{stack.path}.") for stack in stacks):
+            continue
+        try:
+            layers = [layer_of(block_of(trace, each)) for each in calls]
+            for layer in layers:
+                refuse_several_streams(layer)
+        except NoStream as reason:
+            reasons.append((len(calls), str(reason)))
+            continue
+        if all(layer.block.steps for layer in layers) and any(layer.parts for layer in layers):
+            stacks.append(Stack(path, layers, Names({}, {}, [])))
+    if not stacks:
+        why = max(reasons)[1] if reasons else "no children of a module ran one after the other"
+        raise SelectionError(
+            f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
+            "\nSelect modules by their paths: hl.summary(model) lists them."
+        )
+    return sorted(stacks, key=lambda stack: stack.layers[-1].block.call.end)
+
+
+def _name(
+    model: nn.Module, trace: Trace, stack: Stack, *, is_last: bool
+) -> Iterable[tuple[int, Claim]]:
+    for number, layer in enumerate(stack.layers):
+        name_layer(trace, layer)
+        claims = claims_of(trace, layer)
+        claims += name_mlp(trace, layer)
+        claims += name_experts(trace, layer, model)
+        claims += name_attention(trace, layer)
+        yield from ((number, each) for each in claims)
+    name_embeddings(trace, stack.layers[0], stack.names)
+    if is_last:
+        stack.head = name_head(trace, stack.layers[-1], stack.names)
+    yield from ((-1, each) for each in stack.names.claims)
+
+
+def _prove(
+    model: nn.Module, stack: Stack, claims: Sequence[tuple[int, Claim]], inputs: Sequence[Any]
+) -> None:
+    """Measure every identity on every input, and refuse the names whose identities fail."""
+    sites = sorted({site for _, each in claims for site in each.sites})
+    for each_input in inputs:
+        with record(model, sites, copy=True) as run:
+            call(model, each_input)
+        for number, each in claims:
+            values = [run[site] for site in each.sites]
+            worst = each.measure(*values)
+            for name in each.names:
+                key = name, number
+                stack.errors[key] = max(worst, stack.errors.get(key, 0.0))
+    bound = limit(torch.float32)
+    for (name, number), worst in stack.errors.items():
+        owner: Any = stack.names if number < 0 else stack.layers[number]
+        if worst > bound and name in owner.sites:
+            del owner.sites[name]
+            owner.refused[name] = f"its identity is off by {worst:.1e}, above {bound:.0e}"
+
+
+def first_floating(value: Any) -> Tensor:
+    """Return a value that is a tensor."""
+    assert isinstance(value, Tensor)
+    return value
