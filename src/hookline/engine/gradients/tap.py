@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +133,7 @@ class GradientTap(Tap):
     """
 
     __slots__ = ("has_warned", "lost", "n_lost", "needless", "off", "on", "part", "placed")
+    needs_graph: ClassVar[bool] = True
 
     def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
         super().__init__(site, passes, no_callback, rank)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.compile.guards import follow
 from hookline.engine.line.attachment import Attachment, surely
-from hookline.engine.operations.operation import drop_left, mode_of
+from hookline.engine.operations.mode import drop_left, mode_of
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
 from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, walked_over
 from hookline.engine.taps.operations import ModeTap, choose_first

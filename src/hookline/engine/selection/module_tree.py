@@ -12,7 +12,8 @@ from typing import final
 
 from torch import Tensor, nn
 
-from hookline.engine.operations.operation import mode_of
+from hookline.engine.operations.mode import mode_of
+from hookline.engine.selection.site import path_text
 from hookline.engine.torch_private.distributed import sharded_parameters
 from hookline.engine.torch_private.modules import (
     is_leaf,
@@ -79,8 +80,9 @@ class OperationNode(ModuleNode):
     def of(cls, parent: ModuleNode, name: str, glob: str = "") -> OperationNode:
         """Return the node of an operation of a module."""
         first, *aliases = (f"{path}@{name}" for path in parent.paths)
-        operation = mode_of(parent.module).operation(name)
-        return cls(first, operation, parent.index, tuple(aliases), parent, (), glob)
+        mode = mode_of(parent.module)
+        mode.attention.path = path_text(parent.path)
+        return cls(first, mode.operation(name), parent.index, tuple(aliases), parent, (), glob)
 
     @property
     def host(self) -> ModuleNode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hookline.engine.operations.attention import PARTS
 from hookline.engine.operations.names import close_names, functions, is_attribute
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import glob, path_text
@@ -21,8 +22,8 @@ def operation_names(text: str, host: str) -> list[str]:
     Raises:
         SelectionError: torch has no such function.
     """
-    known = functions()
-    if text in known:
+    known = [*PARTS, *functions()]
+    if text in PARTS or text in functions():
         return [text]
     if "{" in text or "*" in text or "?" in text:
         matches = glob(text).fullmatch
@@ -35,7 +36,7 @@ def operation_names(text: str, host: str) -> list[str]:
             f"{text!r} in '{host}@{text}' is an attribute of tensors, and no function that is"
             f" called.\nSelect a function that uses it.{list_them}"
         )
-    near = close_names(text, [])
+    near = close_names(text, [*PARTS])
     close = f" Did you mean {', '.join(repr(f'{host}@{name}') for name in near)}?" if near else ""
     raise SelectionError(
         f"torch has no function {text!r}, as '{host}@{text}' asks for.{close}{list_them}"

@@ -26,7 +26,7 @@ from hookline.engine.compile.graph_callback import (
 )
 from hookline.engine.compile.guards import unmark_copy
 from hookline.engine.compile.runs import CompiledRun
-from hookline.engine.operations.operation import drop_left
+from hookline.engine.operations.mode import drop_left
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves
@@ -96,9 +96,11 @@ class HookOwner:
     Attributes:
         hooks: the hooks of the object.
         rank: their place among the hooks of the node, where a hook has no order of its own.
+        needs_graph: whether the hooks need the graph of autograd to pass through a value.
     """
 
     __slots__ = ()
+    needs_graph: ClassVar[bool] = False
     hooks: tuple[HookSpec, ...] = ON_OUTPUT
     rank: Order
 

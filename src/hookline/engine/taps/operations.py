@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.compile.guards import unmark_copy
-from hookline.engine.operations.operation import OperationMode
+from hookline.engine.operations.mode import OperationMode
 from hookline.engine.taps.base import HookOwner, HookSpec, Order
-from hookline.engine.torch_private.graph.function_modes import pop_mode
 from hookline.engine.torch_private.hooks import discard_hooks_of, hook_dict
 
 
@@ -50,11 +50,8 @@ class ModeTap(HookOwner):
         """Turn the mode off: the always-called forward hook."""
         if self.mode is None:
             _discard(module, self)
-        elif is_dynamo_compiling():
-            if self.is_first:
-                self.mode.end()
         elif self.is_first:
-            pop_mode(self.mode)  # it is not on, where a hook before `fire` has raised
+            self.mode.end(is_whole=is_dynamo_compiling() or sys.exception() is None)
 
 
 def _discard(module: nn.Module, tap: ModeTap) -> None:

@@ -1,0 +1,408 @@
+"""The parts of a module's attention, by names that hold for every implementation.
+
+`q`, `k`, `v`, `scores`, `pattern` and `z` are operations. Their values are taken from the calls of
+`scaled_dot_product_attention`, or of the products and the softmax by which a module computes
+attention step by step.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import FunctionType
+from typing import Any, NamedTuple, NoReturn, Protocol, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.operations.names import Function, functions, name_of
+from hookline.engine.operations.operation import Operation, by_method
+from hookline.engine.operations.pattern import by_query_head, pattern_of, scores_of
+from hookline.engine.operations.products import Form, Letters, Matrices, Product, products
+from hookline.errors import AttachError
+
+PARTS = ("q", "k", "v", "scores", "pattern", "z")
+
+_KERNEL = F.scaled_dot_product_attention
+MULTIHEAD = F.multi_head_attention_forward
+
+
+class Call(Protocol):
+    """The interface of what stands for a function while a module is watched."""
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the function."""
+
+
+@final
+class Plain:
+    """A function without an operation."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = by_method(function)
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+
+@final
+class Progress:
+    """How far a running call of a module has come in computing attention step by step.
+
+    Attributes:
+        step: 0 before the scores, 1 before the softmax, 2 before the product with the values.
+        layout: the layout of the product that gave the scores.
+        n_keys: the number of keys.
+        n_scores: the number of scores.
+    """
+
+    __slots__ = ("layout", "n_keys", "n_scores", "step")
+
+    def __init__(self) -> None:
+        self.step = self.n_keys = self.n_scores = 0
+        self.layout: Matrices | Letters | None = None
+
+
+class _Stack(threading.local):
+    """The running calls of a module in each thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[Progress] = []
+
+
+@final
+class Attention:
+    """The parts of the attention in one module's own forward.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        parts: the operations of the parts that have hooks, by name.
+        path: the path of the module, for messages.
+        n_heads: the number of heads; None if the module does not tell.
+        n_groups: the number of heads of queries for each head of keys.
+        needs_graph: whether a hook needs the graph to pass through scores or pattern.
+        traced: the progress of a call that is compiled.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts: dict[str, Operation] = {}
+        self.path = ""
+        self.n_heads = _n_heads(module)
+        self.n_groups: int = getattr(module, "num_key_value_groups", 1)
+        self.needs_graph = False
+        self.traced = Progress()
+        self._here = _Stack()
+
+    def update(self, parts: dict[str, Operation]) -> None:
+        """Take the parts that have hooks at present."""
+        self.parts = parts
+        for operation in parts.values():
+            operation.look()
+        squares = [parts[name] for name in ("scores", "pattern") if name in parts]
+        self.needs_graph = any(operation.needs_graph for operation in squares)
+
+    def calls(self, inner: dict[Function, Operation]) -> dict[Function, Call]:
+        """Return what stands for the functions of which attention consists.
+
+        Args:
+            inner: the operations of functions that have hooks of their own.
+        """
+        calls: dict[Function, Call] = {}
+        for function in products():
+            calls[function] = ProductCall(self, Product(function), _or_plain(inner, function))
+        for function in functions()["softmax"]:
+            calls[function] = SoftmaxCall(self, _or_plain(inner, function))
+        calls[_KERNEL] = KernelCall(self, _or_plain(inner, _KERNEL))
+        return calls
+
+    # -- the running call --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a call of the module."""
+        if is_dynamo_compiling():
+            self.traced.step = 0
+        else:
+            self._here.calls.append(Progress())
+
+    def end(self, *, is_whole: bool) -> None:
+        """End a call of the module.
+
+        Args:
+            is_whole: whether the module has returned.
+
+        Raises:
+            AttachError: the module multiplied what seemed to be queries and keys, and took no
+                softmax of the result.
+        """
+        if is_dynamo_compiling():
+            step = self.traced.step
+            self.traced.step, self.traced.layout = 0, None
+        else:
+            step = self._here.calls.pop().step if self._here.calls else 0
+        if step == 1 and is_whole and ("q" in self.parts or "k" in self.parts):
+            raise AttachError(
+                f"{self.path} has no attention whose parts are known: it takes no softmax of its"
+                f" first product.\nSelect the product itself, '{self.path}@matmul:input', or leave"
+                " the module out."
+            )
+
+    def refuse(self, function: Function, kind: type[AttachError] = AttachError) -> NoReturn:
+        """Refuse the parts of an attention that a function computes and does not show.
+
+        Args:
+            function: the function.
+            kind: the class of the error.
+
+        Raises:
+            AttachError: always.
+        """
+        name = next(iter(self.parts))
+        raise kind(
+            f"{self.path}@{name}: {name_of(function)} computes this attention, and shows none of"
+            " its parts.\nBuild the model with another attention; of transformers:"
+            " attn_implementation='sdpa'."
+        )
+
+    @property
+    def progress(self) -> Progress:
+        """Return the progress of the running call."""
+        if is_dynamo_compiling():
+            return self.traced
+        calls = self._here.calls
+        return calls[-1] if calls else Progress()
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def show(self, name: str, value: Tensor) -> Any:
+        """Hand the value of a part to the hooks on it, and return what they made of it."""
+        return self.parts[name](value) if name in self.parts else value
+
+    def is_packed(self, query: Tensor, key: Tensor) -> bool:
+        """Tell whether the queries of one token are packed: [batch, key head, group, width]."""
+        groups = self.n_groups
+        return (
+            groups > 1
+            and query.dim() == 4
+            and query.shape[2] == groups
+            and query.shape[1] == key.shape[1]
+            and self.n_heads is not None
+            and query.shape[1] * groups == self.n_heads
+        )
+
+
+def _n_heads(module: nn.Module) -> int | None:
+    names = "num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads"
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            number = getattr(holder, name, None)
+            if isinstance(number, int) and number > 0:
+                return number
+    return None
+
+
+def _or_plain(inner: dict[Function, Operation], function: Function) -> Call:
+    return inner.get(function) or Plain(function)
+
+
+@final
+class ProductCall:
+    """A product: of queries and keys, of pattern and values, or of something else."""
+
+    def __init__(self, attention: Attention, product: Product, inner: Call) -> None:
+        self.attention, self.product, self.inner = attention, product, inner
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the function."""
+        of = self.attention
+        progress = of.progress
+        form = self.product.form(args, kwargs, of.n_heads) if progress.step != 1 else None
+        if form is None:
+            return self.inner.call(args, kwargs)
+        if progress.step == 0:
+            return self._scores(progress, form, args, kwargs)
+        if form.first.numel() != progress.n_scores and form.second.numel() != progress.n_scores:
+            return self.inner.call(args, kwargs)  # another product
+        return self._output(progress, form, args, kwargs)
+
+    def _scores(self, progress: Progress, form: Form, args: Any, kwargs: Any) -> Any:
+        of, layout = self.attention, form.layout
+        if "q" in of.parts:
+            form = layout.put_query(of.show("q", layout.query(form.first, form.second)), form)
+        if "k" in of.parts:
+            form = layout.put_key(of.show("k", layout.key(form.first, form.second)), form)
+        args, kwargs = layout.arguments(form, args, kwargs)
+        scores = self.inner.call(args, kwargs)
+        progress.step, progress.layout = 1, layout
+        progress.n_keys, progress.n_scores = scores.shape[-1], scores.numel()
+        return scores
+
+    def _output(self, progress: Progress, form: Form, args: Any, kwargs: Any) -> Any:
+        of, layout = self.attention, form.layout
+        progress.step = 0
+        if "v" in of.parts:
+            form = layout.put_value(of.show("v", layout.value(form.first, form.second)), form)
+            args, kwargs = layout.arguments(form, args, kwargs)
+        result = self.inner.call(args, kwargs)
+        if "z" in of.parts:
+            result = layout.put_output(of.show("z", layout.output(result)), result)
+        return result
+
+
+@final
+class SoftmaxCall:
+    """A softmax, of scores or of something else."""
+
+    def __init__(self, attention: Attention, inner: Call) -> None:
+        self.attention, self.inner = attention, inner
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the function."""
+        of = self.attention
+        progress = of.progress
+        scores = args[0] if args else kwargs["input"]
+        layout = progress.layout
+        if progress.step != 1 or layout is None or not _are_scores(scores, progress):
+            return self.inner.call(args, kwargs)
+        progress.step = 2
+        if "scores" in of.parts:
+            scores = _shown(of, "scores", scores, progress, layout)
+            args, kwargs = (
+                ((scores, *args[1:]), kwargs) if args else (args, {**kwargs, "input": scores})
+            )
+        pattern = self.inner.call(args, kwargs)
+        if "pattern" in of.parts:
+            pattern = _shown(of, "pattern", pattern, progress, layout)
+        return pattern
+
+
+def _are_scores(value: Tensor, progress: Progress) -> bool:
+    """Tell whether a value has a row for each query, and a column for each key or one more."""
+    if value.dim() < 3:
+        return False
+    n_columns = value.shape[-1]
+    n_rows = progress.n_scores // progress.n_keys
+    is_sink = n_columns == progress.n_keys + 1
+    return (n_columns == progress.n_keys or is_sink) and value.numel() == n_rows * n_columns
+
+
+def _shown(
+    of: Attention, name: str, value: Tensor, progress: Progress, layout: Matrices | Letters
+) -> Tensor:
+    """Show scores or pattern by head, without the column of a sink, which is no key."""
+    n_keys = progress.n_keys
+    keys = value if value.shape[-1] == n_keys else value[..., :n_keys]
+    new = layout.put_output(of.show(name, layout.output(keys)), keys)
+    if keys is value:
+        return new
+    return torch.cat([new, value[..., n_keys:]], -1)
+
+
+class KernelArguments(NamedTuple):
+    """The arguments of `scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+@final
+class KernelCall:
+    """A call of `scaled_dot_product_attention`, which hides its pattern."""
+
+    def __init__(self, attention: Attention, inner: Call) -> None:
+        self.attention, self.inner = attention, inner
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the function."""
+        of = self.attention
+        of.progress.step = 0
+        given = KernelArguments(*args, **kwargs)
+        query, key, value = given.query, given.key, given.value
+        is_packed = of.is_packed(query, key)
+        if "q" in of.parts:
+            query = _pack(of.show("q", _unpack(query, is_packed)), query, is_packed)
+        key, value = of.show("k", key), of.show("v", value)
+        result = None
+        if "scores" in of.parts or "pattern" in of.parts:
+            result = _by_pattern(of, KernelArguments(query, key, value, *given[3:]), is_packed)
+        if result is None:
+            result = self.inner.call((query, key, value, *args[3:]), _options(kwargs))
+        if "z" in of.parts:
+            result = _pack(of.show("z", _unpack(result, is_packed)), result, is_packed)
+        return result
+
+
+def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tensor | None:
+    """Show scores and pattern. Return the result, if a hook has changed them or needs the graph.
+
+    Otherwise torch's own function gives the result, to the same bits as without hooks.
+    """
+    query = given.query
+    scores = scores_of(query, given.key, given.attn_mask, given.is_causal, given.scale)
+    scores = _unpack(scores, is_packed)
+    shown = of.show("scores", scores)
+    pattern = pattern_of(shown, query.dtype)
+    new = of.show("pattern", pattern)
+    if new is pattern and shown is scores and not (of.needs_graph and new.requires_grad):
+        return None
+    weights = _pack(new, query, is_packed)
+    if given.dropout_p:
+        weights = F.dropout(weights, given.dropout_p)
+    return weights @ by_query_head(given.value, query.shape[-3])
+
+
+def _options(kwargs: Any) -> Any:
+    """Return the keyword arguments other than query, key and value."""
+    return {name: kwargs[name] for name in kwargs if name not in ("query", "key", "value")}
+
+
+def _unpack(value: Tensor, is_packed: bool) -> Tensor:
+    return value.flatten(1, 2).unsqueeze(2) if is_packed else value
+
+
+def _pack(value: Tensor, before: Tensor, is_packed: bool) -> Tensor:
+    return value.squeeze(2).view(*before.shape[:3], -1) if is_packed else value
+
+
+@final
+class MultiheadCall:
+    """A call of `multi_head_attention_forward`, which calls further functions of torch."""
+
+    def __init__(self, mode: Any, inner: Operation | None) -> None:
+        self.mode = mode
+        self.function = _see_through if inner is None else inner.calling(_see_through)
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the function, and watch for the functions that it calls."""
+        self.mode.begin_again()
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self.mode.end_again()
+
+
+def _copy_that_calls() -> Function:
+    """Copy torch's function such that it does not hand itself to a function mode."""
+    names = {**MULTIHEAD.__globals__, "has_torch_function": lambda arguments: False}
+    names.pop("__name__")
+    copy = FunctionType(MULTIHEAD.__code__, names, MULTIHEAD.__name__, MULTIHEAD.__defaults__)
+    copy.__kwdefaults__ = MULTIHEAD.__kwdefaults__
+    return copy
+
+
+_see_through = _copy_that_calls()
+
+
+def is_opaque(function: Function) -> bool:
+    """Tell whether a function computes attention in a way of its own."""
+    name = getattr(function, "__name__", "").lower()
+    return "attention" in name or "attn" in name

@@ -1,0 +1,231 @@
+"""The function mode that hands the calls of a module's own forward to operations."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import Any, final
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+
+from hookline.engine.operations.attention import (
+    MULTIHEAD,
+    PARTS,
+    Attention,
+    Call,
+    MultiheadCall,
+    is_opaque,
+)
+from hookline.engine.operations.names import Function, functions
+from hookline.engine.operations.operation import Operation
+from hookline.engine.torch_private.dynamo import TracingAttachError, while_tracing
+from hookline.engine.torch_private.graph.function_modes import (
+    calling_module,
+    calling_modules_of_graph,
+    drop_modes,
+    is_of_hook,
+    method_name,
+    n_modes,
+    pop_mode,
+)
+from hookline.util.weak_map import WeakIdentityMap
+
+
+@final
+class OperationMode(TorchFunctionMode):
+    """The function mode that hands a module's own calls of functions to their operations.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        calls: what stands for the functions whose operations have hooks.
+        in_graph: the same by number, for compiled code.
+        wanted: the names of the operations with hooks. Compiled code is guarded on it.
+        attention: the parts of the module's attention.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.calls: dict[Function, Call] = {}
+        self.in_graph: dict[str, Call] = {}
+        self.wanted = ""
+        self.attention = Attention(module)
+        self.module_id = id(module)
+        self._by_name: dict[str, Operation] = {}
+        self._copies: dict[Function, Operation] = {}
+        self._module = weakref.ref(module)
+        self._parts: WeakIdentityMap[bool] = WeakIdentityMap()
+
+    def begin(self) -> None:
+        """Turn the mode on, as a call of the module begins."""
+        if self.attention.parts:
+            self.attention.begin()
+        self.begin_again()
+
+    def end(self, *, is_whole: bool) -> None:
+        """Turn the mode off, as a call of the module ends.
+
+        Args:
+            is_whole: whether the module has returned.
+        """
+        if is_dynamo_compiling():
+            self.end_again()
+        else:
+            pop_mode(self)  # it is not on, where an earlier hook has raised
+        if self.attention.parts:
+            self.attention.end(is_whole=is_whole)
+
+    def begin_again(self) -> None:
+        """Turn the mode on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end_again(self) -> None:
+        """Turn the mode off, which is the innermost one."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def operation(self, name: str) -> Operation:
+        """Return the operation of a name."""
+        operation = self._by_name.get(name)
+        if operation is None:
+            operation = self._by_name[name] = Operation(name)
+        return operation
+
+    def update(self) -> None:
+        """Look for the functions whose operations have hooks at present, and for no others."""
+        hooked = {name: one for name, one in list(self._by_name.items()) if one.is_hooked}
+        operations = {
+            function: self._copy(operation, function)
+            for name, operation in hooked.items()
+            for function in functions().get(name, ())
+        }
+        for operation in operations.values():
+            operation.look()
+        parts = {name: hooked[name] for name in PARTS if name in hooked}
+        self.attention.update(parts)
+        calls: dict[Function, Call] = {**operations}
+        if parts:
+            calls |= self.attention.calls(operations)
+            calls[MULTIHEAD] = MultiheadCall(self, operations.get(MULTIHEAD))
+        self.calls = calls
+        self.in_graph = {f"{number}": call for number, call in enumerate(calls.values())}
+        self.wanted = " ".join(sorted(hooked))
+
+    def _copy(self, operation: Operation, function: Function) -> Operation:
+        # Always the same copy, on which compiled code is guarded.
+        copy = self._copies.get(function)
+        if copy is None:
+            copy = self._copies[function] = operation.calling(function)
+        return copy
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, through its operation if the module itself calls it."""
+        kwargs = {} if kwargs is None else kwargs
+        if is_dynamo_compiling():
+            return self._call_in_graph(func, args, kwargs)
+        call = self.calls.get(func)
+        is_watched = call is not None or (self.attention.parts and is_opaque(func))
+        if not is_watched or not self._is_own(sys._getframe(1)):
+            return func(*args, **kwargs)
+        return self.attention.refuse(func) if call is None else call.call(args, kwargs)
+
+    def _call_in_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function while the call is compiled."""
+        key = self._key_in_graph(func, self.wanted)
+        if not key:
+            return func(*args, **kwargs)
+        if key[0] == ".":
+            return getattr(args[0], key[1:])(*args[1:], **kwargs)
+        return self.in_graph[key].call(args, kwargs)
+
+    @while_tracing
+    def _key_in_graph(self, func: Any, wanted: str) -> str:
+        """Tell how to call a function in a graph. Dynamo itself finds no functions in dicts.
+
+        Args:
+            func: the function.
+            wanted: `self.wanted`, so that the graph is guarded on it.
+
+        Returns:
+            The key of what stands for the call, if the module itself makes it. Otherwise a dot and
+            the name, if the function is a method that dynamo traces only by its name; "" for any
+            other function.
+        """
+        call = self.calls.get(func)
+        is_watched = call is not None or (self.attention.parts and is_opaque(func))
+        if is_watched and self._is_own_in_graph():
+            if call is None:
+                self.attention.refuse(func, TracingAttachError)
+            return next(key for key, other in self.in_graph.items() if other is call)
+        name = method_name(func)
+        return f".{name}" if name else ""
+
+    def _is_own(self, frame: FrameType | None) -> bool:
+        """Tell whether the module itself makes the present call, and not a module inside it.
+
+        Args:
+            frame: the frame that makes the call.
+        """
+        while frame is not None:
+            module, code, frame = calling_module(frame)
+            if frame is None or _hides_calls(module):
+                return False
+            if id(module) == self.module_id:
+                return not is_of_hook(code, module)
+            if self._is_part(module):
+                return False
+            frame = frame.f_back  # the forward has made this module: nn.Softmax(dim=-1)(x)
+        return False
+
+    def _is_own_in_graph(self) -> bool:
+        for module in calling_modules_of_graph():
+            if id(module) == self.module_id:
+                return True
+            if _hides_calls(module) or self._is_part(module):
+                return False
+        return self._is_own(sys._getframe(1))  # a function is compiled that the module calls
+
+    def _is_part(self, module: nn.Module) -> bool:
+        """Tell whether a module is inside the module of this mode."""
+        if module in self._parts:
+            return True
+        own = self._module()
+        for part in () if own is None else own.modules():
+            self._parts[part] = True
+        return module in self._parts
+
+
+def _hides_calls(module: nn.Module) -> bool:
+    """Tell whether a module is an operation, whose calls are its own."""
+    return type(module) is Operation and module.name != MULTIHEAD.__name__
+
+
+_modes: WeakIdentityMap[OperationMode] = WeakIdentityMap()
+
+
+def mode_of(module: nn.Module) -> OperationMode:
+    """Return the mode of a module. All lines share it."""
+    return _modes.get_or_add(module, lambda: OperationMode(module))
+
+
+def drop_left(frame: FrameType | None) -> None:
+    """Turn off the modes that nobody will turn off: an interrupted run has left them on.
+
+    Args:
+        frame: the frame from which the stack is walked for running modules.
+    """
+    if not n_modes():
+        return
+    running = set()
+    while frame is not None:
+        module, _, frame = calling_module(frame)
+        running.add(id(module))
+        frame = frame and frame.f_back
+    drop_modes(
+        lambda mode: (
+            isinstance(mode, OperationMode) and (mode.module_id not in running or not mode.calls)
+        )
+    )
