@@ -41,7 +41,8 @@ class Names:
 def name_embeddings(trace: Trace, first: Layer, names: Names) -> None:
     """Name the embeddings of tokens and of positions, which add up to the first stream."""
     start = first.block.pre
-    addends = _addends(start)
+    total = _below_rescales(start)
+    addends = _addends(total)
     words = [value for value in addends if _embeds(value) and not _counts_up(value)]
     positions = [value for value in addends if _counts_up(value)]
     positions += [value for value in addends if _is_table(value, start)]
@@ -58,29 +59,40 @@ def name_embeddings(trace: Trace, first: Layer, names: Names) -> None:
             names.refused[name] = "nothing that counts up with the tokens is added"
 
 
-def _addends(value: Value) -> list[Value]:
-    """Return the terms of a sum, below norms and scales."""
+def _below_rescales(value: Value) -> Value:
+    """Return the value of which another one is a scale or a norm."""
     value = value.origin
     event = value.maker
-    if event is None or _embeds(value):
-        return [value]
-    if event.name in SUMS and len(event.inputs) == 2:
+    while event is not None and event.name not in (*SUMS, "embedding") and len(event.data) == 1:
+        source = event.data[0]
+        if error_of_rescale(source.tensor, value.tensor) > 1e-4:
+            break
+        value = source.origin
+        event = value.maker
+    return value
+
+
+def _addends(value: Value) -> list[Value]:
+    """Return the terms of a sum."""
+    event = value.origin.maker
+    if event is not None and event.name in SUMS and len(event.inputs) == 2:
         return [addend for part in event.inputs for addend in _addends(part)]
-    data = event.data
-    if len(data) == 1 and error_of_rescale(data[0].tensor, value.tensor) < 1e-4:
-        return _addends(data[0])
     return [value]
 
 
+def _embedding(value: Value) -> Event | None:
+    event = _below_rescales(value).maker
+    return event if event is not None and event.name == "embedding" else None
+
+
 def _embeds(value: Value) -> bool:
-    return value.maker is not None and value.maker.name == "embedding"
+    return _embedding(value) is not None
 
 
 def _counts_up(value: Value) -> bool:
     """Tell whether a value is looked up by numbers that count up with the tokens."""
-    if not _embeds(value) or value.maker is None:
-        return False
-    ids = [v.tensor for v in value.maker.inputs if not v.tensor.is_floating_point()]
+    event = _embedding(value)
+    ids = [v.tensor for v in event.inputs if not v.tensor.is_floating_point()] if event else []
     return bool(ids) and ids[0].shape[-1] > 1 and bool((ids[0].diff(dim=-1) == 1).all())
 
 
@@ -132,7 +144,9 @@ def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
             continue
         events, reads = before(logits, [id(start)], last.block.call.end)
         products = [event for event in events if event.name in MATMULS]
-        if not products or [id(read) for read in reads] != [id(start)]:
+        n_tokens = start.tensor.shape[:-1].numel()
+        is_by_token = logits.tensor.shape[:-1].numel() == n_tokens
+        if not products or not is_by_token or [id(read) for read in reads] != [id(start)]:
             continue
         head = Head(events, start, logits)
         _name_logits(trace, head, products[-1], names, str(Site("", "output", leaf)))

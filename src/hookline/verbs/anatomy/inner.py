@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -201,8 +202,10 @@ def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> list[Claim]:
     hidden = next(v for _, v in experts.inputs if v.tensor.is_floating_point() and v is not weights)
     given = [_own_input(trace, experts, value) for value in (hidden, indices, weights)]
     leaves = [by_value[id(value)][0] for value in (hidden, indices, weights)]
+    keys = [leaf[0] if leaf else 0 for leaf in leaves]
     module = model.get_submodule(experts.path)
-    measure = partial(_experts_error, module, leaves)
+    order = [leaf[0] if leaf else 0 for leaf, _ in experts.inputs]
+    measure = partial(_experts_error, module, keys, order)
     claims = [claim("sum of weight * expert", ("expert_indices", "expert_weights", "expert_out"),
                     [sites["expert_out"], *given], measure)]  # fmt: skip
     if "router_logits" in layer.sites:
@@ -221,14 +224,16 @@ def _own_input(trace: Trace, call: ModuleCall, value: Value) -> str | None:
     return trace.text(places[0]) if places else None
 
 
-def _experts_error(module: nn.Module, leaves: Sequence[tuple[object, ...]], out: Tensor,
-                   hidden: Tensor, indices: Tensor, weights: Tensor) -> float:  # fmt: skip
+def _experts_error(
+    module: nn.Module, keys: Sequence[Any], order: Sequence[Any], out: Tensor, *given: Tensor
+) -> float:
     """Return how far the experts' output is from a sum over the chosen experts by weight."""
-    keys = [leaf[0] if leaf else 0 for leaf in leaves]
+    hidden, indices, weights = given
 
     def run(chosen: Tensor, by: Tensor) -> Tensor:
         values = dict(zip(keys, (hidden, chosen, by), strict=True))
-        result = module(**values)
+        # The order of the call; a decorated forward may know its arguments by other names.
+        result = module(*[values[key] for key in order]) if len(order) == 3 else module(**values)
         return result if isinstance(result, Tensor) else result[0]
 
     total = sum(
@@ -259,8 +264,39 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
         why = "the block has no single attention"
         layer.refused.update(dict.fromkeys((*names, *_ATTENTION), why))
         return []
-    layer.sites.update({name: f"{core.path}@{name}" for name in names})
-    return [*_gate(trace, layer, parts[0], core), *_norms(trace, layer, parts[0], core)]
+    sites = {name: f"{core.path}@{name}" for name in names}
+    layer.sites.update(sites)
+    claims = [
+        claim("pattern @ v", names, [sites["z"], sites["pattern"], sites["v"]], _mix_error),
+        claim("softmax(scores)", names, [sites["pattern"], sites["scores"]], _softmax_error),
+    ]
+    claims += _gate(trace, layer, parts[0], core)
+    claims += _heads(trace, layer, parts[0], core)
+    return [*claims, *_norms(trace, layer, parts[0], core)]
+
+
+def _heads(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
+    """Name what the output projection gets: z of all heads side by side, gated where it is."""
+    product = _products(part)[-1]
+    merged = product.data[0] if len(product.data) == 1 and product is not core else None
+    site = None
+    if merged is not None and product.path != core.path:
+        site = input_of(trace, merged, layer.block.path, [product])
+    if site is None:
+        layer.refused["attn_heads"] = "no module gets the heads side by side"
+        return []
+    layer.sites["attn_heads"] = site
+    layer.projection = product.path
+    needed = [site, layer.sites["z"]]
+    needed += [layer.sites["attn_gate"]] if "attn_gate" in layer.sites else []
+    return [claim("z by head, side by side", ("attn_heads",), needed, _heads_error)]
+
+
+def _heads_error(merged: Tensor, z: Tensor, gate: Tensor | None = None) -> float:
+    heads = z.transpose(-3, -2).reshape(*z.shape[:-3], z.shape[-2], -1)
+    if gate is not None and gate.numel() == heads.numel():
+        heads = heads * gate.reshape(heads.shape)
+    return error(heads, merged)
 
 
 def _gate(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
@@ -280,6 +316,19 @@ def _gate(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
         mixed.update(id(value) for value in event.outputs)
     layer.refused["attn_gate"] = "nothing multiplies z before the last product"
     return []
+
+
+def _mix_error(z: Tensor, pattern: Tensor, v: Tensor) -> float:
+    if v.dim() != pattern.dim() or v.shape[-2] != pattern.shape[-1]:
+        return float("inf")
+    groups = pattern.shape[-3] // v.shape[-3]
+    return error(pattern @ v.repeat_interleave(groups, -3), z)
+
+
+def _softmax_error(pattern: Tensor, scores: Tensor) -> float:
+    """Return the error of the softmax; a sink leaves rows that sum to less than 1."""
+    computed = torch.nan_to_num(scores.double().softmax(-1))
+    return error(computed * pattern.double().sum(-1, keepdim=True), pattern)
 
 
 def _product_error(out: Tensor, first: Tensor, second: Tensor) -> float:

@@ -22,6 +22,9 @@ from hookline.verbs.record.record import record
 from hookline.verbs.shared.run_model import call
 
 
+_TOKEN = 1  # the token that is changed
+
+
 @final
 class Interventions:
     """Runs of a model with changed streams and patterns.
@@ -60,23 +63,24 @@ class Interventions:
         """Give each part its kind.
 
         Three runs are compared with the undisturbed one. In the first, one token of each stream is
-        changed. In the second, what the patterns mix is rolled. In the third, one token is changed
-        and what the patterns mix is kept, so that an attention reaches no other token.
+        changed. In the second, one token of what the patterns mix is changed, and the streams are
+        kept: only attention moves, and only at this token. In the third, one token of each stream
+        is changed and what the patterns mix is kept: an attention reaches no other token.
         """
         disturbed = dict.fromkeys(self._reads, self._disturbed)
         by_token = self._with(disturbed)
         by_core = kept_core = None
         if self._cores:
-            by_core = self._with(dict.fromkeys([*self._reads], self._kept), _rolled)
+            kept = dict.fromkeys(self._reads, self._kept)
+            by_core = self._with(kept | dict.fromkeys(self._cores, self._disturbed_core))
             kept_core = self._with(disturbed | dict.fromkeys(self._cores, self._kept))
         for layer in self._layers:
             for part in layer.parts:
                 part.kind = self._kind(layer, part, (by_token, by_core, kept_core))
 
-    def _with(self, changed: Mapping[str, Callable[[str], Any]], core: Any = None) -> Recording:
+    def _with(self, changed: Mapping[str, Callable[[str], Any]]) -> Recording:
         """Run the model with changed values, and record the terms."""
         changes = {site: change(site) for site, change in changed.items()}
-        changes |= dict.fromkeys(self._cores if core else (), core)
         terms = sorted(set(filter(None, self._term_sites.values())))
         with edit(self._model, changes), record(self._model, terms, copy=True) as run:
             call(self._model, self._inputs)
@@ -87,14 +91,15 @@ class Interventions:
 
     def _disturbed(self, site: str) -> Callable[[Tensor], Tensor]:
         stream = self._run[site].clone()
-        token = self._token(stream)
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(token.shape, generator=generator).to(token)
-        token += noise * stream.std()
+        _disturb(self._by_token(stream)[_TOKEN])
         return lambda value: stream.clone()
 
-    def _token(self, stream: Tensor) -> Tensor:
-        return self._by_token(stream)[1]
+    def _disturbed_core(self, site: str) -> Callable[[Tensor], Tensor]:
+        mixed = self._run[site].clone()
+        n_tokens = len(self._by_token(self._layers[0].block.pre.tensor))
+        dims = [dim for dim in (-2, 1, 0) if mixed.shape[dim] == n_tokens]
+        _disturb(mixed.select(dims[0], _TOKEN) if dims else mixed)
+        return lambda value: mixed.clone()
 
     def _by_token(self, stream: Tensor) -> Tensor:
         """Return a view of a stream with its tokens first."""
@@ -112,7 +117,8 @@ class Interventions:
         is_mixing = self._reaches_others(by_token, site, layer)
         if part.cores and by_core is not None:
             is_moved = not torch.equal(by_core[site], self._run[site])
-            if is_moved and not self._reaches_others(kept_core, site, layer):
+            leaks = any(self._reaches_others(run, site, layer) for run in (by_core, kept_core))
+            if is_moved and not leaks:
                 begin = self._layers[0].block.call.begin
                 return "cross" if is_cross(part, layer.block, begin) else "attention"
         if is_mixing:
@@ -125,8 +131,11 @@ class Interventions:
         before = self._by_token(self._run[site].reshape(shape)).double().flatten(1)
         after = self._by_token(run[site].reshape(shape)).double().flatten(1)
         off = (after - before).abs().amax(1) / before.abs().max()
-        return bool(torch.cat([off[:1], off[2:]]).max() > CLOSE)
+        return bool(torch.cat([off[:_TOKEN], off[_TOKEN + 1 :]]).max() > CLOSE)
 
 
-def _rolled(value: Any) -> Any:
-    return value.roll(1, -1)
+def _disturb(numbers: Tensor) -> None:
+    """Add noise to numbers, of their own size."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(numbers.shape, generator=generator).to(numbers)
+    numbers += noise * numbers.std().clamp(min=1e-3)

@@ -42,12 +42,14 @@ class Layer:
         parts: the parts in the order of the sums.
         sites: the sites by name.
         refused: the reason for each name that the layer lacks.
+        projection: the path of the output projection of the attention; "" without one.
     """
 
     block: Block
     parts: list[Part]
     sites: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    projection: str = ""
 
     def of_kind(self, kind: str) -> list[Part]:
         """Return the parts of a kind."""

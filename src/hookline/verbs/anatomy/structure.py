@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
-from hookline.errors import SelectionError
+from hookline.errors import HooklineWarning, SelectionError
 from hookline.verbs.anatomy.claims import Claim, claims_of
 from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
 from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
@@ -34,6 +35,7 @@ class Stack:
         names: the names that belong to no layer.
         head: what the model computes from the last stream; None where it cannot be told.
         errors: the largest error of each name's identities, by layer; -1 is no layer.
+        shapes: the shapes of the values by site, for the first input.
     """
 
     path: str
@@ -41,6 +43,7 @@ class Stack:
     names: Names
     head: Head | None = None
     errors: dict[tuple[str, int], float] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
@@ -108,23 +111,35 @@ def _prove(
     """Measure every identity on every input, and refuse the names whose identities fail."""
     sites = sorted({site for _, each in claims for site in each.sites})
     for each_input in inputs:
-        with record(model, sites, copy=True) as run:
+        with quiet(), record(model, sites, copy=True) as run:
             call(model, each_input)
+        values = {site: run[site] for site in sites if site in run}
+        for site, value in values.items():
+            stack.shapes.setdefault(site, tuple(value.shape))
         for number, each in claims:
-            values = [run[site] for site in each.sites]
-            worst = each.measure(*values)
+            worst = _error(each, values)
             for name in each.names:
                 key = name, number
                 stack.errors[key] = max(worst, stack.errors.get(key, 0.0))
-    bound = limit(torch.float32)
+    bound = limit(stack.layers[0].block.pre.tensor.dtype)
     for (name, number), worst in stack.errors.items():
         owner: Any = stack.names if number < 0 else stack.layers[number]
         if worst > bound and name in owner.sites:
-            del owner.sites[name]
+            site = owner.sites.pop(name)
             owner.refused[name] = f"its identity is off by {worst:.1e}, above {bound:.0e}"
+            if site not in stack.shapes:
+                owner.refused[name] = f"{site} has no value"
 
 
-def first_floating(value: Any) -> Tensor:
-    """Return a value that is a tensor."""
-    assert isinstance(value, Tensor)
-    return value
+def _error(each: Claim, values: dict[str, Tensor]) -> float:
+    if any(site not in values for site in each.sites):
+        return float("inf")
+    return each.measure(*[values[site] for site in each.sites])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out hookline's warnings of sites that never fire: such names are refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HooklineWarning)
+        yield
