@@ -11,23 +11,13 @@ from torch import Tensor, nn
 from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
 from hookline.engine import Selection, register_parts, require_model, select
-from hookline.errors import SelectionError, one_of
+from hookline.errors import SelectionError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.lens import Lens, lens_of
 from hookline.verbs.anatomy.structure import Stack, structure_of
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
-
-_ORDER = (
-    "embed", "pos_embed", "resid_pre", "attn_in", "q", "k", "v", "q_norm", "k_norm", "scores",
-    "pattern", "z", "attn_gate", "attn_heads", "attn_out_raw", "attn_out", "cross_attn_in",
-    "cross_attn_out_raw", "cross_attn_out", "mixer_in", "mixer_out_raw", "mixer_out", "resid_mid",
-    "mlp_in", "mlp_pre", "mlp_gate", "mlp_up", "mlp_act", "router_logits", "expert_indices",
-    "expert_weights", "expert_out", "mlp_out_raw", "mlp_out", "resid_post", "ln_final",
-    "unembed", "logits_raw", "logits",
-)  # fmt: skip
-
 
 @final
 class Anatomy(Result):
@@ -52,85 +42,34 @@ class Anatomy(Result):
 
     def __init__(self, model: nn.Module, stacks: list[Stack]) -> None:
         self._model = model
-        self._stack = stacks[-1]
+        self._names = stacks[-1].part_names(model)
+        self._head = stacks[-1].head
+        self._projections = [layer.projection for layer in stacks[-1].layers]
         self.stacks: dict[str, Anatomy] = {}
         for stack in stacks:
             parts = Anatomy(model, [stack]) if len(stacks) > 1 else self
             self.stacks[stack.path] = parts
-        self.n_layers = len(self._stack.layers)
-        self.width: int = self._stack.layers[0].block.pre.tensor.shape[-1]
-        self.n_heads = self._count("pattern")
-        self.n_key_value_heads = self._count("k")
-
-    def _count(self, name: str) -> int | None:
-        sites = [layer.sites.get(name) for layer in self._stack.layers]
-        shapes = [self._stack.shapes.get(site) for site in sites if site is not None]
-        counts = {shape[-3] for shape in shapes if shape is not None}
-        return counts.pop() if len(counts) == 1 else None
+        self.n_layers = len(self._names.blocks)
+        self.width = self._names.width
+        self.n_heads = self._names.count("pattern")
+        self.n_key_value_heads = self._names.count("v")
 
     def __getitem__(self, name: str | tuple[str, int]) -> Selection:
         """Return the selection of a part, in all layers or in one."""
         text, layer = (name, None) if isinstance(name, str) else name
-        return select(self._model, list(self.sites(text, layer)))
-
-    def sites(self, name: str, layer: int | None = None) -> dict[str, int | None]:
-        """Return the texts of a part's sites, each with its layer.
-
-        Args:
-            name: the name.
-            layer: the layer, from 0, or from the end if negative; None is all layers.
-
-        Raises:
-            SelectionError: as in a look-up.
-        """
-        stack = self._stack
-        if name in stack.names.sites and layer is None:
-            return {stack.names.sites[name]: None}
-        having = {k: each.sites[name] for k, each in enumerate(stack.layers) if name in each.sites}
-        if layer is None and having:
-            return {site: k for k, site in having.items()}
-        if layer is None or name not in {*_ORDER} or name in stack.names.sites:
-            raise SelectionError(self._why_not(name, layer))
-        if not -self.n_layers <= layer < self.n_layers:
-            raise SelectionError(
-                f"the layer must be from 0 to {self.n_layers - 1}, got {layer}."
-                f"\nWrite parts[{name!r}, {self.n_layers - 1}] for the last layer."
-            )
-        layer %= self.n_layers
-        if layer not in having:
-            raise SelectionError(self._why_not(name, layer))
-        return {having[layer]: layer}
-
-    def _why_not(self, name: str, layer: int | None) -> str:
-        known = "\nprint(parts) shows the names that are proven."
-        if name not in _ORDER:
-            one_of("the name of a part", name, _ORDER, "print(parts) shows the proven ones.",
-                   SelectionError)  # fmt: skip
-        if name in self._stack.names.sites:
-            return f"{name!r} belongs to no layer, got layer {layer}.\nWrite parts[{name!r}]."
-        owners: list[Any] = [self._stack.names, *self._stack.layers]
-        if layer is not None:
-            owners = [self._stack.layers[layer]]
-        why = next((o.refused[name] for o in owners if name in o.refused), "the model has none")
-        where = "" if layer is None else f" of layer {layer}"
-        return f"{name!r}{where} is not a proven part of {type(self._model).__name__}: {why}.{known}"
+        return select(self._model, self._names.find(text, layer))
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names that are proven in a layer, or for the whole model."""
-        names = set(self._stack.names.sites).union(*(each.sites for each in self._stack.layers))
-        return (name for name in _ORDER if name in names)
+        """Iterate over the names that are proven in some layer, or for the whole model."""
+        return iter(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in list(self)
+        return name in self._names
 
     @property
     def refused(self) -> dict[str, str]:
-        """The names that are not proven in some layer, each with the reason."""
-        reasons: dict[str, str] = dict(self._stack.names.refused)
-        for number, layer in enumerate(self._stack.layers):
-            for name, why in layer.refused.items():
-                reasons.setdefault(name, why if name not in self else f"layer {number}: {why}")
-        return {name: reasons[name] for name in _ORDER if name in reasons}
+        """The names that are not proven, at all or in some layer, each with the reason."""
+        return self._names.reasons()
 
     # -- reads ------------------------------------------------------------------------------------
 
@@ -157,9 +96,13 @@ class Anatomy(Result):
             SelectionError: the model's logits are not proven to be a function of its last stream.
             NotRecordedError: the run has no such stream.
         """
-        if self._stack.head is None or "logits" not in self:
-            raise SelectionError(self._why_not("logits", None))
-        return lens_of(self._stack.head, self.sites("resid_post"), run, n)
+        if self._head is None or "logits" not in self:
+            raise SelectionError(self._names.why_not("logits"))
+        streams = {layer: self._site("resid_post", layer) for layer in range(self.n_layers)}
+        return lens_of(self._head, streams, run, n)
+
+    def _site(self, name: str, layer: int) -> str:
+        return self._names.find(name, layer)[0]
 
     def heads(self, value: Tensor) -> Tensor:
         """Return a value of all heads side by side by head: (..., heads, tokens, width).
@@ -171,7 +114,7 @@ class Anatomy(Result):
             SelectionError: the number of heads is not proven.
         """
         if self.n_heads is None:
-            raise SelectionError(self._why_not("pattern", None))
+            raise SelectionError(self._names.why_not("pattern"))
         return value.unflatten(-1, (self.n_heads, -1)).transpose(-3, -2)
 
     def contributions(self, run: Recording, layer: int) -> Tensor:
@@ -187,11 +130,9 @@ class Anatomy(Result):
             SelectionError: `attn_heads` is not proven in this layer.
             NotRecordedError: the run does not have it.
         """
-        ((site, number),) = self.sites("attn_heads", layer).items()
-        assert number is not None
-        value = run.tensor(site)
-        projection = self._model.get_submodule(self._stack.layers[number].projection)
-        width = value.shape[-1] // self._heads_of(number)
+        value = run.tensor(self._site("attn_heads", layer))
+        projection = self._model.get_submodule(self._projections[layer])
+        width = value.shape[-1] // self._names.shapes[self._site("z", layer)][-3]
         with torch.no_grad():
             bias = projection(torch.zeros_like(value[..., :1, :]))
             parts = []
@@ -200,9 +141,6 @@ class Anatomy(Result):
                 head[..., begin : begin + width] = value[..., begin : begin + width]
                 parts.append(projection(head) - bias)
         return torch.stack(parts)
-
-    def _heads_of(self, layer: int) -> int:
-        return self._stack.shapes[self._stack.layers[layer].sites["z"]][-3]
 
     def expert_load(self, run: Recording) -> dict[int, Tensor]:
         """Return how many tokens of a run each expert got, by layer.
@@ -214,12 +152,12 @@ class Anatomy(Result):
             SelectionError: no layer has proven experts.
             NotRecordedError: the run does not have the indices.
         """
+        self._names.find("expert_indices")  # which raises if there are none
         loads = {}
-        for site, layer in self.sites("expert_indices").items():
-            assert layer is not None
-            logits = self._stack.layers[layer].sites.get("router_logits")
-            shape = self._stack.shapes.get(logits or "", (0,))
-            loads[layer] = torch.bincount(run.tensor(site).flatten(), minlength=shape[-1])
+        for layer in self._names.layers_of("expert_indices"):
+            n_experts = self._names.shapes[self._site("router_logits", layer)][-1]
+            chosen = run.tensor(self._site("expert_indices", layer)).flatten()
+            loads[layer] = torch.bincount(chosen, minlength=n_experts)
         return loads
 
     # -- text -------------------------------------------------------------------------------------
@@ -227,26 +165,13 @@ class Anatomy(Result):
     def to_dict(self) -> dict[str, Any]:
         """Return the names with their sites, the refusals, and the sizes, as plain values."""
         return {
-            "stack": self._stack.path, "layers": self.n_layers, "heads": self.n_heads,
+            "stack": self._names.stack, "layers": self.n_layers, "heads": self.n_heads,
             "key_value_heads": self.n_key_value_heads, "width": self.width,
             "parts": self._table_rows(), "refused": self.refused,
         }  # fmt: skip
 
     def _table_rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for name in self:
-            sites = self.sites(name)
-            layers = [layer for layer in sites.values() if layer is not None]
-            first = next(iter(sites))
-            key = [(name, layer) for layer in layers] or [(name, -1)]
-            errors = [self._stack.errors[each] for each in key if each in self._stack.errors]
-            shape = self._stack.shapes.get(first)
-            row = {
-                "name": name, "site": first, "layers": layers,
-                "shape": None if shape is None else list(shape), "error": max(errors, default=None),
-            }  # fmt: skip
-            rows.append(row)
-        return rows
+        return self._names.rows()
 
     def _printout(self) -> Printout:
         n_heads = "" if self.n_heads is None else f", {plural(self.n_heads, 'head')}"
@@ -278,18 +203,25 @@ class Anatomy(Result):
         """Return a site with a star in place of its layer."""
         if not layers:
             return site
-        path = self._stack.layers[layers[0]].block.path
+        path = self._names.blocks[layers[0]]
         return site.replace(path, f"{path.rpartition('.')[0]}.*", 1)
 
     def _notes(self) -> list[str]:
-        reasons: dict[str, list[str]] = {}
-        for name, why in self.refused.items():
-            reasons.setdefault(why, []).append(name)
-        notes = [f"not {', '.join(names)}: {why}" for why, names in reasons.items()]
-        others = [path for path, parts in self.stacks.items() if parts is not self]
-        if len(others) > 1:
-            notes.append(f"of the stack {self._stack.path}; parts.stacks has {', '.join(others)}")
+        reasons = self.refused
+        told = {name: why for name, why in reasons.items() if name in self or _is_told(name, why)}
+        notes = [f"{name} is not proven: {why}" for name, why in told.items()]
+        others = [name for name in reasons if name not in told]
+        if others:
+            notes.append(f"None of {', '.join(others)}: parts.refused has the reasons.")
+        stacks = [path for path, parts in self.stacks.items() if parts is not self]
+        if len(stacks) > 1:
+            stack = self._names.stack
+            notes.append(f"These are of the stack {stack}; parts.stacks has {', '.join(stacks)}.")
         return notes
+
+
+def _is_told(name: str, why: str) -> bool:
+    return name == "resid_mid" or "is off by" in why
 
 
 def _layers(layers: list[int], n_layers: int) -> str:
@@ -335,5 +267,5 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
     both = trial_inputs(model, inputs)
     with eval_without_side_effects(model):
         parts = Anatomy(model, structure_of(model, both))
-    register_parts(model, parts.sites)
+    register_parts(model, parts._names.find)
     return parts

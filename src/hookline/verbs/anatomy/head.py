@@ -128,6 +128,13 @@ class Head:
     start: Value
     logits: Value
 
+    def forget_the_trace(self) -> None:
+        """Drop what leads from the values to the rest of the run."""
+        for event in self.events:
+            for value in (*event.inputs, *event.outputs):
+                value.maker = value.like = None
+                value.places = []
+
     def __call__(self, stream: Tensor) -> Tensor:
         """Return the logits of a stream."""
         with torch.no_grad():

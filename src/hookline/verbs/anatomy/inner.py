@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.verbs.anatomy.claims import Claim, claim
-from hookline.verbs.anatomy.numbers import error, error_of_rescale
+from hookline.verbs.anatomy.numbers import CLOSE, error, error_of_rescale
 from hookline.verbs.anatomy.parts import Layer, Part, ends, input_of, site_of
 from hookline.verbs.anatomy.stream import MATMULS, before, cuts
 from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value, replay_tokens
@@ -268,6 +268,8 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
     layer.sites.update(sites)
     claims = [
         claim("pattern @ v", names, [sites["z"], sites["pattern"], sites["v"]], _mix_error),
+        claim("scores of q and k", ("q", "k"), [sites[name] for name in ("scores", "q", "k")],
+              _scores_error),
         claim("softmax(scores)", names, [sites["pattern"], sites["scores"]], _softmax_error),
     ]
     claims += _gate(trace, layer, parts[0], core)
@@ -323,6 +325,44 @@ def _mix_error(z: Tensor, pattern: Tensor, v: Tensor) -> float:
         return float("inf")
     groups = pattern.shape[-3] // v.shape[-3]
     return error(pattern @ v.repeat_interleave(groups, -3), z)
+
+
+def _scores_error(scores: Tensor, q: Tensor, k: Tensor) -> float:
+    """Return the error of scale * q @ k, capped or not, and with a bias of the positions or not."""
+    if k.dim() != q.dim() or k.shape[-1] != q.shape[-1] or q.shape[-3] % k.shape[-3]:
+        return float("inf")
+    k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+    product, target = (q.double() @ k.double().transpose(-1, -2)), scores.double()
+    if product.shape != target.shape:
+        return float("inf")
+    is_seen = target > -1e20  # a mask leaves the others out
+    plain = _scale_error(product[is_seen], target[is_seen])
+    is_seen_twice = is_seen[0] & is_seen[-1]
+    by_row = [values[0][is_seen_twice] - values[-1][is_seen_twice] for values in (product, target)]
+    unbiased = _scale_error(*by_row) if len(target) > 1 else plain
+    if min(plain, unbiased) < CLOSE:
+        return min(plain, unbiased)
+    return min(plain, unbiased, _capped_error(product[is_seen], target[is_seen]))
+
+
+def _scale_error(x: Tensor, y: Tensor) -> float:
+    """Return the error of the best factor."""
+    return error((x @ y) / (x @ x).clamp(min=1e-30) * x, y)
+
+
+def _capped_error(x: Tensor, y: Tensor) -> float:
+    """Return the error of the best cap * tanh(scale * x / cap)."""
+    largest = float(y.abs().max())
+
+    def off(exponent: float) -> float:
+        cap = largest * (1 + 10**exponent)
+        return _scale_error(x, cap * torch.atanh(y / cap))
+
+    low, high = -9.0, 3.0
+    for _ in range(80):
+        first, second = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, second) if off(first) < off(second) else (first, high)
+    return off(low)
 
 
 def _softmax_error(pattern: Tensor, scores: Tensor) -> float:

@@ -60,16 +60,14 @@ class Lens(Result):
         )
 
 
-def lens_of(head: Head, sites: Mapping[str, int | None], run: Recording, n: int) -> Lens:
-    """Apply a head to the streams of a run.
+def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> Lens:
+    """Apply a head to the streams of a run, given by layer as sites.
 
     Raises:
         NotRecordedError: the run has none of the streams.
     """
     logits = {
-        layer: head(run.tensor(site))
-        for site, layer in sites.items()
-        if layer is not None and site in run
+        layer: head(run.tensor(site)) for layer, site in streams.items() if site in run
     }
     if not logits:
         raise NotRecordedError(

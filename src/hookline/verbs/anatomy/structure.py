@@ -16,6 +16,7 @@ from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
 from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
 from hookline.verbs.anatomy.interventions import Interventions
 from hookline.verbs.anatomy.numbers import limit
+from hookline.verbs.anatomy.part_names import PartNames
 from hookline.verbs.anatomy.parts import Layer, layer_of, name_layer, refuse_several_streams
 from hookline.verbs.anatomy.stacks import stacks_of
 from hookline.verbs.anatomy.stream import NoStream, block_of
@@ -46,6 +47,22 @@ class Stack:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+    def part_names(self, model: nn.Module) -> PartNames:
+        """Return the names without the trace, which they would keep alive."""
+        owners: list[tuple[int, Any]] = [(-1, self.names), *enumerate(self.layers)]
+        stream = self.layers[0].block.pre.tensor
+        return PartNames(
+            model=type(model).__name__,
+            stack=self.path,
+            blocks=tuple(layer.block.path for layer in self.layers),
+            sites={(name, k): site for k, each in owners for name, site in each.sites.items()},
+            refused={(name, k): why for k, each in owners for name, why in each.refused.items()},
+            errors=self.errors,
+            shapes=self.shapes,
+            width=stream.shape[-1],
+        )
+
+
 def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
     """Find and prove the parts of every stack of a model.
 
@@ -62,6 +79,8 @@ def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
         Interventions(model, trace, inputs[0], stack.layers).tell_apart()
         claims = list(_name(model, trace, stack, is_last=stack is stacks[-1]))
         _prove(model, stack, claims, inputs)
+        if stack.head is not None:
+            stack.head.forget_the_trace()
     return stacks
 
 
