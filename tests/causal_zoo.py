@@ -95,6 +95,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 24, "head_dim": 16, "per_layer_config": _AS_IT_IS, "hidden_size_per_layer_input": 8},
     "helium": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_hidden_layers": 4, "use_mamba_kernels": False},
+    "laguna": {"num_attention_heads_per_layer": [4, 4]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {"num_layers": 2, "head_dim": 8},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},

@@ -89,7 +89,8 @@ from hookline.util.hidden import hides
 
 # The modules that other rooms import by their own names.
 OPEN = (
-    "autograd.aliases", "autograd.module_backward", "model_fingerprint", "operations.names",
+    "autograd.aliases", "autograd.module_backward", "model_fingerprint", "operations.attention",
+    "operations.names",
     "pytree.describe",
     "pytree.leaves", "pytree.outlines", "pytree.tree", "report.why_silent", "taps.fast_path",
 )

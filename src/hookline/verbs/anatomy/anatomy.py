@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
-from hookline.engine import Selection, register_parts, require_model, select
-from hookline.errors import SelectionError
+from hookline.engine import Selection, is_compiled, register_parts, require_model, select
+from hookline.errors import AttachError, SelectionError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.lens import Lens, lens_of
 from hookline.verbs.anatomy.structure import Stack, structure_of
@@ -51,8 +51,8 @@ class Anatomy(Result):
             self.stacks[stack.path] = parts
         self.n_layers = len(self._names.blocks)
         self.width = self._names.width
-        self.n_heads = self._names.count("pattern")
-        self.n_key_value_heads = self._names.count("v")
+        self.n_heads = self._names.n_heads()
+        self.n_key_value_heads = self._names.n_key_value_heads()
 
     def __getitem__(self, name: str | tuple[str, int]) -> Selection:
         """Return the selection of a part, in all layers or in one."""
@@ -258,12 +258,17 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         The parts by name. Print them. `parts["pattern", 3]` is a selection.
 
     Raises:
-        AttachError: `model` is not a model.
+        AttachError: `model` is not a model, or compiled.
         InputError: None was given for `inputs`, and no input can be made.
         SelectionError: the model has no residual stream that can be proven: its blocks are not a
             sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
     """
     require_model(model, "hl.anatomy(model)")
+    if any(map(is_compiled, model.modules())):
+        raise AttachError(
+            "hl.anatomy must be given a model that is not compiled, because it follows the calls of"
+            " torch's functions.\nCall parts = hl.anatomy(model) before torch.compile."
+        )
     both = trial_inputs(model, inputs)
     with eval_without_side_effects(model):
         parts = Anatomy(model, structure_of(model, both))

@@ -180,7 +180,14 @@ def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: s
 
 
 def _name_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Names) -> None:
+    """Name the last norm: what a module returns before the product, scaled or not."""
     value = product.data[0]
+    while value.origin is not head.start.origin:
+        is_of_module = any(place.kind == "output" for each in value.chain() for place in each.places)
+        event = value.origin.maker
+        if is_of_module or event is None or len(event.data) != 1:
+            break
+        value = event.data[0]
     if value.origin is head.start.origin:
         names.refused["ln_final"] = "no norm is between the last stream and the logits"
         return

@@ -272,9 +272,23 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
               _scores_error),
         claim("softmax(scores)", names, [sites["pattern"], sites["scores"]], _softmax_error),
     ]
+    layer.n_value_heads = _n_value_heads(parts[0], core)
     claims += _gate(trace, layer, parts[0], core)
     claims += _heads(trace, layer, parts[0], core)
     return [*claims, *_norms(trace, layer, parts[0], core)]
+
+
+def _n_value_heads(part: Part, core: Event) -> int:
+    """Return how many heads the values have before they are repeated for the heads of queries."""
+    values = core.data[-1]
+    events, _ = _back(values, part)
+    by_head = [values, *(output for event in events for output in event.outputs)]
+    shape = values.tensor.shape
+    return min(
+        (v.tensor.shape[-3] for v in by_head
+         if v.tensor.dim() == 4 and v.tensor.shape[-2:] == shape[-2:] and v.tensor.shape[0] == shape[0]),
+        default=0,
+    )  # fmt: skip
 
 
 def _heads(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
@@ -335,14 +349,21 @@ def _scores_error(scores: Tensor, q: Tensor, k: Tensor) -> float:
     product, target = (q.double() @ k.double().transpose(-1, -2)), scores.double()
     if product.shape != target.shape:
         return float("inf")
-    is_seen = target > -1e20  # a mask leaves the others out
-    plain = _scale_error(product[is_seen], target[is_seen])
-    is_seen_twice = is_seen[0] & is_seen[-1]
-    by_row = [values[0][is_seen_twice] - values[-1][is_seen_twice] for values in (product, target)]
-    unbiased = _scale_error(*by_row) if len(target) > 1 else plain
-    if min(plain, unbiased) < CLOSE:
-        return min(plain, unbiased)
-    return min(plain, unbiased, _capped_error(product[is_seen], target[is_seen]))
+    is_seen = target > -9e3  # a mask leaves the others out
+    pairs = [(product[is_seen], target[is_seen])]
+    pairs.append((_centred(product, is_seen), _centred(target, is_seen)))
+    if len(target) > 1:
+        is_seen_twice = is_seen[0] & is_seen[-1]
+        pairs.append(tuple((x[0] - x[-1])[is_seen_twice] for x in (product, target)))
+    worst = min(_scale_error(x, y) for x, y in pairs)
+    return worst if worst < CLOSE else min(worst, _capped_error(*pairs[0]))
+
+
+def _centred(values: Tensor, is_seen: Tensor) -> Tensor:
+    """Return the seen values less their mean in each row: a softmax does not see the mean."""
+    seen = values.where(is_seen, 0.0)
+    mean = seen.sum(-1, keepdim=True) / is_seen.sum(-1, keepdim=True).clamp(min=1)
+    return (values - mean)[is_seen]
 
 
 def _scale_error(x: Tensor, y: Tensor) -> float:

@@ -33,6 +33,7 @@ class PartNames:
         errors: the largest error of the identities of each name and layer.
         shapes: the shapes of the values by site, for the first input.
         width: the width of the stream.
+        n_value_heads: the number of heads of keys and values, by layer; 0 where it is unknown.
     """
 
     model: str
@@ -43,6 +44,7 @@ class PartNames:
     errors: Mapping[tuple[str, int], float]
     shapes: Mapping[str, tuple[int, ...]]
     width: int
+    n_value_heads: tuple[int, ...]
 
     def __iter__(self) -> Iterator[str]:
         having = {name for name, _ in self.sites}
@@ -100,11 +102,14 @@ class PartNames:
             "\nprint(parts) shows the names that are proven."
         )
 
-    def count(self, name: str) -> int | None:
-        """Return how many heads the values of a name have, if all layers have as many."""
-        shapes = [self.shapes.get(self.sites[name, layer]) for layer in self.layers_of(name)]
-        counts = {shape[-3] for shape in shapes if shape is not None}
-        return counts.pop() if len(counts) == 1 else None
+    def n_heads(self) -> int | None:
+        """Return the number of heads, if all patterns have as many."""
+        shapes = [self.shapes.get(self.sites["pattern", k]) for k in self.layers_of("pattern")]
+        return _only({shape[-3] for shape in shapes if shape is not None})
+
+    def n_key_value_heads(self) -> int | None:
+        """Return the number of heads of keys and values, if all layers have as many."""
+        return _only({self.n_value_heads[k] for k in self.layers_of("v")} - {0})
 
     def reasons(self) -> dict[str, str]:
         """Return why each name is not proven, in some layer or at all."""
@@ -129,3 +134,7 @@ class PartNames:
             }  # fmt: skip
             rows.append(row)
         return rows
+
+
+def _only(numbers: set[int]) -> int | None:
+    return next(iter(numbers)) if len(numbers) == 1 else None

@@ -43,6 +43,7 @@ class Layer:
         sites: the sites by name.
         refused: the reason for each name that the layer lacks.
         projection: the path of the output projection of the attention; "" without one.
+        n_value_heads: the number of heads of the values, before they are repeated; 0 if unknown.
     """
 
     block: Block
@@ -50,6 +51,7 @@ class Layer:
     sites: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     projection: str = ""
+    n_value_heads: int = 0
 
     def of_kind(self, kind: str) -> list[Part]:
         """Return the parts of a kind."""
@@ -126,8 +128,8 @@ def site_of(
         inside: the path of the module.
         is_innermost: whether the innermost module is best.
     """
-    places = [place for each in value.chain() for place in each.places]
     sign = -1 if is_innermost else 1
+    places = [place for each in value.chain()[::sign] for place in each.places]
     for kind in ("output", "operation"):
         fitting = [place for place in places if place.kind == kind and _is_in(place, inside)]
         if fitting:
@@ -190,10 +192,17 @@ def ends(term: Term) -> tuple[Value, Value]:
     products = [event.index for event in term.events if event.name in MATMULS]
     if not products:
         return gates[0], term.value
-    first = [value for value in gates if _index(value) < products[0]]
-    size = term.value.tensor.numel()
-    last = [v for v in gates if _index(v) >= products[-1] and v.tensor.numel() == size]
-    return (first or gates[:1])[-1], (last or [term.value])[0]
+    first = [value for value in gates if _index(value) < products[0]] or gates[:1]
+    last = [value for value in gates if _index(value) >= products[-1]] or [term.value]
+    return _like_the_stream(first[::-1], term), _like_the_stream(last, term)
+
+
+def _like_the_stream(values: Sequence[Value], term: Term) -> Value:
+    """Return the first value of the stream's shape, or else of its size, or else the first."""
+    stream = term.reads[-1].tensor
+    shaped = [value for value in values if value.tensor.shape == stream.shape]
+    sized = [value for value in values if value.tensor.numel() == stream.numel()]
+    return (shaped or sized or list(values))[0]
 
 
 def _index(value: Value) -> int:
@@ -207,6 +216,8 @@ def refuse_several_streams(layer: Layer) -> None:
         NoStream: there are several streams.
     """
     stream = layer.block.pre.tensor
+    if stream.dim() > 3 and not any(part.cores for part in layer.parts):
+        raise NoStream(f"no part of {layer.block.path} has an attention pattern")
     for part in layer.parts if stream.dim() > 3 else ():
         sources = [v.tensor for e in part.term.events if e.name in MATMULS for v in e.data]
         is_read = any(
@@ -245,7 +256,7 @@ def name_layer(trace: Trace, layer: Layer) -> None:
 KINDS = {"attention": "attn", "cross": "cross_attn", "mixer": "mixer", "mlp": "mlp"}
 WORDS = {
     "attention": "attention", "cross": "cross attention", "mlp": "MLP",
-    "mixer": "part that mixes tokens without a pattern",
+    "mixer": "other part that mixes tokens",
 }  # fmt: skip
 
 

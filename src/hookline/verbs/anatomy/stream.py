@@ -104,7 +104,8 @@ def block_of(trace: Trace, call: ModuleCall) -> Block:
     if not streams:
         raise NoStream(_why_none(call, begins, ends))
     pre, post, light = streams[0]
-    if any(other is not pre and end is not post for other, end, _ in streams[1:]):
+    alike = [each for each in streams[1:] if each[1].tensor.shape == post.tensor.shape]
+    if any(other is not pre and end is not post for other, end, _ in alike):
         raise NoStream(f"{call.path} has {len(streams)} streams")
     return Block(call.path, call, pre, post, _steps(_cuts(pre, post, light), light, call))
 

@@ -10,7 +10,14 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from hookline.errors import HooklineWarning, SelectionError
+from hookline.engine.operations.attention import PARTS
+from hookline.errors import (
+    AmbiguousError,
+    AttachError,
+    HooklineWarning,
+    NotRecordedError,
+    SelectionError,
+)
 from hookline.verbs.anatomy.claims import Claim, claims_of
 from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
 from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
@@ -60,6 +67,7 @@ class Stack:
             errors=self.errors,
             shapes=self.shapes,
             width=stream.shape[-1],
+            n_value_heads=tuple(layer.n_value_heads for layer in self.layers),
         )
 
 
@@ -95,12 +103,14 @@ def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
             for layer in layers:
                 refuse_several_streams(layer)
         except NoStream as reason:
-            reasons.append((len(calls), str(reason)))
+            kinds = {type(model.get_submodule(each.path)) for each in calls}
+            has_parts = any(model.get_submodule(calls[0].path).children())
+            reasons.append((len(kinds) == 1 and has_parts, len(calls), str(reason)))
             continue
         if all(layer.block.steps for layer in layers) and any(layer.parts for layer in layers):
             stacks.append(Stack(path, layers, Names({}, {}, [])))
     if not stacks:
-        why = max(reasons)[1] if reasons else "no children of a module ran one after the other"
+        why = max(reasons)[-1] if reasons else "no children of a module ran one after the other"
         raise SelectionError(
             f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
             "\nSelect modules by their paths: hl.summary(model) lists them."
@@ -130,9 +140,7 @@ def _prove(
     """Measure every identity on every input, and refuse the names whose identities fail."""
     sites = sorted({site for _, each in claims for site in each.sites})
     for each_input in inputs:
-        with quiet(), record(model, sites, copy=True) as run:
-            call(model, each_input)
-        values = {site: run[site] for site in sites if site in run}
+        values = _values(model, sites, each_input)
         for site, value in values.items():
             stack.shapes.setdefault(site, tuple(value.shape))
         for number, each in claims:
@@ -146,8 +154,27 @@ def _prove(
         if worst > bound and name in owner.sites:
             site = owner.sites.pop(name)
             owner.refused[name] = f"its identity is off by {worst:.1e}, above {bound:.0e}"
-            if site not in stack.shapes:
-                owner.refused[name] = f"{site} has no value"
+            if worst == float("inf"):
+                owner.refused[name] = f"{site} has not one value to compare"
+
+
+def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Tensor]:
+    """Record the values of sites, as far as each has one; attention by name may be unknown."""
+    try:
+        with quiet(), record(model, sites, copy=True) as run:
+            call(model, inputs)
+    except AttachError:
+        others = [site for site in sites if site.rpartition("@")[2] not in PARTS]
+        if len(others) == len(sites):
+            raise
+        return _values(model, others, inputs)
+    values = {}
+    for site in sites:
+        try:
+            values[site] = run.tensor(site)
+        except (NotRecordedError, AmbiguousError):
+            continue
+    return values
 
 
 def _error(each: Claim, values: dict[str, Tensor]) -> float:
