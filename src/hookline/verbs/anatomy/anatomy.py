@@ -14,7 +14,7 @@ from hookline.engine import Selection, is_compiled, register_parts, require_mode
 from hookline.errors import AttachError, SelectionError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.lens import Lens, lens_of
-from hookline.verbs.anatomy.structure import Stack, structure_of
+from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
@@ -270,7 +270,7 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
             " torch's functions.\nCall parts = hl.anatomy(model) before torch.compile."
         )
     both = trial_inputs(model, inputs)
-    with eval_without_side_effects(model):
+    with eval_without_side_effects(model), quiet():
         parts = Anatomy(model, structure_of(model, both))
     register_parts(model, parts._names.find)
     return parts

@@ -161,7 +161,7 @@ def _prove(
 def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Tensor]:
     """Record the values of sites, as far as each has one; attention by name may be unknown."""
     try:
-        with quiet(), record(model, sites, copy=True) as run:
+        with record(model, sites, copy=True) as run:
             call(model, inputs)
     except AttachError:
         others = [site for site in sites if site.rpartition("@")[2] not in PARTS]
@@ -185,7 +185,7 @@ def _error(each: Claim, values: dict[str, Tensor]) -> float:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out hookline's warnings of sites that never fire: such names are refused."""
+    """Leave out hookline's warnings: sites that never fire are refused, and no run is kept."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HooklineWarning)
         yield
