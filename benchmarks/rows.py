@@ -11,11 +11,13 @@ import torch
 from benchmarks import contenders, models, rivals
 from benchmarks.backward import gradient_row
 from benchmarks.checking import checking_row
+from benchmarks.comparing import comparing_row
 from benchmarks.compiling import compiled_row
 from benchmarks.drawing import drawing_row
 from benchmarks.engines import ray_row
 from benchmarks.extracting import extracting_row
 from benchmarks.importing import import_row
+from benchmarks.inside import inside_row
 from benchmarks.measuring import measuring_row
 from benchmarks.models import Case
 from benchmarks.monitoring import monitor_row
@@ -244,6 +246,8 @@ ROWS = (
         4,
         checking_row("a training step of a compiled GPT-2 under hl.check", 1.02, compiled=True),
     ),
+    Row("inside-qkv", 60, 6, inside_row(("q", "k", "v"), 1.10)),
+    Row("inside-pattern", 60, 6, inside_row(("pattern",), 1.15)),
     Row("compiled-idle", 100, 10, _compiled_gpt2("idle", "a line that sees nothing", 1.01)),
     Row("compiled-record", 100, 10, _compiled_gpt2("record", "record 12 blocks", 1.03)),
     Row(
@@ -453,6 +457,30 @@ ROWS = (
             2**20,
             "look up 32 values of 4 MiB each of an opened recording, and sum each; time per value",
             1.50,
+        ),
+    ),
+    Row(
+        "compare-large",
+        9,
+        2,
+        comparing_row(
+            64,
+            (1024, 1280),
+            "compare two recordings of 64 x 5 MiB; from the page cache",
+            2.50,
+            is_cold=False,
+        ),
+    ),
+    Row(
+        "compare-large-cold",
+        9,
+        2,
+        comparing_row(
+            64,
+            (1024, 1280),
+            "compare two recordings of 64 x 5 MiB; from the disk",
+            1.20,
+            is_cold=True,
         ),
     ),
     Row("stats-1e3", 60, 10, measuring_row(10**3, 2.50, 200)),

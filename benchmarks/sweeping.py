@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 import hookline as hl
 from benchmarks.contenders import always, contender
 from benchmarks.models import Placement, gpt2
-from benchmarks.timing import Contender, Plan, Result, run_rounds
+from benchmarks.timing import Contender, Plan, Result, measure_session, run_rounds
 
 _N_TOKENS, _N_WORDS = 16, 1000
 
@@ -67,12 +70,33 @@ def _contenders(model: nn.Module) -> list[Contender]:
     def loop() -> Any:
         return _by_hand(model, corrupt, clean)
 
+    def by_nnsight() -> Any:
+        return _by_nnsight(model, corrupt, clean)
+
+    def by_transformer_lens() -> Any:
+        return _by_transformer_lens(model, corrupt, clean)
+
     truth = loop()
+
+    def check(values: Callable[[], Any], atol: float = 2e-6) -> Callable[[], None]:
+        return lambda: np.testing.assert_allclose(values(), truth, rtol=0, atol=atol)
+
     for _, options in sweeps.values():
-        np.testing.assert_allclose(sweep(options)(), truth, rtol=0, atol=2e-6)
+        check(sweep(options))()
     ours = [contender(name, how, always(sweep(options))) for name, (how, options) in sweeps.items()]
     by_hand = "a forward hook and a forward for each block and position"
-    return [contender("hand-written", by_hand, always(loop)), *ours]
+    rivals = [
+        _rival("nnsight", "a trace for each block and position", by_nnsight, check(by_nnsight)),
+        _rival("TransformerLens", "`get_act_patch_resid_pre` on its bridge of the model, which"
+               " patches the inputs of the blocks", by_transformer_lens),
+    ]  # fmt: skip
+    return [contender("hand-written", by_hand, always(loop)), *ours, *rivals]
+
+
+def _rival(
+    name: str, how: str, step: Callable[[], Any], check: Callable[[], None] = lambda: None
+) -> Contender:
+    return Contender(name, how, measure_session(always(step)), check, every=3)
 
 
 @torch.no_grad()
@@ -87,6 +111,58 @@ def _by_hand(model: nn.Module, corrupt: Tensor, clean: Tensor) -> list[list[floa
         [_patched(model, corrupt, block, value, position) for position in range(_N_TOKENS)]
         for block, value in zip(blocks, values, strict=True)
     ]
+
+
+@torch.no_grad()
+def _by_nnsight(model: nn.Module, corrupt: Tensor, clean: Tensor) -> list[list[float]]:
+    from nnsight import NNsight, save
+
+    traced = NNsight(model)
+    n_blocks = len(traced.transformer.h)
+    with traced.trace(clean):
+        values = save([traced.transformer.h[number].output for number in range(n_blocks)])
+    numbers = []
+    for number, value in enumerate(values):
+        numbers.append([])
+        for position in range(_N_TOKENS):
+            with traced.trace(corrupt):
+                output = traced.transformer.h[number].output.clone()
+                output[:, position] = value[:, position]
+                traced.transformer.h[number].output = output
+                logits = save(traced.output.logits)
+            numbers[-1].append(float(logits[0, -1, 3] - logits[0, -1, 5]))
+    return numbers
+
+
+@torch.no_grad()
+def _by_transformer_lens(model: nn.Module, corrupt: Tensor, clean: Tensor) -> Any:
+    from transformer_lens import patching
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bridge = _bridges.get(model)
+    if bridge is None:
+        bridge = _bridges[model] = TransformerBridge.boot_transformers(
+            "gpt2", hf_model=copy.deepcopy(model), tokenizer=_tokenizer()
+        )
+    _, cache = bridge.run_with_cache(clean)
+    metric = lambda logits: logits[0, -1, 3] - logits[0, -1, 5]  # noqa: E731
+    return patching.get_act_patch_resid_pre(bridge, corrupt, cache, metric)
+
+
+def _tokenizer() -> Any:
+    """A tokenizer that is not looked up on the web."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(_N_WORDS)}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    marks = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "w0")
+    folder = tempfile.mkdtemp()  # from which the bridge loads it once more
+    PreTrainedTokenizerFast(tokenizer_object=tokens, **marks).save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+_bridges: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def _patched(

@@ -158,7 +158,7 @@ def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, part=None, pla
         assert not all(map(torch.equal, found, bare))
 
 
-VALUES = ("record", "statistics", "edit", "raw hooks", "features", "watch")
+VALUES = ("record", "statistics", "edit", "patch", "raw hooks", "features", "watch")
 
 
 def tripled(value):
@@ -282,3 +282,27 @@ def assert_values_are_torchs(
             with hl.attach(model) as line:
                 line.forward(path, changing)
                 assert_close(results_of(model, step), expected, **close)
+    if "patch" in verbs:
+        assert_patch_is_torchs(make, step, path, part, (make_plain, plain_step), how, **close)
+
+
+def assert_patch_is_torchs(make, step, path, part, plain, how, **close):
+    """Put the changed values of one run into another, and hold it against constants by hand."""
+    make_plain, plain_step = plain
+    site = f"{path}:output{part.leaf}" if part.leaf else path
+    bare = results_of(make_plain(), plain_step)
+    change, by_hand = how.changes[0]
+    model = make_plain()
+    with seen_by_torch(model, path, part, by_hand) as came:
+        results_of(model, plain_step)
+    constants = iter([by_hand(value) for value in came])
+    model = make_plain()
+    with seen_by_torch(model, path, part, lambda _: next(constants).clone()):
+        expected = results_of(model, plain_step)
+    assert not all(map(torch.equal, expected, bare))
+    model = make()
+    with hl.edit(model, site, change), hl.record(model, site, copy=True) as run:
+        results_of(model, step)
+    model = make()
+    with hl.edit(model, site, hl.edits.patch(run)):
+        assert_close(results_of(model, step), expected, **close)

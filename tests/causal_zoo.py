@@ -7,7 +7,6 @@ and value heads than heads, heads are wider than width / heads, and all weights 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,28 +86,51 @@ _SIZES: dict[str, Any] = {
 _AS_IT_IS = "as it is"
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
-    "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+    },
+    "deepseek_v2": {
+        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    },
+    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 48, "activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8},
-    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "global_head_dim": 24, "head_dim": 16, "per_layer_config": _AS_IT_IS},
-    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 24, "head_dim": 16, "per_layer_config": _AS_IT_IS, "hidden_size_per_layer_input": 8},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 48,
+        "activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8,
+    },
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 24, "head_dim": 16,
+        "per_layer_config": _AS_IT_IS, "hidden_size_per_layer_input": 8,
+    },
+    "gemma4_unified_text": {
+        "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+        "global_head_dim": 24, "head_dim": 16, "per_layer_config": _AS_IT_IS,
+    },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "helium": {"head_dim": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_hidden_layers": 4, "use_mamba_kernels": False},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "num_hidden_layers": 4, "use_mamba_kernels": False,
+    },
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {"num_layers": 2, "head_dim": 8},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
-    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 4, "use_mamba_kernels": False, "attention_hidden_size": 64, "attention_head_dim": 16},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "xlnet": {"d_head": 8},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 4, "use_mamba_kernels": False},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "attention_hidden_size": 64, "kv_channels": 8},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4, "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2,
+        "attention_hidden_size": 64, "kv_channels": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 def _small(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,13 +155,18 @@ def _small(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = type(part)(**_small(part, _OWN.get(part.model_type, {})))
         elif name in depths and by_layer:
             values[name] = len(kept)
-        elif name in _SIZES and not (isinstance(value, list | dict)) and (value is not None or name == "head_dim"):
+        elif name in _SIZES and _is_number(name, value):
             values[name] = _SIZES[name]
     values = {name: value for name, value in values.items() if value != _AS_IT_IS}
     if fields.get("kv_lora_rank"):  # latent attention: no grouped heads, and a derived width
         values["num_key_value_heads"] = HEADS
         values.pop("head_dim", None)
-    return {**values, **{name: value for name, value in own.items() if value != _AS_IT_IS}}
+    values.update({name: value for name, value in own.items() if value != _AS_IT_IS})
+    return values
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return not isinstance(value, list | dict) and (value is not None or name == "head_dim")
 
 
 def _kinds(by_layer: Mapping[str, list[Any]], depth: int) -> list[int]:

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.statistics.native import native_moments
+from hookline.statistics.native import native_difference, native_moments
 from processes import ranks_of
 from zoo import Holder, Looped, SmallNet
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled_moments() -> None:
-    """Compile the function of moments before the first test, so that no test starts a compiler."""
+def _compiled_functions() -> None:
+    """Compile the functions in C before the first test, so that no test starts a compiler."""
     native_moments()
+    native_difference()
 
 
 # Two processes, started for the first test that asks for them, and kept for all files.

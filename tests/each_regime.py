@@ -52,10 +52,12 @@ class Regime(NamedTuple):
         plain_step: runs that one, if another step does.
         values: the modules whose outputs are tried; `part` of them, where they are several.
         gradients: the sites of gradients that are tried.
-        without_values: verbs that are not tried on values.
+        without_values: verbs that are not tried on values. No gradient flows through a patched
+            value, so a patch of the last value with gradients leaves none to run backward.
         without_gradients: verbs that are not tried on gradients.
         untold: verbs that are tried on gradients, of which the docs do not say that they work
             everywhere in the regime.
+        tokens: the modules whose outputs are changed at some tokens. Those are dimension 1.
         training: whether check, profile and monitor are tried.
         warning: what each verb on values warns of.
         marks: those of pytest, for every test of it.
@@ -73,6 +75,7 @@ class Regime(NamedTuple):
     without_values: tuple[str, ...] = ()
     without_gradients: tuple[str, ...] = ()
     untold: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
     training: bool = False
     warning: str = ""
     marks: tuple[pytest.MarkDecorator, ...] = ()
@@ -92,13 +95,12 @@ class Regime(NamedTuple):
 
     def sites(self, kind: str) -> tuple[str, ...]:
         """Where they are tried; one whole model is the site ""."""
-        if kind in ("values", "gradients"):
-            return self.values if kind == "values" else self.gradients
-        return ("",) if self.training else ()
+        of_kind = {"values": self.values, "gradients": self.gradients, "edit at": self.tokens}
+        return of_kind.get(kind, ("",) if self.training else ())
 
 
 def each(kind: str) -> pytest.MarkDecorator:
-    """Give a test each regime and site: of "values" or "gradients", or of a verb of training."""
+    """Give a test each regime and site, of "values", "gradients", "edit at" or a training verb."""
     cases = [
         pytest.param(
             regime, site, marks=regime.marks,
@@ -297,6 +299,7 @@ LAYERS = ("layers.0", "layers.0.linear1", "layers.1.norm2")
 LAYER_PORTS = (
     "layers.0:grad_output", "layers.1.linear2:grad_input", "layers.1.linear1:grad_output",
 )  # fmt: skip
+IN_NET = ("blocks.0.act", "blocks.1")
 PRUNED = "pruning; old `weight_norm` and `spectral_norm`"
 OLD_WEIGHT_NORM = pytest.mark.filterwarnings("ignore:.*weight_norm` is deprecated")
 QUANTIZATION = (
@@ -306,28 +309,35 @@ QUANTIZATION = (
 
 REGIMES = [
     Regime("autocast", rows_net, partial(cast, torch.bfloat16), "bfloat16",
-           values=("0", "1", ""), gradients=PORTS),
-    Regime("autocast", rows_net, partial(cast, torch.float16), "float16", values=("0", "1", "")),
-    Regime("autocast", Net, cast_with_backward, "backward, too", training=True),
+           values=("0", "1"), gradients=PORTS),
+    Regime("autocast", rows_net, partial(cast, torch.float16), "float16", values=("0", "1")),
+    *(Regime("autocast", rows_net, partial(cast, dtype), f"the root, {dtype}", values=("",),
+             without_values=("patch",)) for dtype in (torch.bfloat16, torch.float16)),
+    Regime("autocast", Net, cast_with_backward, "backward, too", tokens=IN_NET, training=True),
     *(Regime("activation checkpointing", partial(checkpointed, is_reentrant), step, variant,
              plain=lambda: NotCheckpointed(*rows_net()), values=("0", "1"),
+             without_values=("patch",) if is_reentrant else (),
              gradients=("0:grad_output", "1:grad_output", "1:grad_input", "2:grad_input"))
       for is_reentrant, variant in ((True, "reentrant"), (False, "not reentrant"))),
     Regime("activation checkpointing", partial(net_of_checkpoints, False), train,
-           "not reentrant, each block", training=True),
+           "not reentrant, each block", tokens=IN_NET, training=True),
     Regime("activation checkpointing", partial(net_of_checkpoints, True),
            lambda model: train(model, X.clone().requires_grad_()), "reentrant, each block",
-           training=True),
-    Regime("torch.compile", Net, compiled, training=True, marks=(pytest.mark.compiles,)),
+           tokens=IN_NET, training=True),
+    Regime("torch.compile", Net, compiled, tokens=IN_NET, training=True,
+           marks=(pytest.mark.compiles,)),
     *(Regime("no_grad, inference_mode", rows_net, partial(without_gradients, mode=mode),
              mode.__name__, values=("0", "1")) for mode in (torch.no_grad, torch.inference_mode)),
-    Regime("no_grad, inference_mode", Net, partial(without_gradients, x=X), training=True),
+    Regime("no_grad, inference_mode", Net, partial(without_gradients, x=X), tokens=IN_NET,
+           training=True),
     Regime("`no_grad` or `enable_grad` inside forward", switching, step, values=("0", "1"),
            gradients=("2:grad_output", "3:grad_input"), untold=("clip",)),
     Regime("DataParallel", lambda: nn.DataParallel(rows_net()), step, plain=rows_net, **ROWS_NET),
 
     Regime("TransformerEncoder, with gradients", encoder, partial(step, x=SENTENCES), "training",
-           values=LAYERS, gradients=LAYER_PORTS, training=True),
+           values=LAYERS[:2], gradients=LAYER_PORTS, tokens=LAYERS, training=True),
+    Regime("TransformerEncoder, with gradients", encoder, partial(step, x=SENTENCES),
+           "the last", values=LAYERS[2:], without_values=("patch",)),
     Regime("TransformerEncoder, with gradients", lambda: encoder().eval(),
            partial(step, x=SENTENCES), "evaluating", gradients=LAYER_PORTS),
     Regime(f"{FAST_PATH} on", lambda: encoder().eval(), partial(without_gradients, x=SENTENCES),
@@ -351,15 +361,18 @@ REGIMES = [
           ("weight_norm", nn.utils.weight_norm), ("spectral_norm", nn.utils.spectral_norm))),
     Regime("AveragedModel (EMA, SWA)", lambda: AveragedModel(rows_net()), step, plain=rows_net,
            **ROWS_NET),
-    Regime("AveragedModel (EMA, SWA)", lambda: AveragedModel(Net()), train, training=True),
+    Regime("AveragedModel (EMA, SWA)", lambda: AveragedModel(Net()), train,
+           plain=Net, tokens=IN_NET, training=True),
     Regime("a forward replaced on the instance", replaced, step, **ROWS_NET),
-    Regime("a forward replaced on the instance", Net, replaced_for_a_step, training=True),
+    Regime("a forward replaced on the instance", Net, replaced_for_a_step, tokens=IN_NET,
+           training=True),
     Regime("modules that call themselves recursively", recursive, step, values=("linear", ""),
-           without_values=("features",), gradients=("linear:grad_output",),
+           without_values=("features", "patch"), gradients=("linear:grad_output",),
            without_gradients=("gradients", "clip"), training=True),
     Regime("modules with their own `__getattr__`, `__setattr__`", lambda: Delegating(rows_net()),
-           step, values=("inner.0", "inner"),
-           gradients=("inner.0:grad_output", "inner.2:grad_input")),
+           step, values=("inner.0",), gradients=("inner.0:grad_output", "inner.2:grad_input")),
+    Regime("modules with their own `__getattr__`, `__setattr__`", lambda: Delegating(rows_net()),
+           step, "the last", values=("inner",), without_values=("patch",)),
     Regime("modules with their own `__getattr__`, `__setattr__`",
            lambda: Delegating(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 2))),
            lambda model: train(model, X.clone()), training=True),
@@ -372,17 +385,18 @@ REGIMES = [
            lambda model: model(ROWS), values=("0", "1"), marks=QUANTIZATION),
 
     Regime("torch.func.grad, vjp", silent, lambda model: grad(loss_of(model))(ROWS),
-           plain_step=of_input, **ROWS_NET),
+           plain_step=of_input, without_values=("patch",), **ROWS_NET),
     Regime("torch.func.grad, vjp", Net, of_weights, training=True),
     Regime("torch.func.vmap", rows_net, lambda model: vmap(model)(ROWS), "values",
            plain_step=lambda model: model(ROWS), values=("0", "1"),
-           without_values=("statistics", "features")),
+           without_values=("statistics", "features", "patch")),
     Regime("torch.func.vmap", silent, lambda model: vmap(grad(loss_of(model)))(ROWS), "gradients",
            plain_step=lambda model: torch.stack([of_input(model, row) for row in ROWS]),
            gradients=PORTS, without_gradients=("gradients", "raw hooks")),
     Regime("torch.func.vmap", Net, lambda model: vmap(model)(X), training=True),
     Regime("torch.fx.GraphModule", lambda: torch.fx.symbolic_trace(rows_net()), step, **ROWS_NET),
-    Regime("torch.fx.GraphModule", lambda: torch.fx.symbolic_trace(Net()), train, training=True),
+    Regime("torch.fx.GraphModule", lambda: torch.fx.symbolic_trace(Net()), train,
+           tokens=("blocks.0.act",), training=True),
 
     Regime("several threads that share a model", Net, in_a_thread, training=True),
 ]  # fmt: skip

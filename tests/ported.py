@@ -66,6 +66,13 @@ class FunctionMlp(Mlp):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
+class CalledMlp(Mlp):
+    """The same with a function in place of a module, of the same kind."""
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate=self.act.approximate))
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -95,10 +102,18 @@ class Net(nn.Module):
 class Renamed(nn.Module):
     def __init__(self, net):
         super().__init__()
-        self.decoder = net
+        self.decoder, self.training = net, net.training
 
     def forward(self, ids):
         return self.decoder(ids)
+
+
+def with_functions(model):
+    """Put a function in place of each activation, in place."""
+    for block in model.blocks:
+        if type(block.mlp) is Mlp:
+            block.mlp.__class__ = CalledMlp
+    return model
 
 
 def net():

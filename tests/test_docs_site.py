@@ -133,6 +133,8 @@ def test_the_tutorial_shows_what_its_cells_give(site):
     assert text.count('alt="The figure of the cell above"') >= 6
     assert "<table" in text
     assert "8 right" in text
+    assert "forwards" in (site / "tutorial-sweep.html").read_text()
+    assert "layers.0.norm1 in b" in (site / "tutorial-port.html").read_text()
 
 
 @pytest.mark.slow

@@ -17,14 +17,16 @@ FILES = sorted(SRC.rglob("*.py"))
 # room and from those below it.
 ROOMS = [
     "hookline.cli", "hookline", "hookline.integrations", "hookline.views", "hookline.verbs",
-    "hookline.verbs.extract", "hookline.verbs.compare", "hookline.verbs.anatomy", "hookline.verbs.sweep",
+    "hookline.verbs.extract", "hookline.verbs.compare", "hookline.verbs.sweep",
+    "hookline.verbs.anatomy",
     "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.check",
     "hookline.verbs.watch",
     "hookline.verbs.profile", "hookline.verbs.monitor", "hookline.verbs.monitor.sinks",
     "hookline.verbs.record", "hookline.verbs.edit", "hookline.verbs.summary",
-    "hookline.verbs.attach", "hookline.verbs.inventory", "hookline.verbs.shared",
+    "hookline.verbs.attach", "hookline.verbs.inventory", "hookline.verbs.operations",
+    "hookline.verbs.shared",
     "hookline.opening", "hookline.data", "hookline.stores", "hookline.recordings",
-    "hookline.curves", "hookline.statistics", "hookline.models",
+    "hookline.curves", "hookline.findings", "hookline.statistics", "hookline.models",
     "hookline.engine", "hookline.engine.line", "hookline.engine.report",
     "hookline.engine.gradients", "hookline.engine.autograd", "hookline.engine.taps",
     "hookline.engine.compile", "hookline.engine.memory", "hookline.engine.passes",
@@ -41,8 +43,8 @@ ONLY = {
     "hookline.views": GROUND | {
         "hookline.verbs.summary", "hookline.verbs.compare", "hookline.verbs.sweep",
         "hookline.opening", "hookline.stores",
-        "hookline.recordings", "hookline.curves", "hookline.statistics", "hookline.engine",
-        "hookline.engine.pytree", "hookline.files",
+        "hookline.recordings", "hookline.curves", "hookline.findings", "hookline.statistics",
+        "hookline.engine", "hookline.engine.pytree", "hookline.files",
     },
 }  # fmt: skip
 # Functions that may import late: what is heavy, when it is asked for.

@@ -21,20 +21,21 @@ from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "ClassMaps", "Comparison",
-    "Curves", "Diagnosis", "Finding", "FolderError", "HooklineError", "HooklineWarning",
-    "InputError", "Inventory", "Line", "ModelError", "NonFiniteError", "NotRecordedError",
-    "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording", "Report", "Selection",
-    "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary", "Sweep", "attach",
-    "attribute", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract",
-    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "shadow",
-    "stats", "summary", "sweep", "watch",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "CheckFinding", "ClassMaps",
+    "Comparison", "Curves", "Diagnosis", "Finding", "Findings", "FolderError", "HooklineError",
+    "HooklineWarning", "InputError", "Invariance", "Inventory", "Line", "ModelError",
+    "NonFiniteError", "NotRecordedError", "Operations", "OverwrittenError", "Profile", "RanksError",
+    "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
+    "StructureError", "Summary", "Sweep", "attach", "attribute", "cam", "check", "clip", "compare",
+    "doctor", "edit", "edits", "extract", "features", "invariance", "inventory", "monitor", "open",
+    "operations", "plots", "profile", "record", "select", "shadow", "stats", "summary", "sweep",
+    "watch", "write_page",
 ]
 # fmt: on
 
 SIGNATURES = {
     "attach": "(model=None, *, every_thread=False)",
-    "attribute": "(model, inputs, selector, metric, *, clean, each=None, steps=None, check=0)",
+    "attribute": "(model, inputs, selector, metric, *, clean, each=None, **options)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
     " batch_size=32)",
     "check": "(model, *, also=(), keep=None, every_thread=False)",
@@ -47,16 +48,19 @@ SIGNATURES = {
     "extract": "(model, data, selector, to, *, batch_size=None, resume=True, engine=None,"
     " **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
+    "invariance": "(model, inputs, *, only=None, backend='aot_eager')",
     "inventory": "(model)",
     "monitor": "(model, selector=None, *, ports=None, every=1, stats=None, to=None, scaler=None,"
     " every_thread=False)",
     "open": "(folder, *, verify=False)",
+    "operations": "(model, inputs, path='')",
     "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
-    "shadow": "(a, b, inputs)",
+    "shadow": "(a, b, inputs, *, names=None)",
     "summary": "(model, inputs=None)",
     "sweep": "(model, inputs, changes, metric, *, each=None, clean=None, read=None, **options)",
+    "write_page": "(result, path, *, title='', texts=None)",
     "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",
     "ClassMaps.overlay": "(self, image=None, alpha=0.5)",
     "ClassMaps.save": "(self, path, image=None, alpha=0.5)",
@@ -210,15 +214,15 @@ SURFACES = {
         *EFFECTS, "forwards", "notes", "rows", "unmoved", "values",
     ]),
     "Attribution": (lambda: swept(hl.attribute), [
-        *EFFECTS, "failing", "measured", "rank_correlation", "scores",
+        *EFFECTS, "failing", "gradients", "measured", "rank_correlation", "scores", "unjudged",
     ]),
     "Recording": (recorded, [
-        *LOOK_UPS, "calls", "cat", "gradients", "lost", "model", "modules", "passes", "ranks",
-        "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
+        *LOOK_UPS, "calls", "cat", "findings", "gradients", "lost", "model", "modules", "passes",
+        "ranks", "release", "report", "save", "sites", "stack", "to_dict", "to_pandas",
     ]),
     "PassRecord": (lambda: recorded().passes[0], [
-        *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order", "to_dict",
-        "to_pandas",
+        *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order", "settings",
+        "to_dict", "to_pandas",
     ]),
     "Report": (lambda: recorded().report(), [
         "ended", "excused", "fired", "model_type", "n_fired", "name", "notes", "other_contexts",

@@ -1,6 +1,6 @@
 """Build the documentation as a site: `python docs/_site/build.py`, or `make docs`.
 
-The pages of `docs/` come as they are, and the README as the first page. The tutorial is executed.
+The pages of `docs/` come as they are, and the README as the first page. The tutorials are executed.
 The scripts, the changelog, the measurements and the notes for contributors become pages; the
 package becomes a list of its files. Links that leave `docs/` lead to these pages. The site is then
 checked: a broken link, a page that the navigation lacks, and anything that a browser would fetch
@@ -55,6 +55,8 @@ def source_pages() -> dict[str, str]:
         "src/hookline": "files.md",
         "examples/README.md": "examples/index.md",
         "examples/tutorial.ipynb": "tutorial.md",
+        "examples/tutorial_sweep.ipynb": "tutorial-sweep.md",
+        "examples/tutorial_port.ipynb": "tutorial-port.md",
         **{f"examples/{one.name}": f"examples/{one.stem}.md" for one in scripts},
     }
 
@@ -136,7 +138,7 @@ def tutorial_page(path: Path, to: Path) -> str:
             data = output.get("data", {"text/plain": output.get("text", "")})
             if "image/png" in data:
                 figures += 1
-                name = f"tutorial-{figures}.png"
+                name = f"{path.stem}-{figures}.png"
                 (to / name).write_bytes(base64.b64decode(data["image/png"]))
                 parts.append(
                     f'<img class="output" alt="The figure of the cell above" src="{name}">'

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from hookline.engine import Selection as Selection
     from hookline.engine import Site as Site
     from hookline.engine import select as select
+    from hookline.findings import Finding as Finding
+    from hookline.findings import Findings as Findings
     from hookline.opening import open as open
     from hookline.recordings import Recording as Recording
     from hookline.statistics import stats as stats
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from hookline.verbs.cam.cam import cam as cam
     from hookline.verbs.cam.class_maps import ClassMaps as ClassMaps
     from hookline.verbs.check.check import check as check
-    from hookline.verbs.check.finding import Finding as Finding
+    from hookline.verbs.check.finding import CheckFinding as CheckFinding
     from hookline.verbs.clip.clip import clip as clip
     from hookline.verbs.compare.compare import compare as compare
     from hookline.verbs.compare.comparison import Comparison as Comparison
@@ -54,9 +56,13 @@ if TYPE_CHECKING:
     from hookline.verbs.edit import edits as edits
     from hookline.verbs.edit.edit import edit as edit
     from hookline.verbs.extract.extract import extract as extract
+    from hookline.verbs.invariance.invariance import invariance as invariance
+    from hookline.verbs.invariance.result import Invariance as Invariance
     from hookline.verbs.inventory import Inventory as Inventory
     from hookline.verbs.inventory import inventory as inventory
     from hookline.verbs.monitor.monitor import monitor as monitor
+    from hookline.verbs.operations import Operations as Operations
+    from hookline.verbs.operations import operations as operations
     from hookline.verbs.profile.profile import Profile as Profile
     from hookline.verbs.profile.profile import profile as profile
     from hookline.verbs.record.features import features as features
@@ -69,6 +75,7 @@ if TYPE_CHECKING:
     from hookline.verbs.sweep.sweep import sweep as sweep
     from hookline.verbs.watch.watch import watch as watch
     from hookline.views import plots as plots
+    from hookline.views import write_page as write_page
 
 __version__ = "0.1.0"
 
@@ -76,6 +83,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "curves": "Curves",
     "engine": "EVERYWHERE Line Report Selection Site select",
+    "findings": "Finding Findings",
     "opening": "open",
     "recordings": "Recording",
     "statistics": "stats",
@@ -85,7 +93,7 @@ _MODULES = {
     "verbs.cam.cam": "cam",
     "verbs.cam.class_maps": "ClassMaps",
     "verbs.check.check": "check",
-    "verbs.check.finding": "Finding",
+    "verbs.check.finding": "CheckFinding",
     "verbs.clip.clip": "clip",
     "verbs.compare.compare": "compare",
     "verbs.compare.comparison": "Comparison",
@@ -95,8 +103,11 @@ _MODULES = {
     "verbs.edit": "edits",
     "verbs.edit.edit": "edit",
     "verbs.extract.extract": "extract",
+    "verbs.invariance.invariance": "invariance",
+    "verbs.invariance.result": "Invariance",
     "verbs.inventory": "Inventory inventory",
     "verbs.monitor.monitor": "monitor",
+    "verbs.operations": "Operations operations",
     "verbs.profile.profile": "Profile profile",
     "verbs.record.features": "features",
     "verbs.record.record": "record",
@@ -105,7 +116,7 @@ _MODULES = {
     "verbs.sweep.effects": "Attribution Sweep",
     "verbs.sweep.sweep": "sweep",
     "verbs.watch.watch": "watch",
-    "views": "plots",
+    "views": "plots write_page",
 }
 _MODULE_OF = {
     name: f"hookline.{module}" for module, names in _MODULES.items() for name in names.split()

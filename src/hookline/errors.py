@@ -71,8 +71,8 @@ class NonFiniteError(HooklineError, FloatingPointError):
     """A NaN or an infinity was found in a model by `hl.check`.
 
     Attributes:
-        finding: the `hl.Finding` that says where the value was made. `print(error.finding)` prints
-            the operation, the line of code, the module and the likely cause, as far as known.
+        finding: the `hl.CheckFinding` that says where the value was made. `print(error.finding)`
+            prints the operation, the line of code, the module and the likely cause, if known.
     """
 
     def __init__(self, message: str, finding: Any) -> None:
@@ -103,6 +103,22 @@ def positive_integer(name: str, got: Any, fix: str, error: type[Exception] = Inp
     """Refuse an argument that is not a positive integer."""
     if isinstance(got, bool) or not isinstance(got, int) or got < 1:
         raise error(f"{name} must be a positive integer, got {got!r}.\n{fix}")
+
+
+def only_options(verb: str, options: Collection[str], allowed: Collection[str]) -> None:
+    """Refuse keyword arguments that are no options of a verb.
+
+    >>> only_options("sweep", {"row": 4}, ("rows", "to"))
+    Traceback (most recent call last):
+    TypeError: hl.sweep() got an unexpected keyword argument 'row'.
+    Give some of rows=, to=.
+    """
+    for name in options:
+        if name not in allowed:
+            raise TypeError(
+                f"hl.{verb}() got an unexpected keyword argument {name!r}."
+                f"\nGive some of {', '.join(f'{option}=' for option in allowed)}."
+            )
 
 
 class HooklineWarning(UserWarning):

@@ -26,6 +26,10 @@ class Idle(nn.Module):
         return self.used(x)
 def fails():
     return Fails(2, 2)
+def dead():
+    layer = nn.Linear(8, 8)
+    nn.init.constant_(layer.bias, -1e3)
+    return nn.Sequential(layer, nn.ReLU())
 """
 
 
@@ -37,6 +41,11 @@ def folder(tmp_path):
     with hl.record(model) as run:
         model(torch.ones(1, 2))
     run.save(tmp_path / "run")
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    nn.init.constant_(layers[0].bias, -1e3)
+    with hl.record(layers) as dead:
+        layers(torch.ones(4, 8))
+    dead.save(tmp_path / "dead")
     write_store(str(tmp_path / "store"), {"x": torch.ones(3, 2)})
     write_store(str(tmp_path / "damaged"), {"x": torch.ones(3, 2)})
     shard = next(path for path in (tmp_path / "damaged").rglob("*.safetensors"))
@@ -51,6 +60,12 @@ CODES = [
     (0, "inspect nets.py:Idle random:1x2 --out out"),
     (1, "inspect nets.py:fails random:1x2 --out out"),
     (1, "inspect nets.py:Idle random:1x2 --at idle --out out"),
+    (0, "inspect nets.py:dead random:4x8 --out out --fail-on error"),
+    (1, "inspect nets.py:dead random:4x8 --out out --fail-on warning"),
+    (0, "findings run"),
+    (0, "findings run --fail-on note"),
+    (0, "findings dead --fail-on error"),
+    (1, "findings dead --fail-on warning"),
     (0, "profile nets.py:Idle random:1x2 --steps 1"),
     (1, "profile nets.py:fails random:1x2 --steps 1"),
     (0, "doctor nets.py:Idle random:1x2 --at used"),
@@ -84,6 +99,9 @@ WRONG = [
     "extract demo:digits demo --at head --to s --dtype foo",
     "extract demo:digits demo --at head --to s --engine foo",
     "extract demo:digits demo --at head --to s --batch-size 0",
+    "findings gone",
+    "findings store",
+    "findings run --fail-on never",
     "store info gone",
     "store verify gone",
     "store repair gone",
@@ -101,7 +119,8 @@ def test_what_a_command_found_is_its_exit_code(folder, code, command):
         done = CliRunner().invoke(app, command.split())
     assert done.exit_code == code, done.output
     assert isinstance(done.exception, SystemExit | None)
-    assert bool(done.stderr) == (code == 1 and not command.startswith("doctor"))
+    is_quiet = command.startswith(("doctor", "findings")) or "--fail-on" in command
+    assert bool(done.stderr) == (code == 1 and not is_quiet)
 
 
 @pytest.mark.parametrize("command", WRONG)

@@ -132,10 +132,10 @@ def test_out_writes_one_file_and_serves_nothing(monitored, folder, to, file, tmp
         assert word in (tmp_path / file).read_text()
 
 
-def test_two_folders_are_not_written_into_one_file(folder, tmp_path):
+def test_the_comparison_of_two_folders_is_written_into_a_file(folder, tmp_path):
     done = run("view", folder, folder, "--out", "page", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--out must be given one folder, got two" in done.stderr
+    assert done.stdout == "written: page/report.html\n"
+    assert "Error over depth" in (tmp_path / "page" / "report.html").read_text()
 
 
 def test_an_empty_folder_may_be_a_run_before_its_first_step(at_once, tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -153,3 +156,31 @@ def test_bytes_are_compared_again_only_when_the_file_has_changed(tmp_path, monke
     os.utime(file, ns=(0, 0))
     assert opened["v0"].sum() == 64
     assert seen.count(256) == 2
+
+
+def test_a_value_that_is_saved_again_is_as_it_was(tmp_path):
+    class Odd(nn.Module):
+        def forward(self, x):
+            pair = namedtuple("Pair", ["left", "right"])(x, x * 1j)
+            return {"pair": pair, (1, 2.5): [x.half(), float("nan")], "cache": object(), "x": x}
+
+    model = Odd()
+    with hl.record(model) as run:
+        model(torch.randn(3))
+    opened = hl.open(run.save(tmp_path / "run"))
+    again = hl.open(opened.save(tmp_path / "again"))
+    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in
+                 ("run", "again")]  # fmt: skip
+    texts = [re.sub(r"values-\w+", "values", json.dumps(each["passes"])) for each in manifests]
+    assert texts[0] == texts[1]
+    assert again.lost == opened.lost == run.lost
+    assert torch.equal(again["(root)"]["pair"].right, run["(root)"]["pair"].right)
+
+
+def test_what_was_changed_after_a_look_up_is_not_saved_again(net, image, tmp_path):
+    with hl.record(net, "fc") as run:
+        net(image)
+    opened = hl.open(run.save(tmp_path / "run"))
+    opened["fc"].zero_()
+    with pytest.raises(hl.OverwrittenError, match="changed in place after it was looked up"):
+        opened.save(tmp_path / "again")

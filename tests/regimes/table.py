@@ -1,6 +1,7 @@
 """The tables of docs/where-it-works.md, from the marks on the tests that prove their cells.
 
-A test that goes over the regimes of tests/each_regime.py, by `@each("values")`, proves theirs.
+A test that goes over the regimes of tests/each_regime.py, by `@each("values")`, proves theirs; so
+does one over those of tests/each_again.py, by `@each_again("sweep")`.
 
     @pytest.mark.cell("autocast", "record", "edit")                      # works
     @pytest.mark.cell("autocast", "statistics", note="In float32.")      # works, with a condition
@@ -23,8 +24,8 @@ PROOFS = HERE / "README.md"
 BEGIN, END = "<!-- the tables: made by tests/regimes/table.py -->\n", "<!-- end -->\n"
 
 VERBS = (
-    "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "features", "watch",
-    "clip", "check", "monitor", "profile",
+    "record", "gradients", "statistics", "edit", "edit gradients", "patch", "edit at", "raw hooks",
+    "features", "watch", "clip", "check", "monitor", "profile", "sweep", "attribute", "shadow",
 )  # fmt: skip
 
 # Each table's heading, the guides on it, and its rows in their order.
@@ -61,6 +62,8 @@ GROUPS = {
     ),
     "Models and modules": (
         "[models of other libraries](inspecting.md#models-of-other-libraries)",
+        "operations inside modules",
+        "operations inside modules, in compiled code",
         "lazy modules, before their first run",
         "parametrized weights",
         "pruning; old `weight_norm` and `spectral_norm`",
@@ -135,6 +138,11 @@ def _cells_of(path: Path) -> Iterator[Cell]:
                 from each_regime import told  # it loads torch
 
                 for regime, tried in told(ast.literal_eval(mark.args[0])):
+                    yield Cell(regime, tried, "", "", test)
+            if name == "each_again":
+                from each_again import told_again
+
+                for regime, tried in told_again(ast.literal_eval(mark.args[0])):
                     yield Cell(regime, tried, "", "", test)
             if name == "pytest.mark.cell":
                 regime, *verbs = [ast.literal_eval(value) for value in mark.args]

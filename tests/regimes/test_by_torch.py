@@ -23,6 +23,7 @@ from torch.testing import assert_close
 
 import hookline as hl
 from by_torch import (
+    VALUES,
     WHOLE,
     assert_gradients_are_torchs,
     assert_printed,
@@ -56,6 +57,39 @@ def test_values_are_those_of_torchs_hooks(regime, site):
                 regime.make, regime.step, site, tried,
                 part=regime.part or WHOLE, plain=regime.by_hand,
             )  # fmt: skip
+
+
+@each("edit at")
+def test_an_edit_at_tokens_is_that_of_torchs_hooks(regime, site):
+    def at_two(value):
+        changed = value.clone()
+        changed[:, [0, -1]] = tripled(value[:, [0, -1]])
+        return changed
+
+    make, run = regime.by_hand
+    torch.manual_seed(0)
+    model = make()
+    bare = results_of(model, run)
+    with seen_by_torch(model, site, change=at_two):
+        expected = results_of(model, run)
+    assert not all(map(torch.equal, expected, bare))
+    torch.manual_seed(0)
+    model = regime.make()
+    with hl.edit(model, site, tripled, at=[0, -1]):
+        assert_close(results_of(model, regime.step), expected)
+
+
+@pytest.mark.cell(
+    "torch.compile", "edit at",
+    note="`steps=` raises an `AttachError`, because compiled code cannot tell the step.",
+)  # fmt: skip
+@pytest.mark.compiles
+def test_steps_in_compiled_code_are_refused():
+    torch.compiler.reset()
+    model = rows_net()
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    with hl.edit(model, "1", tripled, steps=0), pytest.raises(Exception, match="steps= at 1 in"):
+        run(ROWS)
 
 
 @each("gradients")
@@ -140,7 +174,17 @@ def compiled_block(request):
 @pytest.mark.compiles
 def test_values_in_compiled_code(compiled_block):
     model, run, plain = compiled_block
-    assert_values_are_torchs(lambda: model, run, "block.linear", plain=plain)
+    verbs = [verb for verb in VALUES if verb != "patch"]
+    assert_values_are_torchs(lambda: model, run, "block.linear", verbs, plain=plain)
+
+
+@pytest.mark.cell("torch.compile", "patch")
+@pytest.mark.cell("activation checkpointing in compiled code", "patch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.compiles
+def test_patches_in_compiled_code(compiled_block):  # alone: each verb is a recompilation
+    model, run, plain = compiled_block
+    assert_values_are_torchs(lambda: model, run, "block.linear", ["patch"], plain=plain)
 
 
 @pytest.mark.cell("torch.compile", "gradients", "edit gradients", "clip")

@@ -90,3 +90,51 @@ def test_partial_sums_are_added_and_a_fault_is_named(rank, folder):
     odd = hl.compare(str(folder / "run"), plain, dims={"0": 7})["0"]
     assert "each of 2 ranks has its own" in odd.why
     assert "dim must be a dimension" in odd.why
+
+
+def padded(rows, side, width):
+    """A batch of sequences, padded on a side, with positions."""
+    batch = torch.zeros(3, len(rows), width, dtype=torch.long)
+    for number, row in enumerate(rows):
+        start = width - len(row) if side == "left" else 0
+        place = slice(start, start + len(row))
+        batch[:, number, place] = torch.stack([row, torch.ones_like(row), torch.arange(len(row))])
+    return dict(zip(("input_ids", "attention_mask", "position_ids"), batch, strict=True))
+
+
+def sequences():
+    return [row[:length] for row, length in zip(tokens(), (5, 3, 4, 2), strict=True)]
+
+
+def outputs(model, inputs, also="output"):
+    with hl.record(model, ["**", "(root):input", f"**:{also}"]) as run, torch.no_grad():
+        model(**inputs)
+    return run
+
+
+@on_ranks
+def test_ranks_with_rows_of_their_own_are_aligned(rank, folder):
+    rows = sequences()
+    mine = rows[2 * rank :][:2]
+    run = opened(outputs(sharded(llama()), padded(mine, "right", len(mine[0]))), folder)
+    plain = outputs(llama(), padded(rows[::-1], "left", 7))
+    for dims in (None, 0, {"**": 0, "**.rotary_emb": "mean"}):
+        found = hl.compare(run, plain, dims=dims)
+        assert found["lm_head"].form == "[14, 64] float32"
+        assert found["lm_head"].relative <= CLOSE
+        odd = [row for row in found if row.verdict not in ("identical", "noise")]
+        assert not odd or dims, str(found)
+    fewer = hl.compare(plain, outputs(llama(), padded(rows[:1], "right", 5)))
+    assert fewer["lm_head"].form == "[5, 64] float32"
+
+
+@on_ranks
+def test_tokens_are_aligned_after_columns_are_joined(rank, folder):
+    rows = sequences()
+    run = opened(outputs(split(llama()), padded(rows, "right", 7), "input"), folder)
+    plain = outputs(llama(), padded(rows[::-1], "left", 9), "input")
+    found = hl.compare(run, plain, dims=SPLIT)
+    assert found.ok, str(found)
+    assert found["model.layers.0.self_attn.q_proj"].form == "[14, 32] float32"
+    unsaid = hl.compare(run, plain)["model.layers.0.self_attn.q_proj"]
+    assert (unsaid.verdict, "give dims=" in unsaid.why) == ("not comparable", True)

@@ -84,6 +84,20 @@ def test_tensor_parallel_values_are_joined_from_the_folder(rank, folder):
 
 
 @on_ranks
+def test_an_opened_part_keeps_its_placement_when_saved_again(rank, folder):
+    run = recorded(split(net(), init_device_mesh("cpu", (4,))), batch())
+    opened = assert_opened_is_as_in_the_job(run, folder)
+    opened.ranks[rank].save(folder / "again")
+    dist.barrier()
+    again = hl.open(folder / "again")
+    for site, value in opened.ranks[0].items():
+        assert torch.equal(again.full(site), opened.full(site)), site
+        assert torch.equal(again.ranks[0][site], value), site
+    with pytest.raises(hl.RanksError, match="whose shards are different parts"):
+        again.reduced("0")
+
+
+@on_ranks
 def test_fsdp2_over_tensor_parallelism_is_joined_from_the_folder(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "split"))
     model = split(net(), mesh["split"])

@@ -125,3 +125,24 @@ def test_a_summary_without_a_run_lists_them_one_with_is_refused(model, x):
     ]  # fmt: skip
     with pytest.raises(hl.InputError, match=r"no lazy parameters, got 0.weight"):
         hl.summary(model, x)
+
+
+@pytest.mark.cell(
+    "lazy modules, before their first run", "sweep", "attribute", "shadow", refused="InputError",
+    note="Run the model once first.",
+)  # fmt: skip
+def test_verbs_that_run_the_model_refuse_lazy_parameters(model, x):
+    model.eval()
+    before = len(hl.inventory(model))  # torch's own hooks
+
+    def number(out):
+        return out.sum()
+
+    for refused in (
+        lambda: hl.sweep(model, x, "0", number, clean=x * 2),
+        lambda: hl.attribute(model, x, "0", number, clean=x * 2),
+        lambda: hl.shadow(model, model, x),
+    ):
+        with pytest.raises(hl.InputError, match=r"run|lazy"):
+            refused()
+    assert len(hl.inventory(model)) == before

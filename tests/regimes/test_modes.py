@@ -149,8 +149,8 @@ def step(model):
 @pytest.mark.cell(
     "anomaly mode, deterministic algorithms, hooks on saved tensors, default device and"
     " dtype, `TorchFunctionMode`, `TorchDispatchMode`",
-    "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "features", "watch",
-    "clip",
+    "record", "gradients", "statistics", "edit", "edit gradients", "patch", "raw hooks", "features",
+    "watch", "clip",
 )  # fmt: skip
 @pytest.mark.parametrize("name", MODES)
 def test_in_the_mode_all_is_as_under_torchs_hooks_without_it(name):

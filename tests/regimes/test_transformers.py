@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import hookline as hl
 from by_torch import (
+    VALUES,
     assert_gradients_are_torchs,
     assert_values_are_torchs,
     measured,
@@ -58,11 +59,14 @@ def step(model, **given):
 
 
 @pytest.mark.cell(
-    "models of transformers", "record", "statistics", "edit", "raw hooks", "features", "watch"
-)
+    "models of transformers",
+    "record", "statistics", "edit", "patch", "raw hooks", "features", "watch",
+)  # fmt: skip
 @pytest.mark.parametrize("path", ["model.layers.1", "model.layers.0.mlp", "lm_head"])
 def test_values_are_those_of_torchs_hooks(llama, path):
-    assert_values_are_torchs(lambda: llama, step, path)
+    no_loss = path == "lm_head"  # of constant logits
+    verbs = [verb for verb in VALUES if not (verb == "patch" and no_loss)]
+    assert_values_are_torchs(lambda: llama, step, path, verbs)
 
 
 @pytest.mark.cell("models of transformers", "record", "statistics", "edit", "features")
@@ -196,6 +200,38 @@ def test_model_outputs_keep_their_form_with_caches_as_they_were(llama):
     assert gradient.loss == 1
     assert gradient.logits.shape == first.logits.shape
     assert len(norms.passes[0]) == 3
+
+
+@pytest.mark.cell("`generate` of transformers", "patch", "edit at")
+def test_edits_at_a_step_of_generate_are_those_of_torchs_hooks(llama):
+    scores = {"output_scores": True, "return_dict_in_generate": True}
+
+    def generated():
+        return llama.generate(IDS, **OPTIONS, **scores).scores
+
+    calls = iter(range(10))
+
+    def last_of_the_second(value):
+        changed = value.clone()
+        if next(calls) == 1:
+            changed[:, -1] = tripled(value[:, -1])
+        return changed
+
+    site = "model.layers.1"
+    bare = generated()
+    with seen_by_torch(llama, site, change=last_of_the_second):
+        expected = generated()
+    assert torch.equal(expected[0], bare[0])
+    assert not torch.equal(expected[1], bare[1])
+    with hl.edit(llama, site, tripled, at=-1, steps=1):
+        assert_close(generated(), expected)
+    with (
+        hl.edit(llama, site, tripled, at=-1, steps=1),
+        hl.record(llama, site, copy=True) as run,
+    ):
+        generated()
+    with hl.edit(llama, site, hl.edits.patch(run)):
+        assert_close(generated(), expected)
 
 
 @pytest.mark.cell("`generate` of transformers", "record", "edit", "raw hooks")

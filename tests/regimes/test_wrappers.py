@@ -257,6 +257,7 @@ def holding_step(model):
 @pytest.mark.cell(
     "modules inside `ModuleList`, `ModuleDict`, `ParameterList`, `ParameterDict`",
     "features",
+    "patch",
     "gradients",
     "edit gradients",
     "clip",

@@ -1,19 +1,20 @@
-"""The function in C gives the moments that NumPy gives, and NumPy goes on without it."""
+"""The functions in C give what NumPy and torch give, which go on without them."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.statistics import native
-from hookline.statistics.native import native_moments
+from hookline.statistics import difference, native
+from hookline.statistics.native import native_difference, native_moments
 
 PLAIN = hl.stats.moments(compile=False)
 
@@ -23,6 +24,7 @@ def compiled():
     if shutil.which("cc") is None:
         pytest.skip("has no C compiler")
     assert native_moments() is not None
+    assert native_difference() is not None
 
 
 def by_c():
@@ -98,11 +100,91 @@ def test_little_is_measured_without_a_compiler(monkeypatch):
     )
 
 
+WIDTHS = st.sampled_from([(), (1,), (7,), (9, 1), (5, 3), (4, 129), (3, 2, 300), (2, 0), (1, 4099)])
+
+
+def by_torch_and_c(monkeypatch, a, b):
+    """The difference of two tensors by torch, and by the functions in C."""
+    gaps = []
+    for until in (math.inf, 0):
+        monkeypatch.setattr(difference._METER, "until_native", until)
+        gaps.append(difference.difference(a, b))
+    return gaps
+
+
+def assert_same_difference(monkeypatch, a, b):
+    by_torch, by_c = by_torch_and_c(monkeypatch, a, b)
+    assert (by_c.n_unequal, by_c.numel, by_c.problem) == (
+        by_torch.n_unequal, by_torch.numel, by_torch.problem
+    )  # fmt: skip
+    for name in ("relative", "norm_ratio", "worst_row", "worst_element"):
+        expected = getattr(by_torch, name)
+        assert getattr(by_c, name) == pytest.approx(expected, rel=1e-11, nan_ok=True)
+
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=WIDTHS,
+    seed=st.integers(0, 99),
+    dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
+    special=st.lists(
+        st.tuples(st.integers(0, 4098), st.sampled_from([*SPECIAL, -3.4028234663852886e38])),
+        max_size=4,
+    ),
+)
+def test_c_gives_the_difference_of_torch(monkeypatch, shape, seed, dtypes, special):
+    generator = torch.Generator().manual_seed(seed)
+    b = torch.randn(shape, generator=generator)
+    a = b + 0.01 * torch.randn(shape, generator=generator)
+    a, b = (x.clone().to(dtype) for x, dtype in zip((a, b), dtypes, strict=True))
+    for at, number in special:
+        if b.numel():
+            b.view(-1)[at % b.numel()] = number
+            a.view(-1)[(at // 2) % a.numel()] = number
+    assert_same_difference(monkeypatch, a, b)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, ::2],
+        lambda x: x[1:, 3:],
+        lambda x: x.expand(3, 40, 50),
+        lambda x: torch.complex(x, x).conj().imag,
+        lambda x: torch.complex(x, x),
+        lambda x: x.int(),
+        lambda x: x * 1e300,
+        lambda x: x * 1e-300,
+        lambda x: x * 0,
+    ],
+)
+def test_the_difference_of_other_layouts_and_sizes_is_the_same(monkeypatch, change):
+    b = torch.randn(40, 50, dtype=torch.float64)
+    a = b + 0.01
+    assert_same_difference(monkeypatch, change(a), change(b))
+    assert_same_difference(monkeypatch, change(a) + 1, change(b))
+
+
+def test_worst_row_and_element_are_found_in_any_block(monkeypatch):
+    b = torch.ones(700, 1000)
+    a = b.clone()
+    a[650] += 0.5
+    a[3, 999] = 5.0
+    for gap in by_torch_and_c(monkeypatch, a, b):
+        assert (gap.row, gap.worst_row) == (650, pytest.approx(0.5))
+        assert (gap.element, gap.worst_element) == ((3, 999), 4.0)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", " ", "cc '", "false -v"])
 def test_without_a_compiler_there_is_no_function(compiler, monkeypatch):
     monkeypatch.setenv("CC", compiler)
     assert native_moments.__wrapped__() is None
+    assert native_difference.__wrapped__() is None
 
 
 @pytest.mark.processes
@@ -113,8 +195,17 @@ def test_a_compiler_may_be_given_with_arguments(monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_function_that_is_wrong_is_not_used(monkeypatch, tmp_path):
-    source = native._SOURCE.read_text().replace("square * square", "square")
-    (tmp_path / "wrong.c").write_text(source)
-    monkeypatch.setattr(native, "_SOURCE", tmp_path / "wrong.c")
-    assert native_moments.__wrapped__() is None
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "make"),
+    [
+        ("moments.c", "square * square", "square", native_moments),
+        ("difference.c", "ratio > slots[2]", "ratio < slots[2]", native_difference),
+        ("difference.c", "n_unequal += x != y", "n_unequal += x == y", native_difference),
+    ],
+)
+def test_a_function_that_is_wrong_is_not_used(monkeypatch, tmp_path, name, right, wrong, make):
+    source = (native._SOURCES / name).read_text()
+    assert right in source
+    (tmp_path / name).write_text(source.replace(right, wrong))
+    monkeypatch.setattr(native, "_SOURCES", tmp_path)
+    assert make.__wrapped__() is None

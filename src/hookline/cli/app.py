@@ -14,7 +14,7 @@ import torch
 import typer
 
 import hookline as hl
-from hookline.cli.comparing import annotation_lines, compare_by_name
+from hookline.cli.comparing import Words, annotation_lines, compare_by_name
 from hookline.cli.extracting import extract_by_name, moved, process_group
 from hookline.cli.inspecting import (
     Inspection,
@@ -26,6 +26,7 @@ from hookline.cli.inspecting import (
     read_input,
     silence,
 )
+from hookline.cli.judging import FailOnOption, fail_on, findings_in, findings_to_show
 from hookline.cli.storing import store_app
 from hookline.cli.terminal import (
     AsJson,
@@ -37,7 +38,7 @@ from hookline.cli.terminal import (
     say,
     show,
 )
-from hookline.cli.viewing import chosen_items, open_page, serve, serving_of, write_view
+from hookline.cli.viewing import chosen_items, open_page, page_of, serve, serving_of, write_view
 from hookline.display.results import terminal_width
 from hookline.display.text import plural
 from hookline.errors import InputError, ModelError
@@ -46,6 +47,7 @@ from hookline.models.demo import about
 from hookline.models.packages import RANDOM
 from hookline.verbs.check.situation import read as read_situation
 from hookline.views import terminal_plots
+from hookline.views.page import write_comparison_page
 
 app = typer.Typer(
     name="hookline",
@@ -139,9 +141,10 @@ def inspect_command(
         bool, typer.Option("--plot", help="also draw histograms and small maps in the terminal")
     ] = False,
     open_it: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
+    level: FailOnOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a model on an input: print a table, write a recording and a page."""
+    """Run a model on an input: print a table and the findings, write a recording and a page."""
     with complaints():
         if as_json and plot:
             raise InputError(
@@ -171,6 +174,7 @@ def inspect_command(
         say(not_drawn)
     if not_drawn or not len(inspection.recording):
         raise typer.Exit(1)
+    fail_on(inspection.findings, level)
 
 
 def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
@@ -183,6 +187,9 @@ def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
     for label, probability in inspection.classes:
         out.print(f"  {probability:6.1%}  {label}", markup=False)
     not_drawn = _plot(inspection) if plot else ""
+    if len(inspection.recording):
+        out.print()
+        show(inspection.findings)
     _say_where(inspection)
     return not_drawn
 
@@ -284,6 +291,25 @@ def anatomy(
 
 
 @app.command()
+def operations(
+    model: ModelName,
+    source: InputName,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="the module; '' is the model")] = "",
+    weights: Weights = "default",
+    as_json: AsJson = False,
+) -> None:
+    """List the functions of torch that a module itself calls, and the site of each call."""
+    with complaints():
+        loaded, batch = _load(model, source, weights)
+        with Busy("running the model"):
+            table = hl.operations(loaded.model, inputs_of(loaded.model, batch), path)
+    if as_json:
+        print_json({"input": batch.description, **table.to_dict()})
+    else:
+        show(table)
+
+
+@app.command()
 def profile(
     model: ModelName,
     source: InputName,
@@ -361,9 +387,31 @@ def view(
         if out_path is not None:
             written = write_view(folders, chosen, out_path)
             out.print(f"written: {written}", markup=False, soft_wrap=True)
+            findings = findings_to_show(folder)
+            if findings is not None:
+                out.print()
+                show(findings)
             return
         serving = serving_of(folders, chosen, host, port, wait)
         serve(serving, folders, not no_open)
+
+
+@app.command("findings")
+def findings_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="what run.save or hl.monitor wrote")
+    ],
+    level: FailOnOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong in a recording or a training, worst first, and where it begins."""
+    with complaints(), Busy("reading the values"):
+        findings = findings_in(folder)
+    if as_json:
+        print_json(findings.to_dict())
+    else:
+        show(findings)
+    fail_on(findings, level)
 
 
 @app.command("compare")
@@ -378,14 +426,40 @@ def compare_command(
         str | None,
         typer.Option(metavar="DIR", help="the run A in float64: how far it is off A is noise"),
     ] = None,
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="the inputs that tell the tokens, if they were not recorded (.npz, .safetensors,"
+            " .pt): one file for both, or the option twice; none: compare values as they are",
+        ),
+    ] = None,
+    dims: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[SITES=]DIM",
+            help="how to join the plain tensors of several ranks: a dimension, sum, mean, max or"
+            " min; may be repeated",
+        ),
+    ] = None,
     annotations: Annotated[
         bool, typer.Option("--annotations", help="print a line for each site, for CI to show")
     ] = False,
+    out_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="PATH", help="also write the comparison as a page, report.html"
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say where two runs part; the exit code is 1 if they differ beyond noise."""
     with complaints(), Busy("comparing"):
-        comparison = compare_by_name(a, b, names or [], floor)
+        words = Words(names or [], floor, tokens or [], dims or [])
+        comparison = compare_by_name(a, b, words)
+        page = None
+        if out_path is not None:
+            page = write_comparison_page(comparison, page_of(out_path), (a, b))
     if as_json:
         print_json(comparison.to_dict())
     elif annotations:
@@ -393,7 +467,41 @@ def compare_command(
             typer.echo(line)
     else:
         show(comparison)
+        if page is not None:
+            out.print(f"\nwritten: {page}", markup=False, soft_wrap=True)
     if not comparison.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def invariance(
+    model: ModelName,
+    source: InputName,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help='a check to make, as "padded left"; may be repeated'),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="of the compiled run; inductor checks its kernels, too")
+    ] = "aot_eager",
+    weights: Weights = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Run a batch in many ways that should not change its results; the exit code is 1 if one does.
+
+    The ways: alone, padded, in chunks, compiled, and others.
+    """
+    with complaints():
+        loaded, batch = _load(model, source, weights)
+        with Busy("running the model"):
+            result = hl.invariance(
+                loaded.model, inputs_of(loaded.model, batch), only=only, backend=backend
+            )
+    if as_json:
+        print_json({"input": batch.description, **result.to_dict()})
+    else:
+        show(result)
+    if not result.ok:
         raise typer.Exit(1)
 
 

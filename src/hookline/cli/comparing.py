@@ -3,34 +3,122 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from hookline.data.npy_files import open_arrays
 from hookline.errors import InputError
+from hookline.recordings.ranks import OPS
 from hookline.verbs.compare.compare import compare
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
+from hookline.verbs.compare.measure import arrays_in
+from hookline.verbs.compare.shards import Dim, Dims
 
 _LEVELS = {"differs": "error", "not comparable": "warning"}
 
 
-def compare_by_name(a: str, b: str, names: Sequence[str], floor: str | None) -> Comparison:
+class Words(NamedTuple):
+    """The options of the command, as they were written.
+
+    Args:
+        names: the renamed paths, each as `THEIRS=OURS`.
+        floor: the folder of a run that only rounding tells from the first, or None.
+        tokens: `auto`, `none`, or the file of the inputs of both, or one for each.
+        dims: `DIM` for all values of several ranks, or `SITES=DIM` for each kind.
+    """
+
+    names: Sequence[str] = ()
+    floor: str | None = None
+    tokens: Sequence[str] = ()
+    dims: Sequence[str] = ()
+
+
+def compare_by_name(a: str, b: str, words: Words) -> Comparison:
     """Compare two folders or files.
 
     Args:
         a: the folder or file.
         b: the reference.
-        names: the renamed paths, each as `THEIRS=OURS`.
-        floor: the folder of a run that only rounding tells from `a`, or None.
+        words: the options.
 
     Raises:
-        InputError: a name has no `=`, or as in `hl.compare`.
+        InputError: an option is malformed, or as in `hl.compare`.
     """
-    bad = next((name for name in names if "=" not in name), None)
+    bad = next((name for name in words.names if "=" not in name), None)
     if bad is not None:
         raise InputError(
             f"--names must be THEIRS=OURS, got {bad}.\nGive --names encoder.layers=h, for instance."
         )
-    renamed = dict(name.split("=", 1) for name in names)
-    noise = None if floor is None else compare(a, floor)
-    return compare(a, b, names=renamed or None, floor=noise)
+    renamed = dict(name.split("=", 1) for name in words.names)
+    tokens, dims = _tokens(words.tokens), _dims(words.dims)
+    noise = None if words.floor is None else compare(a, words.floor)
+    return compare(a, b, names=renamed or None, floor=noise, tokens=tokens, dims=dims)
+
+
+def _tokens(words: Sequence[str]) -> Any:
+    """Read `tokens=` of `hl.compare` from the words of the option.
+
+    Raises:
+        InputError: there is no such file, it holds no tensor, or there are too many.
+    """
+    if list(words) in ([], ["auto"]):
+        return "auto"
+    if list(words) == ["none"]:
+        return None
+    bad = next((word for word in words if not Path(word).is_file()), None)
+    if bad is not None or len(words) > 2:
+        got = bad or f"{len(words)} files"
+        raise InputError(
+            f"--tokens must be auto, none, or a file of inputs for both or for each, got {got}."
+            "\nGive --tokens a.safetensors --tokens b.safetensors, of input_ids and attention_mask."
+        )
+    sides = [_inputs_in(Path(word)) for word in words]
+    return sides[0], sides[-1]
+
+
+def _inputs_in(path: Path) -> Any:
+    """Read the inputs of a run from a file: a dict, or a list with one for each pass."""
+    content = open_arrays(path)
+    passes = content if isinstance(content, list | tuple) else [content]
+    inputs = [
+        {leaf[0] if leaf else "input_ids": array for leaf, array in arrays_in(part)}
+        for part in passes
+    ]
+    if not all(inputs):
+        raise InputError(
+            f"--tokens must be a file of tensors, got none in {path}."
+            "\nSave input_ids and attention_mask by name."
+        )
+    return inputs if len(inputs) > 1 else inputs[0]
+
+
+def _dims(words: Sequence[str]) -> Dims | None:
+    """Read `dims=` of `hl.compare` from the words of the option.
+
+    Raises:
+        InputError: a word is of another form, or one is for all beside others.
+    """
+    pairs = [word.rpartition("=") for word in words]
+    are_for_all = [not sites for sites, _, _ in pairs]
+    if any(are_for_all) and len(words) > 1:
+        raise InputError(
+            f"--dims must be one DIM for all, or SITES=DIM each time, got {' '.join(words)}."
+            '\nGive --dims "**.q_proj=-1" --dims "**.down_proj=sum".'
+        )
+    dims = {sites: _dim(dim, word) for (sites, _, dim), word in zip(pairs, words, strict=True)}
+    return dims.get("", dims or None)
+
+
+def _dim(dim: str, word: str) -> Dim:
+    if dim in OPS:
+        return dim
+    try:
+        return int(dim)
+    except ValueError:
+        raise InputError(
+            f"--dims must be DIM or SITES=DIM with a dimension, sum, mean, max or min, got {word}."
+            '\nGive --dims 0 for parts of the batch, or --dims "**.q_proj=-1".'
+        ) from None
 
 
 def annotation_lines(comparison: Comparison) -> Iterator[str]:

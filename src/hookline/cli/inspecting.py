@@ -15,16 +15,16 @@ from hookline.cli.terminal import Busy
 from hookline.data import guess_input, load_input
 from hookline.display.text import plural
 from hookline.engine import PORTS, Report
-from hookline.engine.pytree import tree
 from hookline.errors import HooklineError, HooklineWarning, InputError, SelectionError
+from hookline.findings import Findings
 from hookline.models import Batch, LoadedModel
 from hookline.recordings import Recording, check_target
 from hookline.verbs.doctor.diagnosis import Diagnosis
 from hookline.verbs.profile.profile import Profile
 from hookline.verbs.shared.rerun import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs, call
+from hookline.verbs.shared.run_model import Inputs, call, mean_squares
 from hookline.verbs.summary import Summary
-from hookline.views.page import write_page
+from hookline.views.page import Evidence, write_recording_page
 
 PAGE = "report.html"
 _N_SILENT = 3
@@ -39,6 +39,7 @@ class Inspection:
     folder: Path
     page: Path | None
     classes: list[tuple[str, float]]
+    findings: Findings
 
 
 def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Path) -> Inspection:
@@ -68,21 +69,20 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
             line.forward("", lambda module, args, value: output.append(value))
             summary = hl.summary(model, inputs_of(model, batch))
     if not len(run):
-        return Inspection(summary, run, folder, None, [])
+        return Inspection(summary, run, folder, None, [], run.findings())
     with Busy("writing the recording"):
         run.save(folder)
     classes = _classes(loaded, output[0]) if output else []
     with Busy("writing the page"):
-        page = write_page(
+        page = write_recording_page(
             run,
             folder / PAGE,
             title=loaded.name,
             subtitle=batch.description,
             summary=summary,
-            images=batch.images,
-            classes=classes or None,
+            evidence=Evidence(batch.images, classes),
         )
-    return Inspection(summary, run, folder, page, classes)
+    return Inspection(summary, run, folder, page, classes, run.findings())
 
 
 def inspection_data(inspection: Inspection, batch: Batch) -> dict[str, Any]:
@@ -93,6 +93,7 @@ def inspection_data(inspection: Inspection, batch: Batch) -> dict[str, Any]:
         "folder": None if inspection.page is None else str(inspection.folder),
         "page": None if inspection.page is None else str(inspection.page),
         "n_values": len(inspection.recording),
+        "findings": inspection.findings.to_dict(),
         "sites": inspection.recording.report().to_dict()["sites"],
         "summary": inspection.summary.to_dict(),
     }
@@ -209,17 +210,12 @@ def profile_by_name(
 
 
 def _backward(output: object) -> None:
-    tensors = [
-        tensor
-        for tensor in tree.distinct(output)
-        if isinstance(tensor, Tensor) and tensor.requires_grad
-    ]
-    if not tensors:
+    loss = mean_squares(output)
+    if loss is None:
         raise InputError(
             "with --backward, an output must be one that requires a gradient, got none."
             "\nProfile without --backward, or unfreeze the model's parameters."
         )
-    loss = torch.stack([tensor.abs().square().mean() for tensor in tensors]).sum()
     torch.autograd.backward(loss)
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from hookline.cli.terminal import out, say
 from hookline.curves import is_run
 from hookline.errors import FolderError, InputError
+from hookline.verbs.compare.compare import compare
 from hookline.views.page import (
     FolderSource,
     OpenRecordings,
     Serving,
+    write_comparison_page,
     write_curves_page,
-    write_page,
+    write_recording_page,
 )
 from hookline.views.page.links import items_of
 
@@ -66,23 +68,29 @@ def write_view(folders: list[Path], items: tuple[int, ...] | None, out: Path) ->
     """Write the page of a folder as one file.
 
     Args:
-        folders: the folder; two cannot be compared in a file.
+        folders: the folder, or two to compare.
         items: of a store, the items that are shown.
         out: a file that ends in `.html`, or a folder.
 
     Raises:
         HooklineError: the folder holds nothing readable, or the file cannot be written.
     """
+    target = page_of(out)
     if len(folders) > 1:
-        raise InputError("--out must be given one folder, got two.\nLeave out the second.")
+        names = [str(folder) for folder in folders]
+        return write_comparison_page(compare(*folders), target, names)
     folder = folders[0]
-    target = out if out.suffix == ".html" else out / "report.html"
     if is_run(folder):
         return write_curves_page(folder, target)
     content = FolderSource(folder, items).read()
-    return write_page(
+    return write_recording_page(
         content.recording, target, title=folder.resolve().name, subtitle=content.about
     )
+
+
+def page_of(out: Path) -> Path:
+    """Return the file of a page: a path that ends in `.html`, or `report.html` in the folder."""
+    return out if out.suffix == ".html" else out / "report.html"
 
 
 def serve(serving: Serving, folders: list[Path], open_browser: bool) -> None:

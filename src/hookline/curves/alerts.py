@@ -80,7 +80,7 @@ def _non_finite(table: CurveTable) -> Alert | None:
 
 
 # The parts of a step, in turn. The weights are those before the forward.
-_STAGES = {
+STAGES = {
     "value": 0, "input": 1, "output": 1, "grad_output": 2, "grad_input": 2, "grad": 3, "update": 4,
 }  # fmt: skip
 _IN_ORDER = (
@@ -97,7 +97,7 @@ _WITHOUT_ORDER = (
 def _time_of(table: CurveTable, site: int) -> tuple[int, int, int]:
     """Return the step, the part of the step and the turn at which a site was first non-finite."""
     _, port = path_and_port(table.sites[site])
-    return int(table.bad_since[site]), _STAGES[port], int(table.bad_turn[site])
+    return int(table.bad_since[site]), STAGES[port], int(table.bad_turn[site])
 
 
 def _source_of(table: CurveTable, ordered: list[int]) -> str:
@@ -145,9 +145,9 @@ def _exploding(table: CurveTable) -> Alert | None:
     if "norm" not in table.names or table.n_reports < RECENT:
         return None
     now = table.now[table.names.index("norm")]
-    median = _median(table.values("norm")[0])
+    usual = median(table.values("norm")[0])
     with np.errstate(all="ignore"):
-        times = np.where(median > 0, now / median, np.nan)
+        times = np.where(usual > 0, now / usual, np.nan)
     worst = [k for k in np.argsort(-times) if times[k] >= _TIMES]
     return Alert(
         "Exploding",
@@ -226,7 +226,7 @@ def _is_dead(report: StepReport, site: str) -> NDArray[np.bool_] | None:
 def _ratio(table: CurveTable) -> Alert | None:
     if "ratio" not in table.names or len(table.recent) < RECENT:
         return None
-    ratio = _median(np.stack([row[table.names.index("ratio")] for row in table.recent]))
+    ratio = median(np.stack([row[table.names.index("ratio")] for row in table.recent]))
     far = [
         int(k)
         for k in np.flatnonzero((ratio < _LEAST_RATIO) | (ratio > _GREATEST_RATIO))
@@ -244,7 +244,7 @@ def _ratio(table: CurveTable) -> Alert | None:
     )
 
 
-def _median(numbers: NDArray[Any]) -> NDArray[Any]:
+def median(numbers: NDArray[Any]) -> NDArray[Any]:
     """Return the median over the first axis without NaN; NaN where nothing else is."""
     ordered = np.sort(numbers, axis=0)  # NaN comes last
     counts = np.count_nonzero(~np.isnan(numbers), axis=0)

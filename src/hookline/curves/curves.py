@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.curves.columns import CurveColumns
+from hookline.curves.findings import findings_of_steps
 from hookline.curves.layout import Layout
 from hookline.curves.logged import Logged, checked_logged, logged_of
 from hookline.curves.overview import curves_printout, site_numbers
@@ -18,6 +19,7 @@ from hookline.curves.step_reports import LOGGED, ReportSource, StepReport, weigh
 from hookline.display.results import Printout, Result
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.errors import InputError, NotRecordedError, RanksError
+from hookline.findings.finding import Findings
 
 
 @final
@@ -305,6 +307,26 @@ class Curves(Result):
                 "\nCall it inside the block: with hl.monitor(model) as seen."
             )
         self._log(checked, step)
+
+    def findings(self) -> Findings:
+        """Judge the training: what broke, at which step, and what moved first.
+
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+            >>> with hl.monitor(model, ports="output") as seen:
+            ...     for scale in [1.0] * 20 + [1e4]:
+            ...         _ = model(torch.ones(4, 2) * scale)
+            >>> finding = seen.findings()[0]
+            >>> finding.kind, finding.site, finding.step
+            ('jump', '0', 20)
+
+        Within a step, sites are compared in the order in which they had their values: weights,
+        outputs as the modules ran, gradients as the backward reached them, updates. Numbers of all
+        ranks are judged together ([Findings](../findings.md) lists the rules).
+
+        Returns:
+            The findings, the worst first: print them, or ask `.ok` and `.worst`.
+        """
+        return findings_of_steps(self._source.read(), self._source.read_logged())
 
     def rank(self, number: int) -> Curves:
         """Return the curves with the numbers of one rank alone.

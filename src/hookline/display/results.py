@@ -247,15 +247,15 @@ def json_text(data: Mapping[str, Any]) -> str:
       ]
     }
     """
-    return json.dumps(_plain(data), indent=2, allow_nan=False)
+    return json.dumps(plain(data), indent=2, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
-    """Convert a value to one that JSON has."""
+def plain(value: Any) -> Any:
+    """Convert a value to one that JSON has. NaN and infinities become strings."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -23,6 +23,10 @@ from hookline.engine.line.line import Bound, Line
 from hookline.engine.line.registration import Node, Registrations
 from hookline.engine.memory.read_only import call_read_only
 from hookline.engine.memory.unversioned import LINE, Unversioned, is_freed, makes_new_memory
+from hookline.engine.operations.attention import PARTS
+from hookline.engine.operations.call_list import CallList, FunctionCall
+from hookline.engine.operations.mode import operations_on
+from hookline.engine.operations.operation import Operation
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.checkpointing import same_draws, stop_all
 from hookline.engine.passes.modes import (
@@ -36,7 +40,7 @@ from hookline.engine.pytree.tree import local_shards
 from hookline.engine.report.replaced_parts import Lapse
 from hookline.engine.report.report import Report, facts
 from hookline.engine.selection.module_tree import (
-    ModuleNode, ParameterNode, module_tree, require_model, walk,
+    ModuleNode, OperationNode, ParameterNode, module_tree, require_model, walk,
 )
 from hookline.engine.selection.part_names import register_parts
 from hookline.engine.selection.selectors import (
@@ -48,6 +52,7 @@ from hookline.engine.taps.base import (
     AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, no_callback, walked_over,
 )
 from hookline.engine.taps.forward import OutputTap
+from hookline.engine.taps.operations import ModeTap
 from hookline.engine.taps.optimizer_steps import OptimizerSteps, closure_of, parameter_ids
 from hookline.engine.torch_private.autograd import (
     at_end_of_backward, backward_number, hook_gradient, hook_node, hook_node_before,
@@ -89,8 +94,7 @@ from hookline.util.hidden import hides
 
 # The modules that other rooms import by their own names.
 OPEN = (
-    "autograd.aliases", "autograd.module_backward", "model_fingerprint", "operations.attention",
-    "operations.names",
-    "pytree.describe",
-    "pytree.leaves", "pytree.outlines", "pytree.tree", "report.why_silent", "taps.fast_path",
+    "autograd.aliases", "autograd.module_backward", "model_fingerprint", "operations.names",
+    "pytree.describe", "pytree.leaves", "pytree.outlines", "pytree.tree",
+    "report.why_silent", "run_settings", "taps.fast_path",
 )

@@ -207,6 +207,22 @@ def holds_shard(data: Any) -> bool:
     return isinstance(data, dict) and (SHARD in data or any(map(holds_shard, data.values())))
 
 
+def with_tensors(data: Any, rename: Callable[[str], str]) -> Any:
+    """Return an encoded value with other names of its tensors; layouts and types stay.
+
+    Raises:
+        ValueError: the data was not written by `encode`.
+    """
+    if not isinstance(data, dict) or not data:
+        return data
+    kind = next(iter(data))
+    if kind in ("tensor", "complex"):
+        return {**data, kind: rename(data[kind])}
+    if kind in _OF_DATA:
+        return data
+    return {**data, kind: [[key, with_tensors(part, rename)] for key, part in data[kind]]}
+
+
 def decode(data: Any, get: Callable[[str], Tensor], parts: dict[int, Part] | None = None) -> Any:
     """Decode a value.
 

@@ -41,14 +41,15 @@ from hookline.engine import (
     say_by_rank,
 )
 from hookline.engine.model_fingerprint import RecordedModel
+from hookline.engine.run_settings import Settings
 from hookline.errors import FolderError, HooklineError, RanksError
 from hookline.files.place import LocalPlace, Place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.safetensors_file import encode_tensors
 from hookline.files.sealed_json import MANIFEST, checksum_of, sealed, unsealed
 from hookline.recordings.draft import RANK, RECORDING, Draft, check_target, target_of
-from hookline.recordings.encoding import encode
-from hookline.recordings.log_entries import Contents, Entry, PartialGradients
+from hookline.recordings.encoding import Lost, encode
+from hookline.recordings.log_entries import Contents, Entry, PartialGradients, PassContents
 from hookline.recordings.stored_values import REMEDY, Files, Stored
 
 _MOST_RUNS = 10**9  # of a key: `fc#pass999999999`
@@ -149,16 +150,18 @@ def write_contents(place: Place, token: str, contents: Contents) -> bytes:
     lost: list[str] = list(contents.lost)
     notes = [partial(_note, lost, str(site)) for site in contents.sites]
     passes = []
-    for number, failed, entries in contents.passes:
+    settings: list[Settings | None] = []
+    for number, failed, entries, of_pass in contents.passes:
         encoded = []
         for entry in entries:
-            value, note = entry.value, notes[entry.site]
-            if isinstance(value, Stored | PartialGradients):
-                value = value.load()
             weight = None if entry.weight is None else float(entry.weight)
             origin = [] if entry.call is None else [entry.call, entry.backward, weight]
-            encoded.append([entry.site, encode(value, writer.put, note), *origin])
-        passes.append({"number": number, "failed": failed, "values": encoded})
+            value = _encoded(entry.value, writer, notes[entry.site])
+            encoded.append([entry.site, value, *origin])
+        if of_pass not in settings:
+            settings.append(of_pass)
+        row = {"number": number, "failed": failed, "settings": settings.index(of_pass)}
+        passes.append({**row, "values": encoded})
     writer.flush()
     contents.lost[:] = dict.fromkeys(lost)  # saving an opened recording reports its losses again
     report = contents.report
@@ -179,11 +182,20 @@ def write_contents(place: Place, token: str, contents: Contents) -> bytes:
             "excused": [str(site) for site in report.excused],
         },
         "identity": None if contents.model is None else contents.model.as_json(),
+        "settings": [None if row is None else row.as_json() for row in settings],
         "lost": contents.lost,
         "checksums": writer.sums,
         "passes": passes,
     }  # fmt: skip
     return manifest_bytes(manifest)
+
+
+def _encoded(value: Any, writer: _Writer, lost: Lost) -> Any:
+    if isinstance(value, Stored):  # what it has lost is known
+        return value.encoded(writer.put)
+    if isinstance(value, PartialGradients):
+        value = value.load()
+    return encode(value, writer.put, lost)
 
 
 def manifest_bytes(body: Mapping[str, Any]) -> bytes:
@@ -248,11 +260,16 @@ def _read_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
     sites = tuple(by_text.values())
     files = Files(place, manifest["checksums"])
     passes = []
+    settings = [
+        None if row is None else Settings.from_json(row) for row in manifest.get("settings", ())
+    ]
     for row in manifest["passes"]:
         if row["failed"] not in (None, True, False):
             raise ValueError("the failed state of a pass must be null, true or false")
         entries = [_read_entry(files, sites, *value) for value in row["values"]]
-        passes.append((_number(row["number"]), row["failed"], entries))
+        # hookline before 0.2.0 wrote no settings
+        of_pass = settings[_number(row["settings"])] if settings else None
+        passes.append(PassContents(_number(row["number"]), row["failed"], entries, of_pass))
     fields = manifest["report"]
     report = Report(
         name=str(fields["name"]),

@@ -10,6 +10,7 @@ from torch import Tensor
 from hookline.engine import Report, Site
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.pytree import outlines
+from hookline.engine.run_settings import Settings
 
 
 class Entry(NamedTuple):
@@ -57,6 +58,15 @@ class PartialGradients:
     outline = load
 
 
+class PassContents(NamedTuple):
+    """The contents of a pass: its number, whether it failed, its entries in firing order."""
+
+    number: int
+    failed: bool | None
+    entries: list[Entry]
+    settings: Settings | None = None
+
+
 @final
 @dataclass(frozen=True)
 class Contents:
@@ -65,7 +75,7 @@ class Contents:
     Args:
         report: the line's report.
         sites: the selected sites.
-        passes: for each pass its number, whether it failed, and its entries in firing order.
+        passes: the passes.
         lost: the parts of values that could not be saved, as "site: description".
         modules: the path and type of every module of the model.
         model: the identity of the model; None if it is not known.
@@ -73,7 +83,7 @@ class Contents:
 
     report: Report
     sites: tuple[Site, ...]
-    passes: list[tuple[int, bool | None, list[Entry]]]
+    passes: list[PassContents]
     lost: list[str] = field(default_factory=list)
     modules: tuple[tuple[str, str], ...] = ()
     model: RecordedModel | None = None

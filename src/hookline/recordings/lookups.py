@@ -43,7 +43,7 @@ class Lookups(Mapping[str, Any]):
     def _resolve(self, key: Key) -> Lookup:
         return self._log.index.find(key)
 
-    def _holds_shard(self, key: Key) -> bool:
+    def holds_shard(self, key: Key) -> bool:
         """Return whether an opened value of a site was one rank's shard of a DTensor."""
         return any(
             isinstance(entry.value, Stored) and entry.value.holds_shard()
@@ -196,7 +196,7 @@ class Lookups(Mapping[str, Any]):
         """
         question = f"{self._name}.reduced({str(key)!r}, op={op!r})"
         if ranks := self._of_ranks():
-            is_sharded = any(rank._holds_shard(key) for rank in ranks)
+            is_sharded = any(rank.holds_shard(key) for rank in ranks)
             return combined([rank[key] for rank in ranks], op, question, is_sharded=is_sharded)
         ask = Collective(question, self._log.sites, group, timeout)
         return reduced(ask, lambda: self._only(key, self._log.whole), op)

@@ -33,8 +33,8 @@ def open_recording(place: Place, *, verify: bool = False) -> Recording:
         with place.turn():  # another process may have replaced it meanwhile
             recording, parts = _open_at_rest(place)
     for contents in parts if verify else ():
-        for _, _, entries in contents.passes:
-            for entry in entries:
+        for current in contents.passes:
+            for entry in current.entries:
                 entry.value.verify()
     return recording
 
@@ -81,8 +81,8 @@ def _recording_of(contents: Contents) -> Recording:
     recording = Recording(contents.sites, contents.report, contents.modules)
     recording.lost = contents.lost
     recording.identify(contents.model)
-    for number, failed, entries in contents.passes:
-        recording.begin_pass(pass_of(number, failed, entries))
+    for current in contents.passes:
+        recording.begin_pass(pass_of(*current))
     return recording
 
 

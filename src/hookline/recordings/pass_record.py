@@ -8,6 +8,7 @@ from typing import Any, final, overload
 from hookline.display.results import Printout, Result
 from hookline.display.text import plural
 from hookline.engine import Pass, Site, hides
+from hookline.engine.run_settings import Settings, settings_of
 from hookline.recordings.index import Key, Lookup, run_text
 from hookline.recordings.log import Log, Read
 from hookline.recordings.log_entries import Entry
@@ -16,7 +17,7 @@ from hookline.recordings.overview import of_pass, pass_printout, site_rows
 
 
 @final
-@hides("calls_as_placed", "outline", "one_of_several")
+@hides("calls_as_placed", "holds_shard", "outline", "one_of_several")
 class PassRecord(Lookups, Result):
     """One pass (run of the model) of a recording, with the look-ups of the recording.
 
@@ -39,6 +40,22 @@ class PassRecord(Lookups, Result):
     def failed(self) -> bool | None:
         """True if the model raised in this pass, False if not; None while the pass runs."""
         return self._pass.failed
+
+    @property
+    def settings(self) -> Settings | None:
+        """The settings of torch under which the pass ran: modes, autocast, seed, precision.
+
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5)).eval()
+            >>> with torch.no_grad(), hl.record(model) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> settings = run.passes[0].settings
+            >>> settings.training, settings.autocast, settings.grad
+            ({'': False}, {}, 'off')
+
+        None for a module that ran outside a run of the model, and for a recording that an older
+        hookline saved.
+        """
+        return settings_of(self._pass.settings)
 
     @property
     def backwards(self) -> list[PassRecord]:
@@ -184,9 +201,12 @@ class PassList(Sequence[PassRecord]):
         return f"{passes} of a Recording of {plural(len(self._log.sites), 'site')}"
 
 
-def pass_of(number: int, failed: bool | None, log: Sequence[Any]) -> Pass:
+def pass_of(
+    number: int, failed: bool | None, log: Sequence[Any], settings: Settings | None = None
+) -> Pass:
     """Create a pass with the entries of a saved or copied one."""
     current = Pass(number)
     current.failed = failed
+    current.settings = settings
     current.log = list(log)
     return current

@@ -29,13 +29,16 @@ from hookline.engine import (
     is_transformed,
 )
 from hookline.engine.model_fingerprint import RecordedModel, recorded_model
+from hookline.engine.run_settings import settings_of
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
+from hookline.findings.finding import Findings
+from hookline.recordings.findings import findings_of_passes
 from hookline.recordings.folder import is_one_of_many, write, write_ranks
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.joining import concatenated, stacked, way_to_join
 from hookline.recordings.log import Log, Read, note_copied, note_transformed
-from hookline.recordings.log_entries import Contents, Entry
+from hookline.recordings.log_entries import Contents, Entry, PassContents
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.overview import MOST_PASSES, recording_printout, site_rows
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
@@ -43,7 +46,7 @@ from hookline.recordings.stored_values import Stored
 
 
 @final
-@hides("begin_pass", "drop_repeats", "finish", "identify", "one_of_several", "take")
+@hides("begin_pass", "drop_repeats", "finish", "holds_shard", "identify", "one_of_several", "take")
 class Recording(Lookups, Result):
     """A mapping from sites to recorded values.
 
@@ -176,7 +179,7 @@ class Recording(Lookups, Result):
             [[4, 3], [1, 3]]
 
         A pass has the same look-ups as the recording. It also has `number`, `order`, `fired()`,
-        `backwards` and `failed`.
+        `backwards`, `failed` and `settings`, the modes and flags of torch.
 
         Raises:
             AmbiguousError: the recording holds several ranks; write `run.ranks[0].passes`.
@@ -361,6 +364,31 @@ class Recording(Lookups, Result):
         self._refuse_of_ranks("gradients()")
         return gradient_flow(self._log, self.report())
 
+    def findings(self) -> Findings:
+        """Judge the recorded values: what is wrong, worst first, and where it begins.
+
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+            >>> _ = nn.init.constant_(model[2].weight, float("nan"))
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.ones(4, 2))
+            >>> finding = run.findings()[0]
+            >>> finding.level, finding.kind, finding.site
+            ('error', 'non-finite', '2')
+
+        The values are read once, in firing order, one at a time. Record outputs of all modules, and
+        `grad_output` for rules on gradients; record the inputs, too, to tell a fault of a module
+        from one of the code before it ([Findings](../findings.md) lists the rules).
+
+        Returns:
+            The findings: print them, iterate over them, or ask `.ok` and `.worst`.
+
+        Raises:
+            FolderError: the folder of the recording is gone or damaged.
+            AmbiguousError: the recording holds several ranks; write `run.ranks[0].findings()`.
+        """
+        self._refuse_of_ranks("findings()")
+        return findings_of_passes(self.passes, self.modules, self.report())
+
     def report(self) -> Report:
         """Return the report: how often each site fired, and why some sites never fired.
 
@@ -433,7 +461,8 @@ class Recording(Lookups, Result):
             entries = [Entry(*entry) for entry in current.log]
             for entry in entries:
                 self._log.check(entry)
-            passes.append((current.number, current.failed, entries))
+            noted = current.number, current.failed, entries
+            passes.append(PassContents(*noted, settings_of(current.settings)))
         report, lost = self.report(), list(self.lost)
         return Contents(report, self.sites, passes, lost, self.modules, self.model)
 
@@ -466,7 +495,7 @@ class Recording(Lookups, Result):
             (current.number, current.failed, [
                 (entry.site, self._log.check(entry), None, *entry[3:])
                 for entry in (Entry(*noted) for noted in current.log)
-            ])
+            ], settings_of(current.settings))
             for current in self._log.passes
         ]  # fmt: skip
         return state
@@ -475,8 +504,8 @@ class Recording(Lookups, Result):
         copies = state.pop("copies")
         self.__dict__.update(state)
         self._log = Log(self.sites, self.report)
-        for number, failed, log in copies:
-            self._log.passes.append(pass_of(number, failed, log))
+        for copied in copies:
+            self._log.passes.append(pass_of(*copied))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the printed table as plain values: `sites` has a dict for each site.

@@ -18,7 +18,7 @@ from hookline.files.mapped_file import State
 from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, UnreadableError, reading
 from hookline.files.safetensors_file import TensorFile
-from hookline.recordings.encoding import decode, holds_shard
+from hookline.recordings.encoding import StoreTensor, decode, holds_shard, with_tensors
 from hookline.recordings.placements import Part
 
 # The fix that errors about damage give.
@@ -103,22 +103,27 @@ class Stored:
             FolderError: the folder is gone or damaged, or cannot be read now.
             OverwrittenError: one of its tensors was changed in place after it was read.
         """
-        try:
-            return self._decode(self._files.tensor, parts)
-        except OverwrittenError:
-            raise OverwrittenError(
-                f"{self._site} was changed in place after it was looked up."
-                f"\nChange a copy, run[{str(self._site)!r}].clone(). Call run.release() to read all"
-                " values from the folder again."
-            ) from None
+        return self._read(lambda: decode(self._data, self._files.tensor, parts))
+
+    def encoded(self, store_tensor: StoreTensor) -> Any:
+        """Encode the value again as it was, with the layouts of parts of DTensors.
+
+        Raises:
+            FolderError, OverwrittenError: as `load`.
+        """
+        return self._read(
+            lambda: with_tensors(
+                self._data, lambda name: store_tensor(self._files.tensor(name).detach())
+            )
+        )
 
     def outline(self) -> Any:
         """Return the value with meta tensors; no tensor data is read."""
-        return self._decode(self._files.outline)
+        return self._read(lambda: decode(self._data, self._files.outline))
 
     def verify(self) -> None:
         """Compare the value's bytes with their checksums."""
-        self._decode(self._files.verified)
+        self._read(lambda: decode(self._data, self._files.verified))
 
     def holds_shard(self) -> bool:
         """Return whether a tensor of the value was one rank's part of a DTensor."""
@@ -128,10 +133,17 @@ class Stored:
         """Close the folder's files."""
         self._files.release()
 
-    def _decode(self, get: Callable[[str], Tensor], parts: dict[int, Part] | None = None) -> Any:
+    def _read(self, read: Callable[[], Any]) -> Any:
+        """Read the value or its form, and say in an error which value cannot be read."""
         try:
-            return decode(self._data, get, parts)
-        except (OverwrittenError, UnreadableError):
+            return read()
+        except OverwrittenError:
+            raise OverwrittenError(
+                f"{self._site} was changed in place after it was looked up."
+                f"\nChange a copy, run[{str(self._site)!r}].clone(). Call run.release() to read all"
+                " values from the folder again."
+            ) from None
+        except UnreadableError:
             raise
         except (*DAMAGE, OSError) as error:
             raise FolderError(

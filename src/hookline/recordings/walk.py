@@ -7,52 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine import Site, as_written
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
+from hookline.recordings import firing_order
 from hookline.recordings.figure_arguments import Source, check_source
+from hookline.recordings.firing_order import is_readable, values_of, with_leaf
 from hookline.recordings.pass_record import PassRecord
 from hookline.recordings.recording import Recording
 from hookline.statistics.of_values import main_tensor, measured_tensors
-from hookline.statistics.to_numbers import DENSE_NUMEL
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class RecordedValue:
-    """One value of a recording, which is read on request: a call of a site in a pass."""
-
-    record: PassRecord  # the pass, or one of its backward passes
-    key: str  # the site as in a look-up
-    site: Site
-    call: int  # the number of the module's call in the pass
-    # for a gradient, the index of its backward pass if there are several; else None
-    backward: int | None = None
-
-    def read(self) -> Any:
-        """Read the value.
-
-        Raises:
-            OverwrittenError: the value was changed in place after it was recorded.
-            FolderError: the folder is gone or damaged.
-        """
-        return self.record[self._numbered]
-
-    def outline(self) -> Any:
-        """Return the value's structure; a value in a folder has meta tensors without data.
-
-        Raises:
-            FolderError: the folder is gone or damaged.
-        """
-        return self.record.outline(self._numbered)
-
-    @property
-    def _numbered(self) -> Site:
-        return self.site if self.site.call is not None else replace(self.site, call=self.call)
+RecordedValue = firing_order.RecordedValue
 
 
 def walk(source: Source) -> Iterator[RecordedValue]:
@@ -61,13 +29,7 @@ def walk(source: Source) -> Iterator[RecordedValue]:
     If several backward passes went over a pass, their gradients follow it, one pass at a time.
     """
     for record in [source] if isinstance(source, PassRecord) else source.passes:
-        backwards = record.backwards if len(record.backwards) > 1 else []
-        for (site, call), key in zip(record.fired(), record.order, strict=True):
-            if not (backwards and site.is_gradient):
-                yield RecordedValue(record, key, site, call)
-        for number, backward in enumerate(backwards):
-            for (site, call), key in zip(backward.fired(), backward.order, strict=True):
-                yield RecordedValue(backward, key, site, call, number)
+        yield from values_of(record)
 
 
 @final
@@ -263,33 +225,15 @@ def _with_tensor(unread: _Unread, value: Any, tensor: Tensor | None) -> Value:
             f"{label} must hold a tensor that can be drawn, got {describe.in_words(value)}."
             "\nName a site with such a tensor, or a leaf of it."
         )
-    if not _is_readable(tensor):
+    if not is_readable(tensor):
         raise InputError(
             f"{label} is {describe.in_full(tensor)}, whose numbers torch cannot read."
             "\nRecord it in another dtype, with keep=, or leave the site out."
         )
     if not isinstance(value, Tensor):
         leaf = next(leaf for leaf, part in tree.tensors(value) if part is tensor)
-        # The leaf is written after the port and before the call.
-        head, sign, call = label.rpartition("#") if re.search(r"#\d+$", label) else (label, "", "")
-        head += "" if ":" in head else ":output"
-        label = f"{head}{describe.leaf_text(leaf)}{sign}{call}"
+        label = with_leaf(label, leaf)
     return Value(label, unread.module_type, tensor, unread.where)
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Return whether torch can convert a tensor's numbers; packed 4-bit dtypes it cannot."""
-    if tensor.is_quantized:
-        return True
-    if tensor.layout is not torch.strided and not tensor.is_nested:
-        return tensor.numel() <= DENSE_NUMEL
-    try:
-        torch.empty(1, dtype=tensor.dtype).to(
-            torch.complex128 if tensor.is_complex() else torch.float64
-        )
-    except RuntimeError:
-        return False
-    return True
 
 
 def _type_of(source: Source, key: str) -> str:

@@ -7,6 +7,7 @@ single wrong element. The worst row and the worst element see these.
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,15 +18,24 @@ from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
-from hookline.statistics.to_numbers import strided
+from hookline.statistics.native import NativeDifference, Rows, native_difference
+from hookline.statistics.to_numbers import ORDINARY, strided
 
 # Elements of a block, whose float64 copies fit a cache.
 _BLOCK_NUMEL = 2**18
 
+# Elements after which the compiler of the functions in C has cost no more than they save.
+_WORTH_A_COMPILER = 2**23
+
 # Between these, sums of squares have neither overflown nor lost small numbers.
 _LEAST, _LARGEST = 1e-280, 1e280
 
+# The dtypes that the functions in C read, those of 16 bits as float32.
+_FOR_C = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+
 Blocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+# The worst row and the worst element, each with its number.
+_Worst = tuple[tuple[float, int], tuple[float, int]]
 
 
 @final
@@ -136,6 +146,24 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
     )  # fmt: skip
 
 
+@final
+class _Meter:
+    """Counts the elements that were measured in this process, until a compiler is worth it."""
+
+    def __init__(self) -> None:
+        self.until_native: float = _WORTH_A_COMPILER
+
+    def native(self, numel: int) -> NativeDifference | None:
+        """Return the functions in C; None until their compiler is worth it, and without one."""
+        if self.until_native > 0:
+            self.until_native -= numel
+            return None
+        return native_difference()
+
+
+_METER = _Meter()
+
+
 class _Sums(NamedTuple):
     """Sums over elements that are finite in both values, which were divided by a scale."""
 
@@ -152,19 +180,47 @@ class _Sums(NamedTuple):
 def _sums(blocks: Blocks, scale: float) -> _Sums:
     total = _Sums()
     for a, b in blocks():
-        x, y, n_odd, n_unequal = _finite_pair(a, b, scale)
-        rows_b = _norms(y)
-        total = _Sums(
-            total.gap + float(_norms(x - y).square().sum()),
-            total.norm_a + float(_norms(x).square().sum()),
-            total.norm_b + float(rows_b.square().sum()),
-            total.rows_b + float(rows_b.sum()),
-            total.n_rows + rows_b.numel(),
-            total.n_elements + y.numel(),
-            total.n_odd + n_odd,
-            total.n_unequal + n_unequal,
-        )
+        sums = (_sums_by_c(a, b) if scale == 1.0 else None) or _sums_of(a, b, scale)
+        total = _Sums(*map(operator.add, total, sums))
     return total
+
+
+def _sums_of(a: Tensor, b: Tensor, scale: float) -> _Sums:
+    x, y, n_odd, n_unequal = _finite_pair(a, b, scale)
+    rows_b = _norms(y)
+    return _Sums(
+        float(_norms(x - y).square().sum()),
+        float(_norms(x).square().sum()),
+        float(rows_b.square().sum()),
+        float(rows_b.sum()),
+        rows_b.numel(),
+        y.numel(),
+        n_odd,
+        n_unequal,
+    )
+
+
+def _sums_by_c(a: Tensor, b: Tensor) -> _Sums | None:
+    """Return the sums of two blocks; None if the functions in C cannot tell them."""
+    native = _METER.native(b.numel())
+    rows = None if native is None else _rows_for_c(a, b)
+    sums = None if native is None or rows is None else native.sums(rows)
+    if sums is None:
+        return None
+    gap, norm_a, norm_b, rows_b, n_unequal = sums
+    n_rows = math.prod(b.shape[:-1])
+    return _Sums(gap, norm_a, norm_b, rows_b, n_rows, b.numel(), 0, int(n_unequal))
+
+
+def _rows_for_c(a: Tensor, b: Tensor) -> Rows | None:
+    """Return two blocks in a form that the functions in C take; None if there is none."""
+    is_plain = all(type(block) in ORDINARY and block.is_cpu and block.numel() for block in (a, b))
+    if not is_plain or a.dtype not in _FOR_C or b.dtype not in _FOR_C:
+        return None
+    if a.dtype != b.dtype and a.min() == torch.finfo(a.dtype).min:  # a mask
+        return None
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    return Rows(*(block.resolve_neg().to(wide).contiguous() for block in (a, b)))
 
 
 def _largest(blocks: Blocks) -> float:
@@ -184,13 +240,32 @@ def _worst(
     row, element = (0.0, 0), (0.0, 0)
     n_rows = n_elements = 0
     for a, b in blocks():
-        x, y, *_ = _finite_pair(a, b, scale)
-        gap, rows_b = (x - y).abs(), _norms(y)
-        row = _larger(row, _ratios(_norms(gap), rows_b, least[0]), n_rows)
-        element = _larger(element, _ratios(gap, y.abs(), least[1]), n_elements)
-        n_rows += rows_b.numel()
-        n_elements += y.numel()
+        of_row, of_element = _worst_by_c(a, b, scale, least) or _worst_of(a, b, scale, least)
+        row = _larger(row, of_row, n_rows)
+        element = _larger(element, of_element, n_elements)
+        n_rows += math.prod(b.shape[:-1])
+        n_elements += b.numel()
     return row, element
+
+
+def _worst_of(a: Tensor, b: Tensor, scale: float, least: tuple[float, float]) -> _Worst:
+    x, y, *_ = _finite_pair(a, b, scale)
+    gap, rows_b = (x - y).abs(), _norms(y)
+    return (
+        _largest_of(_ratios(_norms(gap), rows_b, least[0])),
+        _largest_of(_ratios(gap, y.abs(), least[1])),
+    )
+
+
+def _worst_by_c(a: Tensor, b: Tensor, scale: float, least: tuple[float, float]) -> _Worst | None:
+    """Return the worst of two blocks; None if the functions in C cannot tell it."""
+    native = _METER.native(0) if scale == 1.0 and all(least) else None
+    rows = None if native is None else _rows_for_c(a, b)
+    worst = None if native is None or rows is None else native.worst(rows, *least)
+    if worst is None:
+        return None
+    worst_row, row, worst_element, element = worst
+    return (worst_row, int(row)), (worst_element, int(element))
 
 
 def _ratios(gaps: Tensor, sizes: Tensor, least: float) -> Tensor:
@@ -199,12 +274,17 @@ def _ratios(gaps: Tensor, sizes: Tensor, least: float) -> Tensor:
     return gaps / sizes.clamp_(min=least)
 
 
-def _larger(worst: tuple[float, int], ratios: Tensor, start: int) -> tuple[float, int]:
+def _largest_of(ratios: Tensor) -> tuple[float, int]:
     if not ratios.numel():
-        return worst
+        return 0.0, 0
     flat = ratios.reshape(-1)
     at = int(flat.argmax())
-    return max(worst, (float(flat[at]), start + at), key=lambda entry: entry[0])
+    return float(flat[at]), at
+
+
+def _larger(worst: tuple[float, int], other: tuple[float, int], start: int) -> tuple[float, int]:
+    """Return the larger of two; the number of the second counts from a start."""
+    return worst if other[0] <= worst[0] else (other[0], start + other[1])
 
 
 def _finite_pair(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor, int, int]:

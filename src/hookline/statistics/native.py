@@ -1,30 +1,33 @@
-"""Measure moments on the CPU by a function in C, which the system's compiler makes when it pays.
+"""Measure on the CPU by functions in C, which the system's compiler makes when it pays.
 
-The compiler takes a few tenths of a second, once in a process. NumPy goes on if there is no
-compiler, or if its function does not work.
+The compiler takes a few tenths of a second, once in a process. NumPy and torch go on if there is no
+compiler, or if its functions do not work.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("moments.c")
-_FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
+_SOURCES = Path(__file__).parent
+_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 _MOST_SECONDS = 20.0
 _N_SLOTS = 8
+_Native = TypeVar("_Native")
+_Check = Callable[[Any], bool]
 
 
 @final
@@ -65,9 +68,83 @@ class NativeMoments:
         self._measure_many(pointers.ctypes.data, sizes.ctypes.data, len(tensors), slots.data_ptr())
 
 
+class Rows(NamedTuple):
+    """Two contiguous tensors of one shape and dtype, float32 or float64 on the CPU, as rows."""
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def width(self) -> int:
+        """The number of elements of a row; that of a single number is 1."""
+        return self.b.shape[-1] if self.b.dim() else 1
+
+
+@final
+class NativeDifference:
+    """Call the compiled functions of `difference.c`.
+
+    Args:
+        library: the compiled library.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._sums = {torch.float32: library.sums_float32, torch.float64: library.sums_float64}
+        self._worst = {torch.float32: library.worst_float32, torch.float64: library.worst_float64}
+        number, pointer = ctypes.c_longlong, ctypes.c_void_p
+        for function in (*self._sums.values(), *self._worst.values()):
+            function.argtypes = (pointer, pointer, number, number, pointer)
+            function.restype = None
+
+    def sums(self, rows: Rows) -> list[float] | None:
+        """Return sums: the squares of the difference, of a and of b, the norms of b's rows, and 1
+        for each element that is not equal.
+
+        Returns:
+            The five numbers; None if a number is not finite.
+        """
+        sums = self._call(self._sums, rows, [0.0] * 5)
+        return sums if all(map(math.isfinite, sums)) else None
+
+    def worst(self, rows: Rows, least_row: float, least_element: float) -> list[float] | None:
+        """Return the worst row, its number, the worst element and its number.
+
+        Args:
+            rows: the tensors.
+            least_row: the norm of a row by which smaller ones are measured.
+            least_element: the size of an element by which smaller ones are measured.
+
+        Returns:
+            The four numbers; None if a number is not finite.
+        """
+        slots = [0.0, 0.0, 0.0, 0.0, least_row, least_element, 0.0]
+        *worst, _, _, squares = self._call(self._worst, rows, slots)
+        return worst if math.isfinite(squares) else None
+
+    def _call(
+        self, functions: dict[torch.dtype, Any], rows: Rows, slots: list[float]
+    ) -> list[float]:
+        array = (ctypes.c_double * len(slots))(*slots)
+        n_rows = rows.b.numel() // max(rows.width, 1)
+        function = functions[rows.b.dtype]
+        function(rows.a.data_ptr(), rows.b.data_ptr(), n_rows, rows.width, array)
+        return list(array)
+
+
 @functools.cache
 def native_moments() -> NativeMoments | None:
-    """Compile the functions; None where this is not possible."""
+    """Compile the functions of moments; None where this is not possible."""
+    return _made("moments.c", NativeMoments, _is_right)
+
+
+@functools.cache
+def native_difference() -> NativeDifference | None:
+    """Compile the functions of a difference; None where this is not possible."""
+    return _made("difference.c", NativeDifference, _tells_apart)
+
+
+def _made(name: str, wrap: Callable[[ctypes.CDLL], _Native], is_right: _Check) -> _Native | None:
+    """Compile a source and wrap the library; None where it is not possible, or fails a check."""
     try:
         compiler = shlex.split(os.environ.get("CC") or "cc")  # such as "ccache gcc"
     except ValueError:  # a quote that is not closed
@@ -76,17 +153,17 @@ def native_moments() -> NativeMoments | None:
         return None
     try:
         with tempfile.TemporaryDirectory(prefix="hookline-") as folder:
-            native = NativeMoments(ctypes.CDLL(_compiled(compiler, Path(folder))))
+            native = wrap(ctypes.CDLL(_compiled(compiler, _SOURCES / name, Path(folder))))
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
-    return native if _is_right(native) else None
+    return native if is_right(native) else None
 
 
-def _compiled(compiler: Sequence[str], folder: Path) -> str:
-    """Compile the library for this processor, or for any of its kind, and return its path."""
-    library = str(folder / "moments.so")
+def _compiled(compiler: Sequence[str], source: Path, folder: Path) -> str:
+    """Compile a library for this processor, or for any of its kind, and return its path."""
+    library = str(folder / "library.so")
     for option in (["-march=native"], ["-mcpu=native"], []):
-        command = [*compiler, *_FLAGS, *option, str(_SOURCE), "-o", library]
+        command = [*compiler, *_FLAGS, *option, str(source), "-o", library]
         process = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -109,5 +186,20 @@ def _is_right(native: NativeMoments) -> bool:
         finite = numbers[numbers.isfinite()].double()
         powers = [float((finite**power).sum()) for power in (1, 2, 4)]
         if slots.tolist() != [1030.0, 1.0, 1.0, *powers, 3.0, 1026.0]:
+            return False
+    return True
+
+
+def _tells_apart(native: NativeDifference) -> bool:
+    """Tell whether the functions give the known differences of small numbers."""
+    for dtype in (torch.float32, torch.float64):
+        b = torch.ones(3, 289, dtype=dtype)
+        a = b.clone()
+        a[1] += 1.0
+        a[2, 288] = 4.0
+        rows = Rows(a, b)
+        if native.sums(rows) != [298.0, 1749.0, 867.0, 51.0, 290.0]:
+            return False
+        if native.worst(rows, 17.0, 1.0) != [1.0, 1.0, 3.0, 866.0]:
             return False
     return True

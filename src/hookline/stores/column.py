@@ -61,18 +61,16 @@ class Column:
         self._begin()
 
     def _begin(self) -> None:
-        stops = self._shards.row_stops if self._form.per_token else self._shards.item_stops
-        self._stops: list[int] = stops
-        self._starts = [0, *stops]
+        bounds = self._shards.bounds_of(per_token=self._form.per_token)
+        self._starts, self._stops, self._stop_array = bounds
         self._mapped = self._shards.mapped_of(self._form.name)
         self.dtype = DTYPES[self._form.dtype]
         self._numpy_dtype = numpy_dtype(self.dtype)
         self._is_plain = from_numpy(np.empty(0, self._numpy_dtype)).dtype is self.dtype
-        self._length = stops[-1] if stops else 0
+        self._length = bounds.length
         self._row_bytes = math.prod(self._form.shape) * self.dtype.itemsize
         # What a row is copied from: single numbers, and dtypes that NumPy lacks, need more.
         self._simple = self._mapped if self._is_plain and self._form.shape else {}
-        self._stop_array = np.array(stops, np.int64)
         self._gatherer: Gatherer | None = None
         if self._shards.is_mapped and Gatherer.can(self._form.shape):
             self._gatherer = Gatherer(self._form.shape, self._numpy_dtype)
@@ -257,17 +255,17 @@ class Column:
 
     def _item(self, item: int, *, copied: bool = True) -> NDArray[Any]:
         self._check_ragged("of_item")
-        n_items = self._shards.item_stops[-1] if len(self._shards) else 0
+        n_items = self._shards.item_bounds.length
         at = item + n_items if item < 0 else item
         if not 0 <= at < n_items:
             raise IndexError(f"an item must be below {n_items:,}, the number of items, got {item}.")
-        shard, number = find(self._shards.item_stops, at)
+        shard, number = find(self._shards.item_bounds.stops, at)
         stops = self._shards.stops_of_items(shard)
         rows = self.array(shard)[stops[number - 1] if number else 0 : stops[number]]
         return rows.copy() if copied else rows
 
     def _positions(self, items: Any) -> list[int]:
-        n_items = self._shards.item_stops[-1] if len(self._shards) else 0
+        n_items = self._shards.item_bounds.length
         numbers: list[int] = positions(items, n_items, "items").reshape(-1).tolist()
         return numbers
 

@@ -52,8 +52,7 @@ class StoreDataset(Dataset[Any]):
         self._per_token = any(column.is_ragged for column in columns)
 
     def __len__(self) -> int:
-        stops = self._shards.row_stops if self._per_token else self._shards.item_stops
-        return stops[-1] if stops else 0
+        return self._shards.bounds_of(per_token=self._per_token).length
 
     def __getitem__(self, index: Any) -> Rows:
         """Read a row; or several at once, by a slice, a list or an array of indices."""
@@ -145,7 +144,7 @@ class ShuffledRows(IterableDataset[Any]):
         self._dataset = StoreDataset(store_shards, columns, is_single=is_single)
         per_token = any(column.is_ragged for column in columns)
         self._sizes = store_shards.n_rows if per_token else store_shards.n_items
-        self._stops = store_shards.row_stops if per_token else store_shards.item_stops
+        self._stops = store_shards.bounds_of(per_token=per_token).stops
         self._epochs = Epochs()
         self._rank: tuple[int, int] | None = None
 

@@ -11,7 +11,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, NamedTuple, final
 from weakref import WeakValueDictionary
 
@@ -61,6 +60,32 @@ class _OpenShard(NamedTuple):
     state: Any
 
 
+class Bounds(NamedTuple):
+    """Where each shard begins and ends: the number of its first item or row, and of the next's.
+
+    Args:
+        starts: the first of each shard, and the length.
+        stops: the first after each shard.
+        stop_array: the same as an array.
+    """
+
+    starts: list[int]
+    stops: list[int]
+    stop_array: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, sizes: list[int]) -> Bounds:
+        """Return the bounds of shards of these sizes."""
+        stop_array = np.cumsum(np.array(sizes, np.int64))
+        stops = stop_array.tolist()
+        return cls([0, *stops], stops, stop_array)
+
+    @property
+    def length(self) -> int:
+        """The number of all items or rows."""
+        return self.starts[-1]
+
+
 @final
 class Shards:
     """The shards of one store, or of several that are read as one.
@@ -94,9 +119,9 @@ class Shards:
         return joined
 
     def _make_caches(self) -> None:
-        # The first item and row after each shard.
-        self.item_stops = list(accumulate(self.n_items))
-        self.row_stops = list(accumulate(self.n_rows))
+        self.item_bounds = Bounds.of(self.n_items)
+        are_items = self.n_rows == self.n_items
+        self.row_bounds = self.item_bounds if are_items else Bounds.of(self.n_rows)
         # Whether values are read where they are mapped, and never downloaded.
         self.is_mapped = all(isinstance(place, LocalPlace) for place in {*self.places})
         self._lock = fork_safe_lock()
@@ -112,6 +137,10 @@ class Shards:
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    def bounds_of(self, *, per_token: bool) -> Bounds:
+        """Return the bounds of rows that are tokens, or items."""
+        return self.row_bounds if per_token else self.item_bounds
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is mapped: another process maps it again."""
@@ -158,12 +187,12 @@ class Shards:
 
     def items_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the item that each row belongs to, for rows that are tokens."""
-        shards = np.searchsorted(self.row_stops, rows, "right")
+        shards = self.row_bounds.stop_array.searchsorted(rows, "right")
         items = np.empty_like(rows)
         for shard in np.unique(shards).tolist():
             is_in_shard = shards == shard
-            within = rows[is_in_shard] - (self.row_stops[shard - 1] if shard else 0)
-            before = self.item_stops[shard - 1] if shard else 0
+            within = rows[is_in_shard] - self.row_bounds.starts[shard]
+            before = self.item_bounds.starts[shard]
             items[is_in_shard] = before + np.searchsorted(
                 self.stops_of_items(shard), within, "right"
             )

@@ -122,12 +122,12 @@ class Store(Result):
     @property
     def n_items(self) -> int:
         """The number of items."""
-        return self._shards.item_stops[-1] if len(self._shards) else 0
+        return self._shards.item_bounds.length
 
     @property
     def n_rows(self) -> int:
         """The number of tokens; the number of items where rows are items."""
-        return self._shards.row_stops[-1] if len(self._shards) else 0
+        return self._shards.row_bounds.length
 
     @property
     def nbytes(self) -> int:

@@ -17,11 +17,13 @@ from hookline.display.results import Cell, Heading, Printout, Result
 from hookline.display.text import plural
 from hookline.engine import (
     HOOK_DICTS,
+    ModeTap,
     RootTap,
     Tap,
     global_hooks,
     hook_dict,
     is_inert,
+    operations_on,
     path_text,
     require_model,
     tensor_hooks,
@@ -134,19 +136,28 @@ def _entries(nodes: list[Any]) -> Iterator[HookEntry]:
     for kind, hook in global_hooks():
         yield _entry("(every module)", kind, hook)
     for node in nodes:
-        for kind in HOOK_DICTS:
-            for hook in hook_dict(node.module, kind).values():
-                yield _entry(node.path, kind, hook)
+        for path, module in _with_operations(node):
+            hooks = [
+                (kind, hook) for kind in HOOK_DICTS for hook in hook_dict(module, kind).values()
+            ]
+            yield from (_entry(path, kind, hook) for kind, hook in hooks)
         for name, parameter in node.module.named_parameters(recurse=False):
             for kind, hook in tensor_hooks(parameter):
                 yield _entry(f"{node.path}.{name}".lstrip("."), kind, hook)
+
+
+def _with_operations(node: Any) -> list[tuple[str, nn.Module]]:
+    """Return a module and its operations that have hooks, with their paths."""
+    operations = operations_on(node.module)
+    named = [(f"{node.path}@{operation.name}", operation) for operation in operations]
+    return [(node.path, node.module), *named]
 
 
 def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
     # torch wraps load-state-dict pre-hooks, and a user may register a functools.partial.
     inner = getattr(hook, "func", None) or getattr(hook, "hook", None) or hook
     owner = getattr(inner, "__self__", None)
-    if isinstance(owner, Tap | RootTap):
+    if isinstance(owner, Tap | RootTap | ModeTap):
         return HookEntry(path, kind, "hookline", _label(owner, inner.__name__), "")
     code: Any = inner
     if not (inspect.isfunction(inner) or inspect.ismethod(inner)):
@@ -162,7 +173,9 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
     return HookEntry(path, kind, _owner(module, file), name, where)
 
 
-def _label(owner: Tap | RootTap, method: str) -> str:
+def _label(owner: Tap | RootTap | ModeTap, method: str) -> str:
+    if isinstance(owner, ModeTap):
+        return "watches for calls of operations" if method == "fire" else "stops watching"
     if is_inert(owner):
         return "inert (of a copy): does nothing, is removed when first called"
     if isinstance(owner, RootTap):

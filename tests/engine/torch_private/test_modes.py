@@ -100,3 +100,14 @@ def test_where_torch_fx_has_another_word_for_it_the_stack_tells(monkeypatch):
     torch.fx.symbolic_trace(Model())
     Model()(torch.ones(1))
     assert seen == ["torch.fx.symbolic_trace", None]
+
+
+def test_the_precision_of_float32_is_that_of_the_public_setting():
+    backend = torch.backends.mkldnn.matmul
+    before = backend.fp32_precision
+    assert modes.float32_precision("mkldnn", "matmul") == before
+    backend.fp32_precision = "bf16"
+    try:
+        assert modes.float32_precision("mkldnn", "matmul") == "bf16"
+    finally:
+        backend.fp32_precision = before

@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from causal_zoo import build, texts
 from torch import nn
 
 import hookline as hl
+from causal_zoo import build, texts
 
 
 class Attention(nn.Module):
@@ -92,8 +92,9 @@ def test_a_name_with_a_dot_selects_the_same(model, parts):
     assert sites(hl.select(model, [".z.1", "norm"])) == ["blocks.1.mlp@z", "norm"]
     assert sites(hl.select(model, ".resid_pre.1:grad_output")) == ["blocks.1:grad_input"]
     assert sites(hl.select(model, ".attn_out.0:grad_output")) == ["blocks.0.mlp:grad_output"]
-    with hl.edit(model, ".attn_out.0", hl.edits.scale(0.0)), hl.record(model, ".resid_mid.0") as run:
-        model(x)
+    with hl.edit(model, ".attn_out.0", hl.edits.scale(0.0)):
+        with hl.record(model, ".resid_mid.0") as run:
+            model(x)
     assert torch.equal(run["blocks.0@add#0"], model.embed(x))
 
 
@@ -250,7 +251,7 @@ def test_a_model_without_embedding_needs_an_input():
 
 
 def test_a_compiled_model_is_refused():
-    with pytest.raises(hl.AttachError, match="before torch.compile"):
+    with pytest.raises(hl.AttachError, match=r"before torch\.compile"):
         hl.anatomy(torch.compile(Text(), backend="eager"))
 
 

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from causal_zoo import build, texts
 
 import hookline as hl
+from causal_zoo import build, texts
 
 X = texts(seed=3, tokens=11)  # neither of the inputs on which the names are proven
 LAYER = 1
@@ -193,8 +193,9 @@ def test_the_wrong_value_of_a_rival_is_not_given(name, part, path):
 
 def test_the_dense_first_layer_of_deepseek_has_neurons():
     _, parts, seen = family("deepseek_v3")
-    assert torch.equal(value("deepseek_v3", "mlp_act", 0), seen.got["model.layers.0.mlp.down_proj"][0])
-    with pytest.raises(hl.SelectionError, match="of layer 1 .*the MLP is of experts"):
+    (neurons,) = seen.got["model.layers.0.mlp.down_proj"]
+    assert torch.equal(value("deepseek_v3", "mlp_act", 0), neurons)
+    with pytest.raises(hl.SelectionError, match=r"of layer 1 .*the MLP is of experts"):
         parts["mlp_act", 1]
     with pytest.raises(hl.SelectionError, match="of layer 0"):
         parts["router_logits", 0]
@@ -210,7 +211,7 @@ def test_a_layer_without_attention_has_a_mixer():
     _, parts, seen = family("qwen3_next")
     mixed = value("qwen3_next", "mixer_out", 0)
     assert torch.equal(mixed, seen.gave["model.layers.0.linear_attn"])
-    with pytest.raises(hl.SelectionError, match="'pattern' of layer 0 .*no single attention"):
+    with pytest.raises(hl.SelectionError, match=r"'pattern' of layer 0 .*no single attention"):
         parts["pattern", 0]
 
 
@@ -229,7 +230,7 @@ def test_the_lens_of_the_last_stream_gives_the_logits(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "qwen3_next"])
 def test_the_contributions_of_heads_add_up(name):
-    model, parts, seen = family(name)
+    model, parts, _ = family(name)
     with torch.no_grad(), hl.record(model, ".attn_heads") as run:
         model(**X)
     by_head = parts.contributions(run, LAYER)

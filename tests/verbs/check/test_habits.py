@@ -12,7 +12,7 @@ from torch import nn
 import hookline as hl
 from hookline.engine import Site
 from hookline.verbs.check import habits as habits_module
-from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.outcome import Outcome
 from meeting import Meanwhile, ToldLock
 
@@ -34,7 +34,7 @@ def said(model, also, *factors, part=1, x=X, run=None):
     assert [f"hl.check: {finding.message}" for finding in findings] == texts
     assert all(finding.also in also and not finding.is_error for finding in findings)
     for finding in findings:
-        assert Finding.from_json(json.loads(json.dumps(finding.as_json()))) == finding
+        assert CheckFinding.from_json(json.loads(json.dumps(finding.as_json()))) == finding
         assert str(finding) == finding.message
     return texts
 
@@ -109,8 +109,10 @@ def test_a_finding_has_the_number_of_its_run(model):
 def test_findings_by_choice_displace_no_nan(model):
     outcome = Outcome(None)
     for number in range(150):
-        outcome.add(Finding("forward", str(number), also="constant", observation="is 0 everywhere"))
-    nan = outcome.add(Finding("forward", "fc", n_nan=1))
+        outcome.add(
+            CheckFinding("forward", str(number), also="constant", observation="is 0 everywhere")
+        )
+    nan = outcome.add(CheckFinding("forward", "fc", n_nan=1))
     assert len(outcome.all) == 101
     assert outcome.all[-1] == nan
 
@@ -126,13 +128,13 @@ def test_an_error_is_told_also_after_findings_by_choice(model):
 
 
 def test_a_finding_of_an_older_file_is_read():
-    data = Finding("forward", "fc").as_json()
+    data = CheckFinding("forward", "fc").as_json()
     for name in ("also", "observation", "units"):
         del data[name]
-    assert Finding.from_json(data) == Finding("forward", "fc")
+    assert CheckFinding.from_json(data) == CheckFinding("forward", "fc")
     del data["file"]
     with pytest.raises(KeyError):
-        Finding.from_json(data)
+        CheckFinding.from_json(data)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3), (2, 5, 3, 4), (2, 5, 3, 4, 2)])

@@ -214,3 +214,20 @@ def test_flat_tokens_of_one_engine_are_the_rows_of_another():
     found = hl.compare(*runs)
     assert found.ok
     assert found["head"].form == "[12, 5] float32"
+
+
+def test_gradients_of_parameters_are_over_the_same_tokens(gpt2):
+    def trained(rows):
+        gpt2.zero_grad()
+        with hl.record(gpt2, ["lm_head", "(root):input", "**:grad"]) as run:
+            gpt2(input_ids=rows).logits.square().sum().backward()
+        return run
+
+    rows = ids(3, 6)
+    run, other = trained(rows), trained(rows.flip(0))
+    site = "transformer.h.0.mlp.c_fc.weight:grad"
+    assert hl.compare(run, other)[site].verdict in ("identical", "noise")
+    fewer = hl.compare(trained(rows[:2]), other)[site]
+    assert (fewer.verdict, fewer.why) == (
+        "not comparable", "a gradient over other tokens in a than in b"
+    )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import hookline as hl
+from hookline.verbs.compare import judge
 from ported import IDS, net, run_of
 
 
@@ -345,3 +348,75 @@ def test_a_value_with_one_mask_alone_is_no_difference():
 def test_arrays_get_no_advice_for_recordings():
     (finding,) = hl.compare({"a": np.ones(3)}, {"a": np.zeros(3)}).findings
     assert finding.text == "first beyond noise: a (relative inf)"
+
+
+# -- settings of torch ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
+
+
+def test_training_mode_is_told_first_if_values_differ(normed):
+    evaluated, trained = run_of(normed, X), run_of(normed.train(), X + 1)
+    comparison = hl.compare(trained, evaluated)
+    assert kinds(comparison)[:2] == ["modes", "inputs"]
+    assert comparison.findings[0].text == "a ran in training mode, b in eval mode"
+    back = hl.compare(evaluated, trained)
+    assert back.findings[0].text == "b ran in training mode, a in eval mode"
+
+
+def test_modules_in_another_mode_are_named_if_it_matters(normed):
+    evaluated = run_of(normed, X)
+    normed[1].train()
+    normed[2].train()
+    text = text_of(hl.compare(run_of(normed, X), evaluated), "modes")
+    assert text == ["in training mode in a, and in eval mode in b: 1"]
+    normed[1].eval()
+    assert text_of(hl.compare(run_of(normed, X + 1), evaluated), "modes") == []
+
+
+def test_autocast_gradients_and_seeds_are_told(mlp):
+    plain = run_of(mlp, X)
+    torch.manual_seed(5)
+    with torch.autocast("cpu", dtype=torch.float16):
+        coarse = run_of(mlp, X * 2)
+    with hl.record(mlp) as graphed:
+        mlp(X * 2)
+    comparison = hl.compare(coarse, plain)
+    text = "autocast was float16 on cpu in a, and off in b"
+    assert text_of(comparison, "modes") == [text]
+    assert text_of(comparison, "seeds") == ["torch's seed was 5 in a, and 0 in b"]
+    assert kinds(comparison)[0] == "modes"
+    text = "gradients were on in a, and off in b"
+    assert text_of(hl.compare(graphed, plain), "modes") == [text]
+    assert hl.compare(run_of(mlp, X), plain).findings == []
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def resident(name):
+    """A size of this process in bytes: `VmRSS`, or its peak `VmHWM`."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.split(f"{name}:")[1].split()[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+def test_memory_holds_a_few_values_of_many(tmp_path, monkeypatch):
+    n_sites, size = 48, 2**19
+    monkeypatch.setattr(judge, "_RELEASE_BYTES", 2**22)
+    model = nn.Sequential(*(nn.Identity() for _ in range(n_sites)))
+    for name, noise in (("a", 1e-6), ("b", 0.0)):
+        with hl.record(model, "*", keep=lambda x, noise=noise: torch.randn(size) + noise) as run:
+            model(torch.zeros(1))
+        run.save(tmp_path / name)
+    del run
+    hl.compare(tmp_path / "a", tmp_path / "a")  # what is loaded at first use
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    before = resident("VmRSS")
+    found = hl.compare(tmp_path / "a", tmp_path / "b")
+    assert found.counts["differs"] == n_sites
+    assert resident("VmHWM") - before < 16 * 4 * size  # of 96 values

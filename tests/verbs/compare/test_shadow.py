@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from ported import FAULTS, IDS, net
+from ported import FAULTS, IDS, Renamed, net
 
 IN_EVAL = [fault for fault in FAULTS if fault != "batch norm in training"]
 
@@ -36,6 +36,59 @@ def test_the_module_with_a_local_error_is_the_suspect(model, fault):
     if path != "head":
         assert later.relative > later.floor.relative > later.local
         assert later.verdict == "noise"
+
+
+def without_decoder(path):
+    return path.removeprefix("decoder.")
+
+
+@pytest.mark.parametrize("fault", IN_EVAL)
+def test_a_renamed_port_is_shadowed_by_its_names(model, fault):
+    plant, path = FAULTS[fault]
+    port = copy.deepcopy(model)
+    plant(port)
+    comparison = hl.shadow(model, Renamed(port), IDS, names=without_decoder)
+    assert comparison.suspect == path
+    (finding,) = [finding for finding in comparison.findings if finding.kind == "site"]
+    assert finding.text.startswith(f"{path} (decoder.{path} in b) computes otherwise")
+    assert comparison[path].other == f"decoder.{path}"
+
+
+def test_modes_are_compared_by_names(model):
+    port = copy.deepcopy(model)
+    FAULTS["batch norm in training"][0](port)
+    comparison = hl.shadow(model, Renamed(port), IDS, names=without_decoder)
+    assert "in eval mode in both: bn" in texts(comparison)[0]
+
+
+def test_names_that_name_nothing_are_refused(model):
+    with pytest.raises(hl.InputError, match="names of b, got 'encoder'"):
+        hl.shadow(model, Renamed(model), IDS, names={"encoder": "blocks"})
+    with pytest.raises(hl.InputError, match="must have modules in common"):
+        hl.shadow(model, Renamed(model), IDS)
+
+
+class Unwilling(nn.Linear):
+    def forward(self, x):
+        raise ValueError("no such input")
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_the_model_that_does_not_run_is_named(name):
+    models = {"a": nn.Sequential(nn.Linear(4, 2)), "b": nn.Sequential(nn.Linear(4, 2))}
+    models[name] = nn.Sequential(Unwilling(4, 2))
+    with pytest.raises(hl.InputError, match=f"got ValueError from {name}: no such input"):
+        hl.shadow(models["a"], models["b"], torch.ones(1, 4))
+    assert not any(len(hl.inventory(model)) for model in models.values())
+
+
+@pytest.mark.parametrize("fault", IN_EVAL)
+def test_a_port_in_bfloat16_is_run_again_in_float64(model, fault):
+    plant, path = FAULTS[fault]
+    port = copy.deepcopy(model)
+    plant(port)
+    for a in (model, copy.deepcopy(model).bfloat16()):
+        assert hl.shadow(a, copy.deepcopy(port).bfloat16(), IDS).suspect == path
 
 
 def test_two_faults_are_told_apart(model):

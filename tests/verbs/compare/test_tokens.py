@@ -66,6 +66,17 @@ def test_packed_sequences_are_cut_where_positions_or_borders_say(told):
     assert tokens.grids[0][""].row_owner.tolist() == [-1]  # the row holds several
 
 
+def test_torchs_masks_and_masks_to_add_mark_the_padding():
+    padding = rows_of([1, 0, 0, 0], [0, 0, 1, 1]).bool()
+    expected = [[-1, 0, 0, 0], [1, 1, -1, -1]]
+    for mask in (
+        {"src_key_padding_mask": padding},
+        {"attention_mask": torch.zeros(2, 4).masked_fill(padding, -torch.inf)},
+    ):
+        tokens = tokens_of(run_of({"input_ids": IDS, **mask}))
+        assert tokens.grids[0][""].owner.tolist() == expected
+
+
 def test_positions_of_left_padding_do_not_cut_a_sequence():
     mask, places = rows_of([0, 0, 1, 1]), rows_of([1, 1, 0, 1])
     tokens = tokens_of(
@@ -141,11 +152,11 @@ def test_inputs_that_were_not_recorded_are_taken_as_given():
     [
         (
             {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 4, 4)},
-            "attention_mask must be of shape (rows, tokens) to tell the padding, got [2, 1, 4, 4]",
+            "attention_mask must have a number for each token, [2, 4], got [2, 1, 4, 4]",
         ),
         (
             {"input_ids": IDS, "attention_mask": torch.ones(2, 3, dtype=torch.long)},
-            "attention_mask must have a mark for each of [2, 4] tokens, got [2, 3]",
+            "attention_mask must have a number for each token, [2, 4], got [2, 3]",
         ),
         ({"input_ids": IDS, "cu_seqlens": torch.tensor([0, 3])}, "cu_seqlens must go from 0 to"),
         (

@@ -71,6 +71,14 @@ def test_packed_sequences_end_each_on_their_own():
     assert tokens.chosen(last).tolist() == [[False, False, True, True], [True, False, False, True]]
 
 
+def test_borders_tell_packed_sequences_without_positions():
+    tokens = main(input_ids=IDS[:1], cu_seqlens=torch.tensor([0, 3, 4], dtype=torch.int32))
+    assert tokens.positions.tolist() == [[0, 1, 2, 0]]
+    assert tokens.lengths.tolist() == [[3, 3, 3, 1]]
+    two = main(input_ids=IDS, cu_seqlens=torch.tensor([0, 2, 4, 8]))
+    assert two.positions.tolist() == [[0, 1, 0, 1], [0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize(
     ("inputs", "sizes"),
     [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.record.kept_state import KeptState
+from hookline.verbs.record.kept_state import KeptState, may_keep_state
 
 ROWS = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
 
@@ -179,3 +179,10 @@ def test_an_interrupt_while_the_state_is_read_leaves_no_hooks(tmp_path):
     assert caught.value is not None  # its traceback holds the frames of the call
     assert model(torch.ones(1, 2)).shape == (1, 2)
     assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_container_in_training_mode_keeps_no_state(training):
+    model = nn.Sequential(nn.BatchNorm1d(6)).train()
+    model[0].train(training)
+    assert may_keep_state(model) == training

@@ -12,21 +12,22 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from hookline.views import write_page
+from hookline.views.page import Evidence, write_recording_page
 
 SCRIPT = "<script>alert(1)<"
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory, strange, strange_run):
-    path = write_page(
+    path = write_recording_page(
         strange_run,
         tmp_path_factory.mktemp("page") / "report.html",
         title="Strange",
         subtitle="two random images",
         summary=hl.summary(strange),
-        images=[Image.new("RGB", (300, 200))] * 2,
-        classes=[("<b>cat</b>", 0.75), ("dog", 0.25)],
+        evidence=Evidence(
+            [Image.new("RGB", (300, 200))] * 2, [("<b>cat</b>", 0.75), ("dog", 0.25)]
+        ),
     )
     return path.as_uri()
 
@@ -93,7 +94,7 @@ def test_matches_of_the_path_come_before_those_of_the_type_alone(browser, tmp_pa
     with hl.record(model, nn.BatchNorm2d) as run:
         model(torch.rand(2, 1, 4, 4))
     page = browser.new_page()
-    page.goto(write_page(run, tmp_path, title="Norms").as_uri())
+    page.goto(write_recording_page(run, tmp_path, title="Norms").as_uri())
     search = page.get_by_role("searchbox")
     search.fill("norm2")
     assert names(page) == ["norm2", "block.norm2", "norm"]

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import hookline as hl
-from hookline.views import write_page
+from hookline.views.page import write_recording_page
 from warm import run_python
 
 
@@ -15,7 +15,7 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(
 ):
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     with pytest.raises(hl.HooklineError) as caught:
-        write_page(strange_run, tmp_path / "report.html", title="any")
+        write_recording_page(strange_run, tmp_path / "report.html", title="any")
     assert str(caught.value) == (
         'the page needs jinja2 and pillow.\nRun in the folder of hookline: pip install ".[cli]"'
     )

@@ -124,34 +124,8 @@ def test_class_maps_are_alike_in_size_and_their_captions_level(visit, runs, widt
     assert page.locator(".cams img").first.bounding_box()["width"] > 120
 
 
-def test_two_recordings_have_what_differs_on_top(visit, runs):
-    page = visit(runs / "a", runs / "b")
-    is_measured(page)
-    head = page.get_by_role("columnheader", name="Difference")
-    expect(head).to_have_attribute("aria-sort", "descending")
-    gaps = [float(text) for text in page.locator("td.gap").all_inner_texts() if text]
-    assert gaps == sorted(gaps, reverse=True)
-    assert labels(page)[-1] == "first"
-    assert gaps[0] > 0 == gaps[-1]
-    page.get_by_role("button", name="Back to the tree").click()
-    expect(page).to_have_url(re.compile(r"\?sort=$"))
-    page.locator("tbody th a").filter(has_text="head").click()
-    expect(page.get_by_role("note")).to_contain_text("The relative difference is")
-    expect(page.get_by_role("heading", name="First minus second")).to_be_visible()
-
-
-def test_a_comparison_says_whose_numbers_and_differences_it_has(visit, runs):
-    page = visit(runs / "b", runs / "a")
-    expect(page.locator(".subtitle")).to_contain_text("numbers are those of the first")
-    legend = page.locator(".legend")
-    expect(legend).to_contain_text("the L2 norm of the first value minus the second, over the")
-    expect(legend.locator("code")).to_have_text(str(runs / "b"))
-    assert "Difference" not in visit(runs / "a").locator(".legend").inner_text()
-
-
-@pytest.mark.parametrize("path", ["", "?sort=max"])
-def test_on_a_phone_the_sorted_column_stays_on_the_screen(visit, runs, path):
-    page = visit(runs / "a", runs / "b", path=path, viewport=PHONE)
+def test_on_a_phone_the_sorted_column_stays_on_the_screen(visit, runs):
+    page = visit(runs / "a", path="?sort=max", viewport=PHONE)
     for left in (0, 150, 10_000):
         page.locator(".scroller").evaluate("(one, left) => one.scrollTo(left, 0)", left)
         for cell in (page.locator("thead [aria-sort=descending]"), page.locator("td.sorted").first):
@@ -226,8 +200,7 @@ def test_axe_finds_no_serious_fault(visit, runs, scheme, path):
     assert faults(page) == []
 
 
-def test_axe_finds_no_serious_fault_in_comparisons_or_complaints(visit, runs, tmp_path):
-    assert faults(visit(runs / "a", runs / "b")) == []
+def test_axe_finds_no_serious_fault_in_a_value_of_two(visit, runs):
     assert faults(visit(runs / "a", runs / "b", path="site?at=head", color_scheme="dark")) == []
 
 

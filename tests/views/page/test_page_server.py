@@ -19,7 +19,6 @@ import hookline as hl
 from benchmarks.large_recording import write as write_large
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 from hookline.views.page.guard import Rules
-from hookline.views.page.page_state import FolderContents, PageState
 
 
 def test_it_answers_on_the_loopback_address_with_the_table(served, runs):
@@ -35,7 +34,7 @@ def test_a_page_loads_nothing_from_elsewhere_and_is_not_framed(served, runs):
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
-    assert re.search(r"script-src( 'sha256-[A-Za-z0-9+/]+=*'){2}$", policy)
+    assert re.search(r"script-src( 'sha256-[A-Za-z0-9+/]+=*'){3}$", policy)
     assert headers["x-content-type-options"] == "nosniff"
 
 
@@ -222,16 +221,39 @@ def test_numbers_are_measured_a_few_at_a_time_and_remembered(served, runs):
     assert f">{mean:.4g}<" in server.get().text
 
 
-def test_the_difference_of_two_recordings_is_column_and_picture(served, runs):
+def test_two_recordings_are_compared_when_the_page_asks(served, runs):
     server = served(runs / "a", runs / "b")
-    found = json.loads(server.get("measure?from=0").text)["lines"]
-    gaps = {line["cells"][0]: line["cells"][2] for line in found}
-    assert gaps["first"] == "0"
-    assert float(gaps["head"]) > 0
-    text = server.get("site?at=again&call=1").text
+    text = server.get().text
+    assert "a against b" in text
+    assert str(runs / "b") in text
+    data = json.loads(server.get("comparison").text)
+    comparison = hl.compare(runs / "a", runs / "b")
+    assert {name: data[name] for name in comparison.to_dict()} == comparison.to_dict()
+    text = server.get(f"site?{data['links'][-1]}").text
     assert "First minus second" in text
     assert f"Output in {runs / 'b'}" in text
-    assert "equal to the last bit" in server.get("site?at=first").text
+    assert "(root): differs. The relative difference is" in text
+    assert "first: identical." in server.get("site?at=first").text
+
+
+def test_each_row_of_a_comparison_leads_to_the_page_of_its_value(served, tmp_path):
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, [x + 1]
+
+    model = nn.Sequential(nn.Linear(2, 2), Pair())
+    with hl.record(model, ports=("output", "grad_output")) as run:
+        for _ in range(2):
+            out, _ = model(torch.ones(1, 2))
+            out.sum().backward()
+    server = served(*(run.save(tmp_path / name) for name in "ab"))
+    data = json.loads(server.get("comparison").text)
+    links = {row["site"]: link for row, link in zip(data["rows"], data["links"], strict=True)}
+    assert links["0#pass1"] == "at=0&pass=1&call=0"
+    assert links["1:output[1][0]#pass0"] == "at=1&pass=0&call=0"
+    assert links["0:grad_output#pass1"] == "at=0%3Agrad_output&pass=1&call=0"
+    assert all(links.values())
+    assert "1:output[0]#pass1: identical." in server.get("site?at=1&pass=1").text
 
 
 def test_values_of_other_shapes_and_those_only_in_one_are_named(served, tmp_path):
@@ -241,11 +263,24 @@ def test_values_of_other_shapes_and_those_only_in_one_are_named(served, tmp_path
             model(torch.ones(1, 2))
         run.save(tmp_path / name)
     server = served(tmp_path / "a", tmp_path / "b")
-    text = server.get().text
-    assert f"only in {tmp_path / 'a'}" in text
-    assert f"Only in {tmp_path / 'b'}: 1 value ((root))" in text
-    assert "shapes [1, 3] and [1, 4]" in server.get("measure?from=0").text
-    assert "They differ: shapes [1, 3] and [1, 4]" in server.get("site?at=0").text
+    assert f"Only in {tmp_path / 'a'}." in server.get("site?at=1").text
+    text = server.get("comparison").text
+    assert "1 value only in a: 1" in text
+    assert "1 value only in b: (root)" in text
+    assert "0: not comparable (shapes [1, 3] and [1, 4])." in server.get("site?at=0").text
+
+
+def test_two_recordings_without_a_common_value_say_so(served, tmp_path):
+    for name in "ab":
+        model = nn.Sequential()
+        model.add_module(name, nn.ReLU())
+        with hl.record(model, name) as run:
+            model(torch.ones(1, 2))
+        run.save(tmp_path / name)
+    answer = json.loads(served(tmp_path / "a", tmp_path / "b").get("comparison").text)
+    assert "a and b must have names in common" in answer["problem"][0]
+    alone = json.loads(served(tmp_path / "a").get("comparison").text)
+    assert alone["problem"][0].startswith("only one folder is shown")
 
 
 # -- what changes while it is looked at ------------------------------------------------------
@@ -339,14 +374,12 @@ def test_the_root_is_found_in_an_address_however_it_is_written(served, runs, at)
     assert "<h1>(root)" in answer.text
 
 
-def test_the_difference_in_any_leaf_is_shown(tmp_path):
-    folders = []
-    for second in (1.0, 3.0):
-        model = nn.Identity()
-        with hl.record(model) as run:
+def test_the_difference_in_any_leaf_is_shown(served, tmp_path):
+    for name, second in (("a", 1.0), ("b", 3.0)):
+        with hl.record(model := nn.Identity()) as run:
             model((torch.ones(3), torch.full((2,), second)))
-        folders.append(run.save(tmp_path / str(second)) or tmp_path / str(second))
-    shown = PageState(
-        *(FolderContents(hl.open(folder)) for folder in folders), names=("one", "other")
-    )
-    assert shown.measure(shown.values[0]).difference.relative == pytest.approx(2 / 3)
+        run.save(tmp_path / name)
+    server = served(tmp_path / "a", tmp_path / "b")
+    rows = json.loads(server.get("comparison").text)["rows"]
+    assert [row["relative"] for row in rows] == [0.0, pytest.approx(2 / 3)]
+    assert "(root):output[1]: differs. The relative" in server.get("site?at=(root)").text

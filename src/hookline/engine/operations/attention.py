@@ -7,6 +7,7 @@ attention step by step.
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn, Protocol, final
@@ -350,7 +351,8 @@ def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tenso
     scores = scores_of(query, given.key, given.attn_mask, given.is_causal, given.scale)
     scores = _unpack(scores, is_packed)
     shown = of.show("scores", scores)
-    pattern = pattern_of(shown, query.dtype)
+    may_lack_keys = given.attn_mask is not None or shown is not scores
+    pattern = pattern_of(shown, query.dtype, may_lack_keys=may_lack_keys)
     new = of.show("pattern", pattern)
     if new is pattern and shown is scores and not (of.needs_graph and new.requires_grad):
         return None
@@ -402,6 +404,7 @@ def _copy_that_calls() -> Function:
 _see_through = _copy_that_calls()
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def is_opaque(function: Function) -> bool:
     """Tell whether a function computes attention in a way of its own."""
     name = getattr(function, "__name__", "").lower()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from types import FrameType
 from typing import Any, final
 
@@ -21,12 +20,11 @@ from hookline.engine.operations.attention import (
 )
 from hookline.engine.operations.names import Function, functions
 from hookline.engine.operations.operation import Operation
+from hookline.engine.operations.own_calls import OwnCalls
 from hookline.engine.torch_private.dynamo import TracingAttachError, while_tracing
 from hookline.engine.torch_private.graph.function_modes import (
     calling_module,
-    calling_modules_of_graph,
     drop_modes,
-    is_of_hook,
     method_name,
     n_modes,
     pop_mode,
@@ -57,8 +55,7 @@ class OperationMode(TorchFunctionMode):
         self.module_id = id(module)
         self._by_name: dict[str, Operation] = {}
         self._copies: dict[Function, Operation] = {}
-        self._module = weakref.ref(module)
-        self._parts: WeakIdentityMap[bool] = WeakIdentityMap()
+        self._own = OwnCalls(module)
 
     def begin(self) -> None:
         """Turn the mode on, as a call of the module begins."""
@@ -94,9 +91,14 @@ class OperationMode(TorchFunctionMode):
             operation = self._by_name[name] = Operation(name)
         return operation
 
+    def hooked(self) -> list[Operation]:
+        """Return the operations that have hooks at present."""
+        operations = list(self._by_name.values())
+        return [operation for operation in operations if operation.is_hooked]
+
     def update(self) -> None:
         """Look for the functions whose operations have hooks at present, and for no others."""
-        hooked = {name: one for name, one in list(self._by_name.items()) if one.is_hooked}
+        hooked = {operation.name: operation for operation in self.hooked()}
         operations = {
             function: self._copy(operation, function)
             for name, operation in hooked.items()
@@ -128,7 +130,7 @@ class OperationMode(TorchFunctionMode):
             return self._call_in_graph(func, args, kwargs)
         call = self.calls.get(func)
         is_watched = call is not None or (self.attention.parts and is_opaque(func))
-        if not is_watched or not self._is_own(sys._getframe(1)):
+        if not is_watched or not self._own.is_own(sys._getframe(1)):
             return func(*args, **kwargs)
         return self.attention.refuse(func) if call is None else call.call(args, kwargs)
 
@@ -156,51 +158,12 @@ class OperationMode(TorchFunctionMode):
         """
         call = self.calls.get(func)
         is_watched = call is not None or (self.attention.parts and is_opaque(func))
-        if is_watched and self._is_own_in_graph():
+        if is_watched and self._own.is_own_in_graph():
             if call is None:
                 self.attention.refuse(func, TracingAttachError)
             return next(key for key, other in self.in_graph.items() if other is call)
         name = method_name(func)
         return f".{name}" if name else ""
-
-    def _is_own(self, frame: FrameType | None) -> bool:
-        """Tell whether the module itself makes the present call, and not a module inside it.
-
-        Args:
-            frame: the frame that makes the call.
-        """
-        while frame is not None:
-            module, code, frame = calling_module(frame)
-            if frame is None or _hides_calls(module):
-                return False
-            if id(module) == self.module_id:
-                return not is_of_hook(code, module)
-            if self._is_part(module):
-                return False
-            frame = frame.f_back  # the forward has made this module: nn.Softmax(dim=-1)(x)
-        return False
-
-    def _is_own_in_graph(self) -> bool:
-        for module in calling_modules_of_graph():
-            if id(module) == self.module_id:
-                return True
-            if _hides_calls(module) or self._is_part(module):
-                return False
-        return self._is_own(sys._getframe(1))  # a function is compiled that the module calls
-
-    def _is_part(self, module: nn.Module) -> bool:
-        """Tell whether a module is inside the module of this mode."""
-        if module in self._parts:
-            return True
-        own = self._module()
-        for part in () if own is None else own.modules():
-            self._parts[part] = True
-        return module in self._parts
-
-
-def _hides_calls(module: nn.Module) -> bool:
-    """Tell whether a module is an operation, whose calls are its own."""
-    return type(module) is Operation and module.name != MULTIHEAD.__name__
 
 
 _modes: WeakIdentityMap[OperationMode] = WeakIdentityMap()
@@ -209,6 +172,12 @@ _modes: WeakIdentityMap[OperationMode] = WeakIdentityMap()
 def mode_of(module: nn.Module) -> OperationMode:
     """Return the mode of a module. All lines share it."""
     return _modes.get_or_add(module, lambda: OperationMode(module))
+
+
+def operations_on(module: nn.Module) -> list[Operation]:
+    """Return the operations of a module that have hooks."""
+    mode = _modes.get(module)
+    return [] if mode is None else mode.hooked()
 
 
 def drop_left(frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from types import MethodDescriptorType, ModuleType, WrapperDescriptorType
+from types import BuiltinFunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +78,6 @@ class ArgumentNames(NamedTuple):
     rest: str | None
 
 
-@functools.cache
 def argument_names(function: Function) -> ArgumentNames:
     """Return the names of a function's positional arguments.
 
@@ -90,15 +89,30 @@ def argument_names(function: Function) -> ArgumentNames:
         >>> argument_names(Tensor.matmul).names
         ('input', 'other')
     """
+    if isinstance(function, _OF_C):
+        return _names_of_c(function)
+    try:
+        own = _signature(function)
+    except (TypeError, ValueError):
+        return _documented(function)
+    is_method = own.names[:1] == ("self",) and function.__module__ == Tensor.split.__module__
+    return own._replace(names=("input", *own.names[1:])) if is_method else own
+
+
+_OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+
+
+@functools.cache
+def _names_of_c(function: Function) -> ArgumentNames:
     try:
         own = _signature(function)
     except (TypeError, ValueError):
         own = _documented(function)
-    if not isinstance(function, MethodDescriptorType | WrapperDescriptorType):
+    if isinstance(function, BuiltinFunctionType):
         return own
     names = ("input", *own.names[isinstance(function, WrapperDescriptorType) :])
     like = getattr(torch, name_of(function), None)
-    if like is not None and own.rest is None and like is not function:
+    if like is not None and own.rest is None:
         usual = argument_names(like)
         if usual.rest is None and len(usual.names) >= len(names):
             names = usual.names

@@ -25,7 +25,7 @@ def scores_of(
     if query.dtype in _NARROW:
         query, key = query.float(), key.float()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = query @ by_query_head(key, query.shape[-3]).transpose(-2, -1) * scale
+    scores = (query * scale) @ by_query_head(key, query.shape[-3]).transpose(-2, -1)
     if is_causal:
         rows, columns = scores.shape[-2:]
         mask = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
@@ -36,14 +36,21 @@ def scores_of(
     return scores + mask
 
 
-def pattern_of(scores: Tensor, dtype: torch.dtype) -> Tensor:
+def pattern_of(scores: Tensor, dtype: torch.dtype, *, may_lack_keys: bool) -> Tensor:
     """Return the pattern of scores.
 
     A query without any key has a row of zeros, as the output of torch's function has.
+
+    Args:
+        scores: the scores.
+        dtype: the dtype of the pattern.
+        may_lack_keys: whether a mask may have left a query without any key.
     """
     pattern = scores.softmax(-1)
-    without_key = (scores == -torch.inf).all(-1, keepdim=True)
-    return pattern.masked_fill(without_key, 0.0).to(dtype)
+    if may_lack_keys:
+        without_key = scores.amax(-1, keepdim=True) == -torch.inf
+        pattern = pattern.masked_fill(without_key, 0.0)
+    return pattern.to(dtype)
 
 
 def by_query_head(value: Tensor, n_heads: int) -> Tensor:

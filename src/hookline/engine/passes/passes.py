@@ -54,6 +54,7 @@ class Pass:
         exception_at_start: the id of the exception that was being handled when the pass began.
         region: the innermost checkpointed region that runs, if one does.
         recomputation: the recomputation that this pass stands for; None for true passes.
+        settings: the settings of torch under which the pass runs; None where no verb reads them.
         unversioned: the memory that changes without a version counter (`memory/unversioned.py`);
             None until first asked for.
     """
@@ -61,7 +62,7 @@ class Pass:
     __slots__ = (
         "__weakref__", "at_end", "backward", "calls", "exception_at_start", "failed",
         "is_transformed", "log", "note", "number", "opened", "recomputation", "region", "roots",
-        "unversioned",
+        "settings", "unversioned",
     )  # fmt: skip
 
     def __init__(self, number: int, *, is_transformed: bool = False) -> None:
@@ -78,6 +79,7 @@ class Pass:
         self.exception_at_start = id(sys.exception())
         self.region: Any = None
         self.recomputation: Any = None
+        self.settings: Any = None
         self.unversioned: Any = None
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hookline.display.text import escape_invisible
+from hookline.engine.operations.attention import PARTS
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
 from hookline.engine.selection.site import path_text
@@ -126,15 +127,23 @@ def _past_hooks(silent: Silent) -> Why | None:
     return None
 
 
+def not_its_own(node: OperationNode, or_else: str = "") -> Why:
+    """Say that a module does not itself call the function of an operation.
+
+    Args:
+        node: the operation.
+        or_else: continues the sentence, where there may be another reason.
+    """
+    path = path_text(node.host.path)
+    what = f"calls no `{node.name}` itself"
+    if node.name in PARTS:
+        what = "itself computes no attention whose parts are known"
+    return Why(f"{path} {what}{or_else}", f"hl.operations(model, x, {path!r}) lists what it calls")
+
+
 def _not_its_own(silent: Silent) -> Why | None:
     node = silent.node
-    if not isinstance(node, OperationNode):
-        return None
-    path = path_text(node.host.path)
-    return Why(
-        f"{path} calls no `{node.name}` itself, or did not run",
-        f"hl.operations(model, x, {path!r}) lists what it calls",
-    )
+    return not_its_own(node, ", or did not run") if isinstance(node, OperationNode) else None
 
 
 def _not_called(silent: Silent) -> Why | None:

@@ -21,6 +21,11 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
+# Returns how a library computes operations in float32: "ieee", "tf32", "bf16" or "none". This is
+# torch's own function behind `torch.backends.cuda.matmul.fp32_precision`, which takes 1 µs.
+float32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+
+
 def is_ordinary() -> bool:
     """Tell whether neither a tracer nor a transform of torch.func runs.
 

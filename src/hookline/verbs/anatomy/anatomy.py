@@ -19,6 +19,7 @@ from hookline.verbs.anatomy.trial_inputs import trial_inputs
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
 
+
 @final
 class Anatomy(Result):
     """The parts of a transformer by their usual names; `hl.anatomy` makes it.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
 from hookline.verbs.anatomy.numbers import error, error_of_rescale
-from hookline.verbs.anatomy.parts import KINDS, Layer, ends, site_of, stream_site
+from hookline.verbs.anatomy.parts import KINDS, Layer, site_of, stream_site
 from hookline.verbs.anatomy.trace import Trace
 
 Look = Callable[[str], Tensor]
@@ -73,6 +73,7 @@ def _rescale_error(after: Tensor, before: Tensor) -> float:
 def claim(
     text: str, names: Sequence[str], sites: Sequence[str | None], measure: Callable[..., float]
 ) -> Claim:
+    """Return the claim of an identity; it fails if one of the values has no site."""
     known = tuple(site for site in sites if site is not None)
     if len(known) < len(sites):
         return Claim(text, tuple(names), known, lambda *_: float("inf"))

@@ -183,7 +183,8 @@ def _name_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Nam
     """Name the last norm: what a module returns before the product, scaled or not."""
     value = product.data[0]
     while value.origin is not head.start.origin:
-        is_of_module = any(place.kind == "output" for each in value.chain() for place in each.places)
+        places = [place for each in value.chain() for place in each.places]
+        is_of_module = any(place.kind == "output" for place in places)
         event = value.origin.maker
         if is_of_module or event is None or len(event.data) != 1:
             break

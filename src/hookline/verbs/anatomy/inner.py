@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hookline.verbs.anatomy.claims import Claim, claim
 from hookline.verbs.anatomy.numbers import CLOSE, error, error_of_rescale
-from hookline.verbs.anatomy.parts import Layer, Part, ends, input_of, site_of
+from hookline.verbs.anatomy.parts import Layer, Part, input_of, site_of
 from hookline.verbs.anatomy.stream import MATMULS, before, cuts
 from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value, replay_tokens
 
@@ -112,7 +112,8 @@ def _pre(value: Value, part: Part) -> Value:
     gates = cuts([each for each in values if id(each) in used], value)
     pre = gates[0]
     for gate in gates[1:]:
-        if gate.maker is None or not _is_slice(gate.maker) or gate is value and not _is_linear(value, part):
+        is_curved = gate is value and not _is_linear(value, part)
+        if gate.maker is None or not _is_slice(gate.maker) or is_curved:
             break
         pre = gate
     return pre
@@ -268,8 +269,12 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
     layer.sites.update(sites)
     claims = [
         claim("pattern @ v", names, [sites["z"], sites["pattern"], sites["v"]], _mix_error),
-        claim("scores of q and k", ("q", "k"), [sites[name] for name in ("scores", "q", "k")],
-              _scores_error),
+        claim(
+            "scores of q and k",
+            ("q", "k"),
+            [sites[name] for name in ("scores", "q", "k")],
+            _scores_error,
+        ),
         claim("softmax(scores)", names, [sites["pattern"], sites["scores"]], _softmax_error),
     ]
     layer.n_value_heads = _n_value_heads(parts[0], core)
@@ -283,12 +288,9 @@ def _n_value_heads(part: Part, core: Event) -> int:
     values = core.data[-1]
     events, _ = _back(values, part)
     by_head = [values, *(output for event in events for output in event.outputs)]
-    shape = values.tensor.shape
-    return min(
-        (v.tensor.shape[-3] for v in by_head
-         if v.tensor.dim() == 4 and v.tensor.shape[-2:] == shape[-2:] and v.tensor.shape[0] == shape[0]),
-        default=0,
-    )  # fmt: skip
+    like = values.tensor.shape
+    shapes = [each.tensor.shape for each in by_head if each.tensor.dim() == 4]
+    return min((s[1] for s in shapes if (s[0], *s[2:]) == (like[0], *like[2:])), default=0)
 
 
 def _heads(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:

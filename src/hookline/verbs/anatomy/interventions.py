@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.numbers import CLOSE
-from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of
-from hookline.verbs.anatomy.parts import stream_site
+from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of, stream_site
 from hookline.verbs.anatomy.trace import Event, Trace
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.record import record
 from hookline.verbs.shared.run_model import call
-
 
 _TOKEN = 1  # the token that is changed
 

@@ -66,9 +66,7 @@ def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> L
     Raises:
         NotRecordedError: the run has none of the streams.
     """
-    logits = {
-        layer: head(run.tensor(site)) for layer, site in streams.items() if site in run
-    }
+    logits = {layer: head(run.tensor(site)) for layer, site in streams.items() if site in run}
     if not logits:
         raise NotRecordedError(
             "the run must have resid_post of some layer, got none."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,11 +31,11 @@ def error(got: Tensor, expected: Tensor) -> float:
     got, expected = got.double().flatten(), expected.double().flatten()
     norm, largest = expected.norm(), expected.abs().max()
     if not norm:
-        return float(got.norm() > 0) * _WORSE if got.norm() else 0.0
+        return _WORSE if got.any() else 0.0
     off = got - expected
     errors = off.norm() / norm, off.abs().max() / largest, (got.norm() / norm - 1).abs()
     worst = float(torch.stack(errors).max())
-    return worst if worst == worst else _WORSE
+    return _WORSE if math.isnan(worst) else worst
 
 
 def error_of_rescale(before: Tensor, after: Tensor) -> float:

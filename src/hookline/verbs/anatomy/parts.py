@@ -117,9 +117,7 @@ def side_inputs(part: Part, block: Block) -> list[Value]:
 # -- sites ----------------------------------------------------------------------------------------
 
 
-def site_of(
-    trace: Trace, value: Value, inside: str, *, is_innermost: bool = False
-) -> str | None:
+def site_of(trace: Trace, value: Value, inside: str, *, is_innermost: bool = False) -> str | None:
     """Return the best site of a value inside a module: of the outermost module that returns it.
 
     Args:
@@ -139,8 +137,9 @@ def site_of(
 
 def _is_in(place: Place, inside: str) -> bool:
     path = place.path.partition("@")[0]
-    own = place.kind == "operation" and path == inside
-    return own or path.startswith(f"{inside}." if inside else "") and path != inside
+    if path == inside:
+        return place.kind == "operation"
+    return path.startswith(f"{inside}." if inside else "")
 
 
 def input_of(trace: Trace, value: Value, inside: str, events: Sequence[Event]) -> str | None:

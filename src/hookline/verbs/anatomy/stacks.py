@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import nn
 
 from hookline.verbs.anatomy.trace import ModuleCall, Trace
@@ -25,7 +27,7 @@ def stacks_of(model: nn.Module, trace: Trace) -> list[tuple[str, list[ModuleCall
 def _is_chain(calls: list[ModuleCall]) -> bool:
     return all(
         first.end <= second.begin and _hands_on(first, second)
-        for first, second in zip(calls, calls[1:], strict=False)
+        for first, second in itertools.pairwise(calls)
     )
 
 

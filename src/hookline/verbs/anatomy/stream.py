@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -161,7 +162,8 @@ def _cuts(pre: Value, post: Value, light: Sequence[Value]) -> list[Value]:
     for value in sorted(light, key=_order):
         if value is pre or value.maker is None or not _is_light(value):
             continue
-        if any(id(source) in on_path for source in value.maker.data) and _order(value) > _order(pre):
+        is_after = _order(value) > _order(pre)
+        if is_after and any(id(source) in on_path for source in value.maker.data):
             on_path.add(id(value))
             values.append(value)
     return cuts(values, post)
@@ -186,7 +188,7 @@ def cuts(values: Sequence[Value], last: Value) -> list[Value]:
 def _steps(spine: list[Value], light: list[Value], call: ModuleCall) -> list[Step]:
     on_stream = {id(value) for value in spine}
     steps = []
-    for before, after in zip(spine, spine[1:], strict=False):
+    for before, after in itertools.pairwise(spine):
         if after.like is before:
             continue
         event = after.maker

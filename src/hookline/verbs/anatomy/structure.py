@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from hookline.engine.operations.attention import PARTS
+from hookline.engine import PARTS
 from hookline.errors import (
     AmbiguousError,
     AttachError,
@@ -52,7 +52,6 @@ class Stack:
     head: Head | None = None
     errors: dict[tuple[str, int], float] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
 
     def part_names(self, model: nn.Module) -> PartNames:
         """Return the names without the trace, which they would keep alive."""

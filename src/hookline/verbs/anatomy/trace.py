@@ -205,6 +205,7 @@ class Trace(TorchFunctionMode):
 
     def bind(self, site: Site) -> Any:
         """Return the callback of a port of a module."""
+
         def enter(_: Any, value: Any) -> None:
             with without_function_modes():
                 self._enter(site, value)
@@ -324,11 +325,13 @@ def _memory(tensor: Tensor) -> int:
 def _like(value: Value, inputs: Iterable[Value]) -> Value | None:
     """Return the input that has the same numbers in the same order."""
     new = value.tensor
+    if value.is_constant or not new.is_floating_point():
+        return None
     for other in inputs:
         old = other.tensor
-        if not value.is_constant and old.numel() == new.numel() and old.dtype.is_floating_point:
-            if new.is_floating_point() and torch.equal(old.flatten().to(new.dtype), new.flatten()):
-                return other
+        is_alike = old.numel() == new.numel() and old.is_floating_point()
+        if is_alike and torch.equal(old.flatten().to(new.dtype), new.flatten()):
+            return other
     return None
 
 

@@ -21,6 +21,7 @@ from hookline.engine import (
     HookHandle,
     Line,
     Node,
+    Operation,
     Passes,
     Registrations,
     Selector,
@@ -217,6 +218,8 @@ DISPATCHER = _Dispatcher()
 
 def _hooks_here(kinds: tuple[str, ...], owner: Any) -> Iterator[_GlobalHook]:
     """Yield the hooks of all lines here that match a module or optimizer."""
+    if isinstance(owner, Operation):
+        return  # stands for the calls of a function, and is no module of a model
     for line in DISPATCHER.here():
         for hook in tuple(line.taps):
             if hook.kind in kinds and hook.matches(owner):

@@ -30,7 +30,7 @@ from hookline.engine import (
 )
 from hookline.errors import NonFiniteError, warn
 from hookline.statistics.finiteness import kinds_in, not_finite, total
-from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.forward import ForwardChecks
 from hookline.verbs.check.habits import say_missing
 from hookline.verbs.check.loss import LossGraph
@@ -74,7 +74,7 @@ class BackwardChecks:
         # The runs whose outputs have got a gradient, by the number of the backward.
         self._runs: dict[int, list[CheckedRun]] = {}
         self._losses: list[LossGraph] = []
-        self._nan_loss: Finding | None = None
+        self._nan_loss: CheckFinding | None = None
         self._at_start = self._judged = self._first_judged = _Gradients([])
         self._has_stepped = False
 
@@ -190,7 +190,7 @@ class BackwardChecks:
         else:
             self._nan_loss = finding
 
-    def _judge(self, runs: list[CheckedRun], loss: LossGraph | None) -> Finding:
+    def _judge(self, runs: list[CheckedRun], loss: LossGraph | None) -> CheckFinding:
         """Find the operation or the loss that made gradients that are not finite.
 
         `runs` are the runs of the model that the backward went through, the last run first.
@@ -208,7 +208,7 @@ class BackwardChecks:
         last = max(run.step for run in runs)
         return self._finding_of_gradients(self._weights, last, why or _FINITE_BACKWARD)
 
-    def _repeated(self, replay: Replay) -> tuple[Finding | None, str | None]:
+    def _repeated(self, replay: Replay) -> tuple[CheckFinding | None, str | None]:
         """Repeat the backward of a repeated run, and explain it."""
         if replay.likeness.difference is not None:
             return None, _NOT_REPEATED.format(replay.likeness.difference)
@@ -232,7 +232,7 @@ class BackwardChecks:
     @staticmethod
     def _finding_of_gradients(
         weights: list[tuple[str, Tensor]], step: int | None, why: str
-    ) -> Finding:
+    ) -> CheckFinding:
         """Describe the gradients that are not finite, where the operation is not known."""
         bad = [
             (path, grad)
@@ -245,7 +245,7 @@ class BackwardChecks:
             notes.append(f"{len(bad)} of {len(weights)} gradients are not finite")
         return of_tensor("gradient", path, grad, step).with_(notes=tuple(notes))
 
-    def _of_loss(self, run: CheckedRun, loss: LossGraph | None) -> Finding:
+    def _of_loss(self, run: CheckedRun, loss: LossGraph | None) -> CheckFinding:
         """Describe a gradient of the output that is not finite: all code outside is the loss."""
         grad = next(gradient for gradient in run.gradients.values() if kinds_in(gradient))
         finding = of_tensor("loss", "", grad, run.step)
@@ -278,7 +278,7 @@ class BackwardChecks:
             finding = earliest(finding, is_known=finding.kind != "gradient") or finding
         raise self._outcome.add(finding).error()
 
-    def _stepped_with(self, optimizer: Optimizer, params: set[int]) -> Finding | None:
+    def _stepped_with(self, optimizer: Optimizer, params: set[int]) -> CheckFinding | None:
         """Return what an optimizer is about to step with; None if its gradients are finite."""
         if not params <= {id(weight) for _, weight in self._weights}:
             model = self._model()  # parts of it may have been replaced
@@ -295,12 +295,12 @@ class BackwardChecks:
         # Each rank has shards of its own to step with, and all of them must stop.
         return self._checked.shared(finding)
 
-    def _loss_of(self, weights: list[tuple[str, Tensor]]) -> Finding | None:
+    def _loss_of(self, weights: list[tuple[str, Tensor]]) -> CheckFinding | None:
         """Return the loss that was NaN when weights got the finite gradients that they have."""
         is_same = self._judged.are_same(weights, with_numbers=False)
         return self._nan_loss if is_same else None
 
-    def _of_step(self, stepped: list[tuple[str, Tensor]]) -> Finding:
+    def _of_step(self, stepped: list[tuple[str, Tensor]]) -> CheckFinding:
         """Describe gradients that no backward through the model's outputs has made."""
         why = (
             "no backward through the model's outputs made it; look at what else writes gradients,"
@@ -328,7 +328,7 @@ class BackwardChecks:
         elif not isinstance(error, NonFiniteError):
             error.add_note(f"hookline: before that, {finding.message}")
 
-    def _written_meanwhile(self) -> Finding | None:
+    def _written_meanwhile(self) -> CheckFinding | None:
         """Describe gradients that something else than a backward through the outputs has made."""
         if any(finding.is_error for finding in self._outcome.all):
             return None  # said already

@@ -29,7 +29,7 @@ from hookline.engine import (
 from hookline.errors import warn
 from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in, not_finite, total
 from hookline.verbs.check.backward import BackwardChecks
-from hookline.verbs.check.finding import SINCE_START, Finding
+from hookline.verbs.check.finding import SINCE_START, CheckFinding
 from hookline.verbs.check.forward import ForwardChecks
 from hookline.verbs.check.habits import choices
 from hookline.verbs.check.outcome import Checked, Outcome, of_tensor
@@ -136,7 +136,7 @@ class CheckLine(VerbLine[Line]):
 
 def _poisoned(
     nodes: Sequence[ModuleNode], step: int | None, *, with_buffers: bool
-) -> Finding | None:
+) -> CheckFinding | None:
     """Find a parameter that is not finite, or a buffer that holds a NaN."""
     allowed = {"parameter": NonFinite.NONE, "buffer": NonFinite.INF | NonFinite.MINUS_INF}
     entries = [

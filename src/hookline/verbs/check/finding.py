@@ -15,6 +15,7 @@ from hookline.display.text import escape_invisible, plural
 from hookline.display.units import measure
 from hookline.engine import path_text
 from hookline.errors import NonFiniteError
+from hookline.findings import Finding
 from hookline.statistics import Moments
 
 _MOST_PASSED = 6
@@ -116,7 +117,7 @@ class Measured:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """Describe the origin of a NaN or an infinity, or an output that `also=` asks for.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -242,6 +243,21 @@ class Finding:
             return f"Look at the loss; {more}."
         return f"Look at {self.suspect or 'its inputs'}; {more}."
 
+    def to_finding(self) -> Finding:
+        """Return what is wrong as a finding like those of runs, without the details."""
+        counts = self._counts() if self.also is None else ""
+        first, _, _ = self.message.partition("\n")
+        return Finding(
+            kind=self.also or "non-finite",
+            text=first,
+            site=self.site,
+            level="error" if self.is_error else "warning",
+            number=counts,
+            advice=self._remedy().partition(";")[0] + ".",
+            follows=self.passed_on,
+            step=self.step,
+        )
+
     def error(self) -> NonFiniteError:
         """Return the error that says this."""
         return NonFiniteError(self.message, self)
@@ -280,7 +296,7 @@ class Finding:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Finding:
+    def from_json(data: Mapping[str, Any]) -> CheckFinding:
         """Read the dict that `as_json` made.
 
         Raises:
@@ -288,7 +304,7 @@ class Finding:
         """
         values = {
             name: data[name]
-            for name in Finding.__dataclass_fields__
+            for name in CheckFinding.__dataclass_fields__
             if name in data or name not in _LATER
         }
         values["line"] = SourceLine(*data["line"]) if data["line"] else None
@@ -299,8 +315,8 @@ class Finding:
             )
         values["passed_on"], values["notes"] = tuple(data["passed_on"]), tuple(data["notes"])
         values["units"] = tuple(data.get("units", ()))
-        return Finding(**values)
+        return CheckFinding(**values)
 
-    def with_(self, **changes: Any) -> Finding:
+    def with_(self, **changes: Any) -> CheckFinding:
         """Return the finding with some fields changed."""
         return replace(self, **changes)

@@ -26,7 +26,7 @@ from hookline.engine import (
 )
 from hookline.statistics import finiteness
 from hookline.statistics.finiteness import Measure, NonFinite, kinds_in, total, transformed
-from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.habits import Habits, TraitReader, Traits, judge_all
 from hookline.verbs.check.loss import NodeNumbers
 from hookline.verbs.check.origins import Origin, measured
@@ -192,7 +192,7 @@ class ForwardChecks:
         if finding is not None:
             raise finding.error()
 
-    def _judge(self, run: CheckedRun) -> Finding | None:
+    def _judge(self, run: CheckedRun) -> CheckFinding | None:
         """Find who made a value that is not finite in a run; None if all is well."""
         bad = finiteness.not_finite([number for _, number, _ in run.sums])
         run.is_output_finite = all(self._output(run, k).site.path for k in bad)
@@ -210,8 +210,8 @@ class ForwardChecks:
         return None if finding is None else self._outcome.add(finding)
 
     def repeat(
-        self, run: CheckedRun, explain: Callable[[Replay], tuple[Finding | None, str | None]]
-    ) -> tuple[Finding | None, str | None]:
+        self, run: CheckedRun, explain: Callable[[Replay], tuple[CheckFinding | None, str | None]]
+    ) -> tuple[CheckFinding | None, str | None]:
         """Repeat a run, and explain it by its repetition.
 
         Returns:
@@ -235,7 +235,7 @@ class ForwardChecks:
 
     def _explained(
         self, replay: Replay, run: CheckedRun, suspects: list[int]
-    ) -> tuple[Finding | None, str | None]:
+    ) -> tuple[CheckFinding | None, str | None]:
         """Explain a run by its repetition, as far as both were the same."""
         origins = replay.proven_origins()
         difference = _unexplained_difference(replay, run, origins)
@@ -257,7 +257,7 @@ class ForwardChecks:
             output.is_excused = True
         return finding.with_(vanished=True), None
 
-    def _unexplained(self, run: CheckedRun, suspects: list[int], why: str) -> Finding | None:
+    def _unexplained(self, run: CheckedRun, suspects: list[int], why: str) -> CheckFinding | None:
         """Describe a run that cannot be repeated, or does not repeat itself.
 
         Returns:
@@ -279,7 +279,7 @@ class ForwardChecks:
             self._output(run, k).is_excused = True
         return self._described(run, inner, why).with_(vanished=True) if inner else None
 
-    def _described(self, run: CheckedRun, suspects: list[int], why: str) -> Finding:
+    def _described(self, run: CheckedRun, suspects: list[int], why: str) -> CheckFinding:
         """Describe the first output that has a NaN, or else the root's, or the first."""
         has_nan = [k for k in suspects if bool(run.sums[k][1].isnan())]
         roots = [k for k in suspects if not self._output(run, k).site.path]
@@ -293,7 +293,7 @@ class ForwardChecks:
         parameters = [] if node is None else node.module.named_parameters(recurse=False)
         passed = [path_text(self._output(run, k).site.path) for k in suspects if k > index]
         output = [] if site.path else finiteness.measurable_in(run.output)
-        return Finding(
+        return CheckFinding(
             "forward", site.path, site.module_type, call, run.step,
             n_nan=sum(finiteness.counted(tensor)[0] for tensor in output),
             n_inf=sum(finiteness.counted(tensor)[1] for tensor in output),

@@ -14,7 +14,7 @@ from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
 from hookline.statistics.finiteness import flat, is_measurable
 from hookline.util.locks import fork_safe_lock
-from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.finding import CheckFinding
 
 CHOICES = ("magnitude", "dead", "constant", "shapes", "missing_grad")
 # Values explode or vanish if their largest magnitude is so many times that of the first run, or so
@@ -100,7 +100,9 @@ class Habits:
 
     __slots__ = ("_add", "_alive", "_checked", "_first", "_kinds", "_n_runs", "_warned", "site")
 
-    def __init__(self, site: Site, checked: frozenset[str], add: Callable[[Finding], Any]) -> None:
+    def __init__(
+        self, site: Site, checked: frozenset[str], add: Callable[[CheckFinding], Any]
+    ) -> None:
         self.site = site
         self._checked = checked
         self._add = add
@@ -165,7 +167,7 @@ class Habits:
         if (key or also) in self._warned:
             return
         self._warned.add(key or also)
-        finding = Finding(
+        finding = CheckFinding(
             "forward", self.site.path, self.site.module_type, step=step,
             also=also, observation=text, units=units,
         )  # fmt: skip
@@ -192,13 +194,13 @@ def judge_all(habits: Sequence[Habits], run_extremes: list[tuple[int, Tensor]], 
 
 
 def say_missing(
-    weights: Iterable[tuple[str, Tensor]], step: int | None, add: Callable[[Finding], Any]
+    weights: Iterable[tuple[str, Tensor]], step: int | None, add: Callable[[CheckFinding], Any]
 ) -> bool:
     """Warn of the parameters of a step that have no gradient; return whether there are any."""
     missing = [path for path, weight in weights if weight.requires_grad and weight.grad is None]
     for path in missing:
         text = "had no gradient when the optimizer stepped"
-        add(Finding("gradient", path, step=step, also="missing_grad", observation=text))
+        add(CheckFinding("gradient", path, step=step, also="missing_grad", observation=text))
     if missing:
         warn(
             f"hl.check: {plural(len(missing), 'parameter')} had no gradient when the optimizer"

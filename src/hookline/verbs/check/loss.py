@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hookline.engine import hook_node, local_part, next_number, nodes_of_loss, number_of, saved_by
 from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in
-from hookline.verbs.check.finding import Finding, SourceLine, users_frame
+from hookline.verbs.check.finding import CheckFinding, SourceLine, users_frame
 from hookline.verbs.check.loss_line import CalledAt, line_of_loss
 from hookline.verbs.check.origins import line_of_forward, measured
 
@@ -77,7 +77,7 @@ class Fault:
         traceback = [] if node is None else node.metadata.get("traceback_", [])
         self.line: SourceLine | None = line_of_forward(traceback)
 
-    def added_to(self, finding: Finding) -> Finding:
+    def added_to(self, finding: CheckFinding) -> CheckFinding:
         """Return a finding with the operation."""
         return finding.with_(
             operation=self._operation,

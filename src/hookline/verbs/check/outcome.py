@@ -13,7 +13,7 @@ from hookline.display.text import type_and_line
 from hookline.engine import Passes, is_grouped
 from hookline.errors import FolderError
 from hookline.statistics.finiteness import counted
-from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.origins import Origin
 from hookline.verbs.check.ranks import rank_here, shared
 from hookline.verbs.check.replay import Replay
@@ -31,7 +31,7 @@ class Checked(NamedTuple):
     # each backward together; otherwise None.
     sharded_on: torch.device | None
 
-    def shared(self, finding: Finding | None) -> Finding | None:
+    def shared(self, finding: CheckFinding | None) -> CheckFinding | None:
         """Return the earliest finding of all ranks where weights are sharded; else this rank's."""
         return finding if self.sharded_on is None else shared(finding, self.sharded_on)
 
@@ -46,17 +46,19 @@ class Outcome:
     """The findings of a check. `folder` keeps what is needed to run modules again."""
 
     def __init__(self, folder: Path | None) -> None:
-        self.all: list[Finding] = []  # also of values that vanished
-        self.in_backward: Finding | None = None  # of a backward, until an optimizer steps with it
+        self.all: list[CheckFinding] = []  # also of values that vanished
+        self.in_backward: CheckFinding | None = (
+            None  # of a backward, until an optimizer steps with it
+        )
         # Of a forward in a job of several ranks, until they step.
-        self.until_step: Finding | None = None
-        self.at_end: Finding | None = None  # raised when the block ends
-        self.warned: list[Finding] = []  # warnings, where an error would have stopped one rank
+        self.until_step: CheckFinding | None = None
+        self.at_end: CheckFinding | None = None  # raised when the block ends
+        self.warned: list[CheckFinding] = []  # warnings, where an error would have stopped one rank
         self.is_told = False  # the end of the block has said what it had to say
         self._folder = folder
         self._n_files = 0
 
-    def add(self, finding: Finding) -> Finding:
+    def add(self, finding: CheckFinding) -> CheckFinding:
         """Note a finding, once. Keep at most 100, and at most 100 that `also=` asks for."""
         is_asked = finding.also is not None
         n_kept = sum((other.also is not None) == is_asked for other in self.all)
@@ -64,17 +66,17 @@ class Outcome:
             self.all.append(finding)
         return finding
 
-    def pop_backward_finding(self) -> Finding | None:
+    def pop_backward_finding(self) -> CheckFinding | None:
         """Return what a backward has made, and forget it."""
         finding, self.in_backward = self.in_backward, None
         return finding
 
-    def pop_forward_finding(self) -> Finding | None:
+    def pop_forward_finding(self) -> CheckFinding | None:
         """Return what a forward has made in a job of several ranks, and forget it."""
         finding, self.until_step = self.until_step, None
         return finding
 
-    def keep(self, replay: Replay, origin: Origin, finding: Finding) -> Finding:
+    def keep(self, replay: Replay, origin: Origin, finding: CheckFinding) -> CheckFinding:
         """Write what is needed to run the module again, if that was asked for."""
         if self._folder is None or self._n_files >= _MOST_FILES:
             return finding
@@ -92,10 +94,10 @@ class Outcome:
         return finding.with_(notes=(*finding.notes, note))
 
 
-def of_tensor(kind: str, path: str, tensor: Tensor, step: int | None) -> Finding:
+def of_tensor(kind: str, path: str, tensor: Tensor, step: int | None) -> CheckFinding:
     """Describe a tensor that is not finite, as a finding; the loss has no path."""
     n_nan, n_inf = counted(tensor)
-    return Finding(
+    return CheckFinding(
         kind, path, step=step, n_nan=n_nan, n_inf=n_inf, n_total=tensor.numel(),
         suspect=f"{kind} {path}" if path else None,
     )  # fmt: skip

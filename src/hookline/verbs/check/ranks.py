@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hookline.display.text import first_line
 from hookline.engine import TIMEOUT_S, gather_json, ranks_of
 from hookline.errors import RanksError
-from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.finding import CheckFinding
 
 _QUESTION = "hl.check, before a step with gradients that are not finite"
 # The kinds of findings that do not tell which rank made them.
@@ -35,7 +35,7 @@ def is_on_any(flag: bool, device: torch.device) -> bool:
     return bool(flags)
 
 
-def shared(finding: Finding | None, device: torch.device) -> Finding | None:
+def shared(finding: CheckFinding | None, device: torch.device) -> CheckFinding | None:
     """Return the earliest finding of all ranks; None if no rank has one. A collective."""
     if not is_on_any(finding is not None, device):
         return None
@@ -43,8 +43,8 @@ def shared(finding: Finding | None, device: torch.device) -> Finding | None:
 
 
 def earliest(
-    finding: Finding | None, *, is_known: bool, timeout: float = TIMEOUT_S
-) -> Finding | None:
+    finding: CheckFinding | None, *, is_known: bool, timeout: float = TIMEOUT_S
+) -> CheckFinding | None:
     """Return the earliest finding of all ranks, the same on each of them.
 
     Args:
@@ -65,7 +65,7 @@ def earliest(
         note = f"the ranks did not meet: {first_line(error)}"
         return finding.with_(rank=rank_here(), notes=(*finding.notes, note))
     candidates = [
-        (rank, not is_known_there, Finding.from_json(data))
+        (rank, not is_known_there, CheckFinding.from_json(data))
         for rank, (is_known_there, data) in zip(ranks, answers, strict=True)
         if data is not None
     ]

@@ -34,7 +34,7 @@ from hookline.engine import (
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.statistics.finiteness import NonFinite, all_kinds, is_measurable
-from hookline.verbs.check.finding import SINCE_START, Finding, Measured, users_frame
+from hookline.verbs.check.finding import SINCE_START, CheckFinding, Measured, users_frame
 from hookline.verbs.check.loss_line import CalledAt
 from hookline.verbs.check.origins import FunctionNames, Origin, Origins, Outside, measured
 from hookline.verbs.check.situation import Situation
@@ -302,12 +302,12 @@ class Replay:
         around = [call for call in self.calls if call.first <= number < (call.last or number + 1)]
         return around[-1] if around else None
 
-    def finding(self, origin: Origin, kind: str) -> Finding:
+    def finding(self, origin: Origin, kind: str) -> CheckFinding:
         """Describe who made a value that is not finite."""
         call = self.call_of(origin)
         node = None if call is None else call.node
         parts = () if node is None else _parameters(node)
-        finding = Finding(
+        finding = CheckFinding(
             kind, "" if node is None else node.path,
             step=self._run.step,
             n_nan=origin.n_nan,
@@ -338,7 +338,7 @@ class Replay:
             notes=(SINCE_START,) if origin.kind == "parameter" else (),
         )
 
-    def situation(self, origin: Origin, finding: Finding) -> Situation:
+    def situation(self, origin: Origin, finding: CheckFinding) -> Situation:
         """Return what is needed to run the module again that made a value; in a backward the root.
 
         Tensors are as they are now. A note tells if an input was overwritten since the call began.

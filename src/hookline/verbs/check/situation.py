@@ -25,7 +25,7 @@ from hookline.engine import path_text, walk
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, ModelError, NonFiniteError
 from hookline.recordings.encoding import decode, encode
-from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.shared.rerun import Autocast, autocast_as
 
 _FORMAT = "hookline finding 1"
@@ -37,7 +37,7 @@ _KEY = "hookline"
 class Situation:
     """The situation in which a module made a value that is not finite."""
 
-    finding: Finding  # who made the value
+    finding: CheckFinding  # who made the value
     path: str  # the module's path
     inputs: tuple[tuple[Any, ...], dict[str, Any]]  # its positional and keyword arguments
     state: dict[str, Tensor]  # its parameters and buffers
@@ -94,7 +94,7 @@ class Situation:
             ) from error
         return str(path)
 
-    def run(self, model: nn.Module, check: Any) -> Finding | None:
+    def run(self, model: nn.Module, check: Any) -> CheckFinding | None:
         """Run the module alone, with the kept state, inputs and random numbers.
 
         Args:
@@ -118,7 +118,7 @@ class Situation:
                 with check(module):
                     self._backward(module(*args, **kwargs))
         except NonFiniteError as error:
-            finding: Finding = error.finding
+            finding: CheckFinding = error.finding
             return finding
         except Exception as error:
             lost = f" (not saved: {', '.join(self.lost)})" if self.lost else ""
@@ -170,7 +170,7 @@ _GIVE = "Give the file that hl.check(model, keep=folder) wrote when it raised."
 def _situation(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Situation:
     args, kwargs = decode(body["inputs"], tensors.__getitem__)
     return Situation(
-        finding=Finding.from_json(body["finding"]),
+        finding=CheckFinding.from_json(body["finding"]),
         path=str(body["path"]),
         inputs=(tuple(args), dict(kwargs)),
         state={name: tensors[key] for name, key in body["state"].items()},

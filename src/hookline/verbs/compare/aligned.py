@@ -19,10 +19,12 @@ from hookline.verbs.compare.measure import (
     Measured,
     arrays_in,
     is_number,
+    measured,
     measured_pair,
     paired_leaves,
 )
-from hookline.verbs.compare.sides import Entry, Side
+from hookline.verbs.compare.shards import Dims, Unjoined
+from hookline.verbs.compare.sides import Entry, Side, with_rows_of_ranks
 from hookline.verbs.compare.tokens import Tokens, tokens_of
 
 _PASS = re.compile(r"#pass(\d+)$")
@@ -47,13 +49,14 @@ class Aligned(NamedTuple):
     alignment: Alignment
 
 
-def aligned(a: Side, b: Side, tokens: Any) -> Aligned | str:
+def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned | str:
     """Align two recordings by their tokens.
 
     Args:
         a: the first side.
         b: the second side.
         tokens: "auto"; None; or what `hl.compare` takes.
+        dims: how the values of several ranks are joined, as `hl.compare` takes it.
 
     Returns:
         The aligned sides; or the reason why there are none, empty if none are needed.
@@ -66,7 +69,7 @@ def aligned(a: Side, b: Side, tokens: Any) -> Aligned | str:
         if given != (None, None):
             raise InputError(
                 f"tokens must be left out for {a.noun} and {b.noun}: they tell which tokens"
-                " recordings of one process hold.\nLeave tokens out."
+                " recordings hold.\nLeave tokens out."
             )
         return ""
     ours, theirs = tokens_of(a.source, given[0]), tokens_of(b.source, given[1])
@@ -79,6 +82,7 @@ def aligned(a: Side, b: Side, tokens: Any) -> Aligned | str:
         if not isinstance(alignment, str):
             if alignment.is_same and not _is_padded(alignment):
                 return ""
+            a, b = (with_rows_of_ranks(side, dims) for side in (a, b))
             sides = _joined(a, list(ours.grids)), _joined(b, list(theirs.grids))
             return Aligned(sides, alignment)
         why = alignment
@@ -138,7 +142,10 @@ def _is_padded(alignment: Alignment) -> bool:
 def _joined(side: Side, passes: Sequence[int]) -> Side:
     """Return a side whose entries read the values of all passes, in the order of firing."""
     groups: dict[tuple[str, str], dict[int, Entry]] = {}
+    kept = [entry for entry in side.entries if entry.port == "grad"]  # which has no rows
     for entry in side.entries:
+        if entry.port == "grad":
+            continue
         match = _PASS.search(entry.rest)
         number = int(match[1]) if match else passes[0]
         groups.setdefault((entry.path, _PASS.sub("", entry.rest)), {})[number] = entry
@@ -151,7 +158,7 @@ def _joined(side: Side, passes: Sequence[int]) -> Side:
         )
         for (_, rest), group in groups.items()
     ]
-    return replace(side, entries=entries)
+    return replace(side, entries=entries + kept)
 
 
 def _read(reads: Mapping[int, Any]) -> Passes:
@@ -161,12 +168,21 @@ def _read(reads: Mapping[int, Any]) -> Passes:
 def observe(alignment: Alignment, pairs: Sequence[tuple[Entry, Entry]]) -> None:
     """Let the alignment see the shapes of all pairs before one is read."""
     for ours, theirs in pairs:
+        if ours.port == "grad":
+            continue
         for a, b in _by_leaf(ours.outline(), theirs.outline()):
             alignment.observe(*({n: tuple(t.shape) for n, t in side.items()} for side in (a, b)))
 
 
 def measured_by_token(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
     """Yield what is found of each pair of tensors at the common tokens."""
+    for passes, other in ((a, b), (b, a)):
+        for value in passes.values.values():
+            if isinstance(value, Unjoined):
+                yield Measured(
+                    (), ("parts", "parts"), why=value.why(next(iter(other.values.values())))
+                )
+                return
     ours, theirs = _leaves(a), _leaves(b)
     for leaf, leaf_b in _paired(ours, theirs).items():
         yield _measured(alignment, leaf, ours.pop(leaf), theirs.pop(leaf_b))
@@ -188,6 +204,15 @@ def measured_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Meas
         has_rows = all(tensor.ndim for tensor in ours[leaf].values())
         if has_rows and leaf and not _PLACES.fullmatch(str(leaf[0])):
             yield _measured(alignment, leaf, ours[leaf], theirs[leaf_b])
+
+
+def measured_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[Measured]:
+    """Yield what is found of the gradients of a parameter, which come from all tokens."""
+    for pair in measured(a, b):
+        if alignment.notes and pair.gap is not None and pair.gap.differs:
+            yield pair._replace(gap=None, why="a gradient over other tokens in a than in b")
+        else:
+            yield pair
 
 
 def _measured(alignment: Alignment, leaf: Leaf, a: _ByPass, b: _ByPass) -> Measured:

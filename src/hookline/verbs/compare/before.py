@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from hookline.display.text import listed, plural
+from hookline.engine import path_text
 from hookline.engine.model_fingerprint import RecordedModel
+from hookline.engine.run_settings import Settings, ignores_mode
+from hookline.findings import Finding
 from hookline.verbs.compare.alignment import Alignment
-from hookline.verbs.compare.comparison import ComparedSite, Remark
+from hookline.verbs.compare.comparison import ComparedSite
 from hookline.verbs.compare.floor import FINE
 from hookline.verbs.compare.names import Pairing
+from hookline.verbs.compare.sides import Side
 
 _MOST_NAMED = 3
 _NOT_RECORDED = (
@@ -16,23 +22,25 @@ _NOT_RECORDED = (
 )
 
 
-def of_inputs(inputs: list[ComparedSite]) -> list[Remark]:
+def of_inputs(inputs: list[ComparedSite]) -> list[Finding]:
     """Say which inputs of the model differ.
 
     Args:
         inputs: the rows of the model's inputs; empty if they were not recorded in both.
     """
     if not inputs:
-        return [Remark("inputs", _NOT_RECORDED, "(root):input")]
+        return [Finding("inputs", _NOT_RECORDED, "(root):input")]
     odd = [row for row in inputs if row.verdict in ("differs", "not comparable")]
-    return [Remark("inputs", f"the inputs differ: {row.site} ({row.why})", row.site) for row in odd]
+    return [
+        Finding("inputs", f"the inputs differ: {row.site} ({row.why})", row.site) for row in odd
+    ]
 
 
-def of_floors(eps: float, rows: list[ComparedSite]) -> list[Remark]:
-    """Say that the floors of a coarse dtype hide small faults, where no row differs.
+def of_floors(eps: float, rows: list[ComparedSite]) -> list[Finding]:
+    """Say that a coarse dtype hides small faults, where no row differs.
 
     Args:
-        eps: the coarsest eps of all values whose floor is that of their dtype.
+        eps: the coarsest eps of all values.
         rows: the rows.
     """
     largest = max((row.floor.relative for row in rows), default=0.0)
@@ -42,10 +50,15 @@ def of_floors(eps: float, rows: list[ComparedSite]) -> list[Remark]:
         f"differences below {largest:.1g} are noise in these dtypes: to see smaller ones, run both"
         " in float32 or float64, or measure the noise and give floor="
     )
-    return [Remark("floor", text)]
+    if not largest:  # a measured floor of zero
+        text = (
+            f"these dtypes round away what is below {eps / 2:.1g} of a value: to see it, run both"
+            " in float32 or float64, as hl.shadow(a, b, inputs) does"
+        )
+    return [Finding("floor", text)]
 
 
-def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -> list[Remark]:
+def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -> list[Finding]:
     """Say what a reader should know of the alignment, and whether positions explain a difference.
 
     Args:
@@ -54,15 +67,79 @@ def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -
         rows: the rows of the comparison.
     """
     if alignment is None:
-        return [Remark("tokens", why)] if why else []
+        return [Finding("tokens", why)] if why else []
     remarks = []
     if alignment.positions and any(row.verdict == "differs" for row in rows):
         text = f"the inputs differ: {alignment.positions}"
-        remarks.append(Remark("inputs", text, "(root):input"))
-    return [*remarks, *(Remark("tokens", note) for note in alignment.notes)]
+        remarks.append(Finding("inputs", text, "(root):input"))
+    return [*remarks, *(Finding("tokens", note) for note in alignment.notes)]
 
 
-def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Remark]:
+def of_settings(a: Side, b: Side, rows: list[ComparedSite]) -> tuple[list[Finding], list[Finding]]:
+    """Say which settings of torch differ between two runs, if a value does.
+
+    Args:
+        a: the first side.
+        b: the second side.
+        rows: the rows of the comparison.
+
+    Returns:
+        The settings that change the numbers of any model; and those that few models feel.
+    """
+    if not a.settings or not b.settings or all(row.verdict != "differs" for row in rows):
+        return [], []
+    pairs = list(zip(a.settings, b.settings, strict=False))
+    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+    kinds = {**b.kinds, **a.kinds}
+    texts = [*_of_training(ours, theirs, kinds), *_of_torch(ours, theirs)]
+    modes = [Finding("modes", text) for text in texts]
+    rest = []
+    if ours.grad != theirs.grad:
+        rest.append(Finding("modes", f"gradients were {ours.grad} in a, and {theirs.grad} in b"))
+    if ours.seed != theirs.seed:
+        rest.append(Finding("seeds", f"torch's seed was {ours.seed} in a, and {theirs.seed} in b"))
+    return modes, rest
+
+
+def _of_training(a: Settings, b: Settings, kinds: Mapping[str, str]) -> Iterator[str]:
+    """Say which modules were in training mode in one run alone, and compute otherwise in it."""
+    odd = [
+        path
+        for path in sorted({*a.training, *b.training})
+        if a.is_training(path) != b.is_training(path)
+        and not (path and ignores_mode(kinds.get(path, "")) and not _has_children(path, kinds))
+    ]
+    for is_training, label, other in ((True, "a", "b"), (False, "b", "a")):
+        mine = [path for path in odd if a.is_training(path) is is_training]
+        if mine and "" in mine:
+            yield f"{label} ran in training mode, {other} in eval mode"
+        elif mine:
+            names = listed([path_text(path) for path in mine], _MOST_NAMED)
+            yield f"in training mode in {label}, and in eval mode in {other}: {names}"
+
+
+def _has_children(path: str, kinds: Mapping[str, str]) -> bool:
+    return any(other.startswith(f"{path}.") for other in kinds)
+
+
+def _of_torch(a: Settings, b: Settings) -> Iterator[str]:
+    """Say which settings of torch differ that change numbers."""
+    if a.autocast != b.autocast:
+        yield f"autocast was {_on(a.autocast)} in a, and {_on(b.autocast)} in b"
+    for name in dict.fromkeys((*a.precision, *b.precision)):
+        ours, theirs = (side.precision.get(name, "unknown") for side in (a, b))
+        if ours != theirs:
+            yield f"the precision of {name} was {ours} in a, and {theirs} in b"
+    if a.deterministic != b.deterministic:
+        label, other = "ab" if a.deterministic else "ba"
+        yield f"deterministic algorithms were asked for in {label}, and not in {other}"
+
+
+def _on(dtypes: Mapping[str, str]) -> str:
+    return " and ".join(f"{dtype} on {device}" for device, dtype in dtypes.items()) or "off"
+
+
+def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Finding]:
     """Say which values are on one side alone.
 
     Args:
@@ -80,35 +157,35 @@ def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Remark]:
                 f"; {other} has no gradients there: record both with"
                 ' ports=("output", "grad_output"), and run backward'
             )
-        remarks.append(Remark("names", text, keys[0]))
+        remarks.append(Finding("names", text, keys[0]))
     return remarks
 
 
-def of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Remark]:
+def of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Finding]:
     """Say what differs between two models: class, structure, weights, code, versions."""
     if a is None or b is None:
         return []
     remarks = []
     if a.type != b.type:
-        remarks.append(Remark("model", f"the model is a {a.type} in a, and a {b.type} in b"))
+        remarks.append(Finding("model", f"the model is a {a.type} in a, and a {b.type} in b"))
     else:
         parts = ("structure", "weights", "code")
         names = [name for name in parts if getattr(a, name) != getattr(b, name)]
         if names:
             are = "differ" if len(names) > 1 or names[0] == "weights" else "differs"
             hint = ": compare two state dicts to see which" * ("weights" in names)
-            remarks.append(Remark("model", f"{' and '.join(names)} of the model {are}{hint}"))
+            remarks.append(Finding("model", f"{' and '.join(names)} of the model {are}{hint}"))
     versions = [
         f"{name} {a.versions.get(name, 'none')} and {b.versions.get(name, 'none')}"
         for name in dict.fromkeys((*a.versions, *b.versions))
         if a.versions.get(name) != b.versions.get(name)
     ]
     if versions:
-        remarks.append(Remark("versions", f"versions differ: {', '.join(versions)}"))
+        remarks.append(Finding("versions", f"versions differ: {', '.join(versions)}"))
     return remarks
 
 
-def of_forms(rows: list[ComparedSite]) -> list[Remark]:
+def of_forms(rows: list[ComparedSite]) -> list[Finding]:
     """Say where dtypes differ, and what could not be compared."""
     remarks = []
     dtypes: dict[tuple[str, str], list[str]] = {}
@@ -122,7 +199,7 @@ def of_forms(rows: list[ComparedSite]) -> list[Remark]:
             dtypes.setdefault(pair, []).append(row.site)
     for pair, sites in dtypes.items():
         text = f"{plural(len(sites), 'value')} {pair[0]} in a and {pair[1]} in b"
-        remarks.append(Remark("dtypes", text, sites[0]))
+        remarks.append(Finding("dtypes", text, sites[0]))
     for reason, odd in reasons.items():
         names = [
             f"{row.site} ({row.why.removeprefix('shapes ')})" * (reason == "other shapes")
@@ -130,5 +207,5 @@ def of_forms(rows: list[ComparedSite]) -> list[Remark]:
             for row in odd
         ]
         text = f"{plural(len(odd), 'value')} not comparable, {reason}: {listed(names, _MOST_NAMED)}"
-        remarks.append(Remark("values", text, odd[0].site))
+        remarks.append(Finding("values", text, odd[0].site))
     return remarks

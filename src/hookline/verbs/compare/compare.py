@@ -12,6 +12,7 @@ from hookline.verbs.compare.before import (
     of_inputs,
     of_models,
     of_names,
+    of_settings,
     of_tokens,
 )
 from hookline.verbs.compare.comparison import Comparison
@@ -77,7 +78,8 @@ def compare(
             are concatenated, such as 0 if each rank has a part of the batch; "sum" of partial sums,
             or "mean", "max" or "min"; or a dict of these by globs of sites,
             `{"**.q_proj": -1, "**.o_proj:input": -1}`, of which the last that matches counts.
-            DTensors need none. Plain tensors that all ranks have are taken as they are.
+            DTensors need none. Plain tensors that all ranks have are taken as they are. Ranks whose
+            recorded inputs differ need no dimension of the batch: their rows are aligned.
 
     Returns:
         The comparison: `first`, `suspect`, `findings`, `rows`; it prints as a table.
@@ -100,7 +102,7 @@ def compare(
             "\nGive two recordings, two stores, two curves or two dicts of arrays."
         )
     check_dims_are_meant(dims, [*side_a.of_ranks, *side_b.of_ranks])
-    by_token = aligned(side_a, side_b, tokens)
+    by_token = aligned(side_a, side_b, tokens, dims)
     alignment, why = None, ""
     if isinstance(by_token, Aligned):
         (side_a, side_b), alignment = by_token
@@ -120,13 +122,16 @@ def compare(
     about_tokens = of_tokens(alignment, why, rows)
     if any(remark.kind == "inputs" for remark in about_tokens):
         suspect = None  # the inputs are
+    modes, rest = of_settings(side_a, side_b, rows)
     findings = [
+        *modes,
         *(of_inputs(inputs) if has_layers else ()),
         *about_tokens,
         *of_models(side_a.model, side_b.model),
+        *rest,
         *of_names(pairing, judge.alone),
         *of_forms(rows),
-        *of_floors(judge.eps, rows),
+        *of_floors(max(judge.eps, judge.coarsest), rows),
         *first,
     ]
     return Comparison(rows, findings, suspect)

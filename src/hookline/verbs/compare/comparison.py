@@ -13,6 +13,7 @@ from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
 from hookline.engine import as_written
 from hookline.errors import NotRecordedError
+from hookline.findings import Finding
 from hookline.recordings.index import closest, quoted
 from hookline.verbs.compare.floor import Floor
 
@@ -27,26 +28,6 @@ _HEADINGS = (
     Heading("norm ratio", "number", 4), Heading("worst row", "number", 3),
     Heading("worst element", "number", 2), Heading("why", "prose"),
 )  # fmt: skip
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Remark:
-    """Something that differs, or that could not be compared.
-
-    Attributes:
-        kind: "inputs", "tokens", "model", "versions", "names", "dtypes", "values", "floor" or
-            "site".
-        text: what it is, in a sentence.
-        site: the site that it is about; empty if it is about the whole run.
-    """
-
-    kind: str
-    text: str
-    site: str = ""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @final
@@ -116,14 +97,15 @@ class Comparison(Result):
 
     Args:
         rows: a `ComparedSite` for each pair of tensors, in the firing order of the first run.
-        findings: what differs, the most basic first: inputs, the model, versions, names, dtypes,
-            shapes, and the first site beyond noise. A finding has `kind`, `text` and `site`.
+        findings: what differs, the most basic first: modes, inputs, the model, versions, seeds,
+            names, dtypes, shapes, and the first site beyond noise. A finding has `kind`, `text` and
+            `site`.
         suspect: the path of the module whose forward makes the first difference, as far as the
             recorded ports tell; None if nothing differs, or if no modules were recorded.
     """
 
     rows: list[ComparedSite]
-    findings: list[Remark] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     suspect: str | None = None
 
     @property

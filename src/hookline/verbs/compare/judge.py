@@ -10,13 +10,18 @@ from hookline.display.text import plural
 from hookline.engine import path_text
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import OverwrittenError
+from hookline.findings import Finding
 from hookline.statistics.difference import Difference
-from hookline.verbs.compare.aligned import measured_by_token, measured_inputs, observe
+from hookline.verbs.compare.aligned import (
+    measured_by_token,
+    measured_inputs,
+    measured_parameters,
+    observe,
+)
 from hookline.verbs.compare.alignment import Alignment
 from hookline.verbs.compare.comparison import (
     ComparedSite,
     Comparison,
-    Remark,
     number_text,
     ratio_text,
 )
@@ -47,6 +52,7 @@ class Judge:
         self._pairs = pairs
         self._alignment = alignment
         self.eps = 0.0  # the coarsest on the way, since its errors travel on
+        self.coarsest = 0.0  # also of values with a measured floor
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
 
@@ -76,19 +82,21 @@ class Judge:
             return
         for pair in self._measured(ours, values):
             if pair.alone_in and not ours.is_input:
-                self.alone[pair.alone_in].append(_with_leaf(ours, pair.leaf))
+                self.alone[pair.alone_in].append(with_leaf(ours, pair.leaf))
             else:
                 yield self._row(pair, ours, theirs), pair.n_bytes
 
     def _measured(self, entry: Entry, values: tuple[Any, Any]) -> Iterator[Measured]:
         if self._alignment is None:
             return measured(*values)
+        if entry.port == "grad":
+            return measured_parameters(self._alignment, *values)
         by_token = measured_inputs if entry.is_input else measured_by_token
         return by_token(self._alignment, *values)
 
     def _row(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
         row = ComparedSite(
-            _with_leaf(ours, pair.leaf), _with_leaf(theirs, pair.leaf), "not comparable",
+            with_leaf(ours, pair.leaf), with_leaf(theirs, pair.leaf), "not comparable",
             why=pair.why, form=pair.forms[0], other_form=pair.forms[1],
         )  # fmt: skip
         floor = self._floor(row.site, pair, ours, max(ours.n_modules, theirs.n_modules))
@@ -111,6 +119,8 @@ class Judge:
         eps = eps_of(pair.dtypes)
         if not eps:  # integers have no noise
             return Floor()
+        if entry.kind == "output":
+            self.coarsest = max(self.coarsest, eps)
         known = self._floors.get(site)
         if known is not None and known.relative is not None and known.norm_ratio is not None:
             return measured_floor(
@@ -126,7 +136,7 @@ class Judge:
         self.eps = max(self.eps, eps)
         return floor_of(self.eps, entry.kind, n_modules)
 
-    def suspect(self, rows: list[ComparedSite]) -> tuple[str | None, list[Remark]]:
+    def suspect(self, rows: list[ComparedSite]) -> tuple[str | None, list[Finding]]:
         """Return the path of the module that makes the first difference, and the finding of it."""
         first = next((row for row in rows if row.verdict == "differs"), None)
         if first is None:
@@ -134,7 +144,7 @@ class Judge:
         entry = self.entry_of[first.site]
         text = f"first beyond noise: {first.site} ({first.why})"
         if entry.is_input or entry.port not in ("input", "output"):
-            return None, [Remark("site", text, first.site)]
+            return None, [Finding("site", text, first.site)]
         fired = {other.path for other in self.entry_of.values() if other.port == "output"}
         path, hint = entry.path, ""
         if entry.port == "input":
@@ -145,7 +155,7 @@ class Judge:
             hint = "; its inputs are equal up to noise"
         elif entry.n_modules:  # of a recording
             hint = '; record ports=("input", "output") to tell it from the code that feeds it'
-        return path, [Remark("site", text + hint, first.site)]
+        return path, [Finding("site", text + hint, first.site)]
 
 
 def _why(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:
@@ -162,7 +172,7 @@ def _why(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:
     return texts[exceeded[0]]
 
 
-def _with_leaf(entry: Entry, leaf: tuple[Any, ...]) -> str:
+def with_leaf(entry: Entry, leaf: tuple[Any, ...]) -> str:
     """Return the key of a leaf: it is written after the port, and before the call."""
     if not leaf:
         return entry.key

@@ -120,7 +120,7 @@ def whole(source: Recording, value: RecordedValue, key: str, dims: Dims | None) 
     having = [rank for rank in source.ranks if key in rank]
     if len(having) == 1:
         return having[0][key]
-    dim = _dim_of(value, dims)
+    dim = dim_of(value, dims)
     try:
         return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
     except AmbiguousError as error:
@@ -132,7 +132,7 @@ def whole(source: Recording, value: RecordedValue, key: str, dims: Dims | None) 
         return Unjoined(key, [rank[key] for rank in having], first_line(error))
 
 
-def _dim_of(value: RecordedValue, dims: Dims | None) -> Dim | None:
+def dim_of(value: RecordedValue, dims: Dims | None) -> Dim | None:
     """Return the dimension or reduction for a site; the last pattern that matches decides."""
     if not isinstance(dims, Mapping):
         return dims

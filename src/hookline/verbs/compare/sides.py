@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -20,6 +20,7 @@ from hookline.curves import Curves
 from hookline.data.npy_files import open_arrays
 from hookline.engine import ROOT, path_text
 from hookline.engine.model_fingerprint import RecordedModel
+from hookline.engine.run_settings import Settings
 from hookline.errors import InputError
 from hookline.models.checkpoints import read_state_dict
 from hookline.opening import open as open_folder
@@ -27,7 +28,8 @@ from hookline.recordings import PassRecord, Recording
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
 from hookline.verbs.compare.floor import Kind
-from hookline.verbs.compare.shards import Dims, whole
+from hookline.verbs.compare.shards import Dims, dim_of, whole
+from hookline.verbs.compare.tokens import have_own_rows, passes_of
 
 _CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
 _FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
@@ -97,7 +99,9 @@ class Side:
         model: the model that made them; None if unknown.
         modules: the paths of the model's modules; empty if unknown.
         release: closes the files of what was read.
-        source: the recording or pass; None for other things, and for several ranks.
+        source: the recording or pass; None for other things.
+        settings: the settings of torch under which its passes ran, each once, in their order.
+        kinds: the names of the modules' types, by path; empty if unknown.
     """
 
     noun: str
@@ -106,11 +110,13 @@ class Side:
     modules: tuple[str, ...] = ()
     release: Callable[[], None] = lambda: None
     source: Recording | PassRecord | None = None
+    settings: tuple[Settings, ...] = ()
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def of_ranks(self) -> list[tuple[str, str]]:
         """Path and port of each value of several ranks; empty for a side of one process."""
-        is_of_ranks = self.noun == "recording" and self.source is None
+        is_of_ranks = isinstance(self.source, Recording) and self.source.ranks
         return [(entry.path, entry.port) for entry in self.entries] if is_of_ranks else []
 
 
@@ -178,7 +184,7 @@ def _tensor_file(path: Path) -> Mapping[str, Any]:
 def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
         entries = [_entry(value, "", {}) for value in walk(source)]
-        return Side("recording", entries, source=source)
+        return Side("recording", entries, source=source, settings=_settings([source]))
     if source.ranks:
         return _of_ranks(source, dims)
     has_passes = sum(bool(len(record)) for record in source.passes) > 1
@@ -187,7 +193,9 @@ def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
         _entry(value, f"#pass{value.record.number}" * has_passes, depths) for value in walk(source)
     ]
     paths = tuple(path for path, _ in source.modules)
-    return Side("recording", entries, source.model, paths, source.release, source)
+    settings = _settings(source.passes)
+    kinds = dict(source.modules)
+    return Side("recording", entries, source.model, paths, source.release, source, settings, kinds)
 
 
 def _of_ranks(source: Recording, dims: Dims | None) -> Side:
@@ -203,7 +211,41 @@ def _of_ranks(source: Recording, dims: Dims | None) -> Side:
             read = partial(whole, source, value, entry.key, dims)
             entries.setdefault(entry.key, replace(entry, read=read))
     paths = tuple(path for path, _ in modules)
-    return Side("recording", list(entries.values()), None, paths, source.release)
+    settings = _settings([record for rank in source.ranks for record in rank.passes])
+    return Side("recording", list(entries.values()), None, paths, source.release, source, settings)
+
+
+def with_rows_of_ranks(side: Side, dims: Dims | None) -> Side:
+    """Return a side of several ranks that each have rows of their own: the ranks are passes.
+
+    Values that are joined otherwise than along the rows are the same in all passes. Those of
+    parameters have no rows.
+    """
+    if not isinstance(side.source, Recording) or not have_own_rows(side.source):
+        return side
+    joined = {(entry.path, entry.rest): entry for entry in side.entries}
+    entries = {key: entry for key, entry in joined.items() if entry.port == "grad"}
+    for number, record in passes_of(side.source).items():
+        for value in walk(record):
+            base = _entry(value, "", {})
+            keys = [(base.path, base.rest + suffix) for suffix in ("", f"#pass{record.number}")]
+            whole = next(joined[key] for key in keys if key in joined)
+            if whole.port == "grad":
+                continue
+            is_own = dim_of(value, dims) in (None, 0) and not value.holds_shard()
+            rest = f"{base.rest}#pass{number}"
+            entries[base.path, rest] = replace(
+                whole, rest=rest, read=value.read if is_own else whole.read, outline=value.outline
+            )
+    return replace(side, entries=list(entries.values()))
+
+
+def _settings(records: Iterable[PassRecord]) -> tuple[Settings, ...]:
+    distinct: list[Settings] = []
+    for record in records:
+        if record.settings is not None and record.settings not in distinct and len(record):
+            distinct.append(record.settings)
+    return tuple(distinct)
 
 
 def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entry:

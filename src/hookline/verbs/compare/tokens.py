@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -15,11 +16,11 @@ from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.recordings import PassRecord, Recording
+from hookline.verbs.shared.token_inputs import token_inputs
 
 INPUT = "(root):input"
 ROWS = "rows"  # the stream of inputs that are rows without tokens, such as images
 _PREFIXES = ("", "decoder_")
-_CU_SEQLENS = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens", "cu_seq_lens")
 _RECORD = 'Record the inputs: hl.record(model, ["**", "(root):input"]), or give tokens=.'
 
 
@@ -77,23 +78,57 @@ def tokens_of(source: Recording | PassRecord, given: Any = None) -> Tokens | str
     Returns:
         The tokens, or the reason why they are not known.
     """
-    records = [source] if isinstance(source, PassRecord) else list(source.passes)
-    records = [record for record in records if len(record)]
+    numbered = passes_of(source)
+    records = list(numbered.values())
     if given is not None and not isinstance(given, Mapping) and len(given) != len(records):
         return f"tokens must have a dict for each of {len(records)} passes, got {len(given)}"
     reader = _Reader()
     has_inputs = any(INPUT in record for record in records)
-    for number, record in enumerate(records):
+    for place, (number, record) in enumerate(numbered.items()):
         if given is None and has_inputs and INPUT not in record:  # such as an encoder's own call
-            reader.tokens.grids[record.number] = {}
+            reader.tokens.grids[number] = {}
             continue
-        inputs = given if given is None or isinstance(given, Mapping) else given[number]
+        inputs = given if given is None or isinstance(given, Mapping) else given[place]
         try:
-            reader.read(record.number, _inputs(record, inputs))
+            reader.read(number, _inputs(record, inputs))
         except (Unreadable, HooklineError) as error:
-            where = f"pass {record.number}: " * (len(records) > 1)
+            where = f"pass {number}: " * (len(records) > 1)
             return f"{where}{first_line(error)}"
     return reader.tokens
+
+
+def passes_of(source: Recording | PassRecord) -> dict[int, PassRecord]:
+    """Return the passes with values that tell the tokens, by number.
+
+    Of several ranks, which have rows of their own, the passes of each follow those of the one
+    before. If all ranks were given the same, the passes of the first count.
+    """
+    if isinstance(source, PassRecord):
+        return {source.number: source}
+    ranks = source.ranks if have_own_rows(source) else source.ranks[:1]
+    if ranks:
+        records = [record for rank in ranks for record in rank.passes if len(record)]
+        return dict(enumerate(records)) if len(ranks) > 1 else _by_number(records)
+    return _by_number(source.passes)
+
+
+def _by_number(records: Iterable[PassRecord]) -> dict[int, PassRecord]:
+    return {record.number: record for record in records if len(record)}
+
+
+def have_own_rows(source: Recording) -> bool:
+    """Tell whether the ranks of a recording were given different inputs, each rows of its own."""
+    firsts = [
+        dict(tree.tensors(record.calls(INPUT)[0]))
+        for rank in source.ranks
+        for record in list(rank.passes)[:1]
+        if INPUT in record
+    ]
+    return any(
+        first.keys() != other.keys()
+        or any(not torch.equal(tensor, other[leaf]) for leaf, tensor in first.items())
+        for first, other in pairwise(firsts)
+    )
 
 
 def _inputs(record: PassRecord, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -141,16 +176,16 @@ class _Reader:
     def _grid(self, stream: _Stream, rows: Tensor | None) -> Grid:
         past = stream.past(self._before.get(stream.prefix))
         before = self._before.get(stream.prefix) if past else None
-        starts = stream.starts()
+        starts, is_present = stream.tokens.starts, stream.tokens.is_present
         if before is None:
             owner = self._new_owners(starts, rows)
         elif bool(starts[:, 1:].any()):
             raise Unreadable("packed sequences that go on from a cache cannot be told apart")
         else:
             owner = before.row_owner[:, None].expand(starts.shape)
-        owner = torch.where(stream.real, owner, -1)
+        owner = torch.where(is_present, owner, -1)
         order = torch.full_like(owner, -1)
-        for sequence in sorted(set(owner[stream.real].tolist())):
+        for sequence in sorted(set(owner[is_present].tolist())):
             mine = owner == sequence
             n_before = 0 if before is None else int((before.key_owner == sequence).sum())
             order[mine] = torch.arange(int(mine.sum())) + n_before
@@ -202,42 +237,10 @@ class _Stream:
         shape = content.shape[:n_dims]
         if n_dims not in (1, 2):
             raise Unreadable(f"ids of tokens must be (rows, tokens), got {describe.shape(content)}")
-        self.shape = (1, *shape) if n_dims == 1 else tuple(shape)
-        self._mask = self._marks("attention_mask")
-        real = torch.ones(self.shape, dtype=torch.bool)
-        if self._mask is not None:
-            if self._mask.shape[1] < self.shape[1] or len(self._mask) != self.shape[0]:
-                raise Unreadable(
-                    f"{prefix}attention_mask must have a mark for each of {list(self.shape)}"
-                    f" tokens, got {list(self._mask.shape)}"
-                )
-            real = self._mask[:, -self.shape[1] :].bool()
-        self.real = real
+        n_rows, n_tokens = (1, *shape) if n_dims == 1 else shape
+        self.tokens = token_inputs(inputs, (n_rows, n_tokens), prefix)
         kept = inputs.get("logits_to_keep")
         self.n_kept = kept if type(kept) is int and kept > 0 else 0
-
-    def _marks(self, name: str) -> Tensor | None:
-        """Return an input of this stream of shape (rows, tokens); None if it is not given."""
-        value = self._inputs.get(self.prefix + name)
-        if not isinstance(value, Tensor):
-            return None
-        value = value.detach().cpu()
-        value = value[None] if value.ndim == 1 else value
-        if value.ndim != 2 or value.is_floating_point():
-            if name == "position_ids":  # such as three positions a token, of text and images
-                return None
-            raise Unreadable(
-                f"{self.prefix}{name} must be of shape (rows, tokens) to tell the padding, got"
-                f" {describe.shape(value)}"
-            )
-        return value
-
-    def _position_ids(self) -> Tensor | None:
-        """Return the position of each token; None if they are not given."""
-        given = self._marks("position_ids")
-        if given is None or given.shape[1] != self.shape[1]:
-            return None
-        return given.expand(self.shape)
 
     def past(self, before: Grid | None) -> int:
         """Return how many tokens of each row the cache held before this pass.
@@ -245,13 +248,13 @@ class _Stream:
         Raises:
             Unreadable: they were not recorded.
         """
-        past = self._past_given()
+        past, n_rows = self._past_given(), self.tokens.shape[0]
         held = 0 if before is None else before.key_owner.shape[1]
         if past is None:
             has_cache = self._inputs.get("past_key_values") is not None
-            is_same_batch = before is not None and len(before.owner) == self.shape[0]
+            is_same_batch = before is not None and len(before.owner) == n_rows
             past = held if has_cache and is_same_batch else 0
-        if past and (before is None or past != held or len(before.owner) != self.shape[0]):
+        if past and (before is None or past != held or len(before.owner) != n_rows):
             raise Unreadable(
                 f"the cache held {past} tokens of each row that the recording does not have."
                 "\nRecord from the first chunk on."
@@ -260,11 +263,9 @@ class _Stream:
 
     def _past_given(self) -> int | None:
         """Return the number of tokens in the cache as far as the inputs tell it."""
-        if self._mask is not None and self._mask.shape[1] > self.shape[1]:
-            return int(self._mask.shape[1] - self.shape[1])
-        places = self._inputs.get("cache_position")
-        if isinstance(places, Tensor) and places.numel():
-            return int(places.flatten()[0])
+        tokens = self.tokens
+        if tokens.n_cached is not None:
+            return tokens.n_cached
         cache = [
             tensor
             for leaf, tensor in tree.tensors(self._inputs.get("past_key_values"))
@@ -272,47 +273,21 @@ class _Stream:
         ]
         if cache:
             return int(cache[0].shape[2])
-        positions = self._position_ids()
-        if positions is not None and self._mask is None and self.shape[1]:
-            return int(positions[:, 0].min())
+        if tokens.position_ids is not None and tokens.is_token is None and tokens.shape[1]:
+            return int(tokens.position_ids[:, 0].min())
         return None
 
     def positions(self, past: int) -> Tensor:
         """Return the position of each token as given, or as a model counts that is given none."""
-        given = self._position_ids()
-        return (
-            given if given is not None else (torch.arange(self.shape[1]) + past).expand(self.shape)
-        )
-
-    def starts(self) -> Tensor:
-        """Mark the tokens at which sequences begin: the first of each row, and of packed ones.
-
-        Raises:
-            Unreadable: `cu_seqlens` does not cover the tokens.
-        """
-        starts = torch.zeros(self.shape, dtype=torch.bool)
-        starts[:, :1] = True
-        borders = next((self._inputs[name] for name in _CU_SEQLENS if name in self._inputs), None)
-        positions = self._position_ids()
-        if isinstance(borders, Tensor) and not self.prefix:
-            flat = borders.detach().cpu().flatten().long()
-            if int(flat[0]) != 0 or int(flat[-1]) != starts.numel():
-                raise Unreadable(
-                    f"cu_seqlens must go from 0 to the {starts.numel()} tokens, got"
-                    f" {int(flat[0])} to {int(flat[-1])}"
-                )
-            starts.view(-1)[flat[:-1]] = True
-        elif positions is not None:
-            goes_on = self.real[:, 1:] & self.real[:, :-1]
-            starts[:, 1:] |= goes_on & (positions[:, 1:] == 0)
-        return starts
+        shape, given = self.tokens.shape, self.tokens.position_ids
+        return given if given is not None else (torch.arange(shape[1]) + past).expand(shape)
 
     def contents(self, mine: Tensor) -> list[Hashable]:
         """Return what tells the tokens at some places from others: their ids, or digests."""
         if self._content is None:
             return []
-        values = self._content.detach().cpu()
-        values = values.reshape(*self.shape, *values.shape[2:]) if values.ndim > 1 else values[None]
+        values, shape = self._content.detach().cpu(), self.tokens.shape
+        values = values.reshape(*shape, *values.shape[2:]) if values.ndim > 1 else values[None]
         rows = values[mine]
         return [_digest(row) for row in rows] if rows.ndim > 1 else list(rows.tolist())
 

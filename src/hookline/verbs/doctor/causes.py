@@ -13,8 +13,15 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from hookline.engine import NO_BACKWARD, ModuleNode, ParameterNode, Site, path_text
-from hookline.engine.report.why_silent import RAISED, UNKNOWN, Why, never_called, own_call
+from hookline.engine import NO_BACKWARD, ModuleNode, OperationNode, ParameterNode, Site, path_text
+from hookline.engine.report.why_silent import (
+    RAISED,
+    UNKNOWN,
+    Why,
+    never_called,
+    not_its_own,
+    own_call,
+)
 from hookline.verbs.doctor.diagnosis import SiteVerdict
 from hookline.verbs.doctor.observe import Observations, Use
 from hookline.verbs.doctor.trial_run import SiteValue, TrialRun, halves
@@ -109,6 +116,12 @@ def _raised_before(site: Site, node: Any, facts: Facts) -> Why | None:
     if isinstance(node, ModuleNode) and id(node.module) in facts.observations.called:
         return Why(RAISED.why, "mend the failure below first")
     return Why("the forward raised before it came here", "mend the failure below first")
+
+
+def _not_its_own(site: Site, node: Any, facts: Facts) -> Why | None:
+    if isinstance(node, OperationNode) and id(node.owner) in facts.observations.called:
+        return not_its_own(node)
+    return None
 
 
 def _called_past(site: Site, node: Any, facts: Facts) -> Why | None:
@@ -354,7 +367,7 @@ def _name(dtype: torch.dtype) -> str:
 
 Cause = Callable[[Site, Any, Facts], Why | None]
 _OF_VALUES: tuple[Cause, ...] = (
-    _no_such_call, _not_repeated, _called_past, _weights_used, _raised_before,
+    _no_such_call, _not_repeated, _not_its_own, _called_past, _weights_used, _raised_before,
     _other_mode, _inside_attention, _not_reached,
 )  # fmt: skip
 _OF_GRADIENTS: tuple[Cause, ...] = (

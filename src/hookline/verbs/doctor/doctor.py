@@ -164,7 +164,7 @@ def _observe_closer(model: nn.Module, inputs: Any, selection: Selection, facts: 
     modules = {path: id(node.module) for node in facts.nodes for path in node.paths}
     fired = facts.run.fired if facts.run else {}
     silent = {
-        id(node.module) if isinstance(node, ModuleNode) else modules[node.path.rpartition(".")[0]]
+        id(node.owner) if isinstance(node, ModuleNode) else modules[node.path.rpartition(".")[0]]
         for site, node in selection.places
         if not fired.get(site)
     }
@@ -213,7 +213,7 @@ def _differing(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode 
     if run is None or facts.observations.fast:  # hooks switch torch's fast paths off
         return None
     for site, node in selection.places:
-        if not isinstance(node, ModuleNode) or site.is_gradient or site in run.refused:
+        if type(node) is not ModuleNode or site.is_gradient or site in run.refused:
             continue
         fired = run.fired.get(site, 0) > 0
         is_called = id(node.module) in facts.observations.called

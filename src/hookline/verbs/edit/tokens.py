@@ -10,12 +10,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hookline.engine.pytree import describe
 from hookline.errors import StructureError
 from hookline.verbs.edit.indices import Indices
+from hookline.verbs.shared.token_inputs import MASKS, TokenInputs, token_inputs
 
-# The masks of one number for each token; whether a number other than 0 means a token.
-_MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
 # The arguments that hold a cache.
 _CACHES = ("past_key_values", "cache_params")
 # The method by which a cache of states tells whether it is in use.
@@ -109,10 +107,7 @@ def pass_tokens(inputs: Mapping[str, Any]) -> PassTokens:
     if not is_pair:
         return PassTokens(_tokens(named, _main_sizes(named), has_cache=True), None)
     main = _tokens(named, _main_sizes(named), has_cache=False)
-    parts = ("attention_mask", "position_ids")
-    of_decoder = {part: named.get(f"decoder_{part}") for part in parts}
-    of_decoder |= {name: named.get(name) for name in (*_CACHES, "cache_position")}
-    return PassTokens(main, _tokens(of_decoder, sizes, has_cache=True))
+    return PassTokens(main, _tokens(named, sizes, "decoder_", has_cache=True))
 
 
 def has_empty_cache(inputs: Mapping[str, Any]) -> bool:
@@ -145,74 +140,43 @@ def _main_sizes(named: Mapping[str, Any]) -> tuple[int, int] | None:
             continue
         if not any(word in name for word in ("mask", "position", "label", "type", "decoder")):
             return int(value.shape[0]), int(value.shape[1])
-    return _sizes(named, *_MASKS)
+    return _sizes(named, *MASKS)
 
 
 def _tokens(
-    named: Mapping[str, Any], sizes: tuple[int, int] | None, *, has_cache: bool
+    named: Mapping[str, Any], sizes: tuple[int, int] | None, prefix: str = "", *, has_cache: bool
 ) -> Tokens | None:
     if sizes is None:
         return None
-    n_rows, n_tokens = sizes
-    cache = _cache(named) if has_cache else None
+    cache = _cache(named) if has_cache else ()  # an encoder has none
     n_cached = None if cache is None else _n_cached(cache)
-    given = named.get("cache_position")
-    if n_cached is None and isinstance(given, Tensor) and given.dim() == 1 and given.numel():
-        n_cached = int(given[0])
-    is_token = _is_token(named, sizes, n_cached)
-    if n_cached is None and cache is not None and is_token is None:
+    given = token_inputs(named, sizes, prefix, n_cached)
+    if given.n_cached is None and cache is not None and given.is_token is None:
         raise StructureError(
             f"at must know how many tokens are cached, got a {type(cache).__name__} that does not"
             " tell.\nPass attention_mask to the model, or in generate choose the prompt: steps=0."
         )
-    if is_token is None:
-        is_token = torch.ones(n_rows, (n_cached or 0) + n_tokens, dtype=torch.bool)
-    positions = (is_token.cumsum(1) - 1)[:, -n_tokens:]
-    given = named.get("position_ids")
-    if isinstance(given, Tensor) and given.dim() == 2 and given.shape[1] == n_tokens:
-        positions = given.detach().cpu().long().expand(n_rows, n_tokens)
-    is_token = is_token[:, -n_tokens:]
-    return Tokens(positions.where(is_token, -1), _lengths(positions, is_token))
+    return Tokens(*_positions_and_lengths(given))
 
 
-def _is_token(
-    named: Mapping[str, Any], sizes: tuple[int, int], n_cached: int | None
-) -> Tensor | None:
-    """Return which cached and present columns are tokens; None without a mask.
+def _positions_and_lengths(given: TokenInputs) -> tuple[Tensor, Tensor]:
+    """Return the position of each token, -1 for padding, and the length of its sequence.
 
-    Raises:
-        StructureError: the mask has not one number for each of them.
+    Several sequences may be packed into one row.
     """
-    name = next((name for name in _MASKS if isinstance(named.get(name), Tensor)), None)
-    if name is None:
-        return None
-    mask: Tensor = named[name]
-    n_rows, n_tokens = sizes
-    n_all = None if n_cached is None else n_cached + n_tokens
-    has_columns = mask.dim() == 2 and (
-        mask.shape[1] >= n_tokens if n_all is None else mask.shape[1] == n_all
-    )
-    if not has_columns or mask.shape[0] not in (1, n_rows):
-        raise StructureError(
-            f"at needs {name} to have a number for each token, [{n_rows}, {n_all or n_tokens}], got"
-            f" {describe.shape(mask)}.\nPass a mask of two dimensions. In generate, use the default"
-            " cache, since a static one makes a mask of four."
-        )
-    is_token = mask.detach().cpu() != 0
-    is_addend = mask.is_floating_point() and bool((mask < 0).any())  # 0 for tokens
-    if is_addend or not _MASKS[name]:
-        is_token = ~is_token
-    return is_token.expand(n_rows, -1)
-
-
-def _lengths(positions: Tensor, is_token: Tensor) -> Tensor:
-    """Return the length of each token's sequence; several may be packed into one row."""
-    begins = positions[:, 1:] <= positions[:, :-1]
-    first = torch.zeros(positions.shape[0], 1, dtype=torch.bool)
-    sequence = torch.cat([first, begins], 1)[:, : positions.shape[1]].cumsum(1)
-    ends = torch.zeros(positions.shape[0], positions.shape[1] + 1, dtype=torch.long)
-    ends.scatter_reduce_(1, sequence, (positions + 1).where(is_token, 0), "amax")
-    return ends.gather(1, sequence)
+    n_rows, n_tokens = given.shape
+    is_present, starts = given.is_present, given.starts
+    positions = given.position_ids
+    if positions is None:
+        columns = torch.ones(n_rows, (given.n_cached or 0) + n_tokens, dtype=torch.bool)
+        is_token = columns if given.is_token is None else given.is_token
+        positions = (is_token.cumsum(1) - 1)[:, is_token.shape[1] - n_tokens :]
+        if given.borders is not None:
+            positions = positions - positions.where(starts, 0).cummax(1).values
+    sequence = starts.cumsum(1) - 1
+    ends = torch.zeros(given.shape, dtype=torch.long)
+    ends.scatter_reduce_(1, sequence, (positions + 1).where(is_present, 0), "amax")
+    return positions.where(is_present, -1), ends.gather(1, sequence)
 
 
 def _n_cached(cache: Any) -> int | None:

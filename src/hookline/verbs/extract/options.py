@@ -9,7 +9,7 @@ import torch
 
 from hookline.data.token_mask import Mask
 from hookline.engine.pytree import describe
-from hookline.errors import InputError, positive_integer
+from hookline.errors import InputError, only_options, positive_integer
 
 
 class Extracting(TypedDict, total=False):
@@ -52,12 +52,7 @@ def check_options(options: Extracting) -> None:
     Raises:
         TypeError: there is no such option. InputError: one has another type, or is too small.
     """
-    unknown = options.keys() - Extracting.__annotations__.keys()
-    if unknown:
-        raise TypeError(
-            f"hl.extract() got an unexpected keyword argument {min(unknown)!r}."
-            f"\nGive some of {', '.join(f'{name}=' for name in Extracting.__annotations__)}."
-        )
+    only_options("extract", options, Extracting.__annotations__)
     mask, inputs, n_bytes = options.get("mask"), options.get("inputs"), options.get("shard_bytes")
     if not (mask is None or isinstance(mask, str) or callable(mask)):
         raise InputError(

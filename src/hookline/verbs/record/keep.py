@@ -25,7 +25,7 @@ from hookline.engine import (
     tensor_holder,
 )
 from hookline.engine.pytree import describe, tree
-from hookline.errors import AttachError, SiteError, StructureError
+from hookline.errors import AttachError, SiteError, StructureError, only_options
 from hookline.recordings import Beside, Unknowable, stamp
 from hookline.verbs.record.float32 import measured
 
@@ -63,11 +63,7 @@ def checked(verb: str, options: Keep) -> Keep:
         TypeError: an option is unknown.
         AttachError: copy, detach, keep, dtype or device is invalid.
     """
-    for name in options.keys() - Keep.__annotations__.keys():
-        raise TypeError(
-            f"hl.{verb}() got an unexpected keyword argument {name!r}."
-            f"\nGive some of {', '.join(f'{option}=' for option in Keep.__annotations__)}."
-        )
+    only_options(verb, options, Keep.__annotations__)
     copy, detach, keep = options.get("copy"), options.get("detach", True), options.get("keep")
     if copy is not None and not isinstance(copy, bool):
         raise AttachError(

@@ -34,6 +34,7 @@ from hookline.engine import (
     no_callback,
     ports_for,
 )
+from hookline.engine.run_settings import SettingsReader
 from hookline.errors import SelectionError, warn
 from hookline.recordings import Recording
 from hookline.verbs.record.beams import may_search, n_beams
@@ -274,8 +275,8 @@ class _Recorder:
         )
         if line.root is not None:
             self.recording.identify(weakref.ref(line.root))
-            if may_search(line.root):
-                line.passes.at_root = _BeamWarning(line.name)
+            beams = _BeamWarning(line.name) if may_search(line.root) else None
+            line.passes.at_root = _AtRoot(SettingsReader(nodes, self.recording.modules), beams)
 
     def bind(self, site: Site) -> Bound:
         """Return the tap or callback for the next site."""
@@ -309,6 +310,22 @@ class _Recorder:
 
     def _plain_gradient(self, site: Site, number: int, node: Any) -> Tap:
         return PlainGradTap(site, self._passes, self._gradient(number, node), number)
+
+
+@final
+class _AtRoot:
+    """Note the settings of torch at each pass, and look for a beam search."""
+
+    __slots__ = ("_beams", "_settings")
+
+    def __init__(self, settings: SettingsReader, beams: _BeamWarning | None) -> None:
+        self._settings = settings
+        self._beams = beams
+
+    def __call__(self, current: Pass, frame: FrameType) -> None:
+        current.settings = self._settings.read()
+        if self._beams is not None:
+            self._beams(current, frame)
 
 
 @final

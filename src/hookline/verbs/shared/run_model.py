@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hookline.display.text import plural
+from hookline.engine.pytree import tree
 from hookline.verbs.shared.rerun import lazy_name, untouched
 
 _N_KEYS_SHOWN = 3
@@ -30,7 +31,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
     is_function = callable(inputs) and not isinstance(inputs, Tensor | nn.Module | Mapping | tuple)
     if is_function:
         return inputs()
-    args, kwargs = _arguments_of(inputs)
+    args, kwargs = arguments_of(inputs)
     try:
         return model(*args, **kwargs)
     except (TypeError, AttributeError) as error:
@@ -40,10 +41,23 @@ def call(model: nn.Module, inputs: Any) -> Any:
         raise
 
 
-def _arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the positional and the keyword arguments that inputs stand for."""
     if isinstance(inputs, tuple):
         return inputs, {}
     return ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
+
+
+def mean_squares(output: Any) -> Tensor | None:
+    """Return the sum of the mean squares of the tensors that require a gradient; None without."""
+    tensors = [
+        tensor
+        for tensor in tree.distinct(output)
+        if isinstance(tensor, Tensor) and tensor.requires_grad
+    ]
+    if not tensors:
+        return None
+    return torch.stack([tensor.abs().square().mean() for tensor in tensors]).sum()
 
 
 def signature_of(model: nn.Module) -> inspect.Signature | None:
@@ -56,7 +70,7 @@ def signature_of(model: nn.Module) -> inspect.Signature | None:
 
 def refusal_of(signature: inspect.Signature, inputs: Any) -> TypeError | None:
     """Return the error of a signature that refuses inputs; None if the signature takes them."""
-    args, kwargs = _arguments_of(inputs)
+    args, kwargs = arguments_of(inputs)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -110,7 +124,7 @@ def _advice(model: nn.Module, inputs: Any) -> str | None:
     refusal = None if signature is None else refusal_of(signature, inputs)
     if signature is None or refusal is None:
         return None
-    args, kwargs = _arguments_of(inputs)
+    args, kwargs = arguments_of(inputs)
     if kwargs:
         keys = ", ".join(f"{key!r}: ..." for key in itertools.islice(kwargs, _N_KEYS_SHOWN))
         more = ", ..." * (len(kwargs) > _N_KEYS_SHOWN)

@@ -1,21 +1,19 @@
-"""Estimate the effect of putting back clean values, by one backward for all sites."""
+"""Estimate the effect of putting back clean values, by gradients along a path between two runs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import TypedDict, Unpack
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from hookline.engine import Selector, Site
-from hookline.engine.pytree import describe
-from hookline.errors import AmbiguousError, InputError, StructureError, positive_integer
-from hookline.verbs.edit.edit import edit
-from hookline.verbs.shared.rerun import copied, gradients
+from hookline.engine import Selector
+from hookline.errors import InputError, only_options, positive_integer
+from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.effects import Attribution
 from hookline.verbs.sweep.forwards import Forwards, recorded_run
@@ -24,14 +22,30 @@ from hookline.verbs.sweep.grid import (
     Grid,
     Group,
     check_each,
-    entries_of,
-    patches_of,
+    patches,
     sites_of,
 )
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
+from hookline.verbs.sweep.slopes import Integral, Point, Slopes, check_form, floating
 from hookline.verbs.sweep.still_model import undisturbed
+from hookline.verbs.sweep.verdict import Array
 
 _SEED = 0
+
+
+class AttributeOptions(TypedDict, total=False):
+    """Options of `hl.attribute`.
+
+    Args:
+        along: the sites whose values move from the run on `inputs` to the clean run; None moves
+            each site itself.
+        steps: the number of points on the way; None takes the gradient at `inputs` alone.
+        check: how many of the changes are measured as well.
+    """
+
+    along: Selector | None
+    steps: int | None
+    check: int
 
 
 def attribute(
@@ -42,10 +56,9 @@ def attribute(
     *,
     clean: Inputs,
     each: Each | None = None,
-    steps: int | None = None,
-    check: int = 0,
+    **options: Unpack[AttributeOptions],
 ) -> Attribution:
-    """Estimate the effect of putting back values of a clean run: attribution patching.
+    """Estimate the effect of putting back values of a clean run, by gradients.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).eval()
         >>> x, clean = torch.zeros(1, 2), torch.ones(1, 2)
@@ -53,10 +66,21 @@ def attribute(
         >>> estimate.scores["0"].shape
         torch.Size([1, 3])
 
-    The score of an element is (clean value - value) · gradient of the metric, with the gradient at
-    `inputs`. So two forwards and one backward estimate what `hl.sweep` measures with a forward for
-    each change. The estimate is exact where the metric is linear in the value. Saturated functions
-    and paths that cancel make it wrong: give `check` to compare it with real changes.
+    The score of an element is its gradient, times how far its value moves, summed along a path from
+    the run on `inputs` to the clean run. The path is one of these:
+
+    - By default, one step: (clean value - value) · gradient of the metric at `inputs`. This is
+      attribution patching: two forwards and one backward for all sites.
+    - `steps=8`: 8 points on the line from each site's value to its clean one. These are integrated
+      gradients of the site (https://arxiv.org/abs/1703.01365).
+    - `steps=8, along="(root):input"`: 8 points on the line from the inputs to the clean inputs.
+      This is layer conductance (https://arxiv.org/abs/1805.12233), and `estimate.gradients` are the
+      internal influence (https://arxiv.org/abs/1802.03788). For token ids, which have no line
+      between them, name the embedding: `along="transformer.wte"`.
+
+    The scores estimate what `hl.sweep` measures with a forward for each change. They are exact
+    where the metric is linear in the value. Saturated functions and paths that cancel make them
+    wrong: give `check` to compare them with real changes.
 
     Args:
         model: the model, in eval mode; its parameters may be frozen. It is left as it was, and each
@@ -67,53 +91,105 @@ def attribute(
         metric: a function of the model's output that returns one number, and lets gradients pass.
         clean: the inputs of the clean run, whose values are put back.
         each: as in `hl.sweep`: the dimensions along which an estimate is made for each part.
-        steps: the number of points of integrated gradients: the mean gradient at this many
-            midpoints on the line from each site's value to the clean one. Each point takes a
-            forward and a backward for each site. None takes the gradient at `inputs`.
-        check: how many of the changes are measured as well; a random choice, the same each time.
+        along: the sites that move along the path, by a line between their values in both runs.
+            None moves each site itself, with a forward and a backward for each point of each site.
+            Otherwise a forward and a backward for each point serve all sites.
+        steps: the number of points, which are midpoints of equal steps. None takes the gradient at
+            `inputs`.
+        check: how many of the changes are measured as well, as many at each site; a random choice,
+            the same each time. For a verdict on each site, about ten a site are needed.
 
     Returns:
         An array with named axes. `estimate.effects` has the estimates, in the place of
-        `sweep.effects`; `estimate.scores[site]` has the scores in the value's shape. With `check`,
-        `estimate.rank_correlation` and `estimate.failing` tell how far to trust it.
+        `sweep.effects`; `estimate.scores[site]` has the scores in the value's shape, and
+        `estimate.gradients[site]` the mean gradient on the path. With `check`,
+        `estimate.rank_correlation` and `estimate.failing` tell how far to trust them.
 
     Raises:
-        SelectionError: the selector matches nothing.
+        SelectionError: a selector matches nothing.
         NotRecordedError: the model does not reach one of the sites.
         AmbiguousError: a module runs several times; name the call, as in `"block#2"`.
         InputError: the model is in training mode; the metric gives no number or no gradient; a
-            value is not one floating tensor; or an argument is invalid.
+            value is not one floating tensor; there is no line between values at `along`; or an
+            argument is invalid.
         StructureError: the values of the clean run have other shapes.
+        TypeError: there is no such option.
     """
     check_callable(metric)
     each = check_each(each)
-    if steps is not None:
-        positive_integer("steps", steps, "Give steps=8, or steps=None for one gradient.")
-    if isinstance(check, bool) or not isinstance(check, int) or check < 0:
-        raise InputError(f"check must be a number of changes, got {check!r}.\nGive check=20.")
+    only_options("attribute", options, AttributeOptions.__annotations__)
+    _check_options(options)
+    along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with undisturbed(model, "hl.attribute(model, ...)"):
         run = partial(call, model)
         output, recording = recorded_run(model, run, copied(clean), selector)
-        entries = entries_of(model, patches_of(recording))
-        sites = sites_of(entries)
-        goal = {site: _floating(site, recording[site]) for site in sites}
-        slopes = _Slopes(model, inputs, metric, sites)
-        grads = slopes.at(goal, steps)
-        scores = {site: (goal[site] - slopes.values[site]) * grads[site] for site in sites}
-        grid = Grid(entries, each, slopes.values)
+        entries = patches(model, selector, recording)
+        goals = {site: floating(site, recording[site]) for site in sites_of(entries)}
+        slopes = Slopes(model, inputs, metric)
+        start = slopes.at(list(goals))
+        for site, goal in goals.items():
+            check_form(site, start.values[site], goal)
+        if steps is None:
+            integrals = _integrals(start, goals, [start])
+        elif along is None:
+            integrals = {}
+            for site, goal in goals.items():
+                points = (slopes.at([site], {site: goal}, place) for place in _midpoints(steps))
+                integrals |= _integrals(start, {site: goal}, points)
+        else:
+            _, line = recorded_run(model, run, copied(clean), along)
+            moved = {str(site): line[site] for site in line.sites}
+            points = (slopes.at(list(goals), moved, place) for place in _midpoints(steps))
+            integrals = _integrals(start, slopes.end(list(goals), moved), points)
+        scores = {site: integral.score for site, integral in integrals.items()}
+        grid = Grid(entries, each, start.values)
         measured = np.full(grid.shape, np.nan)
-        if check:
-            forwards = Forwards(model, run, inputs, metric, sites)
+        if n_checked:
+            forwards = Forwards(model, run, inputs, metric, list(goals))
             refuse_constant(metric, forwards.output, forwards.baseline)
-            for group in _sampled(grid.groups, check):
+            for group in _sampled(grid.groups, n_checked):
                 forwards.measure(group, group.points)
             for index, (number, _) in forwards.results.items():
-                measured[index] = number - slopes.number
-    numbers = slopes.number, number_of(metric, output)
-    return Attribution(grid.axes, *numbers, scores, _parts(grid, scores), measured)
+                measured[index] = number - start.number
+    numbers = start.number, number_of(metric, output)
+    gradients = {site: integral.mean for site, integral in integrals.items()}
+    return Attribution(grid.axes, *numbers, scores, gradients, _parts(grid, scores), measured)
 
 
-def _parts(grid: Grid, scores: Mapping[str, Tensor]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _check_options(options: AttributeOptions) -> None:
+    steps, n_checked = options.get("steps"), options.get("check", 0)
+    if steps is not None:
+        positive_integer("steps", steps, "Give steps=8, or steps=None for one gradient.")
+    elif options.get("along") is not None:
+        raise InputError(
+            "along must come with steps, got none.\nGive steps=32, the number of points on the way."
+        )
+    if isinstance(n_checked, bool) or not isinstance(n_checked, int) or n_checked < 0:
+        raise InputError(f"check must be a number of changes, got {n_checked!r}.\nGive check=20.")
+
+
+def _midpoints(steps: int) -> list[float]:
+    return [(step + 0.5) / steps for step in range(steps)]
+
+
+def _integrals(
+    start: Point, ends: Mapping[str, Tensor], points: Iterable[Point]
+) -> dict[str, Integral]:
+    """Integrate over the points of a path.
+
+    Args:
+        start: its beginning.
+        ends: the value of each site at its end.
+        points: the points between.
+    """
+    integrals = {site: Integral(start.values[site], end) for site, end in ends.items()}
+    for point in points:
+        for site, integral in integrals.items():
+            integral.add(point.values[site], point.gradients[site])
+    return integrals
+
+
+def _parts(grid: Grid, scores: Mapping[str, Tensor]) -> Array:
     """Sum the scores of each part of each site."""
     sums = np.full(grid.shape, np.nan)
     for group in grid.groups:
@@ -124,129 +200,13 @@ def _parts(grid: Grid, scores: Mapping[str, Tensor]) -> np.ndarray[Any, np.dtype
 
 
 def _sampled(groups: Sequence[Group], n: int) -> list[Group]:
-    """Choose some of the changes at random, by site."""
-    points = [point for group in groups for point in group.points]
-    chosen = {point.index for point in random.Random(_SEED).sample(points, min(n, len(points)))}
+    """Choose some of the changes at random, as many at each site as far as there are."""
+    rng = random.Random(_SEED)
+    shuffled = [rng.sample(group.points, len(group.points)) for group in groups]
+    sizes = [range(len(points)) for points in shuffled]
+    turns = sorted((turn, number) for number, size in enumerate(sizes) for turn in size)
+    counts = Counter(number for _, number in turns[:n])
     return [
-        Group(group.sites, group.modules, [p for p in group.points if p.index in chosen])
-        for group in groups
+        Group(group.sites, group.modules, points[: counts[number]])
+        for number, (group, points) in enumerate(zip(groups, shuffled, strict=True))
     ]
-
-
-def _floating(site: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value
-    raise InputError(
-        f"{site} must have one floating tensor, to be differentiated, got"
-        f" {describe.in_words(value)}.\nSelect another site, or a leaf such as"
-        f" {site + ':output[0]'!r}."
-    )
-
-
-@final
-class _Slopes:
-    """The gradients of the metric with respect to the values at sites.
-
-    Args:
-        model: the model.
-        inputs: the inputs.
-        metric: the metric.
-        sites: the sites.
-
-    Attributes:
-        values: the value at each site in the run without a change.
-        number: the metric of this run.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Any, metric: Metric, sites: Sequence[str]) -> None:
-        self._model, self._inputs, self._metric = model, inputs, metric
-        self._sites = sites
-        self.values: dict[str, Tensor] = {}
-        self.number = 0.0
-
-    def at(self, goal: Mapping[str, Tensor], steps: int | None) -> dict[str, Tensor]:
-        """Return the gradient at each site: at the inputs, or the mean on the line to the goal."""
-        zeros = _Zeros()
-        number, grads = self._run(self._sites, zeros)
-        self.number, self.values = number, zeros.values
-        for site in self._sites:
-            difference = describe.difference(self.values[site], goal[site])
-            if difference:
-                raise StructureError(
-                    f"the clean run must have values of the same form at {site}: {difference}."
-                    "\nGive inputs of one length in `clean` and `inputs`."
-                )
-        if not steps:
-            return grads
-        return {site: self._mean(site, goal[site] - self.values[site], steps) for site in grads}
-
-    def _mean(self, site: str, gap: Tensor, steps: int) -> Tensor:
-        total = torch.zeros_like(gap)
-        for step in range(steps):
-            zeros = _Zeros(gap * ((step + 0.5) / steps))
-            total += self._run([site], zeros)[1][site]
-        return total / steps
-
-    def _run(self, sites: Sequence[str], zeros: _Zeros) -> tuple[float, dict[str, Tensor]]:
-        with torch.enable_grad():
-            with edit(self._model, list(sites), zeros):
-                metric = self._metric(call(self._model, copied(self._inputs)))
-            number = number_of(lambda _: metric, None)
-            if not isinstance(metric, Tensor) or not metric.requires_grad:
-                raise InputError(
-                    "metric must return a tensor with a gradient, got"
-                    f" {describe.in_words(metric)} without one.\nCompute it from the output by"
-                    " differentiable functions of torch: no argmax, .item() or torch.no_grad()."
-                    " hl.sweep takes any metric."
-                )
-            leaves = [zeros.leaves[site] for site in sites]
-            grads = gradients([metric.sum()], leaves)
-        if all(grad is None for grad in grads):
-            raise InputError(
-                f"metric must depend on a value at {', '.join(sites[:3])}, got one that depends on"
-                " none.\nSelect sites that the metric's part of the output is computed from."
-            )
-        return number, {
-            site: torch.zeros_like(leaf) if grad is None else grad
-            for site, leaf, grad in zip(sites, leaves, grads, strict=True)
-        }
-
-
-@final
-class _Zeros:
-    """Add zeros to the value at each site, and differentiate with respect to them.
-
-    The gradient with respect to one site's zeros is that of this site alone, also where another
-    site lies behind it, and the model's parameters may be frozen.
-
-    Args:
-        shift: what is added to the values as well; None for nothing.
-
-    Attributes:
-        leaves: the zeros by site.
-        values: the values by site, before the zeros were added.
-    """
-
-    def __init__(self, shift: Tensor | None = None) -> None:
-        self._shift = shift
-        self.leaves: dict[str, Tensor] = {}
-        self.values: dict[str, Tensor] = {}
-
-    def at(self, site: Site) -> Callable[[Any], Any]:
-        """Return the change at a site."""
-        return partial(self._add, str(site))
-
-    def __call__(self, value: Any) -> Any:
-        """Leave a value: a change is made at each site by `at`."""
-        return value
-
-    def _add(self, site: str, value: Any) -> Tensor:
-        tensor = _floating(site, value)
-        if site in self.leaves:
-            raise AmbiguousError(
-                f"{site} must run once in a forward, got a second call.\nName the call:"
-                f" {site + '#0'!r}."
-            )
-        zero = self.leaves[site] = torch.zeros_like(tensor).requires_grad_()
-        self.values[site] = tensor.detach().clone()
-        return tensor + zero if self._shift is None else tensor + self._shift + zero

@@ -58,7 +58,7 @@ class _Rows:
             return self.changes[0](value)
         if not isinstance(value, Tensor) or not isinstance(self.known, Tensor):
             raise NoRowsError
-        return changed_rows(value, self.known, list(self.changes), self.n)
+        return changed_rows(value, self.known, self.changes, self.n)
 
 
 @final

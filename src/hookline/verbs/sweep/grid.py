@@ -14,7 +14,7 @@ from hookline.engine import ModuleNode, Selector, Site, defaults_by_name, select
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, StructureError, one_of
 from hookline.recordings import Recording
-from hookline.verbs.edit.patches import Patch, patch
+from hookline.verbs.edit.patches import patch
 from hookline.verbs.edit.places import Moment
 
 Label = str | int
@@ -66,8 +66,21 @@ class SiteChange:
         Raises:
             StructureError: the change returned a value of another form.
         """
+        new = self.new(value)
+        if self.where:
+            value = value.clone()
+            self.put(value, new)
+            return value
+        self.note(value, new)
+        return new
+
+    def new(self, value: Any) -> Any:
+        """Return what the change makes of a value, all of it.
+
+        Raises:
+            StructureError: the change returned a value of another form.
+        """
         call = self.n_calls if self.site.call is None else self.site.call
-        self.n_calls += 1
         # As in an edit that lasts for one forward: each is the first of its line.
         moment = (Moment(0, call),) if getattr(self.change, "wants_moment", False) else ()
         new = self.change(value, *moment)
@@ -79,14 +92,23 @@ class SiteChange:
                 f"the change at {self.site} must keep the value's form: {difference}."
                 "\nReturn a value of the same shape and dtype. A patch needs inputs of one length."
             )
-        if self.where:
-            whole, new = new, value.clone()
-            new[self.where] = whole[self.where]
-        self.has_moved = self.has_moved or not _are_equal(value, new)
         return new
+
+    def put(self, value: Tensor, new: Tensor) -> None:
+        """Write the changed part of a new value into a copy of the old one."""
+        part = new[self.where]
+        self.note(value[self.where], part)
+        value[self.where] = part
+
+    def note(self, old: Any, new: Any) -> None:
+        """Count a call, and note whether it has moved the value."""
+        self.n_calls += 1
+        self.has_moved = self.has_moved or not _are_equal(old, new)
 
 
 def _are_equal(a: Any, b: Any) -> bool:
+    if a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)):
+        return True
     pairs = zip(tree.tensors(a), tree.tensors(b), strict=True)
     return all(
         torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())
@@ -139,21 +161,23 @@ def entries_of(model: nn.Module, changes: Changes) -> list[Entry]:
         SelectionError: a selector matches nothing.
     """
     if isinstance(changes, Mapping) and changes:
-        return [
-            Entry(str(place[0]), (place,), {label: (change,) for label, change in by_label.items()})
-            for selector, given in changes.items()
-            for by_label in [_labelled(given)]
-            for place in _places(model, selector)
-        ]
+        pairs = changes.items()
+        return [entry for pair in pairs for entry in _entries_at(model, *pair)]
     if not isinstance(changes, list | tuple) or not changes:
         hint = f" To put clean values back at {changes!r}, give clean=." * isinstance(changes, str)
         raise InputError(f"changes must be changes by site, got {_words(changes)}.\n{_FORMS}{hint}")
     return [_joint(model, number, item) for number, item in enumerate(changes)]
 
 
-def patches_of(recording: Recording) -> dict[str, Patch]:
-    """Return the changes that put back the values of a recording."""
-    return dict.fromkeys(map(str, recording.sites), patch(recording))
+def patches(model: nn.Module, selector: Selector, recording: Recording) -> list[Entry]:
+    """Return the changes that put back the recorded values at the sites of a selector."""
+    return _entries_at(model, selector, patch(recording))
+
+
+def _entries_at(model: nn.Module, selector: Selector, given: Any) -> list[Entry]:
+    """Return the changes at each site of a selector."""
+    by_label = {label: (change,) for label, change in _labelled(given).items()}
+    return [Entry(str(place[0]), (place,), by_label) for place in _places(model, selector)]
 
 
 def sites_of(entries: list[Entry]) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookline.engine.pytree import tree
+from hookline.verbs.sweep.grid import SiteChange
 
 # How far rounding moves a value when the batch has another size, in units of the dtype's own.
 _ROUNDING, _MOST = 1000.0, 0.05
@@ -97,10 +98,10 @@ def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
 _CONTAINERS = (tuple, list, Mapping)
 
 
-def changed_rows(
-    value: Tensor, known: Tensor, changes: list[Callable[[Tensor], Tensor]], n: int
-) -> Tensor:
+def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int) -> Tensor:
     """Apply each change to its own rows of a value.
+
+    Changes of several parts by one function call it once, if all rows are equal.
 
     Args:
         value: the value of the repeated batch.
@@ -112,12 +113,18 @@ def changed_rows(
         NoRowsError: the rows are not n times the value of the batch alone.
     """
     rows = parts(value, known.shape, n)
-    if n > 1 and not all(is_near(row, known) for row in rows):
+    are_equal = torch.equal(
+        value, torch.cat(rows[:1] * n, longer_dim(value.shape, known.shape, n) or 0)
+    )
+    if not all(is_near(row, known) for row in rows[: 1 if are_equal else n]):
         raise NoRowsError
     new = value.clone()
-    longer = parts(new, known.shape, n)
-    for row, target, change in zip(rows, longer, changes, strict=False):
-        target.copy_(change(row))
+    known_changes: dict[int, Tensor] = {}
+    for row, target, change in zip(rows, parts(new, known.shape, n), changes, strict=False):
+        whole = known_changes.get(id(change.change)) if are_equal else None
+        if whole is None:
+            whole = known_changes[id(change.change)] = change.new(row)
+        change.put(target, whole)
     return new
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hookline.display.text import first_line
 from hookline.engine import Selector, Site
-from hookline.errors import InputError, NotRecordedError, positive_integer
+from hookline.errors import InputError, NotRecordedError, only_options, positive_integer
 from hookline.verbs.record.prefix import Prefix
 from hookline.verbs.shared.progress_bar import progress_bar
 from hookline.verbs.shared.rerun import copied
@@ -27,7 +27,7 @@ from hookline.verbs.sweep.grid import (
     Grid,
     check_each,
     entries_of,
-    patches_of,
+    patches,
     sites_of,
 )
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
@@ -122,19 +122,17 @@ def sweep(
         TypeError: there is no such option.
     """
     check_callable(metric)
-    for name in options.keys() - SweepOptions.__annotations__.keys():
-        raise TypeError(
-            f"hl.sweep() got an unexpected keyword argument {name!r}."
-            f"\nGive some of {', '.join(f'{name}=' for name in SweepOptions.__annotations__)}."
-        )
+    only_options("sweep", options, SweepOptions.__annotations__)
     rows, to = options.get("rows", 16), options.get("to")
     positive_integer("rows", rows, "Give rows=16.")
     each = check_each(each)
     with undisturbed(model, "hl.sweep(model, ...)"), _reader(model, read) as run:
-        clean_metric = None
-        if clean is not None:
-            changes, clean_metric = _with_clean(model, run, clean, changes, metric)
-        entries = entries_of(model, changes)
+        if clean is None or _are_changes(changes):
+            entries = entries_of(model, changes)
+            clean_metric = None if clean is None else number_of(metric, run(copied(clean)))
+        else:
+            output, recording = recorded_run(model, run, copied(clean), changes)
+            entries, clean_metric = patches(model, changes, recording), number_of(metric, output)
         forwards = Forwards(model, run, inputs, metric, sites_of(entries))
         refuse_constant(metric, forwards.output, forwards.baseline)
         grid = Grid(entries, each, forwards.known)
@@ -157,21 +155,6 @@ def _measure(forwards: Forwards, grid: Grid, folder: SweepFolder | None, *, show
             if folder is not None:
                 folder.write(forwards.results)
             bar.update(task, completed=len(forwards.results))
-
-
-def _with_clean(
-    model: nn.Module, run: Callable[[Any], Any], clean: Any, changes: Any, metric: Metric
-) -> tuple[Any, float]:
-    """Run the model on the clean inputs.
-
-    Returns:
-        The changes: those given, or for a selector those that put back the clean values. And the
-        metric of the clean run.
-    """
-    if _are_changes(changes):
-        return changes, number_of(metric, run(copied(clean)))
-    output, recording = recorded_run(model, run, copied(clean), changes)
-    return patches_of(recording), number_of(metric, output)
 
 
 def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:

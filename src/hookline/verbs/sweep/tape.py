@@ -120,14 +120,15 @@ class Tape:
         return self._n_events
 
     def _note(self, call: Call, output: Any) -> None:
-        tensors = [tensor for _, tensor in tree.tensors(output)]
+        is_tensor = isinstance(output, Tensor)  # which most are
+        tensors = [output] if is_tensor else [tensor for _, tensor in tree.tensors(output)]
         if self._kept is not None and call.number not in self._kept:
             call.output = [tensor.shape for tensor in tensors]
             return
         call.output = output
         if call.number in self._copied:
             call.output = tree.map_tensors(self._copy, output)
-        elif not isinstance(output, Tensor):
+        elif not is_tensor:
             call.output = tree.map_tensors(_same, output)  # a cache may go on growing
         self._seen += [(call.number, tensor, _version(tensor)) for tensor in tensors]
 
@@ -257,8 +258,7 @@ class _Replay:
         call = next(self.queues[id(module)])
         if call is None:
             return forward(*args, **kwargs)
-        is_copied = call.number in self.copied
-        return tree.map_tensors(self._copy if is_copied else _same, call.output)
+        return tree.map_tensors(self._copy if call.number in self.copied else _same, call.output)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self.copies:

@@ -24,7 +24,7 @@ from hookline.curves.table import CurveTable
 from hookline.display.text import escape_invisible, plural
 from hookline.errors import InputError
 from hookline.views.page.links import number as number_of
-from hookline.views.page.render import curves_environment
+from hookline.views.page.render import environment
 from hookline.views.page.single_file import replace_file, target_of
 
 _COLUMNS_IN_FILE = 256
@@ -258,7 +258,7 @@ class CurvePages:
     """The served pages of a run: one method for each address."""
 
     def __init__(self) -> None:
-        self._templates = curves_environment()
+        self._templates = environment("curves")
         self._templates.globals["is_served"] = True
 
     def index(self, run: OpenRun, where: str) -> tuple[str, str]:
@@ -308,7 +308,7 @@ def write_curves_page(folder: str | os.PathLike[str], path: str | os.PathLike[st
     run = OpenRun(Path(folder), _COLUMNS_IN_FILE)
     run.read()
     data = {"kinds": _KINDS, **run.whole()}
-    text = _render(curves_environment(), run, os.fspath(folder), data)
+    text = _render(environment("curves"), run, os.fspath(folder), data)
     return replace_file(target_of(path), text)
 
 

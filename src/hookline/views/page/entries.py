@@ -19,7 +19,6 @@ from hookline.errors import FolderError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.statistics import measure
-from hookline.statistics.difference import Difference
 from hookline.statistics.of_values import Statistics, histogram, main_tensor, measured_tensors
 from hookline.views.page.pictures import Strip, StripForm, feature_strip, is_image_like, strip_form
 
@@ -60,8 +59,6 @@ class ValueEntry:
     counts: tuple[int, ...] = ()
     # the feature maps; None if the value is not image-like or they are not drawn
     strip: Strip | None = None
-    # the difference from the other recording's value; None if it is not compared
-    difference: Difference | None = None
     problem: str = ""  # the reason why the value could not be read or measured; otherwise empty
     is_overwritten: bool = False  # whether the reason is an in-place change
     # for some items of a store, the statistics of all items; else None
@@ -297,14 +294,13 @@ class TableColumn:
     sort_key: Callable[[Row], SortKey]  # returns a cell's sort key; None sorts last
 
 
-def columns(rows: list[Row], *, is_compared: bool = False) -> list[TableColumn]:
+def columns(rows: list[Row]) -> list[TableColumn]:
     """Choose the columns that rows need: calls, passes and maps only if some row has them."""
     entries = [row.entry for row in rows if row.entry is not None]
     chosen = [
         TableColumn("path", "Module", False, lambda row: row.label, lambda row: row.label),
         TableColumn("type", "Type", False, lambda row: row.module_type,
                     lambda row: row.module_type),
-        *[_of_value("gap", "Difference", _gap_text, _gap_key)] * is_compared,
         _of_value("shape", "Shape", _shape, lambda entry: entry.numel if entry.shape else None),
         _of_value("dtype", "Dtype", _dtype, _dtype, is_number=False),
         _of_statistics("mean", "Mean"),
@@ -365,17 +361,6 @@ def _dtype(entry: ValueEntry) -> str:
 
 def _n_channels(entry: ValueEntry) -> int | None:
     return entry.form.channels if entry.form and not entry.problem else None
-
-
-def _gap_text(entry: ValueEntry) -> str:
-    gap = entry.difference
-    if gap is None:
-        return ""
-    return gap.problem or (number_text(gap.relative) if gap.differs else "0")
-
-
-def _gap_key(entry: ValueEntry) -> float | None:
-    return None if entry.difference is None else entry.difference.relative
 
 
 def _call_text(row: Row) -> str:

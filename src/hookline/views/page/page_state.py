@@ -6,6 +6,7 @@ not grow with the number of values viewed.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine import as_written
-from hookline.errors import FolderError, HooklineError, InputError, OverwrittenError
+from hookline.errors import FolderError, InputError
 from hookline.recordings import Recording
-from hookline.statistics.difference import Difference, difference
-from hookline.statistics.of_values import Statistics, main_tensor, measured_tensors
+from hookline.statistics.of_values import Statistics, main_tensor
+from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.views.page.entries import (
     Place,
     Row,
@@ -75,17 +76,17 @@ class PageState:
         twins = list_values(self.other) if self.other is not None else []
         self._twins = {entry.place: entry for entry in twins}
         self.rows = tree_rows(self.recording, self.values)
-        self.columns = columns(self.rows, is_compared=self.other is not None)
+        self.columns = columns(self.rows)
         self._row_of = {row.entry.order: row for row in self.rows if row.entry is not None}
         self._number_of = {entry.place: entry.order for entry in self.values}
         self._by_site: dict[str, list[ValueEntry]] = {}
         for entry in self.values:
             self._by_site.setdefault(entry.place.at, []).append(entry)
-        self.only_in_other = [
-            entry for place, entry in self._twins.items() if place not in self._number_of
-        ]
-        if self.other is not None:
-            self._note_missing()
+        self._compared: dict[str, ValueEntry] = {}
+        for entry in self.values:
+            key = _compared_key(entry)
+            self._compared[key] = entry
+            self._compared.setdefault(_without_pass(key), entry)
         self._release()
 
     @property
@@ -174,8 +175,6 @@ class PageState:
         if of_other:
             self._twins[entry.place] = entry
             return entry
-        if entry.difference is None:
-            entry = self._compared(entry)
         self._remember(entry)
         return entry
 
@@ -203,10 +202,7 @@ class PageState:
 
     def is_measured(self, entry: ValueEntry) -> bool:
         """Return whether a value needs no more measuring."""
-        compared = self.other is None or entry.difference is not None
-        return compared and (
-            entry.statistics is not None or bool(entry.problem) or entry.numel is None
-        )
+        return entry.statistics is not None or bool(entry.problem) or entry.numel is None
 
     @property
     def bytes_to_measure(self) -> int:
@@ -223,47 +219,19 @@ class PageState:
 
     # -- comparing -------------------------------------------------------------------------------
 
-    def _note_missing(self) -> None:
-        for entry in self.values:
-            if entry.place not in self._twins:
-                gap = Difference(problem=f"only in {self.names[0]}")
-                self._remember(replace(entry, difference=gap))
+    def entry_at(self, site: str) -> ValueEntry | None:
+        """Return the value that a row of a comparison is about, by the row's site; or None."""
+        keys = _without_leaf(site), _without_pass(site), _without_pass(_without_leaf(site))
+        return next((self._compared[key] for key in (site, *keys) if key in self._compared), None)
 
-    def _compared(self, entry: ValueEntry) -> ValueEntry:
-        twin = self._twins.get(entry.place)
-        if self.other is None or twin is None:
-            return entry
-        try:
-            gap = self._largest_difference(entry, twin)
-        except OverwrittenError:
-            gap = Difference(problem="overwritten in place in one of them")
-        except (HooklineError, RuntimeError, TypeError) as error:
-            gap = Difference(problem=(str(error).splitlines() or ["cannot be compared"])[0])
-        return replace(entry, difference=gap)
-
-    def _largest_difference(self, entry: ValueEntry, twin: ValueEntry) -> Difference:
-        """Compare every tensor of two values; return the difference of those that differ most."""
-        values = measured_tensors(entry.recorded.read())
-        twin_values = measured_tensors(twin.recorded.read())
-        if not values or not twin_values:
-            raise InputError("the value holds no tensor.")
-        if [leaf for leaf, _ in values] != [leaf for leaf, _ in twin_values]:
-            return Difference(problem="another structure")
-        gaps = [
-            difference(tensor, twin_tensor)
-            for (_, tensor), (_, twin_tensor) in zip(values, twin_values, strict=True)
-        ]
-        return max(gaps, key=lambda gap: (bool(gap.problem), gap.relative))
+    def compared_rows(self, entry: ValueEntry, comparison: Comparison) -> list[ComparedSite]:
+        """Return the rows of a comparison that are about a value."""
+        return [row for row in comparison if self.entry_at(row.site) is entry]
 
 
 def notices_of(page: PageState) -> list[Notice]:
     """List the notices of a page."""
     notices = notices_of_recording(page.recording, page.rows)
-    if page.only_in_other:
-        names = ", ".join(entry.place.at for entry in page.only_in_other[:3])
-        names += ", …" if len(page.only_in_other) > 3 else ""
-        values = plural(len(page.only_in_other), "value")
-        notices.append((f"Only in {page.names[1]}: {values} ({names}).", ""))
     if page.recording.lost:
         lost = page.recording.lost
         notices.append((f"Not saved in the folder: {lost[0]}{', …' * (len(lost) > 1)}", ""))
@@ -289,6 +257,26 @@ def notices_of_recording(recording: Recording, rows: Sequence[Row]) -> list[Noti
         advice = "Record copies to see them: hl.record(..., copy=True)."
         notices.append((f"{values} overwritten in place after being recorded. {advice}", ""))
     return notices
+
+
+def _compared_key(entry: ValueEntry) -> str:
+    """Return the key of a value in a comparison, with its pass and its backward pass."""
+    recorded = entry.recorded
+    backward = "" if recorded.backward is None else f"#backward{recorded.backward}"
+    return f"{recorded.key}{backward}#pass{recorded.record.number}"
+
+
+def _without_pass(key: str) -> str:
+    return re.sub(r"#pass\d+", "", key)
+
+
+def _without_leaf(key: str) -> str:
+    """Return the key of the whole value: `attn` for `attn:output[1]`."""
+    parts = re.fullmatch(r"(.*?)(:\w+)((?:\[[^\]]*\]|\.\w+)+)((?:#\w+)*)", key, re.DOTALL)
+    if parts is None:
+        return key
+    path, port, _, calls = parts.groups()
+    return path + port * (port != ":output") + calls
 
 
 def data_of(value: Any) -> Any:

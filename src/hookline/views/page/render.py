@@ -19,10 +19,24 @@ from hookline.views.page.site_view import facts_of, zero_of
 from hookline.views.pixels import PAGE_NEEDS
 
 FOLDER = Path(__file__).parent / "templates"
+# What each kind of page is made of, beside page.js and page.css, which all have.
+_OF_RESULTS = ("elements.js", "result.css")
+_PARTS = {
+    "values": ("table.js",),
+    "curves": ("curves.js", "curves.css"),
+    "comparison": (*_OF_RESULTS, "rows.js", "depth_curve.js", "comparison.js"),
+    "sweep": (*_OF_RESULTS, "colours.js", "heat_map.js", "sweep.js"),
+}
 
 
-def environment() -> Any:
-    """Create the template environment, in which texts are escaped and unknown names raise."""
+def environment(kind: str = "values") -> Any:
+    """Create the template environment of a kind of page.
+
+    Texts are escaped, and unknown names raise.
+
+    Args:
+        kind: "values", "curves", "comparison" or "sweep".
+    """
     jinja2 = load("jinja2", *PAGE_NEEDS)
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
@@ -32,19 +46,12 @@ def environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    code = _script(kind)
     templates.globals.update(
         facts_of=facts_of, histogram_path=histogram_path, zero_of=zero_of, measure=measure,
         max_channels=MAX_CHANNELS, version=_version(), is_served=False,
-        style=_text("page.css"), script=script(), script_hash=_hash(script()),
+        style=_joined("page.css", kind, ".css"), script=code, script_hash=_hash(code),
     )  # fmt: skip
-    return templates
-
-
-def curves_environment() -> Any:
-    """Create the template environment of the page of a run."""
-    templates, code = environment(), script("curves.js")
-    style = _text("page.css") + _text("curves.css")
-    templates.globals.update(style=style, script=code, script_hash=_hash(code))
     return templates
 
 
@@ -53,14 +60,19 @@ def _visible(value: Any) -> Any:
     return escape_invisible(value) if type(value) is str else value
 
 
-def script(part: str = "table.js") -> str:
-    """Join the script of a page: what all pages share, and its own part."""
-    return "\n".join(_text(name) for name in ("page.js", part))
+def _script(kind: str) -> str:
+    """Join the script of a kind of page: what all pages share, and its own parts."""
+    return _joined("page.js", kind, ".js")
 
 
 def script_hashes() -> str:
-    """Return the hashes of all pages' scripts for the policy, so that no other script can run."""
-    return f"{_hash(script())} {_hash(script('curves.js'))}"
+    """Return the hashes of the served pages' scripts for the policy, so that no other can run."""
+    return " ".join(_hash(_script(kind)) for kind in ("values", "curves", "comparison"))
+
+
+def _joined(shared: str, kind: str, suffix: str) -> str:
+    parts = [name for name in _PARTS[kind] if name.endswith(suffix)]
+    return "\n".join(_text(name) for name in (shared, *parts))
 
 
 def _hash(text: str) -> str:
@@ -91,7 +103,6 @@ def table(
         "lines": [_line_data(row, chosen) for row in rows],
         "numbers": [column.is_number for column in chosen],
         "columns": [column.key for column in chosen],
-        "sort": None,
         **more,
     }
     return {"columns": chosen, "lines": lines, "data": data}

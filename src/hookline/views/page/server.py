@@ -4,6 +4,10 @@
     /site       one value                       /numbers   one value's statistics, as HTML
     /strip      a row's feature maps, as PNG    /state     the state of the recording, as JSON
 
+The page of two recordings is `/`, too. It asks for this:
+
+    /comparison the comparison, as JSON
+
 Of a store, `/items/5,17/` shows other items: all addresses above exist below it, too.
 `/items?items=5,17`, which the form asks for, leads there.
 
@@ -21,7 +25,7 @@ import json
 from collections.abc import Callable
 from typing import Any, final
 
-from hookline.display.text import type_and_line
+from hookline.display.text import plural, type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.util.optional import how_to_install, load
@@ -32,6 +36,7 @@ from hookline.views.page.links import choice_of, items_of, number, parameters_of
 from hookline.views.page.page_state import PageState, notices_of
 from hookline.views.page.pictures import feature_strip
 from hookline.views.page.render import environment, script_hashes, sort_keys, table
+from hookline.views.page.results import comparison_data, comparison_title, last_part
 from hookline.views.page.site_view import site_view
 from hookline.views.page.sources import OpenRecordings
 from hookline.views.pixels import PAGE_NEEDS
@@ -56,6 +61,8 @@ class Pages:
         self._shelf = shelf
         self._templates = environment()
         self._templates.globals["is_served"] = True
+        self._of_comparisons = environment("comparison")
+        self._of_comparisons.globals["is_served"] = True
         self._of_runs = CurvePages()
 
     def index(self, parameters: dict[str, str]) -> tuple[str, str]:
@@ -64,15 +71,15 @@ class Pages:
         if run is not None:
             return self._of_runs.index(run, self._shelf.source.name)
         page, state = self._page(parameters)
+        if page.other is not None:
+            return self._compared(page, state)
         report = page.recording.report()
         to_measure = page.bytes_to_measure
-        names = [name for name in page.names if name]
         variables = table(
             page.rows,
             page.columns,
             "site?",
             "strip?",
-            sort="gap" if page.other is not None else None,
             size=size(to_measure),
             start=to_measure <= _UNASKED_BYTES,
         )
@@ -80,14 +87,11 @@ class Pages:
             line["waits"] = row.entry is not None and not page.is_measured(row.entry)
         return "text/html", self._render(
             "index.html",
-            title=" and ".join(_last(name) for name in names),
+            title=last_part(page.names[0]),
             home="",
             state=state,
-            subtitle="two recordings compared; numbers are those of the first"
-            if len(names) > 1
-            else page.about,
-            where=", ".join(names),
-            compared=names if page.other is not None else (),
+            subtitle=page.about,
+            where=page.names[0],
             model_type=report.model_type,
             facts=_facts(page),
             images=(),
@@ -102,11 +106,37 @@ class Pages:
             top="../../" if parameters["items"] else "",
         )
 
+    def _compared(self, page: PageState, state: str) -> tuple[str, str]:
+        """Render the page of two recordings, which asks for their comparison."""
+        text = self._of_comparisons.get_template("comparison.html").render(
+            title=comparison_title(page.names),
+            home="",
+            state=state,
+            names=page.names,
+            data={},
+            of_what=f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}",
+        )
+        return "text/html", str(text)
+
+    def comparison(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Compare the two recordings; return the comparison as JSON, or why there is none."""
+        try:
+            page, _ = self._page(parameters)
+            if page.other is None:
+                raise InputError("only one folder is shown.\nGive two: hookline view DIR DIR2.")
+            made = self._shelf.comparison()
+        except HooklineError as error:
+            return "application/json", json.dumps({"problem": str(error).splitlines()})
+        entries = [page.entry_at(row.site) for row in made]
+        links = ["" if entry is None else query_of(entry.place) for entry in entries]
+        return "application/json", json.dumps(comparison_data(made, links))
+
     def site(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Render one value's page."""
         page, state = self._page(parameters)
         entry = _named(page, parameters)
-        view = site_view(page, entry, choice_of(parameters))
+        made = None if page.other is None else self._shelf.finished_comparison
+        view = site_view(page, entry, choice_of(parameters), made)
         parts = entry.site.path.split(".") if entry.site.path else []
         trail = []
         for k, part in enumerate(parts):
@@ -118,7 +148,7 @@ class Pages:
             trail.append((part, href))
         return "text/html", self._render(
             "site.html", title=view["label"], home="./", state=state, view=view, trail=trail,
-            here=query_of(entry.place),
+            here=query_of(entry.place), up="All values" if page.other is None else "The comparison",
         )  # fmt: skip
 
     def numbers(self, parameters: dict[str, str]) -> tuple[str, str]:
@@ -271,6 +301,7 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
     routes = [
         route("/", pages.index), route("/site", pages.site), route("/numbers", pages.numbers),
         route("/strip", pages.strip), route("/measure", pages.measure),
+        route("/comparison", pages.comparison),
         route("/state", pages.state), route("/new", pages.new), route("/ranks", pages.ranks),
     ]  # fmt: skip
     routes += [routing.Route("/items", choose), routing.Mount("/items/{items}", routes=[*routes])]
@@ -291,9 +322,13 @@ def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     return page.find(parameters.get("at", ""), *where)
 
 
+def _bytes_shown(page: PageState) -> str:
+    return size(sum(entry.n_bytes for entry in page.values))
+
+
 def _facts(page: PageState) -> list[tuple[str, str]]:
     """List the totals at the top of the page as (label, text)."""
-    bytes_shown = size(sum(entry.n_bytes for entry in page.values))
+    bytes_shown = _bytes_shown(page)
     n_items = page.items[1]
     sites = "Sites", f"{len(page.recording.sites):,}"
     if n_items:
@@ -304,7 +339,3 @@ def _facts(page: PageState) -> list[tuple[str, str]]:
         ("Passes", f"{len(page.recording.passes):,}"),
         ("Size", bytes_shown),
     ]
-
-
-def _last(name: str) -> str:
-    return name.rstrip("/\\").replace("\\", "/").rpartition("/")[2] or name

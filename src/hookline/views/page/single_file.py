@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hookline.display.units import count, size
 from hookline.errors import FolderError
@@ -29,24 +29,38 @@ _FILE_NAME = "report.html"
 _MAX_IMAGES = 12
 
 
-def write_page(
+class Evidence(NamedTuple):
+    """What went into a model and came out of it, to show above the table.
+
+    Args:
+        images: the input images; the first 12 are shown small.
+        classes: the predicted classes as (label, probability from 0 to 1), the likeliest first.
+    """
+
+    images: Sequence[Image] = ()
+    classes: Sequence[tuple[str, float]] = ()
+
+
+NO_EVIDENCE = Evidence()
+
+
+def write_recording_page(
     recording: Recording,
     path: str | os.PathLike[str],
     *,
     title: str,
     subtitle: str = "",
     summary: Summary | None = None,
-    images: Sequence[Image] = (),
-    classes: Sequence[tuple[str, float]] | None = None,
+    evidence: Evidence = NO_EVIDENCE,
 ) -> Path:
     """Write a recording as one HTML file: statistics of every value, and feature maps.
 
         >>> import hookline as hl
-        >>> from hookline.views import write_page
+        >>> from hookline.views.page import write_recording_page
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
         >>> with hl.record(model) as run:
         ...     _ = model(torch.rand(1, 3, 16, 16))
-        >>> write_page(run, tmp_path / "report.html", title="A small net").name
+        >>> write_recording_page(run, tmp_path / "report.html", title="A small net").name
         'report.html'
 
     The file is self-contained and loads nothing. It is written under a temporary name and renamed,
@@ -59,8 +73,7 @@ def write_page(
         title: the page's title, such as the model's name.
         subtitle: a short description of the input.
         summary: the result of `hl.summary` for the model, for the totals at the top.
-        images: the input images; the first 12 are shown small.
-        classes: the predicted classes as (label, probability from 0 to 1), the likeliest first.
+        evidence: the model's input images and predicted classes.
 
     Returns:
         The file's path.
@@ -83,10 +96,10 @@ def write_page(
         model_type=recording.report().model_type,
         now=datetime.now().astimezone(),
         facts=_facts(recording, rows, summary),
-        images=[input_thumbnail(image) for image in images[:_MAX_IMAGES]],
-        n_images_left_out=max(len(images) - _MAX_IMAGES, 0),
-        classes=classes or (),
-        n_images=len(images),
+        images=[input_thumbnail(image) for image in evidence.images[:_MAX_IMAGES]],
+        n_images_left_out=max(len(evidence.images) - _MAX_IMAGES, 0),
+        classes=evidence.classes,
+        n_images=len(evidence.images),
         view=_view_command(target),
         notices=[*failure, *notices_of_recording(recording, rows)],
         embedded=True,

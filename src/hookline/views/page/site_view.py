@@ -11,6 +11,12 @@ from torch import Tensor
 from hookline.display.units import measure, share, size
 from hookline.engine import Site
 from hookline.errors import HooklineError
+from hookline.verbs.compare.comparison import (
+    ComparedSite,
+    Comparison,
+    number_text,
+    ratio_text,
+)
 from hookline.views.page.entries import Place, ValueEntry
 from hookline.views.page.links import query_of
 from hookline.views.page.page_state import PageState
@@ -61,8 +67,13 @@ class Step:
     others: tuple[tuple[str, str], ...] = ()  # the form's other parameters, as (name, value)
 
 
-def site_view(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, Any]:
+def site_view(
+    page: PageState, entry: ValueEntry, choice: Choice, comparison: Comparison | None = None
+) -> dict[str, Any]:
     """Gather the contents of a site's page; values are read one at a time.
+
+    Args:
+        comparison: the comparison with the other recording, as far as it is made.
 
     Raises:
         InputError: the sample does not exist.
@@ -79,7 +90,7 @@ def site_view(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, A
             panels.append(_panel(page, other, f"{_title(entry)} in {page.names[1]}", choice, True))
         if twin is not None:
             panels.append(_panel(page, twin, _title(twin), choice))
-        gap, gap_picture = _gap(page, entry, other, choice)
+        gap_picture = _gap_picture(page, entry, other, choice)
         maps, remark = _class_maps(page, entry, twin, choice.sample)
     picture = panels[0].picture
     return {
@@ -91,7 +102,7 @@ def site_view(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, A
         "after": _neighbour(page, entry, 1),
         "maps": maps,
         "maps_remark": remark,
-        "gap": gap,
+        "gap": _gap_text(page, entry, other, comparison),
         "gap_picture": gap_picture,
         "order_links": _orders(entry, choice) if picture and picture.total > 1 else [],
     }
@@ -141,36 +152,42 @@ def _panel(
         return Panel(title, entry, later, remark=f"cannot be drawn: {str(error).splitlines()[0]}")
 
 
-def _gap(
-    page: PageState, entry: ValueEntry, other: ValueEntry | None, choice: Choice
-) -> tuple[str, Picture | None]:
-    """Describe and draw the difference between the two recordings' values."""
+def _gap_text(
+    page: PageState, entry: ValueEntry, other: ValueEntry | None, comparison: Comparison | None
+) -> str:
+    """Say what the comparison says of a value."""
     if page.other is None:
-        return "", None
+        return ""
+    rows = [] if comparison is None else page.compared_rows(entry, comparison)
+    if not rows:
+        return f"Only in {page.names[0]}." if other is None else ""
+    return " ".join(map(_row_text, rows))
+
+
+def _row_text(row: ComparedSite) -> str:
+    if row.relative is None or row.verdict == "identical":
+        return f"{row.site}: {row.verdict}" + f" ({row.why})" * bool(row.why) + "."
+    return (
+        f"{row.site}: {row.verdict}. The relative difference is {number_text(row.relative)}"
+        f" (L2 norm, over that of the second; noise floor {number_text(row.floor.relative)}); the"
+        f" ratio of norms is {ratio_text(row.norm_ratio)}. The worst row is off by"
+        f" {number_text(row.worst_row)}, the worst element by {number_text(row.worst_element)}."
+    )
+
+
+def _gap_picture(
+    page: PageState, entry: ValueEntry, other: ValueEntry | None, choice: Choice
+) -> Picture | None:
+    """Draw the difference between the two recordings' values, if they have one shape."""
     if other is None:
-        return f"Only in {page.names[0]}.", None
-    gap = page.values[entry.order].difference
-    if gap is None and entry.n_bytes <= _LATER_BYTES:
-        gap = page.measure(entry).difference
-    if gap is None:
-        text = ""
-    elif gap.problem:
-        text = f"They differ: {gap.problem}."
-    elif not gap.differs:
-        text = "They are equal to the last bit."
-    else:
-        text = (
-            f"The relative difference is {measure(gap.relative)} (L2 norm, over that of the"
-            f" second); the ratio of norms is {measure(gap.norm_ratio)}. The worst row is off by"
-            f" {measure(gap.worst_row)}, the worst element by {measure(gap.worst_element)}."
-        )
+        return None
     try:
         a, b = page.tensor(entry), page.tensor(other)
         if a.shape != b.shape:
-            return text, None
-        return text, difference_picture(a, b, entry.site.module_type, choice)
+            return None
+        return difference_picture(a, b, entry.site.module_type, choice)
     except (HooklineError, RuntimeError, TypeError):
-        return text, None
+        return None
 
 
 def _class_maps(

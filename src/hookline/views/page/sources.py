@@ -15,6 +15,8 @@ from hookline.opening import open as open_folder
 from hookline.statistics import Moments
 from hookline.statistics.of_values import statistics_of
 from hookline.stores import Store, excerpt
+from hookline.verbs.compare.compare import compare
+from hookline.verbs.compare.comparison import Comparison
 from hookline.views.page.curves_view import OpenRun
 from hookline.views.page.links import in_words
 from hookline.views.page.page_state import FolderContents, PageState
@@ -108,6 +110,8 @@ class OpenRecordings:
         self._pages: dict[tuple[int, ...] | None, PageState] = {}  # the last used one last
         self._state = ""
         self._run: OpenRun | None = None
+        self._comparing = threading.Lock()  # a comparison takes long; other pages go on
+        self._comparison: tuple[str, Comparison] | None = None  # of which state
 
     @property
     def names(self) -> tuple[str, str]:
@@ -138,6 +142,26 @@ class OpenRecordings:
             run = self._run
         run.read()
         return run
+
+    def comparison(self) -> Comparison:
+        """Compare the two folders, once for each state.
+
+        Raises:
+            InputError: they have no value in common, or are of other kinds.
+            FolderError: a folder is gone or damaged.
+        """
+        assert self.other is not None
+        with self._comparing:
+            state = self.state()
+            if self._comparison is None or self._comparison[0] != state:
+                self._comparison = state, compare(self.source.folder, self.other.folder)
+            return self._comparison[1]
+
+    @property
+    def finished_comparison(self) -> Comparison | None:
+        """The comparison of the current state; None until `comparison` has made it."""
+        made = self._comparison
+        return made[1] if made is not None and made[0] == self.state() else None
 
     def page(self, items: tuple[int, ...] | None = None) -> tuple[PageState, str]:
         """Return the current recordings and the state that they belong to.

@@ -12,7 +12,8 @@ import torch
 from hookline.display.text import plural, shorten
 from hookline.display.units import measure
 from hookline.errors import InputError
-from hookline.verbs.sweep.effects import Array, Effects
+from hookline.verbs.sweep.effects import Effects
+from hookline.verbs.sweep.verdict import Array
 from hookline.views.pixels import scale_of
 from hookline.views.plots.sheet import (
     PLAIN,
@@ -76,7 +77,9 @@ def sweep(
     names = _chosen(effects, axes)
     numbers = effects.normalised if normalised else effects.effects
     table = _reduced(effects, numbers, names)
-    labels = [_texts(effects, name, texts or {}) for name in names]
+    labels = [
+        [shorten(text, _LONGEST) for text in texts_of(effects, name, texts or {})] for name in names
+    ]
     height = min(max(len(table) * _CELL, 0.5), _HIGHEST)
     width = min(max(table.shape[1] * _CELL, 3.2), _WIDEST)
     left = text_width(labels[0]) + 0.45
@@ -95,7 +98,7 @@ def sweep(
     )
     _mark_unmoved(figure_axes, effects, names)
     _label(figure_axes, names, labels, (height, width))
-    word = "share of the clean effect" if normalised else "effect"
+    word = "of clean" if normalised else "effect"
     sheet.bar((left, height + below), scale, word)
     return sheet.figure
 
@@ -126,7 +129,12 @@ def _reduced(effects: Effects, numbers: Array, names: tuple[str, str]) -> Array:
     return largest
 
 
-def _texts(effects: Effects, name: str, texts: Mapping[str, Sequence[str]]) -> list[str]:
+def texts_of(effects: Effects, name: str, texts: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the texts of an axis: those given for it, or else its labels.
+
+    Raises:
+        InputError: texts and labels differ in number.
+    """
     labels = effects.labels.get(name, ("",))
     given = texts.get(name)
     if given is not None and len(given) != len(labels):
@@ -134,7 +142,7 @@ def _texts(effects: Effects, name: str, texts: Mapping[str, Sequence[str]]) -> l
             f"texts must have one text for each label of {name!r}, got {plural(len(given), 'text')}"
             f" for {plural(len(labels), 'label')}.\nGive one for each, or leave texts= out."
         )
-    return [shorten(str(label), _LONGEST) for label in given or labels]
+    return [str(label) for label in given or labels]
 
 
 def _title(effects: Effects) -> str:

@@ -10,6 +10,9 @@ const keep = (name, text) => { try { sessionStorage.setItem(name, text); } catch
 const state = document.body.dataset.state; // only a served page has one
 const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
+const system = matchMedia("(prefers-color-scheme: dark)");
+const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+
 function say(text) {
   byId("live").textContent = text;
   byId("live").hidden = !text;
@@ -31,10 +34,8 @@ async function fetchJson(address) {
 (() => {
   // -- light and dark ------------------------------------------------------------------------
 
-  const system = matchMedia("(prefers-color-scheme: dark)");
   const remembered = () => { try { return localStorage.getItem("hookline-theme"); } catch { return null; } };
   const remember = (theme) => { try { localStorage.setItem("hookline-theme", theme); } catch { /* a file has no store */ } };
-  const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
   const showTheme = () => byId("theme").textContent = isDark() ? "Light" : "Dark";
   if (remembered() === "dark" || remembered() === "light") document.documentElement.dataset.theme = remembered();
   byId("theme").addEventListener("click", () => {

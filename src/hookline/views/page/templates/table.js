@@ -26,10 +26,9 @@
   const nValues = lines.filter((line) => line.holdsValue).length;
   const collapsed = new Set();
   const address = new URLSearchParams(state === undefined ? "" : location.search);
-  const sortable = data.columns.indexOf(address.get("sort") ?? data.sort);
+  const sortable = data.columns.indexOf(address.get("sort"));
   // { column, descending }, or null for the tree
   let sort = sortable < 0 ? null : { column: sortable, descending: address.get("up") === null && data.numbers[sortable] };
-  if (address.get("sort") === "") sort = null;
   let query = (address.get("q") ?? "").toLowerCase();
   byId("search").value = address.get("q") ?? "";
 
@@ -124,8 +123,7 @@
     if (state === undefined) return;
     const parameters = new URLSearchParams();
     if (query) parameters.set("q", byId("search").value.trim());
-    const usual = sort && data.columns[sort.column] === data.sort && sort.descending;
-    if (sort ? !usual : data.sort) parameters.set("sort", sort ? data.columns[sort.column] : "");
+    if (sort) parameters.set("sort", data.columns[sort.column]);
     if (sort && !sort.descending) parameters.set("up", "");
     const text = parameters.toString();
     history.replaceState(null, "", text ? `?${text}` : location.pathname);

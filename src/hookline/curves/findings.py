@@ -1,0 +1,479 @@
+"""Judge a training by the numbers of its steps: what broke, when, and what moved first."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookline.curves.alerts import STAGES, median, path_and_port
+from hookline.curves.layout import NO_TURN
+from hookline.curves.logged import logged_of
+from hookline.curves.step_reports import StepReport
+from hookline.curves.table import RECENT, CurveTable
+from hookline.display.text import plural
+from hookline.findings.finding import Finding, Findings, Level, in_order
+from hookline.findings.survey import TIMES, template_of, times_text
+
+_JUMP = 10.0  # times the greatest norm so far, apart from the last steps
+_BEGUN = 3.0  # the same, where a jump began
+_LAG = 5  # steps within which a norm grows by `_JUMP`
+_WARM_UP = 10  # steps that are not judged
+_DRIFT = 1e3  # times the median of the first half
+_LARGE_RATIO = 0.3  # of an update to its weight
+_LOSS_RISE = 2.0
+_FEW = 0.05  # of the sites: gradients of so few that jump alone break nothing
+_SINGLE = 3  # steps after which a jump is over
+
+_NAMES = {
+    "value": "weight",
+    "input": "input",
+    "output": "output",
+    "grad_output": "gradient",
+    "grad_input": "gradient",
+    "grad": "gradient",
+    "update": "update",
+}
+
+_GRADIENTS = {"grad_output", "grad_input", "grad"}
+
+Array = NDArray[Any]
+
+
+@final
+@dataclass(frozen=True)
+class _Onset:
+    """Where a site began to deviate; compares by time within the training."""
+
+    step: int
+    stage: int
+    turn: int
+    site: str
+    factor: float
+    is_over: bool = False
+
+    @property
+    def time(self) -> tuple[int, int, int]:
+        return self.step, self.stage, self.turn
+
+    @property
+    def port(self) -> str:
+        return path_and_port(self.site)[1]
+
+
+@final
+class _Training:
+    """The numbers of a training, and the order in which its sites fired."""
+
+    def __init__(self, reports: Sequence[StepReport]) -> None:
+        self.reports = reports
+        self.table = CurveTable()
+        self.table.add(reports)
+        self.sites = self.table.sites
+        self.steps = [column.first for column in self.table.columns]
+        self.place = {site: k for k, site in enumerate(self.sites)}
+
+    def numbers(self, name: str) -> Array | None:
+        """Return the last, least and greatest of a number by column and site; None without it."""
+        return self.table.values(name) if name in self.table.names else None
+
+    def ports(self, *ports: str) -> list[int]:
+        """Return the indices of the sites of some ports."""
+        return [k for k, site in enumerate(self.sites) if path_and_port(site)[1] in ports]
+
+    def onset(
+        self, k: int, column: int, factor: float, above: float = 0.0, is_over: bool = False
+    ) -> _Onset:
+        """Return the onset of a site in a column, at the first step with a norm above a bound."""
+        span = self.table.columns[column]
+        reports = self.reports[span.index - span.n_reports + 1 : span.index + 1]
+        report = reports[0] if len(reports) == 1 else _first_above(reports, self.sites[k], above)
+        _, port = path_and_port(self.sites[k])
+        turn = _turn_of(report, self.sites[k], k)
+        return _Onset(report.step, STAGES[port], turn, self.sites[k], factor, is_over)
+
+    def since(self, k: int, step: int) -> _Onset:
+        """Return the onset of a site at a step."""
+        column = next(
+            (c for c, span in enumerate(self.table.columns) if step <= span.last),
+            len(self.table.columns) - 1,
+        )
+        onset = self.onset(k, column, math.nan)
+        return _Onset(step, onset.stage, onset.turn, onset.site, math.nan)
+
+
+def _first_above(reports: Sequence[StepReport], site: str, bound: float) -> StepReport:
+    """Return the first report in which the norm of a site is above a bound; else the first."""
+    table = CurveTable()
+    table.add(reports)
+    if site not in table.sites or "norm" not in table.names:
+        return reports[0]
+    norms = table.values("norm")[0][:, table.sites.index(site)]
+    return reports[int(np.argmax(norms > bound))]
+
+
+def _turn_of(report: StepReport, site: str, default: int) -> int:
+    """Return the turn of a site among those of its step; that of its registration if not known."""
+    sites = list(report.layout.by_site)
+    if report.order is None or site not in report.layout.by_site:
+        return default
+    turn = int(report.order[sites.index(site)])
+    return default if turn == NO_TURN else turn
+
+
+def findings_of_steps(reports: Sequence[StepReport], logged: Sequence[StepReport] = ()) -> Findings:
+    """Judge the steps of a training.
+
+    Args:
+        reports: the reports of measured steps.
+        logged: the reports with the user's own numbers, such as the loss.
+    """
+    if not reports:
+        return Findings([], "no step", ["No step was reported yet, so nothing was judged."])
+    training = _Training(reports)
+    findings = [*_non_finite(training), *_jumps(training)]
+    findings.sort(key=lambda finding: finding.step or 0)
+    findings += [*_dead(training), *_frozen(training), *_still(training)]
+    is_blamed = any(finding.level == "error" for finding in findings)
+    findings = [*([] if is_blamed else _ratio(training)), *findings]
+    findings += [] if findings else _drifts(training)
+    findings = [_with_loss(finding, logged) for finding in findings]
+    findings += [] if any(f.level != "note" for f in findings) else _loss(logged)
+    facts = f"{plural(len(training.sites), 'site')}, {plural(len(reports), 'step')}"
+    notes = []
+    if "norm" not in training.table.names:
+        notes = ["Jumps were not judged: measure norms, with stats=hl.stats.moments()."]
+    return Findings(in_order(findings), facts, notes)
+
+
+def _non_finite(training: _Training) -> list[Finding]:
+    table = training.table
+    bad = [int(k) for k in np.flatnonzero(table.bad_since >= 0)]
+    if not bad:
+        return []
+    onsets = [training.since(k, int(table.bad_since[k])) for k in bad]
+    onsets.sort(key=lambda onset: onset.time)
+    first = onsets[0]
+    text = f"NaN or infinity begins at step {first.step:,}, at {first.site}."
+    why = f"The first {_NAMES[first.port]} in this step; {plural(len(bad) - 1, 'site')} follow."
+    return [
+        Finding(
+            "non-finite",
+            text,
+            first.site,
+            "error",
+            f"step {first.step:,}",
+            why,
+            "Run this step again in hl.check, which names the operation.",
+            _sites(onsets[1:]),
+            first.step,
+        )
+    ]
+
+
+def _jumps(training: _Training) -> list[Finding]:
+    """Name the step at which norms jump, and the site that jumps first in it."""
+    onsets = _onsets(training)
+    if not onsets:
+        return []
+    first = onsets[0]
+    level: Level = "error" if (training.table.bad_since >= first.step).any() else "warning"
+    if {onset.port for onset in onsets} <= _GRADIENTS and len(onsets) < _FEW * len(training.sites):
+        level = "note"
+    at_once = [onset for onset in onsets if onset.step == first.step]
+    if {onset.port for onset in at_once} == {"update"}:
+        return [_jump_of_updates(training, at_once, onsets, level)]
+    what, number = _NAMES[first.port], times_text(math.log(first.factor))
+    text = f"The {what} at {first.site} jumps {number} at step {first.step:,}."
+    before = {
+        "gradient": "Outputs of this step are as before. ",
+        "output": "Weights are as before. ",
+    }
+    why = f"It is the first to move; {plural(len(onsets) - 1, 'further site')} follow."
+    advice = "Look at this step's batch and its labels."
+    if what == "gradient":
+        advice = "Look at the loss and the labels of this step's batch, and clip gradients."
+    if not first.is_over and what == "output":
+        advice = (
+            f"Look at the input of {path_and_port(first.site)[0]} and at what changed in this step."
+        )
+    why += " It is over after a few steps: a single batch." if first.is_over else ""
+    return [
+        Finding(
+            "jump",
+            text,
+            first.site,
+            level,
+            times_text(math.log(first.factor)),
+            before.get(what, "") + why,
+            advice,
+            _sites(onsets[1:]),
+            first.step,
+        )
+    ]
+
+
+def _jump_of_updates(
+    training: _Training, at_once: Sequence[_Onset], onsets: Sequence[_Onset], level: Level
+) -> Finding:
+    most = max(at_once, key=lambda onset: onset.factor)
+    n_updates = len(training.ports("update"))
+    is_all = len(at_once) > n_updates / 2
+    number = times_text(math.log(most.factor))
+    whose = (
+        f"{len(at_once)} of {n_updates} updates jump"
+        if is_all
+        else f"The update at {most.site} jumps"
+    )
+    text = f"{whose} at step {most.step:,}, {most.site} most ({number})."
+    why = "Outputs and gradients of this step are as before."
+    why += f" {plural(len(onsets) - len(at_once), 'further site')} follow." * (
+        len(onsets) > len(at_once)
+    )
+    advice = "Look at the learning rate and its schedule, and at the optimizer's state."
+    return Finding(
+        "learning rate",
+        text,
+        most.site,
+        level,
+        number,
+        why,
+        advice,
+        _sites(onset for onset in onsets if onset is not most),
+        most.step,
+    )
+
+
+def _onsets(training: _Training) -> list[_Onset]:
+    """Return where the norms of sites jump, in the order in which they do."""
+    numbers = training.numbers("norm")
+    if numbers is None or len(training.steps) <= _WARM_UP:
+        return []
+    last, greatest = numbers[0], np.nan_to_num(numbers[2], nan=0.0)
+    highest = np.maximum.accumulate(greatest, axis=0)
+    base = np.zeros_like(highest)
+    base[_LAG:] = highest[:-_LAG]
+    with np.errstate(all="ignore"):
+        is_jump = (greatest > _JUMP * base) & (base > 0)
+    is_jump[:_WARM_UP] = False
+    onsets = []
+    for k in np.flatnonzero(is_jump.any(axis=0)):
+        column = int(np.argmax(is_jump[:, k]))
+        usual = float(base[column, k])
+        begun = [c for c in range(column - _LAG + 1, column + 1) if greatest[c, k] > _BEGUN * usual]
+        later = last[column + _SINGLE : column + 2 * _SINGLE, k]
+        is_over = bool(len(later)) and bool((later < _BEGUN * usual).all())
+        factor = float(greatest[column, k]) / usual
+        onsets.append(training.onset(int(k), begun[0], factor, _BEGUN * usual, is_over))
+    return sorted(onsets, key=lambda onset: onset.time)
+
+
+def _dead(training: _Training) -> list[Finding]:
+    """Name the outputs that are all zero since a step, and the weights that became so."""
+    table, first_step = training.table, training.steps[0]
+    since = [
+        training.since(k, int(table.zero_since[k]))
+        for k in training.ports("output", "value")
+        if table.n_zero[k] >= RECENT
+    ]
+    since = [onset for onset in since if onset.port == "output" or onset.step > first_step]
+    if not since:
+        return []
+    since.sort(key=lambda onset: (onset.step == first_step, onset.time))
+    first = since[0]
+    is_late = first.step > first_step
+    is_meant = not is_late and _is_usual(training, first, since)
+    what = "is all zero" if first.port == "value" else "passes nothing"
+    text = f"{first.site} {what} since step {first.step:,}."
+    why = f"Every element is 0. {plural(len(since), 'site')} are so."
+    advice = "Look at the learning rate and the biases: an activation with negative inputs is dead."
+    return [
+        Finding(
+            "dead",
+            text,
+            first.site,
+            "note" if is_meant else "warning",
+            f"step {first.step:,}",
+            why,
+            advice,
+            _sites(since[1:]),
+            first.step,
+        )
+    ]
+
+
+def _is_usual(training: _Training, first: _Onset, others: Sequence[_Onset]) -> bool:
+    """Tell whether most sites at the same place of other blocks are among these."""
+    template = template_of(_path(first.site))
+    n_alike = sum(template_of(_path(onset.site)) == template for onset in others)
+    places = [template_of(_path(training.sites[k])) for k in training.ports("output")]
+    return places.count(template) > 1 and n_alike > places.count(template) / 2
+
+
+def _frozen(training: _Training) -> list[Finding]:
+    """Name the weights that never change while those at the same place of other blocks do."""
+    updates = {_path(training.sites[k]): k for k in training.ports("update")}
+    paths = [_path(training.sites[k]) for k in training.ports("value")]
+    zero, least = training.table.n_zero, min(RECENT, len(training.reports))
+    still = [path for path in paths if path not in updates or zero[updates[path]] >= least]
+    if not updates or not still or len(still) == len(paths):
+        return []
+    n_alike, n_still = Counter(map(template_of, paths)), Counter(map(template_of, still))
+    odd = [path for path in still if 2 * n_still[template_of(path)] <= n_alike[template_of(path)]]
+    shown = odd or still
+    first, first_step = shown[0], training.steps[0]
+    step = int(training.table.zero_since[updates[first]]) if first in updates else first_step
+    text = f"{first} does not change{_since_text(step, first_step)}"
+    return [
+        Finding(
+            "frozen",
+            f"{text}, unlike its siblings." if odd else f"{text}.",
+            f"{first}:value",
+            "warning" if odd else "note",
+            f"step {step:,}",
+            f"{plural(len(shown), 'weight')} so.",
+            "Look at requires_grad, and whether the optimizer was given it.",
+            tuple(f"{path}:value" for path in shown[1:]),
+            step,
+        )
+    ]
+
+
+def _since_text(step: int, first: int) -> str:
+    return f" since step {step:,}" if step > first else ""
+
+
+def _still(training: _Training) -> list[Finding]:
+    updates = training.ports("update")
+    zero = training.table.n_zero[updates] if updates else np.zeros(0)
+    if not len(zero) or not (zero >= RECENT).all():
+        return []
+    step = int(training.table.zero_since[updates].max())
+    text = f"No weight changes since step {step:,}."
+    return [
+        Finding(
+            "frozen",
+            text,
+            training.sites[updates[0]],
+            "warning",
+            f"step {step:,}",
+            f"All {len(updates)} updates are 0.",
+            "Look at the learning rate and its schedule.",
+            step=step,
+        )
+    ]
+
+
+def _drifts(training: _Training) -> list[Finding]:
+    """Name the sites whose norms have grown or shrunk by a large factor, without a jump."""
+    numbers = training.numbers("norm")
+    if numbers is None or len(training.steps) <= 2 * _WARM_UP:
+        return []
+    last = numbers[0]
+    half = len(last) // 2
+    with np.errstate(all="ignore"):
+        factor = median(last[-RECENT:]) / median(last[:half])
+    grown = [int(k) for k in np.flatnonzero(factor > _DRIFT)]
+    grown = [k for k in grown if path_and_port(training.sites[k])[1] != "update"]
+    if not grown:
+        return []
+    onsets = sorted(
+        (training.onset(k, half, float(factor[k])) for k in grown), key=lambda o: o.time
+    )
+    first = onsets[0]
+    text = f"The {_NAMES[first.port]} at {first.site} grows {times_text(math.log(first.factor))}."
+    return [
+        Finding(
+            "drift",
+            text,
+            first.site,
+            "warning",
+            times_text(math.log(first.factor)),
+            "The median of the last steps beside that of the first half.",
+            "Lower the learning rate, or clip gradients.",
+            _sites(onsets[1:]),
+        )
+    ]
+
+
+def _ratio(training: _Training) -> list[Finding]:
+    """Tell that updates are large beside their weights."""
+    numbers = training.numbers("ratio")
+    if numbers is None or len(training.steps) < RECENT:
+        return []
+    weights = [k for k in training.ports("update") if not training.sites[k].endswith("bias:update")]
+    by_column = numbers[0][:, weights]
+    ratio = np.fmax(median(by_column[: RECENT // 2]), median(by_column[-RECENT:]))
+    large = [weights[k] for k in np.flatnonzero(ratio > _LARGE_RATIO)]
+    if len(large) <= len(weights) / 2:
+        return []
+    most = float(np.nanmax(ratio))
+    text = (
+        f"{len(large)} of {len(weights)} weights change by more than {_LARGE_RATIO:.0%} in a step."
+    )
+    return [
+        Finding(
+            "learning rate",
+            text,
+            training.sites[large[0]],
+            "warning",
+            f"{most:.2g}",
+            "The norm of the update over that of the weight; 0.001 is usual. At first, or at last.",
+            "Lower the learning rate.",
+            tuple(training.sites[k] for k in large[1:]),
+        )
+    ]
+
+
+def _losses(logged: Sequence[StepReport]) -> dict[str, tuple[Array, Array]]:
+    return {
+        name: (numbers.steps, numbers.values)
+        for name, numbers in logged_of(logged).items()
+        if "loss" in name.lower() and len(numbers.values) >= 2 * RECENT
+    }
+
+
+def _with_loss(finding: Finding, logged: Sequence[StepReport]) -> Finding:
+    """Say what the loss did from the step of a finding on."""
+    if finding.step is None or finding.level == "note":
+        return finding
+    for name, (steps, values) in _losses(logged).items():
+        before, after = (
+            values[steps < finding.step][-RECENT:],
+            values[steps > finding.step][:RECENT],
+        )
+        if not len(before) or not len(after):
+            continue
+        old, new = float(np.median(before)), float(np.median(after))
+        is_told = not math.isfinite(new) or abs(new - old) > 0.2 * abs(old)
+        text = f" {name} goes from {old:.3g} to {new:.3g}." * is_told
+        return Finding(**{**_fields(finding), "why": finding.why + text})
+    return finding
+
+
+def _fields(finding: Finding) -> dict[str, Any]:
+    return {name: getattr(finding, name) for name in finding.__dataclass_fields__}
+
+
+def _loss(logged: Sequence[StepReport]) -> list[Finding]:
+    """Tell that the loss has risen, where nothing else tells why."""
+    findings = []
+    for name, (_, values) in _losses(logged).items():
+        first, last = float(np.median(values[:RECENT])), float(np.median(values[-RECENT:]))
+        if first > 0 and (last > _LOSS_RISE * first or not math.isfinite(last)):
+            text = f"{name} rises from {first:.3g} to {last:.3g}."
+            findings.append(Finding("loss", text, "", "warning", f"{TIMES}{last / first:.3g}"))
+    return findings
+
+
+def _path(site: str) -> str:
+    return path_and_port(site)[0]
+
+
+def _sites(onsets: Any) -> tuple[str, ...]:
+    return tuple(onset.site for onset in onsets)

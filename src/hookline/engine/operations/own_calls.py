@@ -1,0 +1,73 @@
+"""Tell the calls of torch's functions that a module's own forward makes from all others."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import final
+
+import torch.nn.functional as F
+from torch import nn
+
+from hookline.engine.operations.operation import Operation
+from hookline.engine.torch_private.graph.function_modes import (
+    calling_module,
+    calling_modules_of_graph,
+    is_of_hook,
+)
+from hookline.util.weak_map import WeakIdentityMap
+
+
+@final
+class OwnCalls:
+    """The calls that one module itself makes, also in helper functions, and not its children.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module_id = id(module)
+        self._module = weakref.ref(module)
+        self._parts: WeakIdentityMap[bool] = WeakIdentityMap()
+
+    def is_own(self, frame: FrameType | None) -> bool:
+        """Tell whether the module itself makes the present call, and not a module inside it.
+
+        Args:
+            frame: the frame that makes the call.
+        """
+        while frame is not None:
+            module, code, frame = calling_module(frame)
+            if frame is None or _hides_calls(module):
+                return False
+            if id(module) == self.module_id:
+                return not is_of_hook(code, module)
+            if self._is_part(module):
+                return False
+            frame = frame.f_back  # the forward has made this module: nn.Softmax(dim=-1)(x)
+        return False
+
+    def is_own_in_graph(self) -> bool:
+        """Tell the same of the call that dynamo traces at present."""
+        for module in calling_modules_of_graph():
+            if id(module) == self.module_id:
+                return True
+            if _hides_calls(module) or self._is_part(module):
+                return False
+        return self.is_own(sys._getframe(1))  # a function is compiled that the module calls
+
+    def _is_part(self, module: nn.Module) -> bool:
+        """Tell whether a module is inside the module of this mode."""
+        if module in self._parts:
+            return True
+        own = self._module()
+        for part in () if own is None else own.modules():
+            self._parts[part] = True
+        return module in self._parts
+
+
+def _hides_calls(module: nn.Module) -> bool:
+    """Tell whether a module is an operation, whose calls are its own."""
+    return type(module) is Operation and module.name != F.multi_head_attention_forward.__name__

@@ -1,0 +1,157 @@
+"""Read the settings of torch that change the numbers of a pass, at the moment when it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.torch_private.modes import float32_precision
+
+_DEVICES = ("cpu", "cuda")
+_LIBRARIES = ("CUDA products", "cuDNN convolutions", "CPU products")
+
+
+@final
+@dataclass(frozen=True)
+class Settings:
+    """The settings of torch under which a pass ran.
+
+    Attributes:
+        training: whether the model was in training mode, by the path of a module; modules that are
+            not listed were in the mode of the module around them. The root's path is empty.
+        autocast: the dtype of autocast by the type of device; empty where autocast was off.
+        grad: "on", "off" (`torch.no_grad`) or "inference" (`torch.inference_mode`).
+        seed: the seed of torch's generator on the CPU (`torch.initial_seed()`).
+        precision: how products of float32 were computed, such as "tf32", by the library.
+        deterministic: whether `torch.use_deterministic_algorithms` was on.
+    """
+
+    training: Mapping[str, bool]
+    autocast: Mapping[str, str]
+    grad: str
+    seed: int
+    precision: Mapping[str, str]
+    deterministic: bool
+
+    def is_training(self, path: str) -> bool:
+        """Tell whether a module was in training mode."""
+        while path and path not in self.training:
+            path = path.rpartition(".")[0]
+        return self.training.get(path, False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as `from_json` reads them."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(row: Any) -> Settings:
+        """Read the fields that `as_json` returned.
+
+        Raises:
+            KeyError, TypeError, AttributeError, ValueError: it is something else.
+        """
+        return Settings(
+            {str(path): bool(mode) for path, mode in row["training"].items()},
+            {str(device): str(dtype) for device, dtype in row["autocast"].items()},
+            str(row["grad"]),
+            int(row["seed"]),
+            {str(name): str(precision) for name, precision in row["precision"].items()},
+            bool(row["deterministic"]),
+        )
+
+
+class Noted(NamedTuple):
+    """Hold what a pass reads, in little time; `settings_of` makes settings of it.
+
+    Args:
+        modules: the path and type of each module.
+        state: the modes of the modules, and the states of torch in the order of `SettingsReader`.
+    """
+
+    modules: Sequence[tuple[str, str]]
+    state: tuple[Any, ...]
+
+
+@final
+class SettingsReader:
+    """Reads the settings at each pass; equal ones are one object.
+
+    Args:
+        nodes: the modules of the model, in registration order.
+        modules: the path and type of each.
+    """
+
+    __slots__ = ("_kinds", "_last", "_nodes")
+
+    def __init__(self, nodes: Sequence[ModuleNode], modules: Sequence[tuple[str, str]]) -> None:
+        self._nodes = nodes
+        self._kinds = modules
+        self._last: Noted | None = None
+
+    def read(self) -> Noted:
+        """Return the settings of the running code."""
+        try:
+            modes = [node.module.training for node in self._nodes]
+        except AttributeError:  # a frozen ScriptModule has no training flag
+            modes = [getattr(node.module, "training", False) for node in self._nodes]
+        state = (
+            modes,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            torch.initial_seed(),
+            torch.are_deterministic_algorithms_enabled(),
+            float32_precision("cuda", "matmul"),
+            float32_precision("cuda", "conv"),
+            float32_precision("mkldnn", "matmul"),
+        )
+        last = self._last
+        if last is None or last.state != state:
+            last = self._last = Noted(self._kinds, state)
+        return last
+
+
+def settings_of(noted: Noted | Settings | None) -> Settings | None:
+    """Return the settings that a pass has noted."""
+    if not isinstance(noted, Noted):
+        return noted
+    flags, has_grad, is_inference, cpu, cuda, seed, is_deterministic, *precision = noted.state
+    modes = {path: mode for (path, _), mode in zip(noted.modules, flags, strict=True)}
+    return Settings(
+        {path: mode for path, mode in modes.items() if _mode_around(path, modes) is not mode},
+        {
+            device: str(dtype).removeprefix("torch.")
+            for device, dtype in zip(_DEVICES, (cpu, cuda), strict=True)
+            if dtype
+        },
+        "inference" if is_inference else "on" if has_grad else "off",
+        seed,
+        # "none" leaves it to a more general setting, which leaves float32 as it is.
+        {
+            name: text.replace("none", "ieee")
+            for name, text in zip(_LIBRARIES, precision, strict=True)
+        },
+        is_deterministic,
+    )
+
+
+def ignores_mode(type_name: str) -> bool:
+    """Tell whether modules of torch with this name compute the same in training and eval mode."""
+    kind = getattr(nn, type_name, None)
+    code = getattr(getattr(kind, "forward", None), "__code__", None)
+    return code is not None and "training" not in code.co_names
+
+
+def _mode_around(path: str, modes: Mapping[str, bool]) -> bool | None:
+    """Return the mode of the module around a module; None for the root."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in modes:
+            return modes[path]
+    return None

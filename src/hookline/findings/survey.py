@@ -1,0 +1,204 @@
+"""What rules look at: the readings of a pass in firing order, and the structure of its model."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from hookline.findings.reading import Reading
+
+TIMES, DIVIDED = "\u00d7", "\u00f7"
+_NUMBER = re.compile(r"\d+")
+_LEAST_SERIES = 3
+# Modules that pass their input on, or whose zeros are meant.
+_PASSING = re.compile(r"Identity|Dropout|DropPath|StochasticDepth|Flatten|Unflatten")
+_ACTIVATIONS = re.compile(
+    r"ReLU|GELU|SiLU|Swish|Mish|Sigmoid|sigmoid|Tanh|Softplus|ELU|Act\w*$|Softmax|Hardswish"
+)
+_NORMS = re.compile(r"Norm")
+
+
+@final
+@dataclass(frozen=True)
+class Survey:
+    """The readings of one pass in firing order, gradients in the order of the backward.
+
+    Args:
+        readings: the readings.
+        modules: the type of each module of the model by path; empty if it is not known.
+        silent: the reason for each site that was selected and has no value, as path, port, reason.
+        aliases: the other paths of modules that are registered several times, by path.
+    """
+
+    readings: Sequence[Reading]
+    modules: Mapping[str, str] = field(default_factory=dict)
+    silent: Sequence[tuple[str, str, str]] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def outputs(self) -> list[Reading]:
+        """The readings of outputs."""
+        return [reading for reading in self.readings if reading.port == "output"]
+
+    @functools.cached_property
+    def forward(self) -> list[Reading]:
+        """The readings of inputs and outputs."""
+        return [reading for reading in self.readings if reading.port in ("output", "input")]
+
+    @functools.cached_property
+    def gradients(self) -> list[Reading]:
+        """The readings of gradients at modules and of parameters."""
+        return [reading for reading in self.readings if reading.port.startswith("grad")]
+
+    @functools.cached_property
+    def containers(self) -> frozenset[str]:
+        """The paths of the modules that hold others."""
+        paths = [*self.modules, *(r.path for r in self.readings if r.port != "grad")]
+        return frozenset(holder for path in paths for holder in holders_of(path))
+
+    def is_leaf(self, reading: Reading) -> bool:
+        """Tell whether a reading is of a module that holds no other."""
+        return reading.path not in self.containers and bool(reading.path)
+
+    @functools.cached_property
+    def leaf_outputs(self) -> list[Reading]:
+        """The floating outputs of modules that hold no other, in firing order."""
+        return [
+            reading
+            for reading in self.outputs
+            if self.is_leaf(reading) and reading.numbers.dtype.is_floating_point
+        ]
+
+    @functools.cached_property
+    def before(self) -> dict[int, Reading]:
+        """What flowed into each leaf, by the identity of its reading, as far as the ports tell.
+
+        It is the recorded input, else the leaf that fired before.
+        """
+        inputs = {
+            (reading.path, reading.call): reading
+            for reading in self.readings
+            if reading.port == "input" and reading.numbers.dtype.is_floating_point
+        }
+        earlier, previous = dict[int, Reading](), None
+        for reading in self.leaf_outputs:
+            source = inputs.get((reading.path, reading.call), previous)
+            if source is not None:
+                earlier[id(reading)] = source
+            previous = reading
+        return earlier
+
+    @functools.cached_property
+    def series(self) -> list[list[Reading]]:
+        """Groups of leaf outputs at the same place of repeated blocks, three or more, in order."""
+        return self.alike(self.leaf_outputs)
+
+    def alike(self, readings: Sequence[Reading]) -> list[list[Reading]]:
+        """Group readings by their place in repeated blocks; groups of three or more."""
+        groups: dict[tuple[str, ...], list[Reading]] = {}
+        for reading in readings:
+            template = template_of(reading.path)
+            is_place = template.endswith("#") and self.is_leaf(reading)  # of a Sequential
+            kind = reading.module_type if is_place else ""
+            key = (template, reading.port, reading.leaf, str(reading.call), kind)
+            groups.setdefault(key, []).append(reading)
+        return [group for group in groups.values() if len(group) >= _LEAST_SERIES]
+
+    @functools.cached_property
+    def trunk(self) -> list[Reading]:
+        """The outputs of the repeated blocks in firing order; empty without three of them.
+
+        Of several groups of blocks the outermost one counts, then the longest. In a plain
+        `nn.Sequential` the layers with weights are the blocks.
+        """
+        blocks = [
+            reading
+            for reading in self.outputs
+            if reading.path in self.containers
+            and template_of(reading.path).endswith("#")
+            and reading.numbers.dtype.is_floating_point
+            and self.modules.get(reading.path) not in ("Sequential", "ModuleList")
+        ]
+        first_leaf: dict[tuple[str, int], Reading] = {}
+        for reading in blocks:
+            first_leaf.setdefault((reading.path, reading.call), reading)
+        groups = self.alike(list(first_leaf.values()))
+        if not groups:
+            layers = [reading for reading in self.leaf_outputs if is_weighted(reading)]
+            plain = [group for group in self.alike(layers) if template_of(group[0].path)[-1] == "#"]
+            return max(plain, key=len, default=[])
+        return min(groups, key=lambda group: (group[0].path.count("."), -len(group)))
+
+    def inside(self, path: str) -> list[Reading]:
+        """Return the leaf outputs inside a module, in firing order."""
+        return [
+            reading
+            for reading in self.leaf_outputs
+            if reading.path.startswith(f"{path}.") or reading.path == path
+        ]
+
+
+def template_of(path: str) -> str:
+    """Return a path with its numbers replaced, equal for the same places of repeated blocks.
+
+    >>> template_of("h.3.attn.q_proj"), template_of("layer2.0.conv1"), template_of("net.4")
+    ('h.#.attn.q_proj', 'layer#.#.conv1', 'net.#')
+    """
+    *holders, last = path.split(".")
+    own = _NUMBER.sub("#", last) if last.isdecimal() or not holders else last
+    return ".".join([*(_NUMBER.sub("#", holder) for holder in holders), own])
+
+
+def holders_of(path: str) -> list[str]:
+    """Return the paths of the modules that hold a module, the root's left out.
+
+    >>> holders_of("a.b.c")
+    ['a', 'a.b']
+    """
+    parts = path.split(".")
+    return [".".join(parts[:k]) for k in range(1, len(parts))]
+
+
+def is_inside(path: str, holder: str) -> bool:
+    """Tell whether a path is a module's or of a module inside it."""
+    return not holder or path == holder or path.startswith(f"{holder}.")
+
+
+def is_passing(module_type: str) -> bool:
+    """Tell whether a type of module passes its input on, or has zeros on purpose."""
+    return bool(_PASSING.search(module_type))
+
+
+def is_activation(module_type: str) -> bool:
+    """Tell whether a type of module is an activation function."""
+    return bool(_ACTIVATIONS.search(module_type))
+
+
+def is_norm(module_type: str) -> bool:
+    """Tell whether a type of module normalises its input."""
+    return bool(_NORMS.search(module_type))
+
+
+def is_weighted(reading: Reading) -> bool:
+    """Tell whether a reading is of a leaf with weights of its own, and no norm."""
+    kind = reading.module_type
+    return not (is_passing(kind) or is_activation(kind) or is_norm(kind) or "Pool" in kind)
+
+
+def log_of(number: float) -> float:
+    """Return the natural logarithm; NaN of what has none."""
+    return math.log(number) if 0 < number < math.inf else math.nan
+
+
+def times_text(logarithm: float) -> str:
+    """Format the factor of a logarithm by a times sign, or by a division sign.
+
+    >>> times_text(math.log(120)) == f"{TIMES}120", times_text(-math.log(33.4)) == f"{DIVIDED}33.4"
+    (True, True)
+    """
+    factor = math.exp(min(abs(logarithm), 700.0))
+    return f"{TIMES if logarithm >= 0 else DIVIDED}{factor:.3g}"

@@ -1,0 +1,116 @@
+"""Read the values of a recording once, in firing order, and judge them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from hookline.display.text import first_line, listed, plural
+from hookline.engine import Report, as_written
+from hookline.engine.pytree import describe
+from hookline.errors import OverwrittenError
+from hookline.findings.finding import Finding, Findings, in_order
+from hookline.findings.reading import Reading, numbers_of
+from hookline.findings.rules import findings_of
+from hookline.findings.survey import Survey
+from hookline.recordings.firing_order import RecordedValue, is_readable, values_of, with_leaf
+from hookline.recordings.pass_record import PassRecord
+from hookline.statistics.of_values import measured_tensors
+
+_MOST_NAMED = 3
+
+
+class _Reader:
+    """Reads the values of passes, and keeps what could not be read."""
+
+    def __init__(self) -> None:
+        self.n_values = 0
+        self.overwritten: dict[str, str] = {}
+        self.unread: list[str] = []
+
+    def readings(self, record: PassRecord) -> Iterator[Reading]:
+        """Yield a reading of each tensor; one value at a time is in memory."""
+        for recorded in values_of(record):
+            self.n_values += 1
+            try:
+                yield from self._of_value(recorded)
+            except OverwrittenError as error:
+                self.overwritten.setdefault(as_written(recorded.key), first_line(error))
+
+    def _of_value(self, recorded: RecordedValue) -> Iterator[Reading]:
+        value = recorded.read()
+        site, key = recorded.site, as_written(recorded.key)
+        for leaf, tensor in measured_tensors(value):
+            label = with_leaf(key, leaf)
+            if tensor.is_meta or not is_readable(tensor):
+                self.unread.append(label)
+                continue
+            plain = tensor.dequantize() if tensor.is_quantized else tensor
+            numbers = numbers_of(plain, site.module_type)
+            yield Reading(
+                label,
+                site.path,
+                site.port,
+                describe.leaf_text(leaf),
+                site.module_type,
+                recorded.call,
+                numbers,
+            )
+
+
+def findings_of_passes(
+    passes: Sequence[PassRecord], modules: Sequence[tuple[str, str]], report: Report
+) -> Findings:
+    """Judge the values of passes, one pass after the other.
+
+    A finding of several passes is told once, with the first of them.
+    """
+    reader = _Reader()
+    types = {"" if path == "(root)" else path: kind for path, kind in modules}
+    silent = [(site.path, site.port, report.why.get(site, "")) for site in report.silent]
+    aliases = {site.path: site.aliases for site, _ in report.fired if site.aliases}
+    told: dict[tuple[str, str], tuple[Finding, list[int]]] = {}
+    for record in passes:
+        survey = Survey(list(reader.readings(record)), types, silent, aliases)
+        for finding in findings_of(survey):
+            told.setdefault((finding.kind, finding.site), (finding, []))[1].append(record.number)
+    rows = [_in_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
+    facts = f"{plural(reader.n_values, 'value')}, {plural(len(passes), 'pass', 'passes')}"
+    return Findings(in_order([*rows, *_overwritten(reader.overwritten)]), facts, _notes(reader))
+
+
+def _in_passes(finding: Finding, numbers: Sequence[int], n_passes: int) -> Finding:
+    if n_passes == 1:
+        return finding
+    more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+    return replace(finding, why=f"{finding.why} In pass {numbers[0]}{more} of {n_passes}.".lstrip())
+
+
+def _overwritten(sites: Mapping[str, str]) -> list[Finding]:
+    if not sites:
+        return []
+    first, *rest = sites
+    text = f"Overwritten after it was recorded: {listed([*sites], _MOST_NAMED)}."
+    return [
+        Finding(
+            "overwritten",
+            text,
+            first,
+            "note",
+            str(len(sites)),
+            f"{sites[first]}.",
+            "Record copies, with hl.record(..., copy=True).",
+            tuple(rest),
+        )
+    ]
+
+
+def _notes(reader: _Reader) -> list[str]:
+    if not reader.n_values:
+        return ["The model has not run, so nothing was judged. print(run.report()) says more."]
+    if not reader.unread:
+        return []
+    text = (
+        f"Not judged, because torch cannot read the numbers: {listed(reader.unread, _MOST_NAMED)}."
+    )
+    return [text]

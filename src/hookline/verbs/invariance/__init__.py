@@ -1,0 +1,1 @@
+"""hl.invariance: which changes of a run leave its results the same."""

@@ -1,0 +1,285 @@
+"""The arguments of a model, and changes of them that must not change the result of a row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import Parameter, Signature
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.display.text import plural
+from hookline.engine.pytree import tree
+from hookline.verbs.shared.run_model import arguments_of, signature_of
+
+IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
+DECODED = "decoder_input_ids"
+_N_PADDED = 3  # tokens
+_IGNORED_LABEL = -100  # of torch's cross entropy
+_MOST_POSITIONS = ("max_position_embeddings", "n_positions")
+
+Side = Literal["left", "right"]
+
+
+class NotApplicable(Exception):
+    """A check cannot be made of this model and batch; the text says why."""
+
+
+@final
+@dataclass(frozen=True)
+class Feed:
+    """The arguments of a model, by name as far as its forward has names.
+
+    Args:
+        args: the arguments without a name.
+        named: the arguments by name.
+        ids: the name of the ids of tokens; empty if the model is not given any.
+        accepted: the names that the forward accepts.
+        pad_id: the id for padding that the model's config names; None if it names none.
+        n_positions: the most tokens that the model has positions for.
+    """
+
+    args: tuple[Any, ...]
+    named: Mapping[str, Any]
+    ids: str
+    accepted: frozenset[str]
+    pad_id: int | None = None
+    n_positions: int | None = None
+
+    @property
+    def inputs(self) -> Any:
+        """The inputs as the verbs take them; a model with both kinds of arguments has no names."""
+        return dict(self.named) if self.named else self.args
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    @property
+    def n_rows(self) -> int:
+        """The number of rows.
+
+        Raises:
+            NotApplicable: the inputs do not tell it.
+        """
+        values = list(itertools.chain(self.args, self.named.values()))
+        first = next((value for value in values if any(tree.tensors(value))), None)
+        if not isinstance(first, Tensor) or not first.ndim:
+            raise NotApplicable("the first argument must be a tensor with rows")
+        return len(first)
+
+    def several_rows(self) -> int:
+        """Return the number of rows.
+
+        Raises:
+            NotApplicable: there is one row, or the inputs do not tell.
+        """
+        if self.n_rows < 2:
+            raise NotApplicable(f"the batch has {plural(self.n_rows, 'row')}: give two or more")
+        return self.n_rows
+
+    def rows(self, numbers: Sequence[int]) -> Feed:
+        """Return the arguments of some rows, in an order."""
+        n_rows = self.n_rows
+
+        def pick(value: Any) -> Any:
+            has_rows = isinstance(value, Tensor) and value.ndim and len(value) == n_rows
+            return value[list(numbers)] if has_rows else value
+
+        return self._mapped(pick)
+
+    def with_others_changed(self) -> Feed:
+        """Return the arguments with other contents in each row but the first, and one row more.
+
+        The additional row tells `hl.compare` that rows must be matched by their contents.
+        """
+        n_rows = self.n_rows
+        contents = self.named.get(self.ids)
+        more = self.rows([*range(n_rows), n_rows - 1])
+
+        def change(value: Any, longer: Any) -> Any:
+            is_content = value is contents if self.ids else value is not longer
+            if not is_content or not isinstance(value, Tensor):
+                return longer
+            others = longer[1:].flip(-1) if longer.ndim > 1 else longer[1:]
+            others = -2 * others if others.is_floating_point() else others
+            return torch.cat([longer[:1], others])
+
+        args = tuple(map(change, self.args, more.args))
+        named = {name: change(value, more.named[name]) for name, value in self.named.items()}
+        return replace(self, args=args, named=named)
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens of a row.
+
+        Raises:
+            NotApplicable: the model is given no ids of tokens.
+        """
+        if not self.ids:
+            raise NotApplicable("the inputs must be ids of tokens")
+        return int(self.named[self.ids].shape[1])
+
+    @property
+    def decoded(self) -> Feed:
+        """The arguments with the ids of the decoder as the ids; those of a lone decoder as is."""
+        return replace(self, ids=DECODED) if isinstance(self.named.get(DECODED), Tensor) else self
+
+    @property
+    def mask(self) -> Tensor:
+        """Return the mask of the tokens, ones where none is given; shape `(rows, tokens)`.
+
+        Raises:
+            NotApplicable: it has another shape.
+        """
+        ids: Tensor = self.named[self.ids]
+        mask = self.named.get(MASK)
+        if not isinstance(mask, Tensor):
+            return torch.ones_like(ids)
+        if mask.shape != ids.shape:
+            raise NotApplicable(f"the {MASK} must have the shape of the ids to be padded")
+        return mask
+
+    def padded(self, side: Side, *, has_positions: bool = False) -> Feed:
+        """Return the arguments with three tokens of padding on a side.
+
+        Raises:
+            NotApplicable: the model takes no mask, or has no positions left.
+        """
+        n_tokens = self.n_tokens
+        if MASK not in self.accepted:
+            raise NotApplicable(f"the forward takes no {MASK}")
+        if has_positions and POSITIONS not in self.accepted:
+            raise NotApplicable(f"the forward takes no {POSITIONS}")
+        n_free = _N_PADDED if self.n_positions is None else self.n_positions - n_tokens
+        if n_free < 1:
+            raise NotApplicable(f"the model has no positions for more than {n_tokens} tokens")
+        fills = {self.ids: self.pad_id or 0, "labels": _IGNORED_LABEL}
+        added: dict[str, Any] = {MASK: self.mask}
+        if has_positions and POSITIONS not in self.named:
+            added[POSITIONS] = torch.arange(n_tokens).expand(self.n_rows, -1)
+        shape = self.named[self.ids].shape
+
+        def pad(name: str, value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.shape != shape:
+                return value
+            size = (shape[0], min(_N_PADDED, n_free))
+            parts = [value.new_full(size, fills.get(name, 0)), value]
+            return torch.cat(parts if side == "left" else parts[::-1], 1)
+
+        named = {name: pad(name, value) for name, value in {**self.named, **added}.items()}
+        return replace(self, named=named)
+
+    def with_named(self, **named: Any) -> Feed:
+        """Return the arguments with others beside them."""
+        return replace(self, named={**self.named, **named})
+
+    def without(self, name: str) -> Feed:
+        """Return the arguments but for one."""
+        return replace(self, named={key: part for key, part in self.named.items() if key != name})
+
+    def with_mask(self) -> Feed:
+        """Return the arguments with a mask: that which is given, or else by the id of padding."""
+        ids: Tensor = self.named[self.ids]
+        if isinstance(self.named.get(MASK), Tensor) or self.pad_id is None:
+            return self.with_named(**{MASK: self.mask})
+        is_other = (ids != self.pad_id).long()
+        is_real = (is_other.cumsum(1) > 0) & (is_other.flip(1).cumsum(1).flip(1) > 0)
+        return self.with_named(**{MASK: is_real.long()})
+
+    def without_padding(self) -> Iterator[Feed]:
+        """Yield each padded row alone, without its padding.
+
+        Raises:
+            NotApplicable: no row has padding at its ends.
+        """
+        n_tokens, real = self.n_tokens, self.with_mask().mask.bool()
+        rows = [
+            (row, int(marks.nonzero()[0]), int(marks.nonzero()[-1]) + 1)
+            for row, marks in enumerate(real)
+            if bool(marks.any())
+        ]
+        padded = [(row, start, end) for row, start, end in rows if end - start < n_tokens]
+        if not padded:
+            raise NotApplicable("no row is padded")
+        for row, start, end in padded:
+            yield self.rows([row]).cut(start, end)
+
+    def cut(self, start: int, end: int) -> Feed:
+        """Return the arguments of a range of tokens."""
+        shape = self.named[self.ids].shape
+
+        def part(value: Any) -> Any:
+            is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == shape
+            return value[:, start:end] if is_of_tokens else value
+
+        return self._mapped(part)
+
+    def tokens(self) -> dict[str, Any] | None:
+        """Return what tells `hl.compare` the tokens; None for inputs without ids."""
+        if not self.ids:
+            return None
+        told = {IDS: self.named[self.ids], MASK: self.mask}
+        return told | {name: self.named[name] for name in (POSITIONS,) if name in self.named}
+
+    # -- kinds of numbers -----------------------------------------------------------------------
+
+    def to(self, target: torch.dtype | torch.device) -> Feed:
+        """Return the arguments with floating tensors in a dtype, or all on a device."""
+
+        def move(tensor: Tensor) -> Tensor:
+            is_moved = isinstance(target, torch.device) or tensor.is_floating_point()
+            return tensor.to(target) if is_moved else tensor
+
+        return self._mapped(lambda value: tree.map_tensors(move, value))
+
+    def _mapped(self, change: Callable[[Any], Any]) -> Feed:
+        named = {name: change(value) for name, value in self.named.items()}
+        return replace(self, args=tuple(map(change, self.args)), named=named)
+
+
+def feed_of(model: nn.Module, inputs: Any) -> Feed:
+    """Return the arguments that inputs give to a model."""
+    args, kwargs = arguments_of(inputs)
+    signature = signature_of(model)
+    named = _named(signature, args, kwargs)
+    if named is not None:
+        args, kwargs = (), named
+    config = getattr(model, "config", None)
+    pad_id = getattr(config, "pad_token_id", None)
+    most = (getattr(config, name, None) for name in _MOST_POSITIONS)
+    return Feed(
+        args,
+        kwargs,
+        _name_of_ids(kwargs),
+        frozenset() if signature is None else frozenset(signature.parameters),
+        pad_id if type(pad_id) is int else None,
+        next((number for number in most if type(number) is int), None),
+    )
+
+
+def _named(
+    signature: Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return all arguments by name; None if some have none."""
+    if signature is None or (args and kwargs):
+        return None
+    if not args:
+        return {**kwargs}
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    is_named = not kinds & {Parameter.VAR_POSITIONAL, Parameter.POSITIONAL_ONLY}
+    if not is_named or len(args) > len(signature.parameters):  # which the model itself refuses
+        return None
+    return dict(zip(signature.parameters, args, strict=False))
+
+
+def _name_of_ids(named: Mapping[str, Any]) -> str:
+    first = next((name for name, value in named.items() if isinstance(value, Tensor)), "")
+    name = IDS if isinstance(named.get(IDS), Tensor) else first
+    value = named.get(name)
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
+        return ""
+    return name if value.ndim == 2 else ""

@@ -1,0 +1,206 @@
+"""Run a model in many ways that should give the same results, and say which do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookline.display.text import first_line, listed, plural
+from hookline.engine import path_text, require_model
+from hookline.errors import InputError
+from hookline.findings import Finding
+from hookline.verbs.compare.comparison import ComparedSite, Comparison
+from hookline.verbs.invariance.checks import CHECKS
+from hookline.verbs.invariance.feed import NotApplicable, feed_of
+from hookline.verbs.invariance.reasons import Reason, holds, outputs_of, reason_of
+from hookline.verbs.invariance.result import Checked, Invariance, Outcome
+from hookline.verbs.invariance.trials import Trials, compared
+from hookline.verbs.shared.failing_module import find_failing_module
+from hookline.verbs.shared.rerun import lazy_name
+from hookline.verbs.shared.run_model import Inputs, without_list
+
+_MOST_NAMED = 3
+_UNLOCATED = ("checkpointed",)  # whose sites are compared with gradients
+_UNSTEADY = "the model does not repeat itself"
+
+
+def invariance(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    only: Iterable[str] | None = None,
+    backend: str | Callable[..., Any] = "aot_eager",
+) -> Invariance:
+    """Run a batch in many ways that should not change its results, and say which do.
+
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        >>> invariance = hl.invariance(model, torch.randn(4, 3, 8, 8), only=["twice", "alone"])
+        >>> invariance["twice"].outcome, invariance["alone"].outcome, invariance["alone"].first
+        ('holds', 'differs', '1')
+        >>> invariance["alone"].why
+        'batch norm in training mode: 1; call model.eval()'
+
+    Each run is compared with that of the batch as given, by `hl.compare`: rows and tokens are
+    aligned, and differences below the noise floor of the dtype count as equal. Where the outputs
+    differ, the first site beyond noise is named, and the reason as far as a further run proves it.
+
+    | check | the changed run |
+    |---|---|
+    | `"twice"` | the batch once more |
+    | `"alone"` | rows one by one, at most four |
+    | `"reordered"` | the rows in reverse order |
+    | `"padded right"`, `"padded left"` | three more tokens of padding, with a mask |
+    | `"padded with positions"` | the same, with the positions of the batch as given |
+    | `"without padding"` | padded rows alone, without their padding |
+    | `"chunks"` | the two halves of the tokens, with a cache |
+    | `"after training"` | the batch after a forward in training mode |
+    | `"training mode"` | the batch in training mode, which may differ |
+    | `"compiled"` | `torch.compile(model, backend=backend)` |
+    | `"checkpointed"` | forward and backward in training mode, with activation checkpointing |
+    | `"float64"`, `"bfloat16"` | a copy of the model in this dtype |
+    | `"other device"` | a copy of the model on the accelerator, or from there on the processor |
+
+    The model runs in its own mode. If random numbers in training mode keep it from repeating
+    itself, this is told, and the other checks run with these modules in eval mode. The model is
+    left as it was.
+
+    Args:
+        model: the model.
+        inputs: a batch of two rows or more: a tensor, a tuple of arguments, or a dict of keyword
+            arguments.
+        only: the names of the checks to make; None makes all.
+        backend: the backend for "compiled". The default runs the graph that torch.compile captures
+            with torch's own kernels, in seconds and without a C++ compiler; "inductor" also checks
+            the kernels that it generates.
+
+    Returns:
+        The result: `ok`, `findings`, `rows`; it prints as a table.
+
+    Raises:
+        InputError: `only` has an unknown name, the model has lazy parameters, or the inputs are a
+            function.
+    """
+    require_model(model, "hl.invariance(model, inputs)")
+    if callable(inputs) and not isinstance(inputs, Tensor):
+        raise InputError(
+            f"inputs must be the arguments of the model, got a {type(inputs).__name__}."
+            "\nGive a tensor, a tuple of arguments or a dict of keyword arguments."
+        )
+    name = lazy_name(model)
+    if name is not None:
+        raise InputError(
+            f"the model must have no lazy parameters, got {name}.\nRun the model once yourself."
+        )
+    names = _chosen(only)
+    feed = feed_of(model, without_list(model, inputs))
+    if "use_cache" in feed.accepted and "use_cache" not in feed.named:
+        feed = feed.with_named(use_cache=False)  # the cache is no result
+    trials = Trials(model, feed, backend)
+    rows, findings = [], list(_of_mode(model))
+    for row in _rows(trials, names):
+        rows.append(row)
+        if row.outcome in ("differs", "may differ", "fails"):
+            findings.append(Finding(row.check, _text(row), row.first or "(root)"))
+    return Invariance(rows, findings)
+
+
+def _chosen(only: Iterable[str] | None) -> list[str]:
+    if only is None:
+        return list(CHECKS)
+    names = [only] if isinstance(only, str) else list(only)
+    unknown = next((name for name in names if name not in CHECKS), None)
+    if unknown is not None or not names:
+        known = [repr(name) for name in CHECKS]
+        raise InputError(
+            f"only must be names of checks, got {unknown!r}.\nGive some of"
+            f" {listed(known, len(known))}."
+        )
+    return [name for name in CHECKS if name in names]
+
+
+def _of_mode(model: nn.Module) -> Iterator[Finding]:
+    """Say that the model is in training mode."""
+    paths = [path for path, module in model.named_modules() if getattr(module, "training", False)]
+    if paths:
+        text = f"{plural(len(paths), 'module')} in training mode: call model.eval() to leave it"
+        yield Finding("modes", text)
+
+
+def _text(row: Checked) -> str:
+    where = f", first at {row.first}" * bool(row.first)
+    return f"{row.check}: {row.outcome}{where}" + f" ({row.why})" * bool(row.why)
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def _rows(trials: Trials, names: list[str]) -> Iterator[Checked]:
+    """Yield the rows. Without a run that repeats itself, no other change can be told."""
+    first, reason = _checked("twice", trials)
+    if "twice" in names:
+        yield first
+    others = [name for name in names if name != "twice"]
+    if first.outcome != "holds":
+        if reason is None or not reason.resting:
+            yield from (Checked(name, "not applicable", why=_UNSTEADY) for name in others)
+            return
+        trials = replace(trials, resting=reason.resting)
+    for name in others:
+        yield _checked(name, trials)[0]
+
+
+def _checked(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
+    """Make a check; if it does not hold, find the first site and the reason."""
+    trials.base  # noqa: B018  # an error of the batch as given is the caller's
+    try:
+        comparison = compared(*CHECKS[name](trials))
+    except NotApplicable as error:
+        return Checked(name, "not applicable", why=str(error)), None
+    except Exception as error:  # whatever the user's model raises
+        reason = reason_of(name, trials, None)
+        return Checked(name, "fails", why=_why_it_fails(trials, error, reason)), reason
+    outputs = outputs_of(comparison)
+    if not outputs:
+        why = next((row.why for row in comparison if row.why), "no output can be compared")
+        return Checked(name, "not applicable", why=why, comparison=comparison), None
+    if holds(comparison):
+        why = _inside(comparison)
+        return Checked(name, "holds", _largest(outputs), "", None, why, comparison), None
+    reason = reason_of(name, trials, comparison)
+    outcome: Outcome = "may differ" if reason is not None and reason.is_expected else "differs"
+    located = comparison if outcome == "may differ" else _located(name, trials, comparison)
+    site = "" if located.first is None else located.first.site
+    why = "" if reason is None else reason.text
+    return Checked(name, outcome, _largest(outputs), site, located.suspect, why, comparison), reason
+
+
+def _largest(rows: list[ComparedSite]) -> float | None:
+    return max((row.relative for row in rows if row.relative is not None), default=None)
+
+
+def _why_it_fails(trials: Trials, error: Exception, reason: Reason | None) -> str:
+    module = find_failing_module(trials.model, error)
+    where = "" if module is None else f" in {path_text(module.path)}"
+    text = f"{type(error).__name__}{where}: {first_line(error)}"
+    return text if reason is None else f"{reason.text}; {text}"
+
+
+def _inside(comparison: Comparison) -> str:
+    """Say that sites inside differ whose differences do not reach the outputs."""
+    odd = [row.site for row in comparison if row.verdict == "differs"]
+    if not odd:
+        return ""
+    return f"the outputs agree; inside differ {listed(odd, _MOST_NAMED)}"
+
+
+def _located(name: str, trials: Trials, comparison: Comparison) -> Comparison:
+    """Compare once more with the inputs of all modules, which tell a module from what feeds it."""
+    if name in _UNLOCATED:
+        return comparison
+    try:
+        return compared(*CHECKS[name](replace(trials, ports=("input", "output"))))
+    except Exception:  # values that cannot be copied
+        return comparison

@@ -1,0 +1,157 @@
+"""Run a model on changed arguments, each time from the same state, and record it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from hookline.display.text import first_line
+from hookline.engine import Line
+from hookline.recordings import Recording
+from hookline.verbs.compare.compare import compare
+from hookline.verbs.compare.comparison import Comparison
+from hookline.verbs.invariance.feed import Feed, NotApplicable
+from hookline.verbs.record.record import start_recording
+from hookline.verbs.shared.rerun import copied, in_eval_mode, untouched
+from hookline.verbs.shared.run_model import call, mean_squares
+
+_SITES = ["**", "(root):input"]
+
+
+class Run(NamedTuple):
+    """A recording, and the tokens of each of its passes.
+
+    Args:
+        recording: the recording.
+        tokens: what `hl.compare` takes of this side; None for inputs without ids.
+    """
+
+    recording: Recording
+    tokens: Any
+
+
+@final
+@dataclass(frozen=True)
+class Trials:
+    """Runs of a model, each from the state in which the model is now.
+
+    Args:
+        model: the model, which each run leaves as it was.
+        feed: its arguments as given.
+        backend: the backend of the compiled run.
+        resting: modules that run in eval mode.
+        is_training: whether all other modules run in training mode; False leaves their own.
+        ports: the recorded ports of modules; with gradients, each run has a backward.
+    """
+
+    model: nn.Module
+    feed: Feed
+    backend: str | Callable[..., Any] = "aot_eager"
+    resting: tuple[nn.Module, ...] = ()
+    is_training: bool = False
+    ports: tuple[str, ...] = ("output",)
+
+    @cached_property
+    def base(self) -> Run:
+        """The run that the others are compared with."""
+        return self.run(self.feed)
+
+    def run(
+        self,
+        *feeds: Feed,
+        model: nn.Module | None = None,
+        before: Callable[[], None] | None = None,
+        tokens: Feed | None = None,
+    ) -> Run:
+        """Record a pass for each of some arguments.
+
+        Args:
+            feeds: the arguments.
+            model: the compiled model, or a copy; None runs the model itself.
+            before: called before the passes, and not recorded.
+            tokens: the arguments that tell the tokens, where these tell less.
+        """
+
+        def passes(root: nn.Module) -> None:
+            for feed in feeds:
+                self._pass(root, feed)
+
+        told = [(tokens or feed).tokens() for feed in feeds]
+        given = None if None in told else told if len(told) > 1 else told[0]
+        return Run(self.recorded(passes, model, before), given)
+
+    def recorded(
+        self,
+        passes: Callable[[nn.Module], None],
+        model: nn.Module | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Recording:
+        """Record what a function runs, from the state of the model, which is put back."""
+        root = self.model if model is None else model
+        has_gradients = "grad" in self.ports
+        with ExitStack() as stack:
+            for module in dict.fromkeys((self.model, root)):
+                stack.enter_context(untouched(module))
+            stack.enter_context(self._modes(root))
+            stack.enter_context(torch.set_grad_enabled(has_gradients))
+            if before is not None:
+                before()
+            line = Line(root, name="invariance", lenient=True)
+            line.options.quiet = True  # modules that do not run are none of its business
+            recorder = start_recording(line, _SITES, self.ports, {"copy": True})
+            with recorder as recording:
+                passes(root)
+        recording.identify(None)  # all are of one model, whose fingerprint would take the longest
+        return recording
+
+    @contextmanager
+    def _modes(self, root: nn.Module) -> Iterator[None]:
+        """Put the modules in their modes; `untouched` puts them back."""
+        for module in root.modules() if self.is_training else ():
+            module.training = True
+        resting = self.resting
+        if root is not self.model and resting:  # a copy, whose modules are in the same order
+            numbers = {id(module): number for number, module in enumerate(self.model.modules())}
+            modules = [module for module in root.modules() if _is_own(module)]
+            resting = tuple(modules[numbers[id(module)]] for module in self.resting)
+        with in_eval_mode(resting):
+            yield
+
+    def _pass(self, root: nn.Module, feed: Feed) -> None:
+        output = call(root, copied(feed.inputs))
+        if "grad" not in self.ports:
+            return
+        loss = mean_squares(output)
+        if loss is None:
+            raise NotApplicable("no output requires a gradient")
+        torch.autograd.backward(loss)
+
+    def copy(self, target: torch.dtype | torch.device) -> nn.Module:
+        """Return a copy of the model in a dtype or on a device.
+
+        Raises:
+            NotApplicable: it cannot be copied.
+        """
+        try:
+            return copy.deepcopy(self.model).to(target)
+        except Exception as error:  # whatever a module's own copy raises
+            raise NotApplicable(f"the model cannot be copied: {first_line(error)}") from error
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Tell a module from the wrapper that torch.compile puts around it."""
+    return type(module).__name__ != "OptimizedModule"
+
+
+def compared(run: Run, reference: Run) -> Comparison:
+    """Compare a run with a reference."""
+    has_tokens = run.tokens is not None and reference.tokens is not None
+    tokens = (run.tokens, reference.tokens) if has_tokens else "auto"
+    return compare(run.recording, reference.recording, tokens=tokens)

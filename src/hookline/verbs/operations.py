@@ -1,0 +1,265 @@
+"""List the functions of torch that a module itself calls, and how to select each call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from torch import nn
+
+from hookline.display.results import Heading, Printout, Result
+from hookline.display.text import plural
+from hookline.engine import (
+    PARTS,
+    AroundCall,
+    CallList,
+    FunctionCall,
+    Line,
+    ModuleNode,
+    Order,
+    path_text,
+    require_model,
+)
+from hookline.engine.pytree import describe, tree
+from hookline.errors import SelectionError
+from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.run_model import Inputs, call, without_list
+
+
+@final
+@dataclass(frozen=True)
+class OperationRow:
+    """One call of a function of torch.
+
+    Args:
+        site: the site of the call, as selectors write it. Empty for functions that selectors do not
+            know, such as those of `torch.ops`.
+        function: the name of the function.
+        inputs: the shapes of the tensors that it gets, by name.
+        output: the shape of its result, or the structure.
+        file: the file of the code that makes the call; a file of torch, where torch alone makes it.
+        line: the line of this code.
+    """
+
+    site: str
+    function: str
+    inputs: str
+    output: str
+    file: str
+    line: int
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Operations(Result):
+    """The functions of torch that a module itself calls, in order. Print them, or iterate.
+
+        >>> class Gate(nn.Module):
+        ...     def forward(self, x):
+        ...         return torch.sigmoid(x) * x
+        >>> calls = hl.operations(Gate(), torch.ones(2, 3))
+        >>> [(row.site, row.output) for row in calls]
+        [('@sigmoid', '[2, 3]'), ('@mul', '[2, 3]')]
+
+    Args:
+        path: the path of the module.
+        module_type: the name of its class.
+        rows: the calls, in order. Each has `site`, `function`, `inputs`, `output`, `file` and
+            `line`.
+        parts: the sites of the parts of its attention, if it computes one.
+    """
+
+    path: str
+    module_type: str
+    rows: tuple[OperationRow, ...]
+    parts: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[OperationRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the path, the type, the calls as `operations`, and the parts of the attention."""
+        return {
+            "path": self.path,
+            "type": self.module_type,
+            "operations": self._table_rows(),
+            "attention": list(self.parts),
+        }
+
+    def _printout(self) -> Printout:
+        path = path_text(self.path)
+        head = f"{path} ({self.module_type}) itself makes {plural(len(self.rows), 'call')}"
+        rows = [
+            (row.site.removeprefix(self.path) or f"{row.function} (no site)", row.inputs,
+             row.output, f"{Path(row.file).name}:{row.line}")
+            for row in self.rows
+        ]  # fmt: skip
+        sites = [row.site for row in self.rows if row.site]
+        notes = [f"Write the path before each, as in {sites[0]!r}."] if sites and self.path else []
+        parts = ", ".join(part.removeprefix(self.path) for part in self.parts)
+        notes += [f"Of its attention, by name: {parts}."] if parts else []
+        return Printout(
+            head=f"{head} of torch's functions", headings=_HEADINGS, rows=rows, notes=notes
+        )
+
+
+_HEADINGS = (
+    Heading("site", "path"), Heading("inputs", "structure", gives_way=2),
+    Heading("output", "structure"), Heading("line", "path", gives_way=1),
+)  # fmt: skip
+
+
+def operations(model: nn.Module, inputs: Inputs, path: str = "") -> Operations:
+    """List the functions of torch that one module itself calls, and how to select each call.
+
+        >>> class Gate(nn.Module):
+        ...     def forward(self, x):
+        ...         return torch.sigmoid(x) * x
+        >>> model = nn.Sequential(nn.Linear(3, 3), Gate())
+        >>> [row.site for row in hl.operations(model, torch.ones(2, 3), "1")]
+        ['1@sigmoid', '1@mul']
+
+    The model runs once, in eval mode and without gradients. Calls inside the module's children are
+    theirs. Reads of attributes, such as `x.shape` and `x.mT`, are no calls.
+
+    Args:
+        model: the model.
+        inputs: its inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a
+            function without arguments that runs the model.
+        path: the path of the module, or another selector of one module. "" is the model itself.
+
+    Returns:
+        The calls of the module's first run, in order. Print them, or iterate over them. Each has
+        `site`, `function`, `inputs`, `output`, `file` and `line`.
+
+    Raises:
+        SelectionError: the selector matches no module, or several; or the module did not run.
+        AttachError: `model` is not a model.
+    """
+    require_model(model, "hl.operations(model, x, path)")
+    line = Line(model, name="operations")
+    line.options.quiet = True
+    inputs = without_list(model, inputs)
+    calls = _FirstCall()
+    with eval_without_side_effects(model), line:
+        node = _one_module(line, path)
+        calls.place(line, node)
+        call(model, inputs)
+    if not calls.has_run:
+        raise SelectionError(
+            f"{path_text(node.path)} did not run in this forward, so its calls are not known."
+            "\nGive inputs with which it runs, or select a module that does: hl.doctor(model, x)."
+        )
+    return Operations(node.path, node.type_name, *_rows(node.path, calls.made))
+
+
+def _one_module(line: Line, path: str) -> ModuleNode:
+    places = line.select(path).places
+    node = places[0][1]
+    if len(places) > 1 or type(node) is not ModuleNode:
+        raise SelectionError(
+            f"path must be that of one module, got {path!r} ({plural(len(places), 'site')})."
+            f"\nGive one of them: hl.operations(model, x, {str(places[0][0]).partition('@')[0]!r})."
+        )
+    return node
+
+
+@final
+class _FirstCall:
+    """The calls of functions in the first run of a module.
+
+    Attributes:
+        made: the calls, described.
+        has_run: whether the module has run.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[_Made] = []
+        self.has_run = False
+        self._is_over = False
+
+    def place(self, line: Line, node: ModuleNode) -> None:
+        """Watch a module."""
+        watched = CallList(node.module, self._add)
+        orders = Order.OPERATIONS_BEGIN, Order.OPERATIONS_END
+        with line.all_or_nothing() as registrations:
+            registrations.place([
+                (AroundCall(watched.begin, watched.end, orders), node),
+                (AroundCall(self._begin, self._end, orders), node),
+            ])  # fmt: skip
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.has_run = True
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_over = True
+
+    def _add(self, made: FunctionCall) -> None:
+        if not self._is_over:
+            self.made.append(_Made.of(made))
+
+
+@final
+@dataclass(frozen=True)
+class _Made:
+    """A call, without its values."""
+
+    name: str
+    is_known: bool
+    inputs: str
+    output: str
+    n_dims: int
+    file: str
+    line: int
+
+    @staticmethod
+    def of(made: FunctionCall) -> _Made:
+        return _Made(
+            made.name, made.is_known, _inputs(made), _shape(made.output),
+            getattr(made.output, "ndim", 0), made.file, made.line,
+        )  # fmt: skip
+
+
+def _inputs(made: FunctionCall) -> str:
+    """Describe the tensors that a call gets, by name."""
+    named = [*zip(made.names, made.args, strict=False), *made.kwargs.items()]
+    with_tensors = [(name, value) for name, value in named if any(tree.tensors(value))]
+    return ", ".join(f"{name} {_shape(value)}" for name, value in with_tensors)
+
+
+def _shape(value: Any) -> str:
+    return describe.shape_or_structure(value)
+
+
+def _rows(path: str, calls: list[_Made]) -> tuple[tuple[OperationRow, ...], tuple[str, ...]]:
+    totals, numbers = Counter(made.name for made in calls), Counter[str]()
+    rows = []
+    for made in calls:
+        number = f"#{numbers[made.name]}" if totals[made.name] > 1 else ""
+        numbers[made.name] += 1
+        site = f"{path}@{made.name}{number}" if made.is_known else ""
+        rows.append(OperationRow(site, made.name, made.inputs, made.output, made.file, made.line))
+    parts = tuple(f"{path}@{part}" for part in PARTS) if _is_attention(calls) else ()
+    return tuple(rows), parts
+
+
+def _is_attention(calls: list[_Made]) -> bool:
+    """Tell whether calls make an attention: one function, or a softmax between two products."""
+    names = [made.name for made in calls]
+    if not _WHOLE.isdisjoint(names):
+        return True
+    steps = [
+        made.name in _PRODUCTS for made in calls
+        if made.n_dims >= 3 and (made.name in _PRODUCTS or made.name == "softmax")
+    ]  # fmt: skip
+    return "TFT" in "".join("FT"[step] for step in steps)
+
+
+_WHOLE = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}

@@ -1,0 +1,238 @@
+"""Read values and gradients at sites, at points of a path from one run to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import Site
+from hookline.engine.pytree import describe, leaves, tree
+from hookline.errors import AmbiguousError, InputError, StructureError
+from hookline.verbs.edit.edit import edit
+from hookline.verbs.shared.rerun import copied, gradients
+from hookline.verbs.shared.run_model import call
+from hookline.verbs.sweep.metric import Metric, number_of
+
+Values = Mapping[str, Any]
+
+
+class Point(NamedTuple):
+    """A point of a path: the metric there, and the value and the gradient of each site."""
+
+    number: float
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+@final
+class Integral:
+    """The gradients of a site on a path, each times how far the value moves there, summed.
+
+    The value moves from the middle between a point and the one before to the middle between it and
+    the next, and at both ends of the path from the beginning and to the end.
+
+    Args:
+        start: the value at the beginning of the path.
+        end: the value at its end.
+
+    Attributes:
+        total: the sum of the gradients.
+        n: how many points there were.
+    """
+
+    def __init__(self, start: Tensor, end: Tensor) -> None:
+        self._border, self._end = start, end
+        self._sum = self.total = torch.zeros_like(start)
+        self._last: tuple[Tensor, Tensor] | None = None
+        self.n = 0
+
+    def add(self, value: Tensor, gradient: Tensor) -> None:
+        """Take the next point."""
+        if self._last is not None:
+            self._move((self._last[0] + value) / 2)
+        self._last = value, gradient
+        self.total = self.total + gradient
+        self.n += 1
+
+    def _move(self, border: Tensor) -> None:
+        if self._last is not None:
+            self._sum = self._sum + self._last[1] * (border - self._border)
+        self._border = border
+
+    @property
+    def score(self) -> Tensor:
+        """The sum over the whole path."""
+        gradient = self.total if self._last is None else self._last[1]
+        return self._sum + gradient * (self._end - self._border)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean gradient."""
+        return self.total / max(self.n, 1)
+
+
+@final
+class Slopes:
+    """Runs of a model on the way from its inputs to another run.
+
+    Args:
+        model: the model.
+        inputs: the inputs.
+        metric: the metric.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, metric: Metric) -> None:
+        self._model, self._inputs, self._metric = model, inputs, metric
+
+    def at(self, sites: Sequence[str], moved: Values | None = None, fraction: float = 0.0) -> Point:
+        """Return the values and gradients at sites.
+
+        Args:
+            sites: the sites.
+            moved: the goals of the sites that move.
+            fraction: how far they have moved towards their goals.
+
+        Raises:
+            InputError: the metric has no gradient, or there is no line to a goal.
+            StructureError: a goal has another form.
+        """
+        zeros = _Zeros()
+        with torch.enable_grad():
+            metric = self._metric(self._run(sites, zeros, moved or {}, fraction))
+            number = number_of(lambda _: metric, None)
+            if not isinstance(metric, Tensor) or not metric.requires_grad:
+                raise InputError(
+                    "metric must return a tensor with a gradient, got"
+                    f" {describe.in_words(metric)} without one.\nCompute it from the output by"
+                    " differentiable functions of torch: no argmax, .item() or torch.no_grad()."
+                    " hl.sweep takes any metric."
+                )
+            grads = gradients([metric.sum()], [zeros.leaves[site] for site in sites])
+        if all(grad is None for grad in grads):
+            raise InputError(
+                f"metric must depend on a value at {', '.join(sites[:3])}, got one that depends on"
+                " none.\nSelect sites that the metric's part of the output is computed from."
+            )
+        pairs = zip(zeros.leaves.values(), grads, strict=True)
+        known = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
+        return Point(number, zeros.values, dict(zip(zeros.leaves, known, strict=True)))
+
+    def end(self, sites: Sequence[str], moved: Values) -> dict[str, Tensor]:
+        """Return the values at sites where others have reached their goals."""
+        zeros = _Zeros()
+        self._run(sites, zeros, moved, 1.0)
+        return zeros.values
+
+    def _run(self, sites: Sequence[str], zeros: _Zeros, moved: Values, fraction: float) -> Any:
+        with ExitStack() as lines:
+            if moved:
+                move = _Move(moved, fraction)
+                lines.enter_context(edit(self._model, list(moved), move))
+            lines.enter_context(edit(self._model, list(sites), zeros))
+            output = call(self._model, copied(self._inputs))
+        zeros.sort(sites)
+        return output
+
+
+class _SiteChange:
+    """A change that differs by site."""
+
+    def at(self, site: Site) -> Callable[[Any], Any]:
+        """Return the change at a site."""
+        return partial(self._change, str(site))
+
+    def __call__(self, value: Any) -> Any:
+        """Leave a value: a change is made at each site by `at`."""
+        return value
+
+    def _change(self, site: str, value: Any) -> Any:
+        raise NotImplementedError
+
+
+@final
+class _Zeros(_SiteChange):
+    """Add zeros to the value at each site, and differentiate with respect to them.
+
+    The gradient with respect to one site's zeros is that of this site alone, also where another
+    site lies behind it, and the model's parameters may be frozen.
+
+    Attributes:
+        leaves: the zeros by site.
+        values: the values by site, before the zeros were added.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+
+    def _change(self, site: str, value: Any) -> Tensor:
+        tensor = floating(site, value)
+        if site in self.leaves:
+            raise AmbiguousError(
+                f"{site} must run once in a forward, got a second call.\nName the call:"
+                f" {site + '#0'!r}."
+            )
+        zero = self.leaves[site] = torch.zeros_like(tensor).requires_grad_()
+        self.values[site] = tensor.detach().clone()
+        return tensor + zero
+
+    def sort(self, sites: Sequence[str]) -> None:
+        """Put the sites into this order."""
+        self.leaves = {site: self.leaves[site] for site in sites}
+
+
+@final
+class _Move(_SiteChange):
+    """Move the value at each site by a fraction of the way to its goal."""
+
+    def __init__(self, goals: Values, fraction: float) -> None:
+        self._goals, self._fraction = goals, fraction
+
+    def _change(self, site: str, value: Any) -> Any:
+        goal = self._goals[site]
+        check_form(site, value, goal)
+        pairs = zip(tree.tensors(value), tree.tensors(goal), strict=True)
+        for (leaf, now), (_, then) in pairs:
+            if now.is_floating_point():
+                value = leaves.put(value, leaf, now + self._fraction * (then - now), site)
+            elif not torch.equal(now, then):
+                raise InputError(
+                    f"along must name values with a line between them, got {site}, which has other"
+                    f" {describe.in_words(now)} in the clean run.\nName a site with numbers that"
+                    " follow from it, such as the embedding."
+                )
+        return value
+
+
+def check_form(site: str, value: Any, goal: Any) -> None:
+    """Refuse a clean value of another form.
+
+    Raises:
+        StructureError: structure, shape or dtype differ.
+    """
+    difference = describe.difference(value, goal)
+    if difference:
+        raise StructureError(
+            f"the clean run must have values of the same form at {site}: {difference}."
+            "\nGive inputs of one length in `clean` and `inputs`."
+        )
+
+
+def floating(site: str, value: Any) -> Tensor:
+    """Return a value that is one floating tensor.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value
+    raise InputError(
+        f"{site} must have one floating tensor, to be differentiated, got"
+        f" {describe.in_words(value)}.\nSelect another site, or a leaf such as"
+        f" {site + ':output[0]'!r}."
+    )

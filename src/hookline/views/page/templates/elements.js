@@ -1,0 +1,35 @@
+// Make elements and write numbers: shared by the pages that draw a result from its JSON.
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
+  return node;
+}
+
+const element = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+const shape = (tag, attributes = {}, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+// JSON lacks NaN and infinity: they come as words.
+const numberOf = (value) => (typeof value === "string" ? Number(value) : (value ?? NaN));
+const clamp = (number, low, high) => Math.max(low, Math.min(high, number));
+
+function numberText(number, digits = 3) {
+  if (number === null || number === undefined || Number.isNaN(number)) return "";
+  if (!Number.isFinite(number)) return number > 0 ? "infinite" : "−infinite";
+  const size = Math.abs(number);
+  const isPlain = size === 0 || (size >= 1e-3 && size < 1e5);
+  const text = isPlain ? String(Number(size.toPrecision(digits))) : size.toExponential(digits - 1).replace("e+", "e").replace("e-", "e−");
+  return (number < 0 ? "−" : "") + text;
+}
+
+// A ratio close to 1 is told by its distance from 1, as in the terminal.
+function ratioText(ratio) {
+  const gap = Math.abs(ratio - 1);
+  if (!(gap > 1e-7 && gap < 0.01)) return numberText(ratio);
+  return `1 ${ratio < 1 ? "−" : "+"} ${gap.toExponential(0).replace("e-", "e−")}`;
+}
+
+const counted = (number, noun, nouns = `${noun}s`) => `${number.toLocaleString("en")} ${number === 1 ? noun : nouns}`;

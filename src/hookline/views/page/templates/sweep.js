@@ -1,0 +1,175 @@
+// The page of a sweep or an attribution: a heat map of two axes, and the largest effects.
+
+(() => {
+  if (!byId("map")) return;
+
+  const MOST = 12; // of the largest effects, as in the terminal
+  const TITLES = { effect: "effect", metric: "metric", estimate: "estimated effect", measured: "measured effect", share: "of clean" };
+  const data = JSON.parse(byId("data").textContent);
+  const { axes, places, baseline, clean } = data;
+  const isMeasured = "metric" in data.numbers;
+  const main = isMeasured ? "effect" : "estimate";
+  const numbers = Object.fromEntries(Object.entries(data.numbers).map(([name, column]) => [name, column.map(numberOf)]));
+  const unmoved = data.numbers.unmoved ?? [];
+  delete numbers.unmoved;
+  const gap = clean === null ? 0 : numberOf(clean) - numberOf(baseline);
+  if (gap) numbers.share = numbers[main].map((effect) => effect / gap);
+
+  const sizes = axes.map(({ labels }) => labels.length);
+  const long = axes.map((_, axis) => axis).filter((axis) => sizes[axis] > 1);
+  const rest = axes.map((_, axis) => axis).filter((axis) => sizes[axis] <= 1);
+  const order = [...long, ...rest];
+  const choice = { number: main, rows: order[0], columns: order[1] ?? -1, fixed: axes.map(() => -1) };
+
+  const labelsOf = (change) => {
+    const indices = [];
+    let place = places[change];
+    for (let axis = axes.length - 1; axis >= 0; axis--) {
+      indices[axis] = place % sizes[axis];
+      place = Math.floor(place / sizes[axis]);
+    }
+    return indices;
+  };
+  const indicesOf = places.map((_, change) => labelsOf(change));
+  const word = (axis, index) => {
+    const { name, labels, texts } = axes[axis];
+    const given = texts[index] === labels[index] ? "" : ` “${texts[index]}”`;
+    return (name === "site" ? "" : `${name} `) + labels[index] + given;
+  };
+  const nameOf = (change) => indicesOf[change].map((index, axis) => word(axis, index)).join(", ");
+  const text = (name, number) => (name === "share" ? (Number.isFinite(number) ? `${(100 * number).toFixed(0).replace("-", "−")} %` : "") : name === "metric" ? numberText(number, 4) : signed(number));
+  const signed = (number) => (number > 0 ? "+" : "") + numberText(number, 4);
+
+  // -- one table: for each cell, the change with the largest number -------------------------------
+
+  let cells = []; // the change of each cell, or undefined
+  let chosen = 0; // the change
+
+  function build() {
+    const nRows = sizes[choice.rows];
+    const nColumns = choice.columns < 0 ? 1 : sizes[choice.columns];
+    cells = new Array(nRows * nColumns);
+    indicesOf.forEach((indices, change) => {
+      if (choice.fixed.some((index, axis) => index >= 0 && axis !== choice.rows && axis !== choice.columns && indices[axis] !== index)) return;
+      const cell = indices[choice.rows] * nColumns + (choice.columns < 0 ? 0 : indices[choice.columns]);
+      const [now, best] = [change, cells[cell]].map((k) => (k === undefined ? -1 : Math.abs(numbers[choice.number][k])));
+      if (best === -1 || now > best || Number.isNaN(now)) cells[cell] = change;
+    });
+    const shift = choice.number === "metric" ? numberOf(baseline) : 0; // colours are about the baseline
+    return {
+      rows: axes[choice.rows].texts,
+      columns: choice.columns < 0 ? [""] : axes[choice.columns].texts,
+      values: Array.from(cells, (change) => (change === undefined ? undefined : numbers[choice.number][change] - shift)),
+      marks: Array.from(cells, (change) => change !== undefined && unmoved[change]),
+    };
+  }
+
+  const changeAt = (row, column) => cells[row * (choice.columns < 0 ? 1 : sizes[choice.columns]) + column];
+
+  function aboutCell(row, column) {
+    const change = changeAt(row, column);
+    if (change === undefined) return "no such change";
+    return [nameOf(change), ...Object.keys(numbers).map((name) => [TITLES[name], text(name, numbers[name][change])]).filter(([, shown]) => shown).map((pair) => pair.join(" ")), unmoved[change] ? "unmoved" : ""].filter(Boolean).join("; ");
+  }
+
+  // -- what is chosen ----------------------------------------------------------------------------
+
+  function tell(change) {
+    if (change === undefined) {
+      byId("change-name").textContent = "No such change";
+      byId("change-body").replaceChildren(element("p", { class: "quiet" }, "The site’s value is not as large in this axis."));
+      return;
+    }
+    chosen = change;
+    byId("change-name").textContent = nameOf(change);
+    const shown = Object.keys(numbers).map((name) => [TITLES[name], text(name, numbers[name][change]) || "not measured"]);
+    byId("change-body").replaceChildren(
+      element("dl", { class: "numbers" }, shown.map(([title, number]) => element("div", {}, element("dt", {}, title), element("dd", {}, number)))),
+      ...(unmoved[change] ? [element("p", { class: "quiet" }, "Unmoved: the change put in the value that was there, so that nothing could move.")] : []),
+    );
+  }
+
+  function goTo(change) {
+    const indices = indicesOf[change];
+    choice.fixed.forEach((index, axis) => { if (index >= 0) choice.fixed[axis] = indices[axis]; });
+    show();
+    map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], { tells: false });
+    tell(change);
+    document.querySelector(".heat-map").focus();
+  }
+
+  // -- the largest effects -----------------------------------------------------------------------
+
+  function showLargest() {
+    const size = (change) => (Number.isNaN(numbers[main][change]) ? Infinity : Math.abs(numbers[main][change]));
+    const ranked = places.map((_, change) => change).sort((a, b) => size(b) - size(a) || a - b);
+    const names = Object.keys(numbers);
+    byId("largest-head").replaceChildren(element("tr", {}, element("th", { scope: "col" }, "Change"), names.map((name) => element("th", { scope: "col", class: "number" }, TITLES[name]))));
+    byId("largest-body").replaceChildren(...ranked.slice(0, MOST).map((change) => element("tr", {},
+      element("th", { scope: "row" }, element("button", { type: "button", class: "link", onclick: () => goTo(change) }, nameOf(change)), unmoved[change] ? element("span", { class: "tag still" }, "unmoved") : null),
+      names.map((name) => element("td", { class: "number" }, text(name, numbers[name][change]))))));
+    byId("largest-more").textContent = ranked.length > MOST ? `and ${(ranked.length - MOST).toLocaleString("en")} more` : "";
+    return ranked[0];
+  }
+
+  // -- what to draw ------------------------------------------------------------------------------
+
+  function menu(label, options, selected, onSelect) {
+    const select = element("select", { "aria-label": label, onchange: (event) => onSelect(Number(event.target.value)) }, options.map(([value, title]) => element("option", { value, selected: value === selected }, title)));
+    return element("label", {}, `${label} `, select);
+  }
+
+  function showChoices() {
+    const names = Object.keys(numbers);
+    const titles = axes.map(({ name }, axis) => [axis, name]);
+    const menus = [menu("Number", names.map((name, at) => [at, TITLES[name]]), names.indexOf(choice.number), (at) => { choice.number = names[at]; show(); })];
+    if (axes.length > 2) {
+      menus.push(menu("Rows", titles, choice.rows, (axis) => turn("rows", axis)), menu("Columns", titles, choice.columns, (axis) => turn("columns", axis)));
+      axes.forEach(({ name, texts }, axis) => {
+        if (axis === choice.rows || axis === choice.columns || texts.length < 2) return;
+        menus.push(menu(name, [[-1, "largest"], ...texts.map((title, index) => [index, title])], choice.fixed[axis], (index) => { choice.fixed[axis] = index; show(); }));
+      });
+    }
+    byId("choices").replaceChildren(...menus);
+  }
+
+  // If both are given one axis, they change places.
+  function turn(part, axis) {
+    const other = part === "rows" ? "columns" : "rows";
+    if (choice[other] === axis) choice[other] = choice[part];
+    choice[part] = axis;
+    show();
+    showChoices();
+  }
+
+  function show() {
+    map.show(build());
+    const most = map.largest;
+    const base = choice.number === "metric" ? numberOf(baseline) : 0;
+    byId("key-low").textContent = text(choice.number, base - most);
+    byId("key-high").textContent = text(choice.number, base + most);
+    byId("map-heading").textContent = `${TITLES[choice.number].replace(/^./, (letter) => letter.toUpperCase())} by ${[choice.rows, choice.columns].filter((axis) => axis >= 0).map((axis) => axes[axis].name).join(" and ")}`;
+    byId("key-middle").textContent = choice.number === "metric" ? "baseline" : "0";
+    byId("still-key").hidden = !unmoved.some(Boolean);
+    const ends = Array.from({ length: 21 }, (_, k) => cssColour(signedColour(k / 10 - 1)));
+    byId("key-bar").style.background = `linear-gradient(to right, ${ends.join(", ")})`;
+  }
+
+  const map = makeHeatMap(byId("map"), {
+    label: `${TITLES[main]} by ${axes.map(({ name }) => name).join(" and ")}`,
+    about: aboutCell,
+    onChoose: (row, column) => tell(changeAt(row, column)),
+  });
+  byId("theme").addEventListener("click", () => requestAnimationFrame(show));
+  byId("metrics").replaceChildren(...[["Without a change", baseline], ["Clean", clean]].filter(([, number]) => number !== null).map(([title, number]) => element("div", {}, element("dt", {}, title), element("dd", {}, numberText(numberOf(number), 4)))),
+    element("div", {}, element("dt", {}, "Changes"), element("dd", {}, places.length.toLocaleString("en"))),
+    ...(data.forwards === undefined ? [] : [element("div", {}, element("dt", {}, "Forwards"), element("dd", {}, data.forwards.toLocaleString("en")))]));
+  byId("notes").replaceChildren(...data.remarks.map((note) => element("li", {}, note)));
+  showChoices();
+  const first = showLargest();
+  show();
+  if (first === undefined) return;
+  const indices = indicesOf[first];
+  map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], { tells: false });
+  tell(first);
+})();

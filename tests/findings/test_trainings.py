@@ -1,0 +1,82 @@
+"""Findings of trainings: what broke, when, and what moved first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from planted_trainings import FAULTS, HEALTHY, WHEN
+from thoroughness import tries
+
+FEW = ["a bad batch", "a NaN in a batch", "the loss explodes", "learning rate x1000, SGD"]
+BY_NAME = {training.name: training for training in (*HEALTHY, *FAULTS)}
+
+
+@pytest.mark.parametrize("name", tries([t.name for t in HEALTHY], gate=["plain, SGD"]))
+def test_a_healthy_training_raises_no_alarm(name):
+    findings = BY_NAME[name].run()
+    assert findings.ok, str(findings)
+
+
+@pytest.mark.parametrize("name", tries([t.name for t in FAULTS], gate=FEW))
+def test_the_first_finding_names_the_planted_fault(name):
+    training = BY_NAME[name]
+    findings = training.run()
+    assert training.is_named(findings), str(findings)
+
+
+@pytest.fixture(scope="module")
+def layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def monitored(model, scales, **options):
+    with hl.monitor(model, ports="output", **options) as seen:
+        for scale in scales:
+            seen.log(loss=model(torch.ones(2, 4) * scale).square().mean())
+    return seen
+
+
+def test_a_jump_names_its_step_and_what_follows(layers):
+    finding = monitored(layers, [1.0] * 30 + [1e4] + [1.0] * 10).findings()[0]
+    assert (finding.kind, finding.site, finding.step) == ("jump", "0", 30)
+    assert set(finding.follows) == {"1", "2", "(root)"}
+    assert "a single batch" in finding.why
+
+
+def test_the_loss_is_told_beside_a_jump(layers):
+    finding = monitored(layers, [1.0] * 30 + [1e4] * 20).findings()[0]
+    assert "loss goes from" in finding.why
+
+
+def test_a_run_in_a_folder_has_the_same_findings(layers, tmp_path):
+    seen = monitored(layers, [1.0] * 20 + [1e4] * 5, to=tmp_path / "run")
+    assert hl.open(tmp_path / "run").findings().to_dict() == seen.findings().to_dict()
+
+
+def test_the_step_is_exact_where_columns_hold_several(layers):
+    finding = monitored(layers, [1.0] * 1301 + [1e4] * 5).findings()[0]
+    assert finding.step == 1301
+
+
+def test_no_step_is_said_to_be_unjudged(layers):
+    with pytest.warns(hl.HooklineWarning), hl.monitor(layers) as seen:
+        pass
+    assert "No step" in seen.findings().notes[0]
+
+
+def test_without_norms_it_is_said_that_jumps_were_not_judged(layers):
+    seen = monitored(layers, [1.0] * 12, stats=hl.stats.histogram())
+    assert "hl.stats.moments()" in seen.findings().notes[0]
+
+
+def test_a_loss_that_rises_alone_is_a_warning():
+    model = nn.Linear(4, 4)
+    with hl.monitor(model, ports="output") as seen:
+        for step in range(60):
+            model(torch.ones(2, 4))
+            seen.log(loss=1.0 + step)
+    assert [finding.kind for finding in seen.findings()] == ["loss"]
+    assert WHEN < 60

@@ -1,0 +1,415 @@
+"""`hl.invariance`: clean models hold, planted faults are named, and nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from aligned import ids, model
+from hookline.display.results import json_text
+from hookline.engine import hook_dict
+from hookline.models.torchvision_import import import_torchvision
+from hookline.verbs.invariance.checks import CHECKS
+
+QUICK = [name for name in CHECKS if name != "compiled"]
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+
+
+def outcomes(invariance, outcome):
+    return [row.check for row in invariance if row.outcome == outcome]
+
+
+def vision(name):
+    torchvision = import_torchvision()
+    torch.manual_seed(0)
+    if name == "resnet":
+        net = torchvision.models.resnet18(num_classes=10).eval()
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                nn.init.normal_(module.running_mean)
+                nn.init.uniform_(module.running_var, 0.5, 2)
+        return net
+    net = torchvision.models.VisionTransformer(
+        image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64,
+        num_classes=10,
+    ).eval()  # fmt: skip
+    nn.init.normal_(net.heads.head.weight)
+    return net
+
+
+def largest(invariance):
+    """The largest error of all compared values but those of coarser numbers and other modes."""
+    exact = [row for row in invariance if row.check != "bfloat16" and row.outcome == "holds"]
+    return max(row.relative for row in exact)
+
+
+# -- clean models --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "t5"])
+def test_clean_transformers_hold(name):
+    inputs = {"input_ids": ids(3, 8)}
+    if name == "t5":
+        inputs["decoder_input_ids"] = ids(3, 5, seed=4)
+    invariance = hl.invariance(model(name), inputs, only=QUICK)
+    assert invariance.ok, invariance
+    assert largest(invariance) <= 2e-6
+    has_cache = [] if name == "bert" else ["chunks"]
+    held = ["twice", "alone", "reordered", "padded right", *has_cache, "after training"]
+    assert {*held, "checkpointed", "bfloat16"} <= {*outcomes(invariance, "holds")}
+    assert ("padded left" in outcomes(invariance, "holds")) is (name not in ("gpt2", "bert"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_clean_vision_models_hold(name):
+    invariance = hl.invariance(vision(name), IMAGES, only=QUICK)
+    assert invariance.ok, invariance
+    assert largest(invariance) <= 2e-6
+    assert {"alone", "reordered", "checkpointed", "float64"} <= {*outcomes(invariance, "holds")}
+    assert invariance["padded left"].why == "the inputs must be ids of tokens"
+
+
+@pytest.mark.compiles
+def test_a_compiled_model_holds():
+    invariance = hl.invariance(model("gpt2"), {"input_ids": ids(2, 6)}, only=["compiled"])
+    assert outcomes(invariance, "holds") == ["compiled"]
+    torch.compiler.reset()
+
+
+@pytest.mark.compiles
+def test_a_compiler_that_computes_otherwise_is_named():
+    def faulty(graph, example_inputs):
+        for node in graph.graph.nodes:
+            if node.target is nn.functional.relu:
+                node.target, node.kwargs = nn.functional.gelu, {}
+        graph.recompile()
+        return graph.forward
+
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    invariance = hl.invariance(net, X, only=["compiled"], backend=faulty)
+    assert (invariance["compiled"].outcome, invariance["compiled"].first) == ("differs", "1")
+    torch.compiler.reset()
+
+
+def test_left_padding_without_positions_differs_by_name():
+    row = hl.invariance(model("gpt2"), {"input_ids": ids(2, 6)}, only=["padded left"]).rows[0]
+    assert (row.outcome, row.first) == ("may differ", "transformer.wpe")
+    assert row.why.startswith("the inputs differ: position_ids are 3 in place of 0 at token 0")
+
+
+def test_a_pooler_of_the_first_column_may_differ():
+    bert = model("bert")
+    invariance = hl.invariance(bert, {"input_ids": ids(2, 6)}, only=["padded with positions"])
+    (row,) = invariance.rows
+    assert (row.outcome, row.first) == ("may differ", "pooler.dense")
+    assert "a fixed column of tokens" in row.why
+
+
+# -- planted faults ------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Subtracts the mean of the batch, if asked to."""
+
+    def __init__(self, *, sees_rows=False):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.sees_rows = sees_rows
+
+    def forward(self, x):
+        return x + self.fc(x - x.mean(0) if self.sees_rows else x).relu()
+
+
+def test_rows_that_see_each_other_are_named_at_their_site():
+    net = nn.Sequential(Block(), Block(sees_rows=True), Block()).eval()
+    invariance = hl.invariance(net, X, only=QUICK)
+    assert outcomes(invariance, "differs") == ["alone"]
+    row = invariance["alone"]
+    assert (row.first, row.suspect, row.why) == ("1.fc:input", "1", "rows see each other")
+    assert "1.fc:input (made in 1): rows see each other" in " ".join(str(invariance).split())
+    assert not invariance.ok
+
+
+class Attention(nn.Module):
+    def __init__(self, *, is_masked=True):
+        super().__init__()
+        self.query = nn.Linear(16, 16)
+        self.is_masked = is_masked
+
+    def forward(self, x, mask):
+        scores = self.query(x) @ x.transpose(1, 2)
+        if self.is_masked:
+            scores = scores.masked_fill(mask[:, None] == 0, -torch.inf)
+        return x + scores.softmax(-1) @ x
+
+
+class Encoder(nn.Module):
+    """Attends in both directions; its config names the id of padding."""
+
+    class config:
+        pad_token_id = 0
+
+    def __init__(self, unmasked=None):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList([Attention(is_masked=n != unmasked) for n in range(3)])
+
+    def forward(self, input_ids, attention_mask=None):
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def test_a_block_that_ignores_the_mask_is_named():
+    invariance = hl.invariance(Encoder(unmasked=1).eval(), ids(3, 7), only=QUICK)
+    assert outcomes(invariance, "differs") == ["padded right", "padded left"]
+    for row in (invariance["padded right"], invariance["padded left"]):
+        assert row.first == "blocks.1"
+        assert row.why == "tokens see the padding: the attention_mask is not used there"
+    assert hl.invariance(Encoder().eval(), ids(3, 7), only=QUICK).ok
+
+
+def test_a_mask_that_is_not_passed_is_named():
+    rows = ids(3, 7)
+    rows[1, 5:] = 0
+    invariance = hl.invariance(Encoder().eval(), rows, only=QUICK)
+    assert outcomes(invariance, "differs") == ["without padding"]
+    why = "no attention_mask is given: give attention_mask=(input_ids != 0).long()"
+    assert invariance["without padding"].why == why
+    mask = (rows != 0).long()
+    assert hl.invariance(Encoder().eval(), (rows, mask), only=QUICK).ok
+
+
+def test_batch_norm_in_training_mode_is_named():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    invariance = hl.invariance(net, IMAGES, only=["twice", "alone", "reordered", "training mode"])
+    assert invariance["twice"].outcome == invariance["reordered"].outcome == "holds"
+    row = invariance["alone"]
+    assert (row.outcome, row.first) == ("differs", "1")
+    assert row.why == "batch norm in training mode: 1; call model.eval()"
+    assert invariance["training mode"].why == "the model is in training mode"
+    assert invariance.findings[0].text.startswith("4 modules in training mode")
+
+
+def test_a_batch_norm_that_refuses_one_row_is_named():
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    row = hl.invariance(net, X, only=["alone"]).rows[0]
+    assert row.outcome == "fails"
+    assert row.why.startswith("batch norm in training mode: 1; call model.eval(); ValueError in 1:")
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_dropout_in_training_mode_is_named(is_module):
+    class Functional(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(x, 0.5, self.training)
+
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5) if is_module else Functional())
+    invariance = hl.invariance(net, X, only=["twice", "alone", "bfloat16"])
+    row = invariance["twice"]
+    assert (row.outcome, row.first) == ("differs", "1")
+    names = "dropout in training mode: 1" if is_module else "training mode: (root), 0, 1"
+    assert row.why == f"{names}; call model.eval()"
+    assert outcomes(invariance, "holds") == ["alone", "bfloat16"]  # without it
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def forward(self, x):
+        self.n += 1
+        return x * self.n
+
+
+class Drawing(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "why"),
+    [(Counting(), "the model keeps a state from run to run"), (Drawing(), "draws random numbers")],
+)
+def test_a_model_that_does_not_repeat_itself_is_told(net, why):
+    invariance = hl.invariance(net.eval(), X, only=["twice", "alone"])
+    assert why in invariance["twice"].why
+    assert invariance["alone"].why == "the model does not repeat itself"
+
+
+class Remembers(nn.Module):
+    """Goes on with what a pass in training mode has left."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = 0.0
+
+    def forward(self, x):
+        if self.training:
+            self.shift = 1.0
+        return x + self.shift
+
+
+def test_a_trace_of_a_pass_in_training_mode_is_found():
+    net = nn.Sequential(nn.Linear(8, 8), Remembers()).eval()
+    invariance = hl.invariance(net, X, only=["after training"])
+    row = invariance["after training"]
+    assert (row.outcome, row.first) == ("differs", "1")
+    assert net[1].shift == 0.0
+
+
+class Uneven(nn.Module):
+    """Gives another gradient when it runs again."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.n = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.n += 1
+        return self.fc(x * (1 + (self.n > 2)))
+
+
+def test_a_block_whose_recomputation_differs_is_found():
+    net = nn.Sequential(Uneven(), Uneven())
+    for block in net:
+        block.n = 1  # the first run with gradients is the second, and its recomputation the third
+    row = hl.invariance(net.eval(), X, only=["checkpointed"]).rows[0]
+    assert row.outcome == "differs"
+    assert row.first.endswith(":grad")
+
+
+def test_rounding_that_flips_a_choice_is_told_apart():
+    class Router(nn.Module):
+        def forward(self, x):
+            return x.argmax(-1)
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = Router()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x * self.scale * (1 + self.router(x * self.scale))[:, None]
+
+    x = torch.tensor([[1.0, 1.0001, 0.0], [0.0, 2.0, 1.0]])
+    row = hl.invariance(Experts().eval(), x, only=["bfloat16"]).rows[0]
+    assert row.outcome == "may differ"
+    assert row.why == "rounding flips a near tie: another choice at router"
+
+
+# -- the model afterwards ------------------------------------------------------------------------
+
+
+def state_of(net):
+    tensors = {**net.state_dict(), **{f"{n}.grad": p.grad for n, p in net.named_parameters()}}
+    hooks = [
+        len(hook_dict(module, kind)) for module in net.modules() for kind in ("forward", "backward")
+    ]
+    plain = [{key: id(value) for key, value in vars(module).items()} for module in net.modules()]
+    modes = [module.training for module in net.modules()]
+    return copy.deepcopy(tensors), hooks, plain, modes, torch.get_rng_state()
+
+
+def assert_same(a, b):
+    for name, tensor in a[0].items():
+        assert tensor is b[0][name] is None or torch.equal(tensor, b[0][name])
+    assert a[1:4] == b[1:4]
+    assert torch.equal(a[4], b[4])
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_the_model_is_left_as_it_was(error):
+    class Ending(nn.Module):
+        n_runs = 0
+
+        def forward(self, x):
+            type(self).n_runs += 1
+            if type(self).n_runs > 4 and error is not None:
+                raise error("now")
+            return x
+
+    net = nn.Sequential(
+        nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))),
+        nn.BatchNorm1d(8), nn.Dropout(0.5), Ending(),
+    )  # fmt: skip
+    net[0].eval()
+    net(X).square().sum().backward()
+    before = state_of(net)
+    inputs = X.clone()
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            hl.invariance(net, inputs, only=QUICK)
+    elif error is ValueError:
+        with pytest.raises(ValueError, match="now"):
+            hl.invariance(net, inputs, only=QUICK)
+    else:
+        hl.invariance(net, inputs, only=QUICK)
+    assert_same(before, state_of(net))
+    assert torch.equal(inputs, X)
+
+
+# -- the result ----------------------------------------------------------------------------------
+
+
+def test_the_result_prints_and_gives_plain_values():
+    net = nn.Sequential(Block(), Block(sees_rows=True)).eval()
+    invariance = hl.invariance(net, X, only=["alone", "twice", "chunks"])
+    assert [row.check for row in invariance] == ["twice", "alone", "chunks"]
+    assert len(invariance) == 3
+    data = invariance.to_dict()
+    assert json_text(data)
+    assert data["rows"] == invariance.to_pandas().to_dict("records") or data["rows"][1]["first"]
+    assert (data["ok"], data["findings"][0]["kind"]) == (False, "alone")
+    assert "comparison" not in data["rows"][0]
+    assert invariance["alone"].comparison["1"].verdict == "differs"
+    text = str(invariance)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("1 of 2 checks hold")
+    assert "Not applicable: chunks (the inputs must be ids of tokens)" in text
+    assert "rows see each other" in invariance._repr_html_()
+    with pytest.raises(hl.InputError, match=r"must be one of this result, got 'order'.\nGive"):
+        invariance["order"]
+
+
+def test_one_row_and_lists_leave_checks_out():
+    net = nn.Linear(8, 2).eval()
+    invariance = hl.invariance(net, X[:1], only=["alone", "twice"])
+    assert invariance["alone"].why == "the batch has 1 row: give two or more"
+
+    class OfList(nn.Module):
+        def forward(self, parts):
+            return sum(parts)
+
+    invariance = hl.invariance(OfList(), ([X, X],), only=["reordered"])
+    assert invariance["reordered"].why == "the first argument must be a tensor with rows"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        (X, {"only": ["order"]}, "only must be names of checks, got 'order'"),
+        (X, {"only": []}, "only must be names of checks, got None"),
+        (lambda: None, {}, "inputs must be the arguments of the model, got a function"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(inputs, options, message):
+    with pytest.raises(hl.InputError, match=message):
+        hl.invariance(nn.Linear(8, 2), inputs, **options)
+
+
+def test_lazy_parameters_are_refused():
+    with pytest.raises(hl.InputError, match="no lazy parameters, got weight"):
+        hl.invariance(nn.LazyLinear(2), X)
