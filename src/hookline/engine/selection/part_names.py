@@ -1,7 +1,4 @@
-"""Names of a model's parts in selectors: `.resid_post` and `.pattern.3`, once they are known.
-
-No path of a module begins with a dot.
-"""
+"""Names of a model's parts in selectors, `.resid_post`: no path of a module begins with a dot."""
 
 from __future__ import annotations
 
@@ -20,21 +17,12 @@ _parts: WeakIdentityMap[PartSites] = WeakIdentityMap()
 
 
 def register_parts(model: nn.Module, sites: PartSites) -> None:
-    """Let selectors of a model name its parts.
-
-    Args:
-        model: the model.
-        sites: returns the sites of a name and a layer. It must not keep the model alive.
-    """
+    """Let selectors of a model name its parts by a function, which must not keep it alive."""
     _parts[model] = sites
 
 
 def sites_of_part(model: nn.Module, selector: str) -> list[str]:
-    """Return the sites that a text such as `.resid_post`, `.pattern.3` or `.z:grad_output` names.
-
-    Raises:
-        SelectionError: the parts of the model are not known, or the name is none of them.
-    """
+    """Return the sites that a text such as `.resid_post`, `.pattern.3` or `.z:grad_output` names."""
     sites = _parts.get(model)
     if sites is None:
         raise SelectionError(
@@ -42,10 +30,8 @@ def sites_of_part(model: nn.Module, selector: str) -> list[str]:
             "\nCall parts = hl.anatomy(model)."
         )
     text, _, port = selector[1:].partition(":")
-    name, dot, layer = text.rpartition(".")
-    if not (dot and layer.isdecimal()):
-        name, layer = text, ""
-    names = sites(name, int(layer) if layer else None)
+    name, _, layer = text.rpartition(".")
+    names = sites(name, int(layer)) if name and layer.isdecimal() else sites(text, None)
     return [_with_port(site, port, selector) for site in names] if port else list(names)
 
 
@@ -58,6 +44,4 @@ def _with_port(site: str, port: str, selector: str) -> str:
         )
     text, sign, call = site.partition("#")
     path, colon, own = text.partition(":")
-    if not colon:
-        return f"{path}:{port}{sign}{call}"
-    return f"{path}:grad_{own}{sign}{call}"
+    return f"{path}:{f'grad_{own}' if colon else port}{sign}{call}"

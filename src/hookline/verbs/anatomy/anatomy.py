@@ -116,7 +116,7 @@ class Anatomy(Result):
         """
         if self.n_heads is None:
             raise SelectionError(self._names.why_not("pattern"))
-        return value.unflatten(-1, (self.n_heads, -1)).transpose(-3, -2)
+        return value.reshape(*value.shape[:-1], self.n_heads, -1).transpose(-3, -2)
 
     def contributions(self, run: Recording, layer: int) -> Tensor:
         """Return what each head of a layer adds to the stream: (heads, rows, tokens, width).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -38,47 +38,43 @@ def _back(value: Value, part: Part) -> tuple[list[Event], list[Value]]:
 def name_mlp(trace: Trace, layer: Layer) -> list[Claim]:
     """Name the neurons of a layer's MLP."""
     parts = layer.of_kind("mlp")
-    calls = experts_of(trace, layer)
-    if len(parts) != 1 or calls is not None:
-        why = "the block has no single MLP" if len(parts) != 1 else "the MLP is of experts"
-        layer.refused.update(dict.fromkeys(_MLP, why))
-        return []
+    if len(parts) != 1:
+        return _refuse(layer, _MLP, "the block has no single MLP")
+    if experts_of(trace, layer) is not None:
+        return _refuse(layer, _MLP, "the MLP is of experts")
     part = parts[0]
-    inside = layer.block.path
     products = _products(part)
-    act = products[-1].data[0] if products and len(products[-1].data) == 1 else None
-    events, heavy = ([], []) if act is None else _back(act, part)
-    if act is None or not events or not heavy:
-        layer.refused.update(dict.fromkeys(_MLP, "no products lead in and out of its neurons"))
-        return []
-    origin = act.origin
-    event = origin.maker
-    factors = event.data if event is not None and event.name in _PRODUCTS else []
-    pre, up = _pre_and_up(factors, origin, part)
+    if not products or len(products[-1].data) != 1:
+        return _refuse(layer, _MLP, "no products lead in and out of its neurons")
+    act = products[-1].data[0].origin
+    events, _ = _back(act, part)
+    pre, up = _pre_and_up(act, part) if events else (None, None)
     if pre is None:
-        layer.refused.update(dict.fromkeys(_MLP, "no function of one value makes the neurons"))
-        return []
-    sites = {"mlp_act": input_of(trace, act, inside, products[-1:])}
-    sites["mlp_pre"] = site_of(trace, pre, inside)
+        return _refuse(layer, _MLP, "no function of one value makes the neurons")
+    inside = layer.block.path
+    values = {"mlp_pre": pre} if up is None else {"mlp_pre": pre, "mlp_gate": pre, "mlp_up": up}
+    sites = {name: site_of(trace, value, inside) for name, value in values.items()}
+    sites["mlp_act"] = input_of(trace, products[-1].data[0], inside, products[-1:])
+    if None in sites.values():
+        return _refuse(layer, _MLP, "torch shows no site of it")
     if up is None:
-        layer.refused.update(dict.fromkeys(("mlp_gate", "mlp_up"), "the MLP has no gate"))
-    else:
-        sites["mlp_gate"], sites["mlp_up"] = sites["mlp_pre"], site_of(trace, up, inside)
-    layer.sites.update({name: site for name, site in sites.items() if site is not None})
-    lost = [name for name, site in sites.items() if site is None]
-    layer.refused.update(dict.fromkeys(lost, "torch shows no site of it"))
-    if lost:
-        return []
+        _refuse(layer, ("mlp_gate", "mlp_up"), "the MLP has no gate")
+    layer.sites.update({name: str(site) for name, site in sites.items()})
     given = [pre] if up is None else [pre, up]
-    measure = partial(_neuron_error, events, given, origin)
-    needed = [sites["mlp_act"], sites["mlp_pre"], *([sites["mlp_up"]] if up is not None else [])]
+    needed = [sites[name] for name in ("mlp_act", "mlp_pre", "mlp_up") if name in sites]
+    measure = partial(_neuron_error, events, given, act)
     return [claim("act(pre) * up", tuple(sites), needed, measure)]
 
 
-def _pre_and_up(
-    factors: Sequence[Value], act: Value, part: Part
-) -> tuple[Value | None, Value | None]:
+def _refuse(layer: Layer, names: Sequence[str], why: str) -> list[Claim]:
+    layer.refused.update(dict.fromkeys(names, why))
+    return []
+
+
+def _pre_and_up(act: Value, part: Part) -> tuple[Value | None, Value | None]:
     """Return what the nonlinearity gets, and the linear factor of a gated MLP."""
+    event = act.maker
+    factors = event.data if event is not None and event.name in _PRODUCTS else []
     if len(factors) == 2:
         linear = [factor for factor in factors if _is_linear(factor, part)]
         curved = [factor for factor in factors if not _is_linear(factor, part)]
@@ -184,40 +180,38 @@ def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> list[Claim]:
     parts = layer.of_kind("mlp")
     if call is None or len(parts) != 1:
         why = "no module of the block gets the indices and the weights of experts"
-        layer.refused.update(dict.fromkeys(_EXPERTS, why))
-        return []
+        return _refuse(layer, _EXPERTS, why)
     experts, indices, weights = call
-    inside = layer.block.path
-    by_value = {id(value): (leaf, value) for leaf, value in experts.inputs}
-    sites = {
-        "expert_indices": _own_input(trace, experts, indices),
-        "expert_weights": _own_input(trace, experts, weights),
-        "expert_out": site_of(trace, experts.outputs[0][1], inside),
-    }
-    n_experts = 1 + int(indices.tensor.max())
-    events, _ = before(indices, [id(read) for read in parts[0].term.reads], layer.block.call.begin)
-    logits = [e for e in events if e.name in MATMULS and e.outputs[0].tensor.shape[-1] >= n_experts]
-    if logits:
-        sites["router_logits"] = site_of(trace, logits[-1].outputs[0], inside)
-    layer.sites.update({name: site for name, site in sites.items() if site is not None})
-    hidden = next(v for _, v in experts.inputs if v.tensor.is_floating_point() and v is not weights)
+    floating = [value for _, value in experts.inputs if value.tensor.is_floating_point()]
+    hidden = next(value for value in floating if value is not weights)
     given = [_own_input(trace, experts, value) for value in (hidden, indices, weights)]
-    leaves = [by_value[id(value)][0] for value in (hidden, indices, weights)]
-    keys = [leaf[0] if leaf else 0 for leaf in leaves]
-    module = model.get_submodule(experts.path)
-    order = [leaf[0] if leaf else 0 for leaf, _ in experts.inputs]
-    measure = partial(_experts_error, module, keys, order)
-    claims = [claim("sum of weight * expert", ("expert_indices", "expert_weights", "expert_out"),
-                    [sites["expert_out"], *given], measure)]  # fmt: skip
-    if "router_logits" in layer.sites:
-        late = [e for e in events if e.index > logits[-1].index]
-        start = logits[-1].outputs[0]
-        needed = [given[1], layer.sites["router_logits"]]
-        measure = partial(_router_error, late, start, indices)
-        claims.append(claim("choice by the logits", ("router_logits",), needed, measure))
-    else:
-        layer.refused["router_logits"] = "no product makes a number for each expert"
-    return claims
+    output = site_of(trace, experts.outputs[0][1], layer.block.path)
+    if output is None or None in given:
+        return _refuse(layer, _EXPERTS, "torch shows no site of it")
+    names = ("expert_indices", "expert_weights", "expert_out")
+    layer.sites.update(zip(names, (str(given[1]), str(given[2]), output), strict=True))
+    leaves = {id(value): leaf[0] if leaf else 0 for leaf, value in experts.inputs}
+    keys = [leaves[id(value)] for value in (hidden, indices, weights)]
+    measure = partial(
+        _experts_error, model.get_submodule(experts.path), keys, list(leaves.values())
+    )
+    total = claim("sum of weight * expert", names, [output, *given], measure)
+    return [total, *_router(trace, layer, parts[0], indices)]
+
+
+def _router(trace: Trace, layer: Layer, part: Part, indices: Value) -> list[Claim]:
+    """Name the logits from which the experts are chosen."""
+    n_experts = 1 + int(indices.tensor.max())
+    events, _ = before(indices, [id(read) for read in part.term.reads], layer.block.call.begin)
+    logits = [e for e in events if e.name in MATMULS and e.outputs[0].tensor.shape[-1] >= n_experts]
+    site = site_of(trace, logits[-1].outputs[0], layer.block.path) if logits else None
+    if site is None:
+        return _refuse(layer, ("router_logits",), "no product makes a number for each expert")
+    layer.sites["router_logits"] = site
+    late = [event for event in events if event.index > logits[-1].index]
+    measure = partial(_router_error, late, logits[-1].outputs[0], indices)
+    needed = [layer.sites["expert_indices"], site]
+    return [claim("choice by the logits", ("router_logits",), needed, measure)]
 
 
 def _own_input(trace: Trace, call: ModuleCall, value: Value) -> str | None:
@@ -237,11 +231,11 @@ def _experts_error(
         result = module(*[values[key] for key in order]) if len(order) == 3 else module(**values)
         return result if isinstance(result, Tensor) else result[0]
 
-    total = sum(
+    parts = [
         run(indices[..., k : k + 1].contiguous(), weights[..., k : k + 1].contiguous())
         for k in range(indices.shape[-1])
-    )
-    return max(error(total, out), error(run(indices, 2 * weights), 2 * out))
+    ]
+    return max(error(torch.stack(parts).sum(0), out), error(run(indices, 2 * weights), 2 * out))
 
 
 def _router_error(
@@ -355,8 +349,8 @@ def _scores_error(scores: Tensor, q: Tensor, k: Tensor) -> float:
     pairs = [(product[is_seen], target[is_seen])]
     pairs.append((_centred(product, is_seen), _centred(target, is_seen)))
     if len(target) > 1:
-        is_seen_twice = is_seen[0] & is_seen[-1]
-        pairs.append(tuple((x[0] - x[-1])[is_seen_twice] for x in (product, target)))
+        twice = is_seen[0] & is_seen[-1]
+        pairs.append(((product[0] - product[-1])[twice], (target[0] - target[-1])[twice]))
     worst = min(_scale_error(x, y) for x, y in pairs)
     return worst if worst < CLOSE else min(worst, _capped_error(*pairs[0]))
 
@@ -432,6 +426,3 @@ def _query_and_key(part: Part, core: Event) -> list[Value]:
     events, _ = before(part.softmax.data[0], stop, 0)
     scores = [event for event in events if event.name in MATMULS and len(event.data) > 1]
     return scores[-1].data[-2:] if scores else []
-
-
-Namer = Callable[[Trace, Layer], list[Claim]]

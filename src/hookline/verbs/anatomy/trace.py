@@ -307,7 +307,8 @@ def replay_tokens(
         parts = {key: rows[key][slots].reshape(given[key][0].tensor.shape) for key in given}
         results.append(replay(calls, parts, wanted).flatten(0, -2))
     shape = next(iter(given.values()))[1].shape[:-1]
-    return torch.cat(results)[:n_rows].unflatten(0, shape)
+    computed = torch.cat(results)[:n_rows]
+    return computed.reshape(*shape, *computed.shape[1:])
 
 
 def _mapped(function: Any, part: Any) -> Any:
