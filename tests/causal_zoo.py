@@ -82,6 +82,22 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+# The types that are not built, or do not run, and why.
+CANNOT = {
+    "blt": "its patches need a second model",
+    "dbrx": "its nested configs have names of their own",
+    "dots3_note": "its number of heads differs by layer, outside of the config",
+    "dots3_note_text": "as dots3_note: 38 million parameters",
+    "gemma3n": "its picture encoder is of timm, with 294 million parameters; see gemma3n_text",
+    "gemma4_assistant": "it is a draft model, and reads the cache of another",
+    "gemma4_unified_assistant": "it is a draft model, and reads the cache of another",
+    "musicgen": "its tokens are of several codebooks",
+    "musicgen_melody": "its tokens are of several codebooks",
+    "qwen4_exp": "its default config has no sizes for its indexer",
+    "qwen4_exp_text": "its default config has no sizes for its indexer",
+    "zamba": "its shared blocks want other sizes",
+}
+
 # What a type needs besides, or otherwise; None leaves the number as the type has it.
 _AS_IT_IS = "as it is"
 _OWN: dict[str, dict[str, Any]] = {

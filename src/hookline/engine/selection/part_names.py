@@ -22,7 +22,7 @@ def register_parts(model: nn.Module, sites: PartSites) -> None:
 
 
 def sites_of_part(model: nn.Module, selector: str) -> list[str]:
-    """Return the sites that a text such as `.resid_post`, `.pattern.3` or `.z:grad_output` names."""
+    """Return the sites of a text such as `.resid_post`, `.pattern.3` or `.z:grad_output`."""
     sites = _parts.get(model)
     if sites is None:
         raise SelectionError(

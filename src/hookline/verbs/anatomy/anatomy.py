@@ -80,11 +80,15 @@ class Anatomy(Result):
         The model's own final norm, unembedding, scale and cap are applied to each stream. For the
         last stream this is proven to give the model's logits.
 
+            >>> import hookline as hl
+            >>> block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+            >>> blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+            >>> model = nn.Sequential(nn.Embedding(50, 8), blocks, nn.Linear(8, 50)).eval()
             >>> parts = hl.anatomy(model)
             >>> with hl.record(model, parts["resid_post"]) as run:
-            ...     output = model(x)
-            >>> parts.lens(run).logits[3].shape
-            torch.Size([2, 9, 100])
+            ...     logits = model(torch.randint(50, (2, 6)))
+            >>> torch.allclose(parts.lens(run).logits[1], logits, atol=1e-6)
+            True
 
         Args:
             run: a recording that has the streams `resid_post` of some layers.
@@ -192,7 +196,7 @@ class Anatomy(Result):
                     self._pattern(row["site"], row["layers"]),
                     "" if row["shape"] is None else str(row["shape"]),
                     _layers(row["layers"], self.n_layers),
-                    "" if row["error"] is None else f"{row['error']:.0e}",
+                    _error(row["error"]),
                 )
                 for row in self._table_rows()
             ],
@@ -221,6 +225,13 @@ class Anatomy(Result):
         return notes
 
 
+def _error(error: float | None) -> str:
+    """Return the text of an error; the last bits differ between machines."""
+    if error is None:
+        return ""
+    return "< 1e-6" if error < 1e-6 else f"{error:.0e}"
+
+
 def _is_told(name: str, why: str) -> bool:
     return name == "resid_mid" or "is off by" in why
 
@@ -240,11 +251,11 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
     tell attention from MLP, so the model also runs with changed tokens: only attention carries a
     change to other tokens, by its pattern alone.
 
-        >>> parts = hl.anatomy(model)
-        >>> parts["resid_mid", 0]
-        Selection of 1 site
-          site                 type
-          model.layers.0@add#0 LlamaDecoderLayer@add
+        >>> block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+        >>> model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+        >>> parts = hl.anatomy(model, torch.randn(2, 6, 8))
+        >>> [str(site) for site in parts["mlp_out"]]
+        ['layers.0.linear2', 'layers.1.linear2']
 
     The model runs about eight times, in eval mode and without gradients. Afterwards its mode, its
     buffers and torch's random state are as before.

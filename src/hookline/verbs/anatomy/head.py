@@ -47,7 +47,7 @@ def name_embeddings(trace: Trace, first: Layer, names: Names) -> None:
     positions = [value for value in addends if _counts_up(value)]
     positions += [value for value in addends if _is_table(value, start)]
     if not words:
-        why = "the first stream is no sum, norm or scale of what an embedding returns"
+        why = "no sum, norm or scale of what an embedding returns gives the first stream"
         names.refused.update({"embed": why, "pos_embed": why})
         return
     sites = [site_of(trace, value, "") for value in addends]

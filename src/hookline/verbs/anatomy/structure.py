@@ -104,12 +104,17 @@ def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
         except NoStream as reason:
             kinds = {type(model.get_submodule(each.path)) for each in calls}
             has_parts = any(model.get_submodule(calls[0].path).children())
-            reasons.append((len(kinds) == 1 and has_parts, len(calls), str(reason)))
+            if len(kinds) == 1 and has_parts:
+                reasons.append((len(calls), str(reason)))
             continue
         if all(layer.block.steps for layer in layers) and any(layer.parts for layer in layers):
             stacks.append(Stack(path, layers, Names({}, {}, [])))
     if not stacks:
-        why = max(reasons)[-1] if reasons else "no children of a module ran one after the other"
+        why = (
+            max(reasons)[-1]
+            if reasons
+            else "no stack of blocks of one type ran, each on what the last returned"
+        )
         raise SelectionError(
             f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
             "\nSelect modules by their paths: hl.summary(model) lists them."
