@@ -18,6 +18,7 @@ FILES = sorted(SRC.rglob("*.py"))
 ROOMS = [
     "hookline.cli", "hookline", "hookline.integrations", "hookline.views", "hookline.verbs",
     "hookline.verbs.extract", "hookline.verbs.compare", "hookline.verbs.sweep",
+    "hookline.verbs.anatomy",
     "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.check",
     "hookline.verbs.watch",
     "hookline.verbs.profile", "hookline.verbs.monitor", "hookline.verbs.monitor.sinks",

@@ -21,19 +21,21 @@ from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "Attribution", "CheckFinding", "ClassMaps",
+    "EVERYWHERE", "AmbiguousError", "Anatomy", "AttachError", "Attribution", "CheckFinding",
+    "ClassMaps",
     "Comparison", "Curves", "Diagnosis", "Finding", "Findings", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Invariance", "Inventory", "Line", "ModelError",
     "NonFiniteError", "NotRecordedError", "Operations", "OverwrittenError", "Profile", "RanksError",
     "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
-    "StructureError", "Summary", "Sweep", "attach", "attribute", "cam", "check", "clip", "compare",
-    "doctor", "edit", "edits", "extract", "features", "invariance", "inventory", "monitor", "open",
+    "StructureError", "Summary", "Sweep", "anatomy", "attach", "attribute", "cam", "check", "clip",
+    "compare", "doctor", "edit", "edits", "extract", "features", "invariance", "inventory", "monitor", "open",
     "operations", "plots", "profile", "record", "select", "shadow", "stats", "summary", "sweep",
     "watch", "write_page",
 ]
 # fmt: on
 
 SIGNATURES = {
+    "anatomy": "(model, inputs=None)",
     "attach": "(model=None, *, every_thread=False)",
     "attribute": "(model, inputs, selector, metric, *, clean, each=None, **options)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"

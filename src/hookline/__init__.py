@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from hookline.recordings import Recording as Recording
     from hookline.statistics import stats as stats
     from hookline.stores import Store as Store
+    from hookline.verbs.anatomy.anatomy import Anatomy as Anatomy
+    from hookline.verbs.anatomy.anatomy import anatomy as anatomy
     from hookline.verbs.attach.raw_line import RawLine as RawLine
     from hookline.verbs.attach.raw_line import attach as attach
     from hookline.verbs.cam.cam import cam as cam
@@ -86,6 +88,7 @@ _MODULES = {
     "recordings": "Recording",
     "statistics": "stats",
     "stores": "Store",
+    "verbs.anatomy.anatomy": "Anatomy anatomy",
     "verbs.attach.raw_line": "RawLine attach",
     "verbs.cam.cam": "cam",
     "verbs.cam.class_maps": "ClassMaps",

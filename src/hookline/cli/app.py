@@ -269,6 +269,28 @@ def summary(
 
 
 @app.command()
+def anatomy(
+    model: ModelName,
+    source: Annotated[
+        str | None, typer.Argument(metavar="[INPUT]", help="as for inspect; none: random texts")
+    ] = None,
+    weights: Weights = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Name the parts of a transformer, each proven on two inputs."""
+    with complaints():
+        with Busy(f"loading {model}"):
+            loaded = load_model(model, weights=weights)
+        batch = read_input(source, loaded) if source is not None else None
+        with Busy("running the model"):
+            parts = hl.anatomy(loaded.model, inputs_of(loaded.model, batch) if batch else None)
+    if as_json:
+        print_json(parts.to_dict())
+    else:
+        show(parts)
+
+
+@app.command()
 def operations(
     model: ModelName,
     source: InputName,

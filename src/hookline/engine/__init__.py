@@ -42,6 +42,7 @@ from hookline.engine.report.report import Report, facts
 from hookline.engine.selection.module_tree import (
     ModuleNode, OperationNode, ParameterNode, module_tree, require_model, walk,
 )
+from hookline.engine.selection.part_names import register_parts
 from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
 )
@@ -93,7 +94,7 @@ from hookline.util.hidden import hides
 
 # The modules that other rooms import by their own names.
 OPEN = (
-    "autograd.aliases", "autograd.module_backward", "model_fingerprint", "pytree.describe",
-    "pytree.leaves", "pytree.outlines", "pytree.tree", "report.why_silent", "run_settings",
-    "taps.fast_path",
+    "autograd.aliases", "autograd.module_backward", "model_fingerprint", "operations.names",
+    "pytree.describe", "pytree.leaves", "pytree.outlines", "pytree.tree",
+    "report.why_silent", "run_settings", "taps.fast_path",
 )

@@ -28,6 +28,7 @@ from hookline.engine.selection.module_tree import (
     require_model,
 )
 from hookline.engine.selection.operations import operation_names, refuse_exported
+from hookline.engine.selection.part_names import sites_of_part
 from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse
 from hookline.engine.selection.suggestions import Query, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
@@ -185,7 +186,8 @@ def select(
             (searched anywhere in the path), a module type, a module, a parameter, a predicate
             `(path, module) -> bool`, a selection, or a list of these. None is every module that
             can be called, the root included. `@function` stands for the calls of a function of
-            torch in the module's own forward: `h.3.attn@softmax`.
+            torch in the module's own forward: `h.3.attn@softmax`. After `hl.anatomy(model)`,
+            `.resid_post` or `.pattern.3` names a part, in all layers or in one.
         ports: one or several of "input", "output", "grad_input", "grad_output" and "grad", for
             selectors that name no port themselves. "grad" selects parameters: those that the
             selector matches by their own path, and all parameters of the modules that it matches.
@@ -275,6 +277,9 @@ def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iter
                 "\nGive None for every module."
             )
         return [pair for part in selector for pair in _match(tree, part, ports)]
+    if isinstance(selector, str) and selector.startswith(".") and tree.nodes:
+        sites = sites_of_part(tree.nodes[0].module, selector)
+        return [pair for site in sites for pair in _match(tree, site, ports)]
     places, query = _find(tree, selector, ports)
     if not places:
         raise SelectionError(explain_no_match(tree, query))

@@ -1,0 +1,1 @@
+"""Anatomy: the names of the parts of a transformer, proven by identities."""

@@ -1,0 +1,288 @@
+"""The names of the parts of a transformer, each proven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.display.results import Heading, Printout, Result
+from hookline.display.text import plural
+from hookline.engine import Selection, is_compiled, register_parts, require_model, select
+from hookline.errors import AttachError, SelectionError
+from hookline.recordings import Recording
+from hookline.verbs.anatomy.lens import Lens, lens_of
+from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
+from hookline.verbs.anatomy.trial_inputs import trial_inputs
+from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.run_model import Inputs
+
+
+@final
+class Anatomy(Result):
+    """The parts of a transformer by their usual names; `hl.anatomy` makes it.
+
+    `parts["resid_post"]` selects a part in all layers that have it, and `parts["pattern", 3]` in
+    one layer. Both are selections, for every verb. In the model that was given, the text
+    `".resid_post"` or `".pattern.3"` selects the same. Of a model with several stacks, such as an
+    encoder and a decoder, the names are those of the last stack; `parts.stacks` has all.
+
+    Attributes:
+        stacks: the parts of each stack, by the path of the stack.
+        n_layers: the number of layers.
+        n_heads: the number of heads; None if it is not the same in all layers, or unproven.
+        n_key_value_heads: the number of heads of keys and values; None as above.
+        width: the width of the residual stream.
+
+    Raises:
+        SelectionError: by a look-up: the name is unknown or not proven, and the message has the
+            reason; or the layer does not exist, or lacks the part.
+    """
+
+    def __init__(self, model: nn.Module, stacks: list[Stack]) -> None:
+        self._model = model
+        self._names = stacks[-1].part_names(model)
+        self._head = stacks[-1].head
+        self._projections = [layer.projection for layer in stacks[-1].layers]
+        self.stacks: dict[str, Anatomy] = {}
+        for stack in stacks:
+            parts = Anatomy(model, [stack]) if len(stacks) > 1 else self
+            self.stacks[stack.path] = parts
+        self.n_layers = len(self._names.blocks)
+        self.width = self._names.width
+        self.n_heads = self._names.n_heads()
+        self.n_key_value_heads = self._names.n_key_value_heads()
+
+    def __getitem__(self, name: str | tuple[str, int]) -> Selection:
+        """Return the selection of a part, in all layers or in one."""
+        text, layer = (name, None) if isinstance(name, str) else name
+        return select(self._model, self._names.find(text, layer))
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names that are proven in some layer, or for the whole model."""
+        return iter(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The names that are not proven, at all or in some layer, each with the reason."""
+        return self._names.reasons()
+
+    # -- reads ------------------------------------------------------------------------------------
+
+    def lens(self, run: Recording, n: int = 5) -> Lens:
+        """Read the streams of a run as the model's head reads the last one: the logit lens.
+
+        The model's own final norm, unembedding, scale and cap are applied to each stream. For the
+        last stream this is proven to give the model's logits.
+
+            >>> import hookline as hl
+            >>> block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+            >>> blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+            >>> model = nn.Sequential(nn.Embedding(50, 8), blocks, nn.Linear(8, 50)).eval()
+            >>> parts = hl.anatomy(model)
+            >>> with hl.record(model, parts["resid_post"]) as run:
+            ...     logits = model(torch.randint(50, (2, 6)))
+            >>> torch.allclose(parts.lens(run).logits[1], logits, atol=1e-6)
+            True
+
+        Args:
+            run: a recording that has the streams `resid_post` of some layers.
+            n: the number of tokens of the highest logits.
+
+        Returns:
+            The logits by layer, and the tokens of the highest ones. Print it.
+
+        Raises:
+            SelectionError: the model's logits are not proven to be a function of its last stream.
+            NotRecordedError: the run has no such stream.
+        """
+        if self._head is None or "logits" not in self:
+            raise SelectionError(self._names.why_not("logits"))
+        streams = {layer: self._site("resid_post", layer) for layer in range(self.n_layers)}
+        return lens_of(self._head, streams, run, n)
+
+    def _site(self, name: str, layer: int) -> str:
+        return self._names.find(name, layer)[0]
+
+    def heads(self, value: Tensor) -> Tensor:
+        """Return a value of all heads side by side by head: (..., heads, tokens, width).
+
+        Args:
+            value: a value whose last dimension is that of all heads, such as `attn_heads`.
+
+        Raises:
+            SelectionError: the number of heads is not proven.
+        """
+        if self.n_heads is None:
+            raise SelectionError(self._names.why_not("pattern"))
+        return value.reshape(*value.shape[:-1], self.n_heads, -1).transpose(-3, -2)
+
+    def contributions(self, run: Recording, layer: int) -> Tensor:
+        """Return what each head of a layer adds to the stream: (heads, rows, tokens, width).
+
+        The sum over the heads, and the bias of the output projection, is `attn_out_raw`.
+
+        Args:
+            run: a recording that has `attn_heads` of the layer.
+            layer: the layer.
+
+        Raises:
+            SelectionError: `attn_heads` is not proven in this layer.
+            NotRecordedError: the run does not have it.
+        """
+        value = run.tensor(self._site("attn_heads", layer))
+        projection = self._model.get_submodule(self._projections[layer])
+        width = value.shape[-1] // self._names.shapes[self._site("z", layer)][-3]
+        with torch.no_grad():
+            bias = projection(torch.zeros_like(value[..., :1, :]))
+            parts = []
+            for begin in range(0, value.shape[-1], width):
+                head = torch.zeros_like(value)
+                head[..., begin : begin + width] = value[..., begin : begin + width]
+                parts.append(projection(head) - bias)
+        return torch.stack(parts)
+
+    def expert_load(self, run: Recording) -> dict[int, Tensor]:
+        """Return how many tokens of a run each expert got, by layer.
+
+        Args:
+            run: a recording that has `expert_indices`.
+
+        Raises:
+            SelectionError: no layer has proven experts.
+            NotRecordedError: the run does not have the indices.
+        """
+        self._names.find("expert_indices")  # which raises if there are none
+        loads = {}
+        for layer in self._names.layers_of("expert_indices"):
+            n_experts = self._names.shapes[self._site("router_logits", layer)][-1]
+            chosen = run.tensor(self._site("expert_indices", layer)).flatten()
+            loads[layer] = torch.bincount(chosen, minlength=n_experts)
+        return loads
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the names with their sites, the refusals, and the sizes, as plain values."""
+        return {
+            "stack": self._names.stack, "layers": self.n_layers, "heads": self.n_heads,
+            "key_value_heads": self.n_key_value_heads, "width": self.width,
+            "parts": self._table_rows(), "refused": self.refused,
+        }  # fmt: skip
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return self._names.rows()
+
+    def _printout(self) -> Printout:
+        n_heads = "" if self.n_heads is None else f", {plural(self.n_heads, 'head')}"
+        if self.n_key_value_heads not in (None, self.n_heads):
+            n_heads += f" ({self.n_key_value_heads} of keys and values)"
+        head = f" of {type(self._model).__name__}: {plural(self.n_layers, 'layer')}{n_heads}"
+        return Printout(
+            title="Anatomy",
+            head=f"{head}, width {self.width}, proven on two inputs",
+            headings=(
+                Heading("name"), Heading("site", "path"), Heading("shape", "structure"),
+                Heading("layers", gives_way=2), Heading("error", "number", gives_way=1),
+            ),
+            rows=[
+                (
+                    row["name"],
+                    self._pattern(row["site"], row["layers"]),
+                    "" if row["shape"] is None else str(row["shape"]),
+                    _layers(row["layers"], self.n_layers),
+                    _error(row["error"]),
+                )
+                for row in self._table_rows()
+            ],
+            notes=self._notes(),
+            more="names",
+        )  # fmt: skip
+
+    def _pattern(self, site: str, layers: list[int]) -> str:
+        """Return a site with a star in place of its layer."""
+        if not layers:
+            return site
+        path = self._names.blocks[layers[0]]
+        return site.replace(path, f"{path.rpartition('.')[0]}.*", 1)
+
+    def _notes(self) -> list[str]:
+        reasons = self.refused
+        told = {name: why for name, why in reasons.items() if name in self or _is_told(name, why)}
+        notes = [f"{name} is not proven: {why}" for name, why in told.items()]
+        others = [name for name in reasons if name not in told]
+        if others:
+            notes.append(f"None of {', '.join(others)}: parts.refused has the reasons.")
+        stacks = [path for path, parts in self.stacks.items() if parts is not self]
+        if len(stacks) > 1:
+            stack = self._names.stack
+            notes.append(f"These are of the stack {stack}; parts.stacks has {', '.join(stacks)}.")
+        return notes
+
+
+def _error(error: float | None) -> str:
+    """Return the text of an error; the last bits differ between machines."""
+    if error is None:
+        return ""
+    return "< 1e-6" if error < 1e-6 else f"{error:.0e}"
+
+
+def _is_told(name: str, why: str) -> bool:
+    return name == "resid_mid" or "is off by" in why
+
+
+def _layers(layers: list[int], n_layers: int) -> str:
+    if len(layers) in (0, n_layers):
+        return "all" if layers else ""
+    return ", ".join(map(str, layers))
+
+
+def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
+    """Name the parts of a transformer, and prove each name on two inputs in every block.
+
+    The parts are found by following the values of one run, not by the names of modules. A name is
+    given only if its identity holds: `resid_pre + attn_out = resid_mid`, `pattern @ v = z`,
+    `norm(last resid_post) = ln_final`, and so on, with a relative error below 1e-5. Sums do not
+    tell attention from MLP, so the model also runs with changed tokens: only attention carries a
+    change to other tokens, by its pattern alone.
+
+        >>> block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+        >>> model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+        >>> parts = hl.anatomy(model, torch.randn(2, 6, 8))
+        >>> [str(site) for site in parts["mlp_out"]]
+        ['layers.0.linear2', 'layers.1.linear2']
+
+    The model runs about eight times, in eval mode and without gradients. Afterwards its mode, its
+    buffers and torch's random state are as before.
+
+    Args:
+        model: a transformer, or another model with a residual stream.
+        inputs: an input as in `hl.summary`, of at least three tokens. The second input is made
+            from it: tokens moved by one place, floating numbers with noise. None makes two random
+            texts of 9 and 7 tokens, or pictures.
+
+    Returns:
+        The parts by name. Print them. `parts["pattern", 3]` is a selection.
+
+    Raises:
+        AttachError: `model` is not a model, or compiled.
+        InputError: None was given for `inputs`, and no input can be made.
+        SelectionError: the model has no residual stream that can be proven: its blocks are not a
+            sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
+    """
+    require_model(model, "hl.anatomy(model)")
+    if any(map(is_compiled, model.modules())):
+        raise AttachError(
+            "hl.anatomy must be given a model that is not compiled, because it follows the calls of"
+            " torch's functions.\nCall parts = hl.anatomy(model) before torch.compile."
+        )
+    both = trial_inputs(model, inputs)
+    with eval_without_side_effects(model), quiet():
+        parts = Anatomy(model, structure_of(model, both))
+    register_parts(model, parts._names.find)
+    return parts

@@ -1,0 +1,202 @@
+"""Name what lies before the first block and after the last: embeddings, final norm, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import Site
+from hookline.verbs.anatomy.claims import Claim, claim
+from hookline.verbs.anatomy.numbers import error, error_of_rescale
+from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
+from hookline.verbs.anatomy.stream import MATMULS, SUMS, before
+from hookline.verbs.anatomy.trace import Event, Trace, Value, replay_tokens
+
+
+@final
+@dataclass(slots=True)
+class Names:
+    """The sites and the refusals of names that belong to no layer."""
+
+    sites: dict[str, str]
+    refused: dict[str, str]
+    claims: list[Claim]
+
+    def put(self, name: str, site: str | None) -> bool:
+        """Add a site; a value without a site is refused."""
+        if site is None:
+            self.refused[name] = "torch shows no site of it"
+        else:
+            self.sites[name] = site
+        return site is not None
+
+
+# -- before the blocks ----------------------------------------------------------------------------
+
+
+def name_embeddings(trace: Trace, first: Layer, names: Names) -> None:
+    """Name the embeddings of tokens and of positions, which add up to the first stream."""
+    start = first.block.pre
+    total = _below_rescales(start)
+    addends = _addends(total)
+    words = [value for value in addends if _embeds(value) and not _counts_up(value)]
+    positions = [value for value in addends if _counts_up(value)]
+    positions += [value for value in addends if _is_table(value, start)]
+    if not words:
+        why = "no sum, norm or scale of what an embedding returns gives the first stream"
+        names.refused.update({"embed": why, "pos_embed": why})
+        return
+    sites = [site_of(trace, value, "") for value in addends]
+    needed = [stream_site(trace, start, first.block), *sites]
+    for name, values in (("embed", words[:1]), ("pos_embed", positions)):
+        if values and names.put(name, site_of(trace, values[0], "")):
+            names.claims.append(claim("the first stream", (name,), needed, _first_error))
+        elif not values:
+            names.refused[name] = "nothing that counts up with the tokens is added"
+
+
+def _below_rescales(value: Value) -> Value:
+    """Return the value of which another one is a scale or a norm."""
+    value = value.origin
+    event = value.maker
+    while event is not None and event.name not in (*SUMS, "embedding") and len(event.data) == 1:
+        source = event.data[0]
+        if error_of_rescale(source.tensor, value.tensor) > 1e-4:
+            break
+        value = source.origin
+        event = value.maker
+    return value
+
+
+def _addends(value: Value) -> list[Value]:
+    """Return the terms of a sum."""
+    event = value.origin.maker
+    if event is not None and event.name in SUMS and len(event.inputs) == 2:
+        return [addend for part in event.inputs for addend in _addends(part)]
+    return [value]
+
+
+def _embedding(value: Value) -> Event | None:
+    event = _below_rescales(value).maker
+    return event if event is not None and event.name == "embedding" else None
+
+
+def _embeds(value: Value) -> bool:
+    return _embedding(value) is not None
+
+
+def _counts_up(value: Value) -> bool:
+    """Tell whether a value is looked up by numbers that count up with the tokens."""
+    event = _embedding(value)
+    ids = [v.tensor for v in event.inputs if not v.tensor.is_floating_point()] if event else []
+    return bool(ids) and ids[0].shape[-1] > 1 and bool((ids[0].diff(dim=-1) == 1).all())
+
+
+def _is_table(value: Value, start: Value) -> bool:
+    """Tell whether a constant has a row for each token."""
+    shape = value.tensor.shape
+    is_table = value.is_constant and len(shape) > 1 and shape[-2:] == start.tensor.shape[-2:]
+    return is_table and not torch.equal(value.tensor[..., :1, :], value.tensor[..., 1:2, :])
+
+
+def _first_error(start: Tensor, *terms: Tensor) -> float:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return min(error(total, start), error_of_rescale(total.expand_as(start), start))
+
+
+# -- after the blocks -----------------------------------------------------------------------------
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Head:
+    """What the model computes from the last stream: norm, product, scale and cap.
+
+    Attributes:
+        events: the calls, in order.
+        start: the last stream.
+        logits: what they make of it.
+    """
+
+    events: list[Event]
+    start: Value
+    logits: Value
+
+    def forget_the_trace(self) -> None:
+        """Drop what leads from the values to the rest of the run."""
+        for event in self.events:
+            for value in (*event.inputs, *event.outputs):
+                value.maker = value.like = None
+                value.places = []
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        """Return the logits of a stream."""
+        with torch.no_grad():
+            return replay_tokens(self.events, {id(self.start): (self.start, stream)}, self.logits)
+
+
+def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
+    """Name the final norm and the logits; return the head, for the logit lens."""
+    start = last.block.post
+    root = trace.calls[""][-1]
+    every = ("ln_final", "unembed", "logits_raw", "logits")
+    for leaf, logits in root.outputs:
+        if not logits.tensor.is_floating_point() or logits.origin is start.origin:
+            continue
+        events, reads = before(logits, [id(start)], last.block.call.end)
+        products = [event for event in events if event.name in MATMULS]
+        n_tokens = start.tensor.shape[:-1].numel()
+        is_by_token = logits.tensor.shape[:-1].numel() == n_tokens
+        if not products or not is_by_token or [id(read) for read in reads] != [id(start)]:
+            continue
+        head = Head(events, start, logits)
+        _name_logits(trace, head, products[-1], names, str(Site("", "output", leaf)))
+        needed = [names.sites["logits"], stream_site(trace, start, last.block)]
+        names.claims.append(
+            claim("head(last stream)", ("logits", "logits_raw", "unembed"), needed, _by(head))
+        )
+        _name_norm(trace, last, head, products[-1], names)
+        return head
+    why = "no output of the model is computed from the last stream by a product"
+    names.refused.update(dict.fromkeys(every, why))
+    return None
+
+
+def _by(head: Head) -> Callable[[Tensor, Tensor], float]:
+    return lambda logits, stream: error(head(stream), logits)
+
+
+def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: str) -> None:
+    names.sites["logits"] = site
+    raw = product.outputs[0]
+    names.put("logits_raw", site_of(trace, raw, ""))
+    names.put("unembed", site_of(trace, raw, ""))
+
+
+def _name_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Names) -> None:
+    """Name the last norm: what a module returns before the product, scaled or not."""
+    value = product.data[0]
+    while value.origin is not head.start.origin:
+        places = [place for each in value.chain() for place in each.places]
+        is_of_module = any(place.kind == "output" for place in places)
+        event = value.origin.maker
+        if is_of_module or event is None or len(event.data) != 1:
+            break
+        value = event.data[0]
+    if value.origin is head.start.origin:
+        names.refused["ln_final"] = "no norm is between the last stream and the logits"
+        return
+    site = site_of(trace, value, "", is_innermost=True)
+    if names.put("ln_final", site):
+        needed = [site, stream_site(trace, head.start, last.block)]
+        names.claims.append(claim("norm(last stream)", ("ln_final",), needed, _final_error))
+
+
+def _final_error(after: Tensor, stream: Tensor) -> float:
+    return error_of_rescale(stream, after)

@@ -1,0 +1,428 @@
+"""Name what lies inside attention, MLP and mixtures of experts, and claim what proves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.verbs.anatomy.claims import Claim, claim
+from hookline.verbs.anatomy.numbers import CLOSE, error, error_of_rescale
+from hookline.verbs.anatomy.parts import Layer, Part, input_of, site_of
+from hookline.verbs.anatomy.stream import MATMULS, before, cuts
+from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value, replay_tokens
+
+_SLICES = {"chunk", "split", "getitem", "narrow", "unbind", "view", "reshape", "transpose", "add"}
+_PRODUCTS = {"mul", "mul_", "imul", "rmul"}
+_MLP = ("mlp_pre", "mlp_gate", "mlp_up", "mlp_act")
+_EXPERTS = ("router_logits", "expert_weights", "expert_indices", "expert_out")
+_ATTENTION = ("attn_gate", "q_norm", "k_norm")
+
+
+def _products(part: Part) -> list[Event]:
+    return [event for event in part.term.events if event.name in MATMULS]
+
+
+def _back(value: Value, part: Part) -> tuple[list[Event], list[Value]]:
+    """Return the calls that lead from the last products to a value, and what these return."""
+    stop = [id(output) for event in _products(part) for output in event.outputs]
+    stop += [id(read) for read in part.term.reads]
+    if id(value) in stop:
+        return [], [value]
+    return before(value, stop, part.term.events[0].index if part.term.events else 0)
+
+
+def name_mlp(trace: Trace, layer: Layer) -> list[Claim]:
+    """Name the neurons of a layer's MLP."""
+    parts = layer.of_kind("mlp")
+    if len(parts) != 1:
+        return _refuse(layer, _MLP, "the block has no single MLP")
+    if experts_of(trace, layer) is not None:
+        return _refuse(layer, _MLP, "the MLP is of experts")
+    part = parts[0]
+    products = _products(part)
+    if not products or len(products[-1].data) != 1:
+        return _refuse(layer, _MLP, "no products lead in and out of its neurons")
+    act = products[-1].data[0].origin
+    events, _ = _back(act, part)
+    pre, up = _pre_and_up(act, part) if events else (None, None)
+    if pre is None:
+        return _refuse(layer, _MLP, "no function of one value makes the neurons")
+    inside = layer.block.path
+    values = {"mlp_pre": pre} if up is None else {"mlp_pre": pre, "mlp_gate": pre, "mlp_up": up}
+    sites = {name: site_of(trace, value, inside) for name, value in values.items()}
+    sites["mlp_act"] = input_of(trace, products[-1].data[0], inside, products[-1:])
+    if None in sites.values():
+        return _refuse(layer, _MLP, "torch shows no site of it")
+    if up is None:
+        _refuse(layer, ("mlp_gate", "mlp_up"), "the MLP has no gate")
+    layer.sites.update({name: str(site) for name, site in sites.items()})
+    given = [pre] if up is None else [pre, up]
+    needed = [sites[name] for name in ("mlp_act", "mlp_pre", "mlp_up") if name in sites]
+    measure = partial(_neuron_error, events, given, act)
+    return [claim("act(pre) * up", tuple(sites), needed, measure)]
+
+
+def _refuse(layer: Layer, names: Sequence[str], why: str) -> list[Claim]:
+    layer.refused.update(dict.fromkeys(names, why))
+    return []
+
+
+def _pre_and_up(act: Value, part: Part) -> tuple[Value | None, Value | None]:
+    """Return what the nonlinearity gets, and the linear factor of a gated MLP."""
+    event = act.maker
+    factors = event.data if event is not None and event.name in _PRODUCTS else []
+    if len(factors) == 2:
+        linear = [factor for factor in factors if _is_linear(factor, part)]
+        curved = [factor for factor in factors if not _is_linear(factor, part)]
+        if len(linear) == 1 and len(_back(curved[0], part)[1]) == 1:
+            own = _pre(curved[0], part)
+            other = _pre(linear[0], part)
+            if own is not other:
+                return own, other
+    return (_pre(act, part), None) if len(_back(act, part)[1]) == 1 else (None, None)
+
+
+def _is_linear(value: Value, part: Part) -> bool:
+    events, _ = _back(value, part)
+    return all(_is_slice(event) for event in events)
+
+
+def _is_slice(event: Event) -> bool:
+    if any(value.like is not None for value in event.outputs):
+        return True
+    return event.name in _SLICES and len(event.data) == 1
+
+
+def _pre(value: Value, part: Part) -> Value:
+    """Return the last value before a nonlinearity that is a part of what one product returns."""
+    events, heavy = _back(value, part)
+    values = [*heavy, *(output for event in events for output in event.outputs)]
+    used = {id(value)}
+    for event in reversed(events):
+        if any(id(output) in used for output in event.outputs):
+            used.update(id(source) for source in event.data)
+    gates = cuts([each for each in values if id(each) in used], value)
+    pre = gates[0]
+    for gate in gates[1:]:
+        is_curved = gate is value and not _is_linear(value, part)
+        if gate.maker is None or not _is_slice(gate.maker) or is_curved:
+            break
+        pre = gate
+    return pre
+
+
+def _neuron_error(
+    events: list[Event], given: list[Value], wanted: Value, act: Tensor, *numbers: Tensor
+) -> float:
+    """Return the error of computing the neurons again, from their own pre-activations alone.
+
+    Moving all neurons by one place must move the result by one place, and doubling the linear
+    factor must double it.
+    """
+    ids = [id(value) for value in given]
+    calls = _needed(events, ids, wanted)
+
+    def again(*values: Tensor) -> Tensor:
+        own = dict(zip(ids, zip(given, values, strict=True), strict=True))
+        return replay_tokens(calls, own, wanted)
+
+    moved = [number.roll(1, -1) for number in numbers]
+    errors = [error(again(*numbers), act), error(again(*moved), act.roll(1, -1))]
+    if len(numbers) == 2:
+        errors.append(error(again(numbers[0], 2 * numbers[1]), 2 * act))
+    return max(errors)
+
+
+def _needed(events: list[Event], given: Sequence[int], wanted: Value) -> list[Event]:
+    """Return the calls that a value needs, from given values on."""
+    needed, waiting, known = set(), [wanted], set(given)
+    made = {id(output): event for event in events for output in event.outputs}
+    while waiting:
+        value = waiting.pop()
+        event = made.get(id(value))
+        if id(value) in known or event is None:
+            continue
+        known.add(id(value))
+        needed.add(event.index)
+        waiting += event.data
+    return [event for event in events if event.index in needed]
+
+
+# -- mixtures of experts --------------------------------------------------------------------------
+
+
+def experts_of(trace: Trace, layer: Layer) -> tuple[ModuleCall, Value, Value] | None:
+    """Return the call of a layer's experts, the indices and the weights that it gets."""
+    inside = f"{layer.block.path}."
+    for path, calls in trace.calls.items():
+        if not path.startswith(inside) or len(calls) != 1:
+            continue
+        values = [value for _, value in calls[0].inputs]
+        indices = [v for v in values if v.tensor.dtype in (torch.int64, torch.int32)]
+        for index in indices:
+            weights = [
+                v for v in values
+                if v.tensor.is_floating_point() and v.tensor.shape == index.tensor.shape
+                and v.tensor.dim() > 1
+            ]  # fmt: skip
+            if weights and not index.is_constant and calls[0].outputs:
+                return calls[0], index, weights[0]
+    return None
+
+
+def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> list[Claim]:
+    """Name the router and the experts of a layer."""
+    call = experts_of(trace, layer)
+    parts = layer.of_kind("mlp")
+    if call is None or len(parts) != 1:
+        why = "no module of the block gets the indices and the weights of experts"
+        return _refuse(layer, _EXPERTS, why)
+    experts, indices, weights = call
+    floating = [value for _, value in experts.inputs if value.tensor.is_floating_point()]
+    hidden = next(value for value in floating if value is not weights)
+    given = [_own_input(trace, experts, value) for value in (hidden, indices, weights)]
+    output = site_of(trace, experts.outputs[0][1], layer.block.path)
+    if output is None or None in given:
+        return _refuse(layer, _EXPERTS, "torch shows no site of it")
+    names = ("expert_indices", "expert_weights", "expert_out")
+    layer.sites.update(zip(names, (str(given[1]), str(given[2]), output), strict=True))
+    leaves = {id(value): leaf[0] if leaf else 0 for leaf, value in experts.inputs}
+    keys = [leaves[id(value)] for value in (hidden, indices, weights)]
+    measure = partial(
+        _experts_error, model.get_submodule(experts.path), keys, list(leaves.values())
+    )
+    total = claim("sum of weight * expert", names, [output, *given], measure)
+    return [total, *_router(trace, layer, parts[0], indices)]
+
+
+def _router(trace: Trace, layer: Layer, part: Part, indices: Value) -> list[Claim]:
+    """Name the logits from which the experts are chosen."""
+    n_experts = 1 + int(indices.tensor.max())
+    events, _ = before(indices, [id(read) for read in part.term.reads], layer.block.call.begin)
+    logits = [e for e in events if e.name in MATMULS and e.outputs[0].tensor.shape[-1] >= n_experts]
+    site = site_of(trace, logits[-1].outputs[0], layer.block.path) if logits else None
+    if site is None:
+        return _refuse(layer, ("router_logits",), "no product makes a number for each expert")
+    layer.sites["router_logits"] = site
+    late = [event for event in events if event.index > logits[-1].index]
+    measure = partial(_router_error, late, logits[-1].outputs[0], indices)
+    needed = [layer.sites["expert_indices"], site]
+    return [claim("choice by the logits", ("router_logits",), needed, measure)]
+
+
+def _own_input(trace: Trace, call: ModuleCall, value: Value) -> str | None:
+    places = [p for p in value.places if p.kind == "input" and p.path == call.path]
+    return trace.text(places[0]) if places else None
+
+
+def _experts_error(
+    module: nn.Module, keys: Sequence[Any], order: Sequence[Any], out: Tensor, *given: Tensor
+) -> float:
+    """Return how far the experts' output is from a sum over the chosen experts by weight."""
+    hidden, indices, weights = given
+
+    def run(chosen: Tensor, by: Tensor) -> Tensor:
+        values = dict(zip(keys, (hidden, chosen, by), strict=True))
+        # The order of the call; a decorated forward may know its arguments by other names.
+        result = module(*[values[key] for key in order]) if len(order) == 3 else module(**values)
+        return result if isinstance(result, Tensor) else result[0]
+
+    parts = [
+        run(indices[..., k : k + 1].contiguous(), weights[..., k : k + 1].contiguous())
+        for k in range(indices.shape[-1])
+    ]
+    return max(error(torch.stack(parts).sum(0), out), error(run(indices, 2 * weights), 2 * out))
+
+
+def _router_error(
+    events: list[Event], start: Value, wanted: Value, indices: Tensor, logits: Tensor
+) -> float:
+    calls = _needed(events, [id(start)], wanted)
+    chosen = replay_tokens(calls, {id(start): (start, logits)}, wanted)
+    same = chosen.sort(-1)[0].flatten() == indices.sort(-1)[0].flatten()
+    return float((~same).double().mean())
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
+    """Name the pattern, its values by head, the gate and the norms of queries and keys."""
+    parts = layer.of_kind("attention")
+    names = ("q", "k", "v", "scores", "pattern", "z")
+    core = parts[0].cores[0] if len(parts) == 1 else None
+    if core is None:
+        why = "the block has no single attention"
+        layer.refused.update(dict.fromkeys((*names, *_ATTENTION), why))
+        return []
+    sites = {name: f"{core.path}@{name}" for name in names}
+    layer.sites.update(sites)
+    claims = [
+        claim("pattern @ v", names, [sites["z"], sites["pattern"], sites["v"]], _mix_error),
+        claim(
+            "scores of q and k",
+            ("q", "k"),
+            [sites[name] for name in ("scores", "q", "k")],
+            _scores_error,
+        ),
+        claim("softmax(scores)", names, [sites["pattern"], sites["scores"]], _softmax_error),
+    ]
+    layer.n_value_heads = _n_value_heads(parts[0], core)
+    claims += _gate(trace, layer, parts[0], core)
+    claims += _heads(trace, layer, parts[0], core)
+    return [*claims, *_norms(trace, layer, parts[0], core)]
+
+
+def _n_value_heads(part: Part, core: Event) -> int:
+    """Return how many heads the values have before they are repeated for the heads of queries."""
+    values = core.data[-1]
+    events, _ = _back(values, part)
+    by_head = [values, *(output for event in events for output in event.outputs)]
+    like = values.tensor.shape
+    shapes = [each.tensor.shape for each in by_head if each.tensor.dim() == 4]
+    return min((s[1] for s in shapes if (s[0], *s[2:]) == (like[0], *like[2:])), default=0)
+
+
+def _heads(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
+    """Name what the output projection gets: z of all heads side by side, gated where it is."""
+    product = _products(part)[-1]
+    merged = product.data[0] if len(product.data) == 1 and product is not core else None
+    site = None
+    if merged is not None and product.path != core.path:
+        site = input_of(trace, merged, layer.block.path, [product])
+    if site is None:
+        layer.refused["attn_heads"] = "no module gets the heads side by side"
+        return []
+    layer.sites["attn_heads"] = site
+    layer.projection = product.path
+    needed = [site, layer.sites["z"]]
+    needed += [layer.sites["attn_gate"]] if "attn_gate" in layer.sites else []
+    return [claim("z by head, side by side", ("attn_heads",), needed, _heads_error)]
+
+
+def _heads_error(merged: Tensor, z: Tensor, gate: Tensor | None = None) -> float:
+    heads = z.transpose(-3, -2).reshape(*z.shape[:-3], z.shape[-2], -1)
+    if gate is not None and gate.numel() == heads.numel():
+        heads = heads * gate.reshape(heads.shape)
+    return error(heads, merged)
+
+
+def _gate(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
+    mixed = {id(value) for value in core.outputs}
+    for event in part.term.events:
+        if event.index <= core.index or not any(id(value) in mixed for value in event.inputs):
+            continue
+        other = [value for value in event.data if id(value) not in mixed]
+        if event.name in _PRODUCTS and len(other) == 1 and len(event.data) == 2:
+            mine = next(value for value in event.data if id(value) in mixed)
+            values = event.outputs[0], mine, other[0]
+            sites = [site_of(trace, value, layer.block.path) for value in values]
+            if None in sites:
+                break
+            layer.sites["attn_gate"] = str(sites[2])
+            return [claim("z * gate", ("attn_gate",), sites, _product_error)]
+        mixed.update(id(value) for value in event.outputs)
+    layer.refused["attn_gate"] = "nothing multiplies z before the last product"
+    return []
+
+
+def _mix_error(z: Tensor, pattern: Tensor, v: Tensor) -> float:
+    if v.dim() != pattern.dim() or v.shape[-2] != pattern.shape[-1]:
+        return float("inf")
+    groups = pattern.shape[-3] // v.shape[-3]
+    return error(pattern @ v.repeat_interleave(groups, -3), z)
+
+
+def _scores_error(scores: Tensor, q: Tensor, k: Tensor) -> float:
+    """Return the error of scale * q @ k, capped or not, and with a bias of the positions or not."""
+    if k.dim() != q.dim() or k.shape[-1] != q.shape[-1] or q.shape[-3] % k.shape[-3]:
+        return float("inf")
+    k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+    product, target = (q.double() @ k.double().transpose(-1, -2)), scores.double()
+    if product.shape != target.shape:
+        return float("inf")
+    is_seen = target > -9e3  # a mask leaves the others out
+    pairs = [(product[is_seen], target[is_seen])]
+    pairs.append((_centred(product, is_seen), _centred(target, is_seen)))
+    if len(target) > 1:
+        twice = is_seen[0] & is_seen[-1]
+        pairs.append(((product[0] - product[-1])[twice], (target[0] - target[-1])[twice]))
+    worst = min(_scale_error(x, y) for x, y in pairs)
+    return worst if worst < CLOSE else min(worst, _capped_error(*pairs[0]))
+
+
+def _centred(values: Tensor, is_seen: Tensor) -> Tensor:
+    """Return the seen values less their mean in each row: a softmax does not see the mean."""
+    seen = values.where(is_seen, 0.0)
+    mean = seen.sum(-1, keepdim=True) / is_seen.sum(-1, keepdim=True).clamp(min=1)
+    return (values - mean)[is_seen]
+
+
+def _scale_error(x: Tensor, y: Tensor) -> float:
+    """Return the error of the best factor."""
+    return error((x @ y) / (x @ x).clamp(min=1e-30) * x, y)
+
+
+def _capped_error(x: Tensor, y: Tensor) -> float:
+    """Return the error of the best cap * tanh(scale * x / cap)."""
+    largest = float(y.abs().max())
+
+    def off(exponent: float) -> float:
+        cap = largest * (1 + 10**exponent)
+        return _scale_error(x, cap * torch.atanh(y / cap))
+
+    low, high = -9.0, 3.0
+    for _ in range(80):
+        first, second = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, second) if off(first) < off(second) else (first, high)
+    return off(low)
+
+
+def _softmax_error(pattern: Tensor, scores: Tensor) -> float:
+    """Return the error of the softmax; a sink leaves rows that sum to less than 1."""
+    computed = torch.nan_to_num(scores.double().softmax(-1))
+    return error(computed * pattern.double().sum(-1, keepdim=True), pattern)
+
+
+def _product_error(out: Tensor, first: Tensor, second: Tensor) -> float:
+    return error(first * second, out) if first.dim() == second.dim() else float("inf")
+
+
+def _norms(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
+    claims = []
+    for name, value in zip(("q_norm", "k_norm"), _query_and_key(part, core), strict=False):
+        events, _ = _back(value, part)
+        made = {id(output): event for event in events for output in event.outputs}
+        for path, calls in trace.calls.items():
+            own = path.startswith(f"{core.path}.") and len(calls) == 1 and calls[0]
+            if not own or not own.inputs or not own.outputs or id(own.outputs[0][1]) not in made:
+                continue
+            before_norm, after_norm = own.inputs[0][1], own.outputs[0][1]
+            is_norm = error_of_rescale(before_norm.tensor, after_norm.tensor) < 1e-4
+            if is_norm and after_norm.origin is not before_norm.origin:
+                layer.sites[name] = path
+                site = _own_input(trace, own, before_norm)
+                claims.append(claim("norm", (name,), [path, site], _norm_error))
+    for name in ("q_norm", "k_norm"):
+        if name not in layer.sites:
+            layer.refused[name] = "no module normalises it between its product and the scores"
+    return claims
+
+
+def _norm_error(after: Tensor, before_norm: Tensor) -> float:
+    return error_of_rescale(before_norm, after)
+
+
+def _query_and_key(part: Part, core: Event) -> list[Value]:
+    if core.name == "scaled_dot_product_attention":
+        return core.data[:2]
+    if part.softmax is None:
+        return []
+    stop = [id(read) for read in part.term.reads]
+    events, _ = before(part.softmax.data[0], stop, 0)
+    scores = [event for event in events if event.name in MATMULS and len(event.data) > 1]
+    return scores[-1].data[-2:] if scores else []

@@ -1,0 +1,75 @@
+"""The logit lens: what the model's head makes of the stream of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from hookline.display.results import Heading, Printout, Result
+from hookline.errors import NotRecordedError
+from hookline.recordings import Recording
+from hookline.verbs.anatomy.head import Head
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Lens(Result):
+    """What the model's head reads in the stream of each layer. Print it, or use its numbers.
+
+    Attributes:
+        logits: the logits by layer: (rows, tokens, vocabulary).
+        tokens: the tokens of the highest logits by layer, the highest first: (rows, tokens, n).
+    """
+
+    logits: dict[int, Tensor]
+    tokens: dict[int, Tensor]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tokens of the highest logits by layer, for each row and token."""
+        return {"tokens": {layer: ids.tolist() for layer, ids in self.tokens.items()}}
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for layer, ids in self.tokens.items():
+            last = ids.flatten(0, -3)[0, -1] if ids.dim() > 2 else ids[-1]
+            shares = self.logits[layer].softmax(-1)
+            share = shares.flatten(0, -3)[0, -1] if shares.dim() > 2 else shares[-1]
+            top = {"tokens": last.tolist(), "shares": share[last].tolist()}
+            rows.append({"layer": layer, **top})
+        return rows
+
+    def _printout(self) -> Printout:
+        return Printout(
+            title="Lens",
+            head=" of the last token of the first row: ids of the highest logits, and their shares",
+            headings=(Heading("layer", "number"), Heading("tokens", "prose")),
+            rows=[
+                (
+                    str(row["layer"]),
+                    "  ".join(
+                        f"{token} ({share:.2f})"
+                        for token, share in zip(row["tokens"], row["shares"], strict=True)
+                    ),
+                )
+                for row in self._table_rows()
+            ],
+            more="layers",
+        )
+
+
+def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> Lens:
+    """Apply a head to the streams of a run, given by layer as sites.
+
+    Raises:
+        NotRecordedError: the run has none of the streams.
+    """
+    logits = {layer: head(run.tensor(site)) for layer, site in streams.items() if site in run}
+    if not logits:
+        raise NotRecordedError(
+            "the run must have resid_post of some layer, got none."
+            '\nRecord it: with hl.record(model, parts["resid_post"]) as run: ...'
+        )
+    return Lens(logits, {layer: value.topk(n, -1).indices for layer, value in logits.items()})

@@ -1,0 +1,66 @@
+"""The errors of identities: how far numbers are from what an identity says they are."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+CLOSE = 1e-5
+# What norms add to the square before they divide by its root.
+_EPS = (1e-30, 1e-12, 1e-8, 1.1920929e-07, 1.5625e-07, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+_WORSE = float("inf")
+
+
+def limit(dtype: torch.dtype) -> float:
+    """Return the largest error that counts as equal: 1e-5, or more in coarser dtypes."""
+    return max(CLOSE, 8 * torch.finfo(dtype).eps)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Return the largest of the relative error, that of the largest element, and the norm ratio's.
+
+    >>> error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
+    0.0
+    >>> round(error(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0])), 3)
+    0.5
+    """
+    if got.numel() != expected.numel():
+        return _WORSE
+    got, expected = got.double().flatten(), expected.double().flatten()
+    norm, largest = expected.norm(), expected.abs().max()
+    if not norm:
+        return _WORSE if got.any() else 0.0
+    off = got - expected
+    errors = off.norm() / norm, off.abs().max() / largest, (got.norm() / norm - 1).abs()
+    worst = float(torch.stack(errors).max())
+    return _WORSE if math.isnan(worst) else worst
+
+
+def error_of_rescale(before: Tensor, after: Tensor) -> float:
+    """Return the error of the best scale, norm, or scaled norm that makes one value of another.
+
+    A scale has one factor, or one for each channel. A norm divides each token by its root mean
+    square, or subtracts its mean and divides by its standard deviation, and then has a factor and
+    an offset for each channel. There must be more tokens than these.
+    """
+    if before.shape != after.shape:
+        if before.numel() != after.numel():
+            return _WORSE
+        before = before.reshape(after.shape)
+    x, y = before.double().flatten(0, -2), after.double().flatten(0, -2)
+    if len(x) < 4:
+        return _WORSE
+    errors = [_affine(x, y)]
+    for values in (x, x - x.mean(-1, keepdim=True)):
+        square = (values * values).mean(-1, keepdim=True)
+        errors += [_affine(values / (square + eps).sqrt(), y) for eps in _EPS]
+    return min(errors)
+
+
+def _affine(x: Tensor, y: Tensor) -> float:
+    """Return the error of the best factor and offset for each channel."""
+    x0, y0 = x - x.mean(0), y - y.mean(0)
+    factor = (x0 * y0).sum(0) / (x0 * x0).sum(0).clamp(min=1e-30)
+    return error(factor * x0 + y.mean(0), y)

@@ -1,0 +1,291 @@
+"""Name the parts of a block: where the trace sees what each name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from hookline.verbs.anatomy.stream import MATMULS, Block, NoStream, Term, before, cuts
+from hookline.verbs.anatomy.trace import Event, Place, Trace, Value
+
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+_FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class Part:
+    """One part of a block: a term of its sums, and what it is.
+
+    Attributes:
+        term: the term.
+        cores: the calls that mix the tokens by a pattern, such as `scaled_dot_product_attention`
+            or the product of a softmax and the values. None where no attention is.
+        softmax: the call that computes the pattern, if it is a call of its own.
+        kind: "attention", "cross", "mixer", "mlp" or "side", once the interventions are done.
+    """
+
+    term: Term
+    cores: list[Event]
+    softmax: Event | None = None
+    kind: str = ""
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class Layer:
+    """A block with its parts, and the sites by name.
+
+    Attributes:
+        block: the block.
+        parts: the parts in the order of the sums.
+        sites: the sites by name.
+        refused: the reason for each name that the layer lacks.
+        projection: the path of the output projection of the attention; "" without one.
+        n_value_heads: the number of heads of the values, before they are repeated; 0 if unknown.
+    """
+
+    block: Block
+    parts: list[Part]
+    sites: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    projection: str = ""
+    n_value_heads: int = 0
+
+    def of_kind(self, kind: str) -> list[Part]:
+        """Return the parts of a kind."""
+        return [part for part in self.parts if part.kind == kind]
+
+
+def layer_of(block: Block) -> Layer:
+    """Return a block with its parts, of unknown kinds."""
+    return Layer(block, list(map(_part, block.terms)))
+
+
+def _part(term: Term) -> Part:
+    cores = [event for event in term.events if event.name in _FUSED]
+    first = None
+    for event in term.events:
+        is_softmax = event.name == "softmax" and event.outputs[:1]
+        if is_softmax and event.outputs[0].tensor.dim() > 2:
+            product = _product_with(event, term)
+            if product is not None:
+                cores.append(product)
+                first = first or event
+    return Part(term, cores, first)
+
+
+def _product_with(softmax: Event, term: Term) -> Event | None:
+    """Return the product of a softmax and values; a router's softmax has none."""
+    values = {id(value) for value in softmax.outputs}
+    for event in term.events:
+        if event.index <= softmax.index or not any(id(v) in values for v in event.inputs):
+            continue
+        if event.name in _PRODUCTS:
+            return event
+        if event.name not in ("topk", "mul", "sum", "scatter", "gather", "max", "sort"):
+            values.update(map(id, event.outputs))
+    return None
+
+
+def is_cross(part: Part, block: Block, stack_begin: int) -> bool:
+    """Tell whether an attention's values come from before the stack, such as from an encoder."""
+    if not part.cores or len(part.cores[0].data) < 2:
+        return False
+    stop = [id(value) for value in (block.pre, *(step.after for step in block.steps))]
+    events, reads = before(part.cores[0].data[-1], stop, stack_begin)
+    is_local = any(event.index < block.call.begin for event in events)
+    return not reads and not is_local
+
+
+def side_inputs(part: Part, block: Block) -> list[Value]:
+    """Return what a part gets besides the stream: values of each token from outside the block."""
+    shape = block.pre.tensor.shape
+    on_stream = {id(value) for value in (block.pre, *(step.after for step in block.steps))}
+    return [
+        value
+        for event in part.term.events
+        for value in event.data
+        if id(value) not in on_stream
+        and (value.maker is None or value.maker.index < block.call.begin)
+        and value.tensor.is_floating_point()
+        and value.tensor.shape[:-1] == shape[:-1]
+    ]
+
+
+# -- sites ----------------------------------------------------------------------------------------
+
+
+def site_of(trace: Trace, value: Value, inside: str, *, is_innermost: bool = False) -> str | None:
+    """Return the best site of a value inside a module: of the outermost module that returns it.
+
+    Args:
+        trace: the trace.
+        value: the value.
+        inside: the path of the module.
+        is_innermost: whether the innermost module is best.
+    """
+    sign = -1 if is_innermost else 1
+    places = [place for each in value.chain()[::sign] for place in each.places]
+    for kind in ("output", "operation"):
+        fitting = [place for place in places if place.kind == kind and _is_in(place, inside)]
+        if fitting:
+            return trace.text(min(fitting, key=lambda place: sign * place.path.count(".")))
+    return None
+
+
+def _is_in(place: Place, inside: str) -> bool:
+    path = place.path.partition("@")[0]
+    if path == inside:
+        return place.kind == "operation"
+    return path.startswith(f"{inside}." if inside else "")
+
+
+def input_of(trace: Trace, value: Value, inside: str, events: Sequence[Event]) -> str | None:
+    """Return the input of the outermost module that gets a value, of those that a part runs."""
+    paths = {event.path for event in events}
+    places = [
+        place
+        for each in value.chain()
+        for place in each.places
+        if place.kind == "input" and place.path.startswith(f"{inside}.")
+        and any(f"{path}.".startswith(f"{place.path}.") for path in paths)
+    ]  # fmt: skip
+    if not places:
+        return site_of(trace, value, inside)
+    return trace.text(min(places, key=lambda place: (place.path.count("."), place.number)))
+
+
+def stream_site(trace: Trace, value: Value, block: Block) -> str | None:
+    """Return the site where the stream can be seen and changed."""
+    if value is block.pre:
+        own = [p for p in value.places if p.kind == "input" and p.path == block.path]
+        return trace.text(own[0]) if own else None
+    if value is block.post:
+        own = [p for p in value.places if p.kind == "output" and p.path == block.path]
+        return trace.text(own[-1]) if own else None
+    shape = block.pre.tensor.shape
+    shaped = next((each for each in value.chain() if each.tensor.shape == shape), value)
+    return site_of(trace, shaped, block.path)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def region(term: Term) -> list[Value]:
+    """Return the values of a term that no path from the stream passes by, in order."""
+    read = term.reads[-1]
+    reached, values = {id(read)}, [read]
+    for event in term.events:
+        if any(id(value) in reached for value in event.data):
+            new = [value for value in event.outputs if id(value) not in reached]
+            reached.update(map(id, new))
+            values += new
+    return cuts(values, term.value) if id(term.value) in reached else [term.value]
+
+
+def ends(term: Term) -> tuple[Value, Value]:
+    """Return what a part gets before its first product, and what its last product returns."""
+    gates = region(term)
+    products = [event.index for event in term.events if event.name in MATMULS]
+    if not products:
+        return gates[0], term.value
+    first = [value for value in gates if _index(value) < products[0]] or gates[:1]
+    last = [value for value in gates if _index(value) >= products[-1]] or [term.value]
+    return _like_the_stream(first[::-1], term), _like_the_stream(last, term)
+
+
+def _like_the_stream(values: Sequence[Value], term: Term) -> Value:
+    """Return the first value of the stream's shape, or else of its size, or else the first."""
+    stream = term.reads[-1].tensor
+    shaped = [value for value in values if value.tensor.shape == stream.shape]
+    sized = [value for value in values if value.tensor.numel() == stream.numel()]
+    return (shaped or sized or list(values))[0]
+
+
+def _index(value: Value) -> int:
+    return -1 if value.maker is None else value.maker.index
+
+
+def refuse_several_streams(layer: Layer) -> None:
+    """Refuse a block whose parts read a mixture of several streams.
+
+    Raises:
+        NoStream: there are several streams.
+    """
+    stream = layer.block.pre.tensor
+    if stream.dim() > 3 and not any(part.cores for part in layer.parts):
+        raise NoStream(f"no part of {layer.block.path} has an attention pattern")
+    for part in layer.parts if stream.dim() > 3 else ():
+        sources = [v.tensor for e in part.term.events if e.name in MATMULS for v in e.data]
+        is_read = any(
+            source.numel() == stream.numel() and source.shape[-1] == stream.shape[-1]
+            for source in sources
+        )
+        if sources and not is_read:
+            n_streams = stream.shape[-2]
+            raise NoStream(f"{layer.block.path} mixes {n_streams} streams (hyper-connections)")
+
+
+def name_layer(trace: Trace, layer: Layer) -> None:
+    """Find the sites of the names of a layer, whose parts have kinds."""
+    block = layer.block
+    _put(layer, "resid_pre", stream_site(trace, block.pre, block), "the block has no input of it")
+    _put(layer, "resid_post", stream_site(trace, block.post, block), "the block does not return it")
+    for kind, prefix in KINDS.items():
+        parts = layer.of_kind(kind)
+        if len(parts) != 1:
+            why = f"the block has no {WORDS[kind]}"
+            if parts:
+                why = f"the block has {len(parts)} parts of the kind {WORDS[kind]}"
+            layer.refused.update({f"{prefix}_{end}": why for end in ("in", "out", "out_raw")})
+            continue
+        term = parts[0].term
+        got, returned = ends(term)
+        why = "torch shows no site of it"
+        _put(layer, f"{prefix}_in", input_of(trace, got, block.path, term.events), why)
+        is_added = any(value is returned.origin for value in term.value.chain())
+        raw = term.value if is_added else returned
+        _put(layer, f"{prefix}_out_raw", site_of(trace, raw, block.path), why)
+        _put(layer, f"{prefix}_out", site_of(trace, term.value, block.path), why)
+    _name_mid(trace, layer)
+
+
+KINDS = {"attention": "attn", "cross": "cross_attn", "mixer": "mixer", "mlp": "mlp"}
+WORDS = {
+    "attention": "attention", "cross": "cross attention", "mlp": "MLP",
+    "mixer": "other part that mixes tokens",
+}  # fmt: skip
+
+
+def _put(layer: Layer, name: str, site: str | None, why: str) -> None:
+    if site is None:
+        layer.refused[name] = why
+    else:
+        layer.sites[name] = site
+
+
+def mid_of(layer: Layer) -> tuple[Value | None, str]:
+    """Return the stream between the two parts of a block; None and the reason without it."""
+    mixing = [part for part in layer.parts if part.kind in ("attention", "mixer", "cross")]
+    mlp = layer.of_kind("mlp")
+    if not mixing or not mlp:
+        return None, "the block has one part only"
+    reads = mlp[0].term.reads
+    if len(mlp) > 1 or len(reads) != 1:
+        return None, "the block has several MLPs, or its MLP reads the stream at several places"
+    earlier = [read for part in mixing for read in part.term.reads]
+    if any(read is reads[0] for read in earlier):
+        return None, "attention and MLP are parallel: both read the same stream"
+    if max(_index(read) for read in earlier) > _index(reads[0]):
+        return None, "the MLP comes before a part that mixes tokens"
+    return reads[0], ""
+
+
+def _name_mid(trace: Trace, layer: Layer) -> None:
+    mid, why = mid_of(layer)
+    if mid is None:
+        layer.refused["resid_mid"] = why
+    else:
+        _put(layer, "resid_mid", stream_site(trace, mid, layer.block), "torch shows no site of it")

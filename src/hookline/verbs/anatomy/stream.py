@@ -1,0 +1,247 @@
+"""Follow the residual stream through a block: its sums, and the terms that are added to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value
+
+SUMS = {"add", "add_", "iadd", "radd"}
+SCALES = {"mul", "mul_", "imul", "rmul", "div", "div_", "idiv", "true_divide", "rdiv"}
+MATMULS = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "dot",
+    "grouped_mm", "_grouped_mm", "scaled_dot_product_attention", "multi_head_attention_forward",
+    "(module)", "tensordot", "mv", "addmv", "bilinear", "embedding", "chain_matmul",
+}  # fmt: skip
+# What a norm and a change of layout or dtype may call, besides sums and scales.
+_LIGHT = SUMS | SCALES | {
+    "layer_norm", "rms_norm", "pow", "mean", "rsqrt", "sqrt", "square", "var", "sub", "rsub",
+    "reciprocal", "to", "float", "type_as", "type", "view", "reshape", "transpose", "permute",
+    "contiguous", "clone", "dropout", "unsqueeze", "squeeze", "flatten", "unflatten", "size",
+    "norm", "vector_norm", "normalize", "half", "bfloat16", "double", "expand", "sum", "std",
+    "fused_rms_norm", "clamp_min", "maximum", "neg", "lerp", "addcmul", "detach", "view_as",
+}  # fmt: skip
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class Term:
+    """What a part of the block adds to the stream.
+
+    Attributes:
+        value: what is added.
+        reads: the values of the stream from which the part computes it.
+        events: the calls that compute it.
+    """
+
+    value: Value
+    reads: list[Value]
+    events: list[Event]
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class Step:
+    """One step of the stream: it gets terms, or is scaled or normalised.
+
+    Attributes:
+        kind: "sum", or "rescale" for a scale or a norm.
+        before: the stream before the step.
+        after: the stream after it.
+        terms: what a sum adds.
+    """
+
+    kind: str
+    before: Value
+    after: Value
+    terms: list[Term] = field(default_factory=list)
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class Block:
+    """One block, and the stream through it.
+
+    Attributes:
+        path: the path of the block.
+        call: its call.
+        pre: the stream that it gets.
+        post: the stream that it returns.
+        steps: the steps from one to the other.
+    """
+
+    path: str
+    call: ModuleCall
+    pre: Value
+    post: Value
+    steps: list[Step]
+
+    @property
+    def terms(self) -> list[Term]:
+        """Return the terms of all sums, in order."""
+        return [term for step in self.steps for term in step.terms]
+
+
+class NoStream(Exception):
+    """A block has no residual stream, for a reason."""
+
+
+def block_of(trace: Trace, call: ModuleCall) -> Block:
+    """Follow the stream through a block.
+
+    Raises:
+        NoStream: no sums, norms and scales alone lead from the block's input to its output.
+    """
+    ends = [value for _, value in call.outputs if _may_be_stream(value)]
+    begins = [value for _, value in call.inputs if _may_be_stream(value)]
+    streams = []
+    for post in dict.fromkeys(ends):
+        light = _light_before(post, call.begin)
+        own = [pre for pre in begins if pre is not post and any(v is pre for v in light)]
+        streams += [(own[0], post, light)] if own else []
+    if not streams:
+        raise NoStream(_why_none(call, begins, ends))
+    pre, post, light = streams[0]
+    alike = [each for each in streams[1:] if each[1].tensor.shape == post.tensor.shape]
+    if any(other is not pre and end is not post for other, end, _ in alike):
+        raise NoStream(f"{call.path} has {len(streams)} streams")
+    return Block(call.path, call, pre, post, _steps(_cuts(pre, post, light), light, call))
+
+
+def _why_none(call: ModuleCall, begins: list[Value], ends: list[Value]) -> str:
+    if not begins or not ends:
+        return f"{call.path} gets or returns no stream of floating numbers"
+    last = next((_last_heavy(end, call.begin) for end in ends), None)
+    by = f"; on the way is {last.path}@{last.name}" if last is not None else ""
+    return f"no sums, norms and scales alone lead from the input of {call.path} to its output{by}"
+
+
+def _last_heavy(end: Value, begin: int) -> Event | None:
+    light = _light_before(end, begin)
+    heavy = [
+        value.maker
+        for value in light
+        if value.maker is not None and value.maker.index >= begin and not _is_light(value)
+    ]
+    return max(heavy, key=lambda event: event.index, default=None)
+
+
+def _may_be_stream(value: Value) -> bool:
+    return value.tensor.is_floating_point() and value.tensor.dim() > 1 and not value.is_constant
+
+
+def _is_light(value: Value) -> bool:
+    return value.maker is not None and (value.like is not None or value.maker.name in _LIGHT)
+
+
+def _light_before(post: Value, begin: int) -> list[Value]:
+    """Return the values from which sums, norms and scales lead to a value; that value first."""
+    before, waiting = {id(post): post}, [post]
+    while waiting:
+        value = waiting.pop()
+        if not _is_light(value) or value.maker is None or value.maker.index < begin:
+            continue
+        for source in value.maker.data:
+            if id(source) not in before:
+                before[id(source)] = source
+                waiting.append(source)
+    return list(before.values())
+
+
+def _order(value: Value) -> int:
+    return -1 if value.maker is None else value.maker.index
+
+
+def _cuts(pre: Value, post: Value, light: Sequence[Value]) -> list[Value]:
+    """Return the values that every light path from `pre` to `post` goes through, in order."""
+    on_path = {id(pre)}
+    values = [pre]
+    for value in sorted(light, key=_order):
+        if value is pre or value.maker is None or not _is_light(value):
+            continue
+        is_after = _order(value) > _order(pre)
+        if is_after and any(id(source) in on_path for source in value.maker.data):
+            on_path.add(id(value))
+            values.append(value)
+    return cuts(values, post)
+
+
+def cuts(values: Sequence[Value], last: Value) -> list[Value]:
+    """Return the values, in the order in which they were made, that no path passes by."""
+    place = {id(value): k for k, value in enumerate(values)}
+    until = list(range(len(values)))  # the last place that uses a value
+    for k, value in enumerate(values):
+        for source in value.maker.data if value.maker is not None else ():
+            if id(source) in place and place[id(source)] < k:
+                until[place[id(source)]] = k
+    gates, reach = [], 0
+    for k, value in enumerate(values[: place[id(last)] + 1]):
+        if reach <= k:
+            gates.append(value)
+        reach = max(reach, until[k])
+    return gates
+
+
+def _steps(spine: list[Value], light: list[Value], call: ModuleCall) -> list[Step]:
+    on_stream = {id(value) for value in spine}
+    steps = []
+    for before, after in itertools.pairwise(spine):
+        if after.like is before:
+            continue
+        event = after.maker
+        assert event is not None
+        others = [value for value in event.data if value is not before]
+        if event.name in SUMS and before in event.data and len(others) == 1:
+            addends = _addends(others[0], event.path, on_stream, call.begin)
+            terms = [_term(value, on_stream, call) for value in addends]
+            steps.append(Step("sum", before, after, terms))
+        else:
+            steps.append(Step("rescale", before, after))
+    return steps
+
+
+def _addends(value: Value, path: str, on_stream: set[int], begin: int) -> list[Value]:
+    """Return the terms of a sum of two parts, where the same forward has added them."""
+    event = value.maker
+    is_sum = event is not None and event.path == path and event.name in SUMS
+    if event is None or not is_sum or value.like is not None or len(event.data) != 2:
+        return [value]
+    for part in event.data:
+        events, _ = before(part, on_stream, begin)
+        if not any(each.name in MATMULS for each in events):
+            return [value]  # such as a bias
+    return [each for part in event.data for each in _addends(part, path, on_stream, begin)]
+
+
+def _term(value: Value, on_stream: set[int], call: ModuleCall) -> Term:
+    events, reads = before(value, on_stream, call.begin)
+    return Term(value, reads, events)
+
+
+def before(value: Value, stop: Iterable[int], begin: int) -> tuple[list[Event], list[Value]]:
+    """Return the calls that compute a value, in order, and the values where the search stops.
+
+    Args:
+        value: the value.
+        stop: the ids of values where the search stops.
+        begin: the number of the event before which no event counts.
+    """
+    ends = set(stop)
+    events: dict[int, Event] = {}
+    reads: dict[int, Value] = {}
+    waiting = [value]
+    while waiting:
+        event = waiting.pop().maker
+        if event is None or event.index < begin or event.index in events:
+            continue
+        events[event.index] = event
+        for source in event.data:
+            if id(source) in ends:
+                reads[id(source)] = source
+            else:
+                waiting.append(source)
+    ordered = sorted(reads.values(), key=_order)
+    return [events[index] for index in sorted(events)], ordered

@@ -1,0 +1,195 @@
+"""Find the parts of a model in a trace, and prove them on two inputs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from hookline.engine import PARTS
+from hookline.errors import (
+    AmbiguousError,
+    AttachError,
+    HooklineWarning,
+    NotRecordedError,
+    SelectionError,
+)
+from hookline.verbs.anatomy.claims import Claim, claims_of
+from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
+from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
+from hookline.verbs.anatomy.interventions import Interventions
+from hookline.verbs.anatomy.numbers import limit
+from hookline.verbs.anatomy.part_names import PartNames
+from hookline.verbs.anatomy.parts import Layer, layer_of, name_layer, refuse_several_streams
+from hookline.verbs.anatomy.stacks import stacks_of
+from hookline.verbs.anatomy.stream import NoStream, block_of
+from hookline.verbs.anatomy.trace import Trace, traced
+from hookline.verbs.record.record import record
+from hookline.verbs.shared.run_model import call
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Stack:
+    """A stack of blocks with its proven names.
+
+    Attributes:
+        path: the path of the stack.
+        layers: its blocks.
+        names: the names that belong to no layer.
+        head: what the model computes from the last stream; None where it cannot be told.
+        errors: the largest error of each name's identities, by layer; -1 is no layer.
+        shapes: the shapes of the values by site, for the first input.
+    """
+
+    path: str
+    layers: list[Layer]
+    names: Names
+    head: Head | None = None
+    errors: dict[tuple[str, int], float] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def part_names(self, model: nn.Module) -> PartNames:
+        """Return the names without the trace, which they would keep alive."""
+        owners: list[tuple[int, Any]] = [(-1, self.names), *enumerate(self.layers)]
+        stream = self.layers[0].block.pre.tensor
+        return PartNames(
+            model=type(model).__name__,
+            stack=self.path,
+            blocks=tuple(layer.block.path for layer in self.layers),
+            sites={(name, k): site for k, each in owners for name, site in each.sites.items()},
+            refused={(name, k): why for k, each in owners for name, why in each.refused.items()},
+            errors=self.errors,
+            shapes=self.shapes,
+            width=stream.shape[-1],
+            n_value_heads=tuple(layer.n_value_heads for layer in self.layers),
+        )
+
+
+def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
+    """Find and prove the parts of every stack of a model.
+
+    Args:
+        model: the model, in eval mode.
+        inputs: the inputs on which the names are proven; the first is traced.
+
+    Raises:
+        SelectionError: no stack of the model has a residual stream.
+    """
+    trace = traced(model, inputs[0])
+    stacks = _stacks(model, trace)
+    for stack in stacks:
+        Interventions(model, trace, inputs[0], stack.layers).tell_apart()
+        claims = list(_name(model, trace, stack, is_last=stack is stacks[-1]))
+        _prove(model, stack, claims, inputs)
+        if stack.head is not None:
+            stack.head.forget_the_trace()
+    return stacks
+
+
+def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
+    stacks: list[Stack] = []
+    reasons = []
+    for path, calls in stacks_of(model, trace):
+        if any(path.startswith(f"{stack.path}.") for stack in stacks):
+            continue
+        try:
+            layers = [layer_of(block_of(trace, each)) for each in calls]
+            for layer in layers:
+                refuse_several_streams(layer)
+        except NoStream as reason:
+            kinds = {type(model.get_submodule(each.path)) for each in calls}
+            has_parts = any(model.get_submodule(calls[0].path).children())
+            if len(kinds) == 1 and has_parts:
+                reasons.append((len(calls), str(reason)))
+            continue
+        if all(layer.block.steps for layer in layers) and any(layer.parts for layer in layers):
+            stacks.append(Stack(path, layers, Names({}, {}, [])))
+    if not stacks:
+        why = (
+            max(reasons)[-1]
+            if reasons
+            else "no stack of blocks of one type ran, each on what the last returned"
+        )
+        raise SelectionError(
+            f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
+            "\nSelect modules by their paths: hl.summary(model) lists them."
+        )
+    return sorted(stacks, key=lambda stack: stack.layers[-1].block.call.end)
+
+
+def _name(
+    model: nn.Module, trace: Trace, stack: Stack, *, is_last: bool
+) -> Iterable[tuple[int, Claim]]:
+    for number, layer in enumerate(stack.layers):
+        name_layer(trace, layer)
+        claims = claims_of(trace, layer)
+        claims += name_mlp(trace, layer)
+        claims += name_experts(trace, layer, model)
+        claims += name_attention(trace, layer)
+        yield from ((number, each) for each in claims)
+    name_embeddings(trace, stack.layers[0], stack.names)
+    if is_last:
+        stack.head = name_head(trace, stack.layers[-1], stack.names)
+    yield from ((-1, each) for each in stack.names.claims)
+
+
+def _prove(
+    model: nn.Module, stack: Stack, claims: Sequence[tuple[int, Claim]], inputs: Sequence[Any]
+) -> None:
+    """Measure every identity on every input, and refuse the names whose identities fail."""
+    sites = sorted({site for _, each in claims for site in each.sites})
+    for each_input in inputs:
+        values = _values(model, sites, each_input)
+        for site, value in values.items():
+            stack.shapes.setdefault(site, tuple(value.shape))
+        for number, each in claims:
+            worst = _error(each, values)
+            for name in each.names:
+                key = name, number
+                stack.errors[key] = max(worst, stack.errors.get(key, 0.0))
+    bound = limit(stack.layers[0].block.pre.tensor.dtype)
+    for (name, number), worst in stack.errors.items():
+        owner: Any = stack.names if number < 0 else stack.layers[number]
+        if worst > bound and name in owner.sites:
+            site = owner.sites.pop(name)
+            owner.refused[name] = f"its identity is off by {worst:.1e}, above {bound:.0e}"
+            if worst == float("inf"):
+                owner.refused[name] = f"{site} has not one value to compare"
+
+
+def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Tensor]:
+    """Record the values of sites, as far as each has one; attention by name may be unknown."""
+    try:
+        with record(model, sites, copy=True) as run:
+            call(model, inputs)
+    except AttachError:
+        others = [site for site in sites if site.rpartition("@")[2] not in PARTS]
+        if len(others) == len(sites):
+            raise
+        return _values(model, others, inputs)
+    values = {}
+    for site in sites:
+        try:
+            values[site] = run.tensor(site)
+        except (NotRecordedError, AmbiguousError):
+            continue
+    return values
+
+
+def _error(each: Claim, values: dict[str, Tensor]) -> float:
+    if any(site not in values for site in each.sites):
+        return float("inf")
+    return each.measure(*[values[site] for site in each.sites])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out hookline's warnings: sites that never fire are refused, and no run is kept."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HooklineWarning)
+        yield

@@ -1,0 +1,353 @@
+"""Trace one run of a model: every value, the call that made it, and the sites where it is seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hookline.engine import Line, Order, Site, buffers, without_function_modes
+from hookline.engine.operations.names import functions, name_of
+from hookline.engine.pytree import tree
+from hookline.verbs.shared.run_model import call
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A site where a value is seen: the output of an operation, or a port of a module.
+
+    Attributes:
+        kind: "operation", "output" or "input".
+        path: the path of the module, and of the operation.
+        leaf: the part of the value at the site.
+        number: the number of the call.
+    """
+
+    kind: str
+    path: str
+    leaf: tree.Leaf
+    number: int
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class Value:
+    """One value of a run. A tensor that is written to in place becomes another value.
+
+    Attributes:
+        tensor: a copy of the numbers, or the numbers of a weight.
+        maker: the call that made the value; None for inputs and weights.
+        is_constant: whether the value is the same for every input, such as a weight.
+        like: an earlier value of the same numbers in the same order, such as the input of a view.
+        places: the sites where the value is seen.
+    """
+
+    tensor: Tensor
+    maker: Event | None = None
+    is_constant: bool = False
+    like: Value | None = None
+    places: list[Place] = field(default_factory=list)
+
+    @property
+    def origin(self) -> Value:
+        """Return the earliest value of the same numbers."""
+        value = self
+        while value.like is not None:
+            value = value.like
+        return value
+
+    def chain(self) -> list[Value]:
+        """Return the values of the same numbers before this one, this one first."""
+        chain = [self]
+        while chain[-1].like is not None:
+            chain.append(chain[-1].like)
+        return chain
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class Event:
+    """One call of a function of torch; or of a module whose calls torch does not show.
+
+    Attributes:
+        index: the number of the event in the run.
+        path: the module whose forward makes the call.
+        name: the name of the function; "(module)" for a module.
+        inputs: the values that it gets, weights and constants included.
+        outputs: the values that it makes.
+        function: the function; None for a module.
+        arguments: its arguments, with values in place of tensors.
+    """
+
+    index: int
+    path: str
+    name: str
+    inputs: list[Value]
+    outputs: list[Value] = field(default_factory=list)
+    function: Any = None
+    arguments: Any = ()
+
+    @property
+    def data(self) -> list[Value]:
+        """Return the inputs that are no constants."""
+        return [value for value in self.inputs if not value.is_constant]
+
+
+@final
+@dataclass(eq=False, slots=True, repr=False)
+class ModuleCall:
+    """One call of a module: when it began and ended, and its values by leaf."""
+
+    path: str
+    begin: int
+    end: int = -1
+    inputs: list[tuple[tree.Leaf, Value]] = field(default_factory=list)
+    outputs: list[tuple[tree.Leaf, Value]] = field(default_factory=list)
+
+
+@final
+class Trace(TorchFunctionMode):
+    """The values, calls of functions and calls of modules of one run.
+
+    Attributes:
+        events: the calls of torch's functions, in order.
+        calls: the calls of each module, by its path.
+        output: the model's output: each floating tensor, with its leaf.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.calls: dict[str, list[ModuleCall]] = {}
+        self._running: list[ModuleCall] = []
+        self._values: dict[tuple[int, int], Value] = {}
+        self._alive: list[Tensor] = []
+        self._writers: dict[int, Value] = {}
+        self._n_calls: Counter[tuple[str, str]] = Counter()
+        weights = [*model.parameters(), *(b for m in model.modules() for b in buffers(m).values())]
+        self._weights = {id(weight) for weight in weights if weight is not None}
+        self._names = functions()
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def value(self, tensor: Tensor) -> Value:
+        """Return the value that a tensor holds now."""
+        key = id(tensor), tensor._version
+        value = self._values.get(key)
+        if value is None:
+            writer = self._writers.get(_memory(tensor))
+            value = self._new(tensor)
+            if writer is not None:  # a view of what was written to
+                value.maker, value.is_constant = writer.maker, writer.is_constant
+        return value
+
+    def _value_or_part(self, part: Any) -> Any:
+        return self.value(part) if isinstance(part, Tensor) else part
+
+    def _new(self, tensor: Tensor) -> Value:
+        is_weight = id(tensor) in self._weights
+        numbers = tensor.detach() if is_weight else tensor.detach().clone()
+        value = Value(numbers, is_constant=is_weight)
+        self._values[id(tensor), tensor._version] = value
+        self._alive.append(tensor)  # no other tensor gets its id
+        return value
+
+    # -- calls of functions -----------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, and note the call."""
+        kwargs = kwargs or {}
+        if not self._running:
+            return func(*args, **kwargs)
+        given = [tensor for _, tensor in tree.tensors((args, kwargs))]
+        inputs = [self.value(tensor) for tensor in given]
+        arguments = _mapped(self._value_or_part, (args, kwargs))
+        versions = [tensor._version for tensor in given]
+        result = func(*args, **kwargs)
+        written = [t for t, v in zip(given, versions, strict=True) if t._version != v]
+        made = [(leaf, t) for leaf, t in tree.tensors(result)]
+        if made or written:
+            event = self._note(func, inputs, made, written)
+            event.function, event.arguments = func, arguments
+        return result
+
+    def _note(self, func: Any, inputs: list[Value], made: Any, written: list[Tensor]) -> Event:
+        path = self._running[-1].path if self._running else ""
+        name = name_of(func)
+        event = Event(len(self.events), path, name, list(dict.fromkeys(inputs)))
+        self.events.append(event)
+        number = self._n_calls[path, name]
+        self._n_calls[path, name] += 1
+        is_constant = all(value.is_constant for value in inputs)
+        targets = {id(tensor): (leaf, tensor) for leaf, tensor in made}
+        targets.update({id(t): ((), t) for t in written if id(t) not in targets})
+        for leaf, tensor in targets.values():
+            value = self._values.get((id(tensor), tensor._version))
+            if value is None:
+                value = self._new(tensor)
+                value.maker, value.is_constant = event, is_constant
+                value.like = _like(value, inputs)
+                event.outputs.append(value)
+            if any(tensor is target for target in written):
+                self._writers[_memory(tensor)] = value
+            if name in self._names and not value.is_constant:
+                value.places.append(Place("operation", f"{path}@{name}", leaf, number))
+        return event
+
+    # -- calls of modules -------------------------------------------------------------------------
+
+    def bind(self, site: Site) -> Any:
+        """Return the callback of a port of a module."""
+
+        def enter(_: Any, value: Any) -> None:
+            with without_function_modes():
+                self._enter(site, value)
+
+        def leave(_: Any, value: Any) -> None:
+            with without_function_modes():
+                self._leave(site, value)
+
+        return enter if site.port == "input" else leave
+
+    def _enter(self, site: Site, given: Any) -> None:
+        module_call = ModuleCall(site.path, len(self.events))
+        self.calls.setdefault(site.path, []).append(module_call)
+        self._running.append(module_call)
+        module_call.inputs = list(self._seen(site, given, "input"))
+
+    def _leave(self, site: Site, result: Any) -> None:
+        module_call = self._running.pop()
+        module_call.end = len(self.events)
+        values = [value for _, value in module_call.inputs]
+        module_call.outputs = list(self._seen(site, result, "output"))
+        made = [
+            value
+            for _, value in module_call.outputs
+            if value.maker is None and len(value.places) == 1 and not value.is_constant
+        ]
+        if made and values and not any(value in values for value in made):
+            self._opaque(module_call, made)
+
+    def _opaque(self, module_call: ModuleCall, made: list[Value]) -> None:
+        """Note a module as one call, because torch did not show what it did."""
+        inputs = [value for _, value in module_call.inputs]
+        event = Event(len(self.events), module_call.path, "(module)", inputs, made)
+        self.events.append(event)
+        for value in made:
+            value.maker = event
+
+    def _seen(self, site: Site, values: Any, kind: str) -> Iterator[tuple[tree.Leaf, Value]]:
+        for leaf, tensor in tree.tensors(values):
+            value = self.value(tensor)
+            number = len(self.calls[site.path]) - 1
+            value.places.append(Place(kind, site.path, leaf, number))
+            yield leaf, value
+
+    def text(self, place: Place) -> str:
+        """Return the text of a site; the number of the call only where there are several."""
+        path, _, name = place.path.rpartition("@")
+        is_operation = place.kind == "operation"
+        n_calls = self._n_calls[path, name] if is_operation else len(self.calls[place.path])
+        port = "input" if place.kind == "input" else "output"
+        number = place.number if n_calls > 1 else None
+        return str(Site(place.path, port, place.leaf, number))
+
+
+def replay(events: Iterable[Event], given: dict[int, Tensor], wanted: Value) -> Tensor:
+    """Compute a value again, from other numbers.
+
+    Args:
+        events: the calls that lead to the value, in order.
+        given: the other numbers, by the ids of the values that they stand for.
+        wanted: the value.
+    """
+    numbers = dict(given)
+
+    def number(part: Any) -> Any:
+        if not isinstance(part, Value):
+            return part
+        return numbers[id(part)] if id(part) in numbers else part.tensor.clone()
+
+    for event in events:
+        args, kwargs = _mapped(number, event.arguments)
+        result = event.function(*args, **kwargs)
+        made = [tensor for _, tensor in tree.tensors(result)]
+        for value in event.outputs:
+            place = event.outputs.index(value)
+            numbers[id(value)] = made[place] if place < len(made) else args[0]
+    return numbers[id(wanted)]
+
+
+def replay_tokens(
+    events: Iterable[Event], given: dict[int, tuple[Value, Tensor]], wanted: Value
+) -> Tensor:
+    """Compute a value again from other tokens, where each token is computed alone.
+
+    The tokens are laid out in the shape that the values had, because calls may name this shape.
+
+    Args:
+        events: the calls that lead to the value, in order.
+        given: the values, each with other numbers, by the ids of the values.
+        wanted: the value.
+    """
+    calls = list(events)
+    rows = {key: numbers.flatten(0, -2) for key, (_, numbers) in given.items()}
+    n_rows = len(next(iter(rows.values())))
+    n_slots = next(iter(given.values()))[0].tensor.shape[:-1].numel()
+    results = []
+    for start in range(0, n_rows, n_slots):
+        slots = torch.arange(start, start + n_slots) % n_rows
+        parts = {key: rows[key][slots].reshape(given[key][0].tensor.shape) for key in given}
+        results.append(replay(calls, parts, wanted).flatten(0, -2))
+    shape = next(iter(given.values()))[1].shape[:-1]
+    computed = torch.cat(results)[:n_rows]
+    return computed.reshape(*shape, *computed.shape[1:])
+
+
+def _mapped(function: Any, part: Any) -> Any:
+    if isinstance(part, tuple | list):
+        return type(part)([_mapped(function, each) for each in part])
+    if isinstance(part, dict):
+        return {key: _mapped(function, each) for key, each in part.items()}
+    return function(part)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _like(value: Value, inputs: Iterable[Value]) -> Value | None:
+    """Return the input that has the same numbers in the same order."""
+    new = value.tensor
+    if value.is_constant or not new.is_floating_point():
+        return None
+    for other in inputs:
+        old = other.tensor
+        is_alike = old.numel() == new.numel() and old.is_floating_point()
+        if is_alike and torch.equal(old.flatten().to(new.dtype), new.flatten()):
+            return other
+    return None
+
+
+@contextmanager
+def _attached(model: nn.Module, trace: Trace) -> Iterator[None]:
+    line = Line(model, name="anatomy")
+    line.options.quiet = line.options.lenient = True
+    with line:
+        line.tap(line.select(None, ("input", "output")), trace.bind, Order.RECORD)
+        yield
+
+
+def traced(model: nn.Module, inputs: Any) -> Trace:
+    """Run a model, and trace its values."""
+    trace = Trace(model)
+    with _attached(model, trace), trace:
+        call(model, inputs)
+    return trace

@@ -1,0 +1,91 @@
+"""Make the inputs on which the names are proven."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine.pytree import tree
+from hookline.errors import InputError
+from hookline.verbs.shared.run_model import signature_of
+
+_ROWS, _TOKENS, _FEWER_TOKENS = 2, 9, 7
+
+
+def trial_inputs(model: nn.Module, given: Any = None) -> list[Any]:
+    """Return two inputs: the given one and another of its form, or two that the model takes.
+
+    Raises:
+        InputError: none is given, and the model has no embedding of tokens and wants no pictures.
+    """
+    if given is not None:
+        return [given, tree.map_tensors(_other, given)]
+    size = _picture_size(model)
+    if size is not None:
+        return [torch.randn(2, *size, generator=_generator(seed)) for seed in (0, 1)]
+    words = _words(model)
+    if words is None:
+        raise InputError(
+            "hl.anatomy must be given an input: the model has no embedding of tokens."
+            "\nWrite hl.anatomy(model, x)."
+        )
+    return [_texts(model, words, seed, n) for seed, n in ((0, _TOKENS), (1, _FEWER_TOKENS))]
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _texts(model: nn.Module, words: nn.Embedding, seed: int, n_tokens: int) -> Any:
+    def draw(more: int) -> Tensor:
+        high = words.num_embeddings
+        shape = (_ROWS, n_tokens)
+        ids = torch.randint(min(3, high - 1), high, shape, generator=_generator(seed + more))
+        return ids.to(words.weight.device)
+
+    signature = signature_of(model)
+    names = () if signature is None else tuple(signature.parameters)
+    if "input_ids" not in names:
+        return draw(0)
+    inputs: dict[str, Any] = {"input_ids": draw(0)}
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = draw(2)
+    if "use_cache" in names:
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _words(model: nn.Module) -> nn.Embedding | None:
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        words = get() if callable(get) else None
+    except NotImplementedError:  # transformers raises it for a model without embeddings
+        words = None
+    if isinstance(words, nn.Embedding):
+        return words
+    return next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+
+
+def _picture_size(model: nn.Module) -> tuple[int, ...] | None:
+    """Return the channels, height and width of the pictures that a model takes."""
+    timm = getattr(model, "default_cfg", None)
+    if isinstance(timm, Mapping) and "input_size" in timm:
+        return tuple(timm["input_size"])
+    config = getattr(model, "config", None)
+    if getattr(model, "main_input_name", "") != "pixel_values" or config is None:
+        return None
+    side = config.image_size
+    height, width = (side, side) if isinstance(side, int) else side
+    return config.num_channels, height, width
+
+
+def _other(tensor: Tensor) -> Tensor:
+    """Return another tensor of the same form: moved by one token, or with noise."""
+    if tensor.is_floating_point():
+        noise = torch.randn(tensor.shape, generator=_generator(1)).to(tensor)
+        return tensor.flip(0) + 0.1 * noise * tensor.std().clamp(min=1e-3)
+    is_mask = tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
+    return tensor if is_mask or tensor.dim() < 1 else tensor.roll(1, -1)

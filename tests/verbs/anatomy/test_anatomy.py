@@ -1,0 +1,292 @@
+"""hl.anatomy: what it names, what it refuses, and that it leaves the model as it was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from causal_zoo import build, texts
+
+
+class Attention(nn.Module):
+    """Attention, step by step, with a projection of all heads."""
+
+    def __init__(self, width=16, n_heads=2):
+        super().__init__()
+        self.n_heads = n_heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        pattern = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        return self.out((pattern @ v).transpose(1, 2).flatten(-2))
+
+
+class Mlp(nn.Sequential):
+    def __init__(self, width=16):
+        super().__init__(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, width))
+
+
+class Block(nn.Module):
+    """A block whose names mislead: `attn` is an MLP, and `mlp` is attention."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mlp, self.attn = Attention(width), Mlp(width)
+
+    def forward(self, x):
+        x = x + self.mlp(self.first(x))
+        return x + self.attn(self.second(x))
+
+
+class Text(nn.Module):
+    """Embeddings, blocks, a norm and an unembedding."""
+
+    def __init__(self, block=Block, width=16):
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList([block(width) for _ in range(2)])
+        self.norm, self.unembed = nn.LayerNorm(width), nn.Linear(width, 50)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.unembed(self.norm(x))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return Text().train()
+
+
+@pytest.fixture(scope="module")
+def parts(model):
+    return hl.anatomy(model)
+
+
+def sites(selection):
+    return [str(site) for site in selection]
+
+
+def test_attention_is_told_from_mlp_by_what_it_does(parts):
+    assert sites(parts["attn_out"]) == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert sites(parts["mlp_out"]) == ["blocks.0.attn", "blocks.1.attn"]
+    assert sites(parts["pattern", 1]) == ["blocks.1.mlp@pattern"]
+    assert sites(parts["mlp_act", -1]) == ["blocks.1.attn.2:input"]
+
+
+def test_a_name_with_a_dot_selects_the_same(model, parts):
+    x = torch.randint(50, (2, 6))
+    assert sites(hl.select(model, ".resid_post")) == sites(parts["resid_post"])
+    assert sites(hl.select(model, [".z.1", "norm"])) == ["blocks.1.mlp@z", "norm"]
+    assert sites(hl.select(model, ".resid_pre.1:grad_output")) == ["blocks.1:grad_input"]
+    assert sites(hl.select(model, ".attn_out.0:grad_output")) == ["blocks.0.mlp:grad_output"]
+    with hl.edit(model, ".attn_out.0", hl.edits.scale(0.0)):
+        with hl.record(model, ".resid_mid.0") as run:
+            model(x)
+    assert torch.equal(run["blocks.0@add#0"], model.embed(x))
+
+
+def test_the_port_of_a_name_is_that_of_its_gradient(model, parts):
+    with pytest.raises(hl.SelectionError, match="must be grad_output or grad_input"):
+        hl.select(model, ".resid_post:input")
+
+
+def test_a_name_needs_an_anatomy_first():
+    with pytest.raises(hl.SelectionError, match=r"parts = hl.anatomy\(model\)"):
+        hl.select(Text(), ".resid_post")
+
+
+def test_sizes_are_those_of_the_model(parts):
+    assert (parts.n_layers, parts.n_heads, parts.n_key_value_heads, parts.width) == (2, 2, 2, 16)
+
+
+def test_the_table_says_what_is_proven_and_what_is_not(parts):
+    text = str(parts)
+    assert text.startswith("Anatomy of Text: 2 layers, 2 heads, width 16, proven on two inputs")
+    assert "blocks.*@add#0" in text
+    assert "pos_embed" in parts.refused
+    data = parts.to_dict()
+    assert data["heads"] == 2
+    assert max(row["error"] or 0.0 for row in data["parts"]) < 1e-5
+    row = next(row for row in data["parts"] if row["name"] == "pattern")
+    assert (row["shape"], row["layers"]) == ([2, 2, 9, 9], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (("pattern", 2), "the layer must be from 0 to 1, got 2"),
+        (("pattern", -3), "the layer must be from 0 to 1, got -3"),
+        ("resid_middle", "the name of a part must be one of .*got 'resid_middle'"),
+        (("logits", 0), "'logits' belongs to no layer, got layer 0"),
+        ("mlp_gate", "'mlp_gate' is not a proven part of Text: the MLP has no gate"),
+    ],
+)
+def test_a_wrong_name_or_layer_is_told(parts, key, message):
+    with pytest.raises(hl.SelectionError, match=message):
+        parts[key]
+
+
+def test_the_model_is_left_as_it_was(model):
+    before = torch.get_rng_state()
+    hl.anatomy(model)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(hl.inventory(model)) == 0
+
+
+def test_a_failed_run_leaves_no_hook():
+    model = Text()
+    model.unembed = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError):
+        hl.anatomy(model)
+    assert len(hl.inventory(model)) == 0
+
+
+def test_names_do_not_keep_the_model_alive():
+    model = Text()
+    hl.anatomy(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_an_input_of_ones_own_is_taken(model):
+    parts = hl.anatomy(model, torch.randint(50, (3, 8)))
+    assert parts.to_dict()["parts"][1]["shape"] == [3, 8, 16]
+
+
+class WrongName(nn.Module):
+    """What its second part adds also depends on the token before: a convolution."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.mlp, self.shift = Mlp(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        x = x + self.shift(x.roll(1, 1))
+        return x + self.mlp(x)
+
+
+def test_what_mixes_tokens_without_a_pattern_is_no_attention():
+    parts = hl.anatomy(Text(WrongName))
+    assert sites(parts["mixer_out"]) == ["blocks.0.shift", "blocks.1.shift"]
+    with pytest.raises(hl.SelectionError, match="the block has no attention"):
+        parts["attn_out"]
+
+
+class Gate(nn.Module):
+    """A sum that is no sum: the stream is multiplied by a value of its own."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(width, width), Mlp(width)
+
+    def forward(self, x):
+        return torch.relu(x + self.inner(x))
+
+
+def test_a_stream_behind_a_nonlinearity_is_refused():
+    with pytest.raises(hl.SelectionError, match=r"on the way is blocks\.\d@relu"):
+        hl.anatomy(Text(Gate))
+
+
+class Swap(nn.Module):
+    """Two streams, each of which gets what is computed from the other."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.first, self.second = Mlp(width), Mlp(width)
+
+    def forward(self, both):
+        a, b = both
+        a = a + self.first(b)
+        return a, b + self.second(a)
+
+
+class TwoStreams(Text):
+    def forward(self, x):
+        both = self.embed(x), self.embed(x) * 2
+        for block in self.blocks:
+            both = block(both)
+        return self.unembed(self.norm(both[0] + both[1]))
+
+
+def test_two_streams_are_refused():
+    with pytest.raises(hl.SelectionError, match="has 2 streams"):
+        hl.anatomy(TwoStreams(Swap))
+
+
+def test_a_resnet_is_refused():
+    torchvision = pytest.importorskip("torchvision")
+    with pytest.raises(hl.SelectionError, match=r"on the way is layer4\.0\.relu@relu"):
+        hl.anatomy(torchvision.models.resnet18(), torch.randn(2, 3, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("hy_v4", "mixes 4 streams"), ("deepseek_v4", "layers.0@matmul")]
+)
+def test_hyper_connections_are_refused(name, reason):
+    with pytest.raises(hl.SelectionError, match=reason):
+        hl.anatomy(build(name), texts())
+
+
+def test_a_model_without_embedding_needs_an_input():
+    with pytest.raises(hl.InputError, match=r"hl.anatomy\(model, x\)"):
+        hl.anatomy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def test_a_compiled_model_is_refused():
+    with pytest.raises(hl.AttachError, match=r"before torch\.compile"):
+        hl.anatomy(torch.compile(Text(), backend="eager"))
+
+
+def test_an_encoder_and_a_decoder_are_two_stacks():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=100, pad_token_id=0,
+        eos_token_id=2, decoder_start_token_id=0,
+    )  # fmt: skip
+    parts = hl.anatomy(transformers.T5ForConditionalGeneration(config))
+    assert list(parts.stacks) == ["encoder.block", "decoder.block"]
+    assert sites(parts["cross_attn_out", 0]) == [
+        "decoder.block.0.layer.1.EncDecAttention:output[0]"
+    ]
+    assert sites(parts["ln_final"]) == ["decoder.final_layer_norm"]
+    encoder = parts.stacks["encoder.block"]
+    assert sites(encoder["mlp_out", 1]) == ["encoder.block.1.layer.1.DenseReluDense"]
+    assert "cross_attn_out" not in encoder
+
+
+def test_a_vision_transformer_of_timm_is_named():
+    timm = pytest.importorskip("timm")
+    sizes = {"depth": 2, "img_size": 32, "embed_dim": 48, "num_heads": 3}
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, **sizes).eval()
+    parts = hl.anatomy(model, torch.randn(2, 3, 32, 32))
+    assert sites(parts["attn_out"]) == ["blocks.0.attn", "blocks.1.attn"]
+    assert sites(parts["resid_mid", 1]) == ["blocks.1@add#0"]
+    with pytest.raises(hl.SelectionError, match="no output of the model"):
+        parts["logits"]
+
+
+def test_the_encoder_of_torch_is_named():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    parts = hl.anatomy(model, torch.randn(2, 7, 16))
+    assert sites(parts["attn_in", 0]) == ["layers.0.self_attn:input.query"]
+    assert sites(parts["mlp_act", 0]) == ["layers.0.linear2:input"]
+    assert parts.n_heads == 4
