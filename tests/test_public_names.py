@@ -22,15 +22,14 @@ from small_stores import write_store
 # fmt: off
 NAMES = [
     "EVERYWHERE", "AmbiguousError", "Anatomy", "AttachError", "Attribution", "CheckFinding",
-    "ClassMaps",
-    "Comparison", "Curves", "Diagnosis", "Finding", "Findings", "FolderError", "HooklineError",
-    "HooklineWarning", "InputError", "Invariance", "Inventory", "Line", "ModelError",
-    "NonFiniteError", "NotRecordedError", "Operations", "OverwrittenError", "Profile", "RanksError",
-    "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
-    "StructureError", "Summary", "Sweep", "anatomy", "attach", "attribute", "cam", "check", "clip",
-    "compare", "doctor", "edit", "edits", "extract", "features", "invariance", "inventory", "monitor", "open",
-    "operations", "plots", "profile", "record", "select", "shadow", "stats", "summary", "sweep",
-    "watch", "write_page",
+    "ClassMaps", "Comparison", "Curves", "Diagnosis", "Finding", "Findings", "FolderError",
+    "HooklineError", "HooklineWarning", "InputError", "Invariance", "Inventory", "Line",
+    "ModelError", "NonFiniteError", "NotRecordedError", "Operations", "OverwrittenError", "Profile",
+    "RanksError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
+    "SiteError", "Store", "StructureError", "Summary", "Sweep", "anatomy", "attach", "attribute",
+    "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract", "features",
+    "invariance", "inventory", "monitor", "open", "operations", "plots", "profile", "record",
+    "select", "shadow", "stats", "summary", "sweep", "watch", "write_page",
 ]
 # fmt: on
 
