@@ -28,8 +28,9 @@ NAMES = [
     "NonFiniteError", "NotRecordedError", "Operations", "OverwrittenError", "Profile", "RanksError",
     "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
     "StructureError", "Summary", "Sweep", "anatomy", "attach", "attribute", "cam", "check", "clip",
-    "compare", "doctor", "edit", "edits", "extract", "features", "invariance", "inventory", "monitor", "open",
-    "operations", "plots", "profile", "record", "select", "shadow", "stats", "summary", "sweep",
+    "compare", "doctor", "edit", "edits", "extract", "features", "invariance", "inventory",
+    "monitor", "open", "operations", "plots", "profile", "record", "select", "shadow", "stats",
+    "summary", "sweep",
     "watch", "write_page",
 ]
 # fmt: on
