@@ -85,6 +85,7 @@ _SIZES: dict[str, Any] = {
 # The types that are not built, or do not run, and why.
 CANNOT = {
     "blt": "its patches need a second model",
+    "cohere_compass_text": "it wants the rotary numbers of each kind of layer",
     "dbrx": "its nested configs have names of their own",
     "dots3_note": "its number of heads differs by layer, outside of the config",
     "dots3_note_text": "as dots3_note: 38 million parameters",
@@ -101,14 +102,15 @@ CANNOT = {
 # What a type needs besides, or otherwise; None leaves the number as the type has it.
 _AS_IT_IS = "as it is"
 _OWN: dict[str, dict[str, Any]] = {
+    "big_bird": {"attention_type": "original_full"},
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
-    },
     "deepseek_v2": {
         "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
     },
-    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "dots1": {
+        "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1,
+    },
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,

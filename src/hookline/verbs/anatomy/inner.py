@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -396,21 +396,27 @@ def _norms(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
     claims = []
     for name, value in zip(("q_norm", "k_norm"), _query_and_key(part, core), strict=False):
         events, _ = _back(value, part)
-        made = {id(output): event for event in events for output in event.outputs}
+        made = {id(output) for event in events for output in event.outputs}
         for path, calls in trace.calls.items():
-            own = path.startswith(f"{core.path}.") and len(calls) == 1 and calls[0]
-            if not own or not own.inputs or not own.outputs or id(own.outputs[0][1]) not in made:
+            if not path.startswith(f"{core.path}.") or len(calls) != 1:
                 continue
-            before_norm, after_norm = own.inputs[0][1], own.outputs[0][1]
-            is_norm = error_of_rescale(before_norm.tensor, after_norm.tensor) < 1e-4
-            if is_norm and after_norm.origin is not before_norm.origin:
-                layer.sites[name] = path
-                site = _own_input(trace, own, before_norm)
-                claims.append(claim("norm", (name,), [path, site], _norm_error))
-    for name in ("q_norm", "k_norm"):
-        if name not in layer.sites:
-            layer.refused[name] = "no module normalises it between its product and the scores"
+            for before_norm, after_norm in _norms_in(calls[0], made):
+                places = [p for p in after_norm.places if p.path == path and p.kind == "output"]
+                layer.sites[name] = trace.text(places[0])
+                needed = [layer.sites[name], _own_input(trace, calls[0], before_norm)]
+                claims.append(claim("norm", (name,), needed, _norm_error))
+    lacking = [name for name in ("q_norm", "k_norm") if name not in layer.sites]
+    _refuse(layer, lacking, "no module normalises it between its product and the scores")
     return claims
+
+
+def _norms_in(call: ModuleCall, wanted: set[int]) -> Iterator[tuple[Value, Value]]:
+    """Yield the values before and after each norm that a module computes of its inputs."""
+    inputs = [value for _, value in call.inputs]
+    for (_, output), source in zip(call.outputs, inputs, strict=False):
+        is_other = output.origin is not source.origin
+        if id(output) in wanted and is_other and _norm_error(output.tensor, source.tensor) < 1e-4:
+            yield source, output
 
 
 def _norm_error(after: Tensor, before_norm: Tensor) -> float:

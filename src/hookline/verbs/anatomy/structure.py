@@ -17,6 +17,7 @@ from hookline.errors import (
     HooklineWarning,
     NotRecordedError,
     SelectionError,
+    StructureError,
 )
 from hookline.verbs.anatomy.claims import Claim, claims_of
 from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
@@ -110,11 +111,8 @@ def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
         if all(layer.block.steps for layer in layers) and any(layer.parts for layer in layers):
             stacks.append(Stack(path, layers, Names({}, {}, [])))
     if not stacks:
-        why = (
-            max(reasons)[-1]
-            if reasons
-            else "no stack of blocks of one type ran, each on what the last returned"
-        )
+        none = "no stack of blocks of one type ran, each on what the last one returned"
+        why = max(reasons)[-1] if reasons else none
         raise SelectionError(
             f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
             "\nSelect modules by their paths: hl.summary(model) lists them."
@@ -176,7 +174,7 @@ def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Te
     for site in sites:
         try:
             values[site] = run.tensor(site)
-        except (NotRecordedError, AmbiguousError):
+        except (NotRecordedError, AmbiguousError, StructureError):
             continue
     return values
 
