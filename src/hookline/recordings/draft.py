@@ -22,6 +22,7 @@ from typing import final
 from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.files.folder_lock import flock
+from hookline.files.mapped_file import State
 from hookline.files.place import LocalPlace, Place, place_of
 from hookline.files.sealed_json import MANIFEST, FolderFormat
 
@@ -144,6 +145,7 @@ class Draft:
         self._mark = ExitStack()
         self._is_new = isinstance(place, LocalPlace) and not place.folder.exists()
         self._is_committed = False
+        self._written: State | None = None  # the state of the manifest that was written
 
     def __enter__(self) -> Draft:
         try:
@@ -173,10 +175,11 @@ class Draft:
         place = self._place
         with place.turn(), suppress(OSError, ValueError):  # the next writer removes the rest
             self._mark.close()
-            if self._leads and not self._is_committed:
+            # Another writer, who has replaced the manifest meanwhile, left the files to this one.
+            if self._leads and (not self._is_committed or self._written != _state(place)):
                 names = [name for name in place.names(hidden=True) if self.token in name]
                 _remove_unnamed(place, names)
-                if self._is_new and isinstance(place, LocalPlace):
+                if self._is_new and not self._is_committed and isinstance(place, LocalPlace):
                     place.folder.rmdir()  # unless it holds files
 
     def commit(self, manifest: bytes) -> None:
@@ -191,7 +194,7 @@ class Draft:
             _check(place)
             older = _manifest(place)
             self._replace_manifest(manifest)
-            self._is_committed = True
+            self._is_committed, self._written = True, _state(place)
             with suppress(OSError, ValueError):  # the next writer removes the rest
                 names = place.names(hidden=True)
                 _remove_unnamed(place, names if is_alone else _named(names, older))
@@ -216,6 +219,14 @@ class Draft:
             raise
         with suppress(OSError):  # the next writer removes it
             aside.unlink()
+
+
+def _state(place: Place) -> State | None:
+    """Return the state of the manifest; None where files have none, or it is gone."""
+    try:
+        return place.state(MANIFEST) if isinstance(place, LocalPlace) else None
+    except OSError:
+        return None
 
 
 def _manifest(place: Place) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import hookline as hl
 from tiny_transformers import tiny
@@ -15,6 +16,7 @@ MODELS = {
     "gpt2": "transformer.h", "llama": "model.layers", "mixtral": "model.layers",
     "qwen2moe": "model.layers", "olmoe": "model.layers", "gpt_oss": "model.layers",
 }  # fmt: skip
+EXPERTS = ("mixtral", "qwen2moe", "olmoe", "gpt_oss")
 
 
 def recorded(model, selector, *args, **kwargs):
@@ -37,7 +39,10 @@ def test_a_transformer_with_its_own_values_has_the_same_bits(name):
     with hl.edit(model, first, hl.edits.patch(run), at=-1), hl.record(model, first) as seen:
         edited = model(OTHER, attention_mask=MASK).logits
     plain = model(OTHER, attention_mask=MASK).logits
-    assert torch.equal(edited[:, :-1], plain[:, :-1])
+    if name in EXPERTS:  # another expert for one token: products of other sizes for the rest
+        assert_close(edited[:, :-1], plain[:, :-1], rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(edited[:, :-1], plain[:, :-1])
     assert not torch.equal(edited[:, -1], plain[:, -1])
     assert torch.equal(seen[first][:, -1], run[first][:, -1])
 

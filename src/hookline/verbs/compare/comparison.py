@@ -148,7 +148,7 @@ class Comparison(Result):
             "first": None if self.first is None else self.first.site,
             "suspect": self.suspect,
             "counts": self.counts,
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [finding.to_dict() for finding in self.findings],
             "rows": self._table_rows(),
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, final
 
 from hookline.display.results import Heading, Printout, Result
@@ -98,7 +98,7 @@ class Invariance(Result):
         """Return the findings and the rows, as plain values."""
         return {
             "ok": self.ok,
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [finding.to_dict() for finding in self.findings],
             "rows": self._table_rows(),
         }
 
