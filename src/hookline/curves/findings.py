@@ -48,7 +48,7 @@ Array = NDArray[Any]
 @final
 @dataclass(frozen=True)
 class _Onset:
-    """Where a site began to deviate; compares by time within the training."""
+    """Hold when and where a site began to deviate. Onsets compare by their time in the training."""
 
     step: int
     stage: int

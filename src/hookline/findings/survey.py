@@ -1,4 +1,4 @@
-"""What rules look at: the readings of a pass in firing order, and the structure of its model."""
+"""Survey a pass for the rules: its readings in firing order, and the structure of its model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Survey:
 
     @functools.cached_property
     def before(self) -> dict[int, Reading]:
-        """What flowed into each leaf, by the identity of its reading, as far as the ports tell.
+        """Map the identity of each leaf's reading to the reading of its input.
 
         It is the recorded input, else the leaf that fired before.
         """

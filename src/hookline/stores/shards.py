@@ -61,7 +61,7 @@ class _OpenShard(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Where each shard begins and ends: the number of its first item or row, and of the next's.
+    """Hold the number of each shard's first item or row, and of the first one after it.
 
     Args:
         starts: the first of each shard, and the length.

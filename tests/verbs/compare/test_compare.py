@@ -350,6 +350,20 @@ def test_arrays_get_no_advice_for_recordings():
     assert finding.text == "first beyond noise: a (relative inf)"
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_compiled_run_is_told_in_the_order_of_the_eager_one(mlp, is_first):
+    torch.compiler.reset()
+    port = copy.deepcopy(mlp)
+    with torch.no_grad():
+        port[0].weight.mul_(1.01)
+    compiled = run_of(torch.compile(port, backend="eager"), X)
+    sides = compiled, run_of(mlp, X)
+    comparison = hl.compare(*sides if is_first else sides[::-1])
+    assert comparison.first.site == "0"
+    assert comparison.rows[-1].site == "(root)"
+
+
 # -- settings of torch ---------------------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ class Plain:
 
 @final
 class Progress:
-    """How far a running call of a module has come in computing attention step by step.
+    """Track the step that a running call has reached, in a module that computes attention stepwise.
 
     Attributes:
         step: 0 before the scores, 1 before the softmax, 2 before the product with the values.

@@ -116,7 +116,7 @@ def _first_error(start: Tensor, *terms: Tensor) -> float:
 @final
 @dataclass(eq=False, slots=True)
 class Head:
-    """What the model computes from the last stream: norm, product, scale and cap.
+    """Hold the steps from the last stream to the logits: norm, product, scale and cap.
 
     Attributes:
         events: the calls, in order.

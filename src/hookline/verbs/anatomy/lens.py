@@ -17,7 +17,7 @@ from hookline.verbs.anatomy.head import Head
 @final
 @dataclass(frozen=True, repr=False)
 class Lens(Result):
-    """What the model's head reads in the stream of each layer. Print it, or use its numbers.
+    """Show the tokens that the model's head predicts from the stream of each layer (logit lens).
 
     Attributes:
         logits: the logits by layer: (rows, tokens, vocabulary).

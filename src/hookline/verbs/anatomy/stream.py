@@ -29,7 +29,7 @@ _LIGHT = SUMS | SCALES | {
 @final
 @dataclass(eq=False, slots=True, repr=False)
 class Term:
-    """What a part of the block adds to the stream.
+    """Hold one addition of a block to the stream.
 
     Attributes:
         value: what is added.

@@ -21,7 +21,8 @@ class Pairing(NamedTuple):
     """The values of two sides, paired.
 
     Args:
-        pairs: the pairs, in the order of the first side.
+        pairs: the pairs, in the firing order of the first side; of the second, if the first has
+            none, as a recording of compiled code has none.
         only_a: the values of the first side alone.
         only_b: the values of the second side alone, under their names in the first.
     """
@@ -40,7 +41,9 @@ def paired(a: Side, b: Side, names: Names | None) -> Pairing:
     """
     theirs = _by_name(b.entries, _renamer(a, b, names))
     ours = {(entry.path, entry.rest): entry for entry in a.entries}
-    pairs = [(entry, theirs[key]) for key, entry in ours.items() if key in theirs]
+    is_by_b = not _is_in_firing_order(a.entries) and _is_in_firing_order(b.entries)
+    order = theirs if is_by_b else ours
+    pairs = [(ours[key], theirs[key]) for key in order if key in ours and key in theirs]
     if not pairs:
         raise InputError(_nothing_aligns(a.entries, b.entries))
     return Pairing(
@@ -48,6 +51,19 @@ def paired(a: Side, b: Side, names: Names | None) -> Pairing:
         [entry for key, entry in ours.items() if key not in theirs],
         [entry for key, entry in theirs.items() if key not in ours],
     )
+
+
+def _is_in_firing_order(entries: Sequence[Entry]) -> bool:
+    """Tell whether no module returns before one inside it does."""
+    ended: set[tuple[str, str]] = set()
+    for entry in entries:
+        if entry.port != "output" or entry.kind != "output":
+            continue
+        outside = ["", *_starts(entry.path)[:-1]] if entry.path else []
+        if any((path, entry.rest) in ended for path in outside):
+            return False
+        ended.add((entry.path, entry.rest))
+    return True
 
 
 def _by_name(

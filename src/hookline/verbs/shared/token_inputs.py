@@ -46,7 +46,7 @@ class TokenInputs:
 
     @property
     def starts(self) -> Tensor:
-        """Where sequences begin, `(rows, tokens)`: in each row, and packed into one.
+        """Mark the first token of each sequence, `(rows, tokens)`, also of those packed into a row.
 
         Raises:
             StructureError: `cu_seqlens` does not cover the tokens.

@@ -22,7 +22,7 @@ _SMALL_AT_SITE, _SMALL = 0.5, 0.01
 
 
 class Verdict(NamedTuple):
-    """What the measured effects of a site say of its estimates.
+    """Hold the verdict of a site's measured effects on its estimates.
 
     Args:
         label: the site.

@@ -30,7 +30,7 @@ _MAX_IMAGES = 12
 
 
 class Evidence(NamedTuple):
-    """What went into a model and came out of it, to show above the table.
+    """Hold the input images and predicted classes that the page shows above the table.
 
     Args:
         images: the input images; the first 12 are shown small.
