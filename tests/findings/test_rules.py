@@ -116,6 +116,7 @@ def test_overwritten_values_are_a_note():
         model(torch.rand(4, 8))
     finding = run.findings()[0]
     assert (finding.kind, finding.site, finding.level) == ("overwritten", "0", "note")
+    assert (finding.number, finding.why) == ("1 value", "")
 
 
 def test_a_recording_without_a_pass_is_said_to_be_unjudged():

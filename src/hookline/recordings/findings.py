@@ -90,15 +90,14 @@ def _overwritten(sites: Mapping[str, str]) -> list[Finding]:
     if not sites:
         return []
     first, *rest = sites
-    text = f"Overwritten after it was recorded: {listed([*sites], _MOST_NAMED)}."
     return [
         Finding(
             "overwritten",
-            text,
+            f"{sites[first]}.",
             first,
             "note",
-            str(len(sites)),
-            f"{sites[first]}.",
+            plural(len(sites), "value"),
+            f"So were {listed(rest, _MOST_NAMED)}." if rest else "",
             "Record copies, with hl.record(..., copy=True).",
             tuple(rest),
         )
