@@ -40,7 +40,7 @@ def test_it_prints_the_proven_names_and_gives_json(name):
     assert {"resid_pre", "attn_out", "mlp_out", "resid_post"} <= {part["name"] for part in names}
 
 
-def test_a_model_that_is_no_transformer_is_refused_with_the_reason():
+def test_a_model_that_is_no_transformer_is_refused():
     done = run("demo:digits", "demo")
     assert done.exit_code == 2
     assert "must have a residual stream" in done.output
