@@ -14,6 +14,7 @@ from typing import Any, Self, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
 from hookline.engine.compile.graph_callback import Callback, SplitCallback
@@ -197,11 +198,13 @@ class Line:
         self.taps += [tap for tap, _ in taps]
         self._nodes.update({id(tap): node for tap, node in taps if not isinstance(node, Optimizer)})
         self._watch_fast_paths(taps)
-        is_strict = not self.options.lenient
+        # Most models have no scripted module: a look at the types saves one at each module.
+        kinds = self.module_tree.kinds
+        may_skip = self.options.lenient and any(issubclass(kind, ScriptModule) for kind in kinds)
         hookable = [
-            (tap, node)
-            for tap, node in taps
-            if (is_strict and type(node) is ModuleNode) or self._is_hookable(tap, node)
+            pair
+            for pair in taps
+            if (type(pair[1]) is ModuleNode and not may_skip) or self._is_hookable(*pair)
         ]
         self._registrations.place(hookable, prepend=prepend)
 

@@ -82,21 +82,24 @@ class Registrations(Attachment):
             AttachError: torch would accept a hook and never call it.
         """
         name = HOOK_DICTS["forward"]
+        plain: set[type] = set()  # the classes of modules that are not scripted
         with _lock:
             for tap, node in taps:
                 # A line has many taps. Most modules have no other hook, so no order must be kept.
-                if (
-                    tap.hooks is not ON_OUTPUT
-                    or type(node) is not ModuleNode
-                    or isinstance(node.module, ScriptModule)
-                    or (hooks := node.module.__dict__[name])
-                ):
+                if tap.hooks is not ON_OUTPUT or type(node) is not ModuleNode:
                     self._place(tap, node, prepend=prepend)
                     continue
-                self.placed.append(((hooks,), _FIRST_ID, node.module))
+                module = node.module
+                kind, attributes = type(module), module.__dict__
+                if kind not in plain and not isinstance(module, ScriptModule):
+                    plain.add(kind)
+                if kind not in plain or (hooks := attributes[name]):
+                    self._place(tap, node, prepend=prepend)
+                    continue
+                self.placed.append(((hooks,), _FIRST_ID, module))
                 hooks[_FIRST_ID] = tap.fire  # type: ignore[attr-defined]
-                if "forward" in node.module.__dict__:
-                    follow(node.module)
+                if "forward" in attributes:
+                    follow(module)
 
     def _place(self, tap: HookOwner, node: Node, *, prepend: bool) -> None:
         specs = tap.hooks_on(node) if isinstance(node, ParameterNode) else tap.hooks
