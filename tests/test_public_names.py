@@ -27,7 +27,7 @@ NAMES = [
     "ModelError", "NonFiniteError", "NotRecordedError", "Operations", "OverwrittenError", "Profile",
     "RanksError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
     "SiteError", "Store", "StructureError", "Summary", "Sweep", "anatomy", "attach", "attribute",
-    "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract", "features",
+    "by_query", "cam", "check", "clip", "compare", "doctor", "edit", "edits", "extract", "features",
     "invariance", "inventory", "monitor", "open", "operations", "plots", "profile", "record",
     "select", "shadow", "stats", "summary", "sweep", "watch", "write_page",
 ]
@@ -37,6 +37,7 @@ SIGNATURES = {
     "anatomy": "(model, inputs=None)",
     "attach": "(model=None, *, every_thread=False)",
     "attribute": "(model, inputs, selector, metric, *, clean, each=None, **options)",
+    "by_query": "(function)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
     " batch_size=32)",
     "check": "(model, *, also=(), keep=None, every_thread=False)",

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from hookline.verbs.operations import operations as operations
     from hookline.verbs.profile.profile import Profile as Profile
     from hookline.verbs.profile.profile import profile as profile
+    from hookline.verbs.record.by_query import by_query as by_query
     from hookline.verbs.record.features import features as features
     from hookline.verbs.record.record import record as record
     from hookline.verbs.summary import Summary as Summary
@@ -109,6 +110,7 @@ _MODULES = {
     "verbs.monitor.monitor": "monitor",
     "verbs.operations": "Operations operations",
     "verbs.profile.profile": "Profile profile",
+    "verbs.record.by_query": "by_query",
     "verbs.record.features": "features",
     "verbs.record.record": "record",
     "verbs.summary": "Summary summary",

@@ -27,6 +27,7 @@ from hookline.engine.operations.attention import PARTS
 from hookline.engine.operations.call_list import CallList, FunctionCall
 from hookline.engine.operations.mode import operations_on
 from hookline.engine.operations.operation import Operation
+from hookline.engine.operations.pattern import QueryBlocks
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.checkpointing import same_draws, stop_all
 from hookline.engine.passes.modes import (
@@ -51,7 +52,7 @@ from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
     AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, no_callback, walked_over,
 )
-from hookline.engine.taps.forward import OutputTap
+from hookline.engine.taps.forward import BlocksTap, OutputTap
 from hookline.engine.taps.operations import ModeTap
 from hookline.engine.taps.optimizer_steps import OptimizerSteps, closure_of, parameter_ids
 from hookline.engine.torch_private.autograd import (

@@ -145,3 +145,29 @@ def test_a_compiled_function_in_a_module_is_the_modules():
     with hl.record(model, ["@tanh", "@mul"]) as run:
         model(x)
     assert torch.equal(run["@tanh"], torch.tanh(x))
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        q, k, v = x.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", ["function", "method"])
+def test_a_compiled_attention_itself_makes_each_call_once(backend, way):
+    model, x = Attention(), torch.randn(2, 5, 24)
+    sites = ["@q", "@pattern", "@z", "@scaled_dot_product_attention"]
+    with hl.record(model, sites) as eager:
+        bare = model(x)
+    compiled = model
+    if way == "method":
+        model.compile(backend=backend, fullgraph=True)
+    else:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        with hl.record(compiled, sites) as run:
+            assert torch.equal(compiled(x), bare)
+        for site in sites:
+            (value,) = run.calls(site)
+            assert torch.equal(value, eager[site]), site

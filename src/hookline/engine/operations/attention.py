@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,13 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.operations.names import Function, functions, name_of
 from hookline.engine.operations.operation import Operation, by_method
-from hookline.engine.operations.pattern import by_query_head, pattern_of, scores_of
+from hookline.engine.operations.pattern import (
+    KernelArguments,
+    QueryBlocks,
+    by_query_head,
+    pattern_of,
+    scores_of,
+)
 from hookline.engine.operations.products import Form, Letters, Matrices, Product, products
 from hookline.errors import AttachError
 
@@ -86,6 +92,7 @@ class Attention:
         n_heads: the number of heads; None if the module does not tell.
         n_groups: the number of heads of queries for each head of keys.
         needs_graph: whether a hook needs the graph to pass through scores or pattern.
+        takes_blocks: whether all hooks on scores and pattern take these in blocks of queries.
         traced: the progress of a call that is compiled.
     """
 
@@ -94,7 +101,7 @@ class Attention:
         self.path = ""
         self.n_heads = _n_heads(module)
         self.n_groups: int = getattr(module, "num_key_value_groups", 1)
-        self.needs_graph = False
+        self.needs_graph = self.takes_blocks = False
         self.traced = Progress()
         self._here = _Stack()
 
@@ -105,6 +112,7 @@ class Attention:
             operation.look()
         squares = [parts[name] for name in ("scores", "pattern") if name in parts]
         self.needs_graph = any(operation.needs_graph for operation in squares)
+        self.takes_blocks = all(operation.takes_blocks for operation in squares)
 
     def calls(self, inner: dict[Function, Operation]) -> dict[Function, Call]:
         """Return what stands for the functions of which attention consists.
@@ -178,7 +186,7 @@ class Attention:
 
     # -- values ------------------------------------------------------------------------------------
 
-    def show(self, name: str, value: Tensor) -> Any:
+    def show(self, name: str, value: Tensor | QueryBlocks) -> Any:
         """Hand the value of a part to the hooks on it, and return what they made of it."""
         return self.parts[name](value) if name in self.parts else value
 
@@ -302,19 +310,6 @@ def _shown(
     return torch.cat([new, value[..., n_keys:]], -1)
 
 
-class KernelArguments(NamedTuple):
-    """The arguments of `scaled_dot_product_attention`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-
 @final
 class KernelCall:
     """A call of `scaled_dot_product_attention`, which hides its pattern."""
@@ -334,12 +329,24 @@ class KernelCall:
         key, value = of.show("k", key), of.show("v", value)
         result = None
         if "scores" in of.parts or "pattern" in of.parts:
-            result = _by_pattern(of, KernelArguments(query, key, value, *given[3:]), is_packed)
+            given = KernelArguments(query, key, value, *given[3:])
+            if not of.takes_blocks or not _show_blocks(of, given):
+                result = _by_pattern(of, given, is_packed)
         if result is None:
             result = self.inner.call((query, key, value, *args[3:]), _options(kwargs))
         if "z" in of.parts:
             result = _pack(of.show("z", _unpack(result, is_packed)), result, is_packed)
         return result
+
+
+def _show_blocks(of: Attention, given: KernelArguments) -> bool:
+    """Show scores and pattern in blocks of queries, if there are several. Tell whether it is so."""
+    # A graph would hold the calls of each block.
+    if is_dynamo_compiling() or not QueryBlocks.of(given, is_pattern=True).has_several:
+        return False
+    for name in ("scores", "pattern"):
+        of.show(name, QueryBlocks.of(given, is_pattern=name == "pattern"))
+    return True
 
 
 def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tensor | None:

@@ -29,13 +29,14 @@ class Operation(nn.Module):
         place_of_inplace: the place of the argument `inplace`, if the function has one.
         may_change: whether a hook may change the arguments or the result.
         needs_graph: whether a hook needs the graph of autograd to pass through the value.
+        takes_blocks: whether all hooks take an attention pattern in blocks of queries.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
         self.writes = False
-        self.may_change = self.needs_graph = False
+        self.may_change = self.needs_graph = self.takes_blocks = False
         self.place_of_inplace: int | None = None
 
     def forward(self, value: Any) -> Any:
@@ -61,6 +62,7 @@ class Operation(nn.Module):
         ]
         self.may_change = any(getattr(owner, "changes_values", True) for owner in owners)
         self.needs_graph = any(getattr(owner, "needs_graph", True) for owner in owners)
+        self.takes_blocks = all(getattr(owner, "takes_blocks", False) for owner in owners)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function, and write a changed result to where the function writes."""

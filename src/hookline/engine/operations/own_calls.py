@@ -15,6 +15,7 @@ from hookline.engine.torch_private.graph.function_modes import (
     calling_module,
     calling_modules_of_graph,
     is_of_hook,
+    runs_graph,
 )
 from hookline.util.weak_map import WeakIdentityMap
 
@@ -25,10 +26,15 @@ class OwnCalls:
 
     Args:
         module: the module.
+
+    Attributes:
+        has_graph: whether a call of the module was compiled from within. The functions that the
+            graph calls, when it runs, are then no calls of the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module_id = id(module)
+        self.has_graph = False
         self._module = weakref.ref(module)
         self._parts: WeakIdentityMap[bool] = WeakIdentityMap()
 
@@ -38,12 +44,14 @@ class OwnCalls:
         Args:
             frame: the frame that makes the call.
         """
+        start = frame
         while frame is not None:
             module, code, frame = calling_module(frame)
             if frame is None or _hides_calls(module):
                 return False
             if id(module) == self.module_id:
-                return not is_of_hook(code, module)
+                is_of_graph = self.has_graph and runs_graph(start, frame)
+                return not is_of_graph and not is_of_hook(code, module)
             if self._is_part(module):
                 return False
             frame = frame.f_back  # the forward has made this module: nn.Softmax(dim=-1)(x)
@@ -51,6 +59,7 @@ class OwnCalls:
 
     def is_own_in_graph(self) -> bool:
         """Tell the same of the call that dynamo traces at present."""
+        self.has_graph = True
         for module in calling_modules_of_graph():
             if id(module) == self.module_id:
                 return True

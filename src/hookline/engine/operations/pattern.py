@@ -2,10 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
 import torch
 from torch import Tensor
 
 _NARROW = (torch.float16, torch.bfloat16)
+_BLOCK = 1 << 22  # scores in a block of queries: 16 MB
+_FEWEST_QUERIES = 16  # in a block
+
+
+class KernelArguments(NamedTuple):
+    """The arguments of `scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+@final
+@dataclass(slots=True)
+class QueryBlocks:
+    """The scores or the pattern of a long text, computed in blocks of queries when iterated over.
+
+    Args:
+        query: the queries, of shape [..., head, query, width].
+        key: the keys, of shape [..., key head, key, width].
+        mask: a mask as torch takes it, or None.
+        is_causal: whether a query attends to no later key.
+        scale: the factor of the products; None is 1 / sqrt(width).
+        is_pattern: whether the blocks are of the pattern, and not of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    is_pattern: bool
+
+    @classmethod
+    def of(cls, given: KernelArguments, *, is_pattern: bool) -> QueryBlocks:
+        """Return the blocks of the scores or of the pattern of a call."""
+        query, key, _, mask, _, is_causal, scale, _ = given
+        return cls(query, key, mask, is_causal, scale, is_pattern)
+
+    @property
+    def n_queries(self) -> int:
+        """Return the number of queries in a block."""
+        *batch, _, _ = self.query.shape
+        return max(_BLOCK // (torch.Size(batch).numel() * self.key.shape[-2]), _FEWEST_QUERIES)
+
+    @property
+    def has_several(self) -> bool:
+        """Tell whether there is more than one block."""
+        return self.query.shape[-2] > self.n_queries
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Compute one block after the other: [..., head, query, key]."""
+        n = self.n_queries
+        key = by_query_head(_wide(self.key), self.query.shape[-3])
+        may_lack_keys = self.mask is not None
+        for start in range(0, self.query.shape[-2], n):
+            query, mask = self.query[..., start : start + n, :], self._mask(start, start + n)
+            # No name holds the scores: each block must be freed before the next is made.
+            if self.is_pattern:
+                yield pattern_of(
+                    _scores(query, key, mask, self.scale), query.dtype, may_lack_keys=may_lack_keys
+                )
+            else:
+                yield _scores(query, key, mask, self.scale)
+
+    def _mask(self, start: int, stop: int) -> Tensor | None:
+        if self.is_causal:
+            rows = min(stop, self.query.shape[-2]) - start
+            return _causal_mask(rows, self.key.shape[-2], start, self.query.device)
+        mask = self.mask
+        return mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
 
 
 def scores_of(
@@ -22,18 +102,30 @@ def scores_of(
         is_causal: whether a query attends to no later key.
         scale: the factor of the products; None is 1 / sqrt(width).
     """
-    if query.dtype in _NARROW:
-        query, key = query.float(), key.float()
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * scale) @ by_query_head(key, query.shape[-3]).transpose(-2, -1)
+    key = by_query_head(_wide(key), query.shape[-3])
     if is_causal:
-        rows, columns = scores.shape[-2:]
-        mask = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
+        mask = _causal_mask(query.shape[-2], key.shape[-2], 0, query.device)
+    return _scores(query, key, mask, scale)
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    query = _wide(query)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * scale) @ key.transpose(-2, -1)
     if mask is None:
         return scores
     if mask.dtype is torch.bool:
-        return scores.masked_fill(~mask, -torch.inf)
+        return torch.where(mask, scores, -torch.inf)
     return scores + mask
+
+
+def _causal_mask(n_queries: int, n_keys: int, start: int, device: torch.device) -> Tensor:
+    """Return whether each query may attend to each key, for queries from a start on."""
+    return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(start)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in _NARROW else value
 
 
 def pattern_of(scores: Tensor, dtype: torch.dtype, *, may_lack_keys: bool) -> Tensor:
@@ -46,9 +138,10 @@ def pattern_of(scores: Tensor, dtype: torch.dtype, *, may_lack_keys: bool) -> Te
         dtype: the dtype of the pattern.
         may_lack_keys: whether a mask may have left a query without any key.
     """
+    without_key = scores.amax(-1, keepdim=True) == -torch.inf if may_lack_keys else None
     pattern = scores.softmax(-1)
-    if may_lack_keys:
-        without_key = scores.amax(-1, keepdim=True) == -torch.inf
+    del scores  # frees them
+    if without_key is not None:
         pattern = pattern.masked_fill(without_key, 0.0)
     return pattern.to(dtype)
 

@@ -97,10 +97,12 @@ class HookOwner:
         hooks: the hooks of the object.
         rank: their place among the hooks of the node, where a hook has no order of its own.
         needs_graph: whether the hooks need the graph of autograd to pass through a value.
+        takes_blocks: whether the hooks take an attention pattern in blocks of queries.
     """
 
     __slots__ = ()
     needs_graph: ClassVar[bool] = False
+    takes_blocks: ClassVar[bool] = False
     hooks: tuple[HookSpec, ...] = ON_OUTPUT
     rank: Order
 

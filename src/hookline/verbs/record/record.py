@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
     LINE,
+    BlocksTap,
     Bound,
     Callback,
     CompiledRun,
@@ -38,6 +39,7 @@ from hookline.engine.run_settings import SettingsReader
 from hookline.errors import SelectionError, warn
 from hookline.recordings import Recording
 from hookline.verbs.record.beams import may_search, n_beams
+from hookline.verbs.record.by_query import ByQuery
 from hookline.verbs.record.gradients import KeepGradient, PlainGradTap
 from hookline.verbs.record.keep import Keep, Keeper, checked, in_graph, is_plain
 from hookline.verbs.record.to_store import StoreLine, store_line
@@ -262,6 +264,7 @@ class _Recorder:
         self._after = after
         self._places = enumerate(places)  # `bind` is called once for each site, in this order
         self._is_fast = after is None and is_plain(options)
+        self._takes_blocks = isinstance(options.get("keep"), ByQuery)
         self._kept = Keeper(options, unversioned)
         self._in_graph = in_graph(options)
         self._of_graph = Keeper({**options, "keep": None, "copy": False}, None)
@@ -289,9 +292,17 @@ class _Recorder:
             return self._gradient(number, node)
         callback = _keep(number, self._kept, site)
         if self._after is not None:
-            return _then(callback, self._after, site)
-        if self._in_graph is None:
-            return callback
+            callback = _then(callback, self._after, site)
+        if self._takes_blocks and site.port == "output" and not site.leaf:
+            tap = BlocksTap(site, self._passes, callback, Order.RECORD)
+            tap.halves = self._halves(number, callback, site)
+            return tap
+        return self._halves(number, callback, site) or callback
+
+    def _halves(self, number: int, callback: Callback, site: Site) -> SplitCallback | None:
+        """Return a callback in two halves for compiled code; None if it has no half in a graph."""
+        if self._in_graph is None or self._after is not None:
+            return None
         return SplitCallback(callback, self._in_graph, _keep(number, self._of_graph, site))
 
     def _gradient(self, number: int, node: Any) -> KeepGradient:

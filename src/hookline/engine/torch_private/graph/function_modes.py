@@ -65,6 +65,26 @@ def calling_module(frame: FrameType | None) -> tuple[Any, CodeType | None, Frame
     return None, None, None
 
 
+def runs_graph(frame: FrameType | None, outermost: FrameType) -> bool:
+    """Tell whether compiled code runs between two frames on the stack.
+
+    Args:
+        frame: the inner frame.
+        outermost: the outer frame.
+    """
+    while frame is not None and frame is not outermost:
+        # Dynamo calls a graph by a function that turns dynamo off, and that holds the reason.
+        if frame.f_code.co_name == "_fn":
+            reason = getattr(frame.f_locals.get("self"), "msg", None)
+            if reason == _IN_GRAPH:
+                return True
+        frame = frame.f_back
+    return False
+
+
+_IN_GRAPH = "do not trace Dynamo-compiled graph"
+
+
 def is_of_hook(code: CodeType | None, module: nn.Module) -> bool:
     """Tell whether a module that runs this code runs a hook, and not its forward."""
     return code is not _code_of(module.forward) and any(

@@ -1,0 +1,133 @@
+"""Functions for `keep=` that work query by query, so that no whole attention pattern is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine import QueryBlocks
+from hookline.engine.pytree import describe, tree
+from hookline.errors import AttachError, StructureError
+
+_N_TRIED = 2  # queries that are given to the function alone
+_TOLERANCE = 1e-3
+
+
+@final
+class ByQuery:
+    """A function of each query's row; `hl.by_query` makes it.
+
+    Args:
+        function: the function, of rows of shape [..., query, key].
+    """
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __call__(self, value: Any) -> Any:
+        """Return what the function makes of all rows.
+
+        Args:
+            value: the rows, or their blocks.
+
+        Raises:
+            StructureError: the value is no tensor of rows; or the function makes nothing for each
+                row, or makes something else of a row if other rows are with it.
+        """
+        if not isinstance(value, QueryBlocks):
+            if not isinstance(value, Tensor) or value.dim() < 2:
+                raise StructureError(
+                    f"hl.by_query must be given a tensor of rows, got {describe.in_words(value)}."
+                    "\nSelect an attention pattern, such as 'h.3.attn@pattern'."
+                )
+            return self._checked(value)
+        blocks = iter(value)
+        parts = [self._checked(next(blocks)), *map(self.function, blocks)]
+        dim = value.query.dim() - 2
+        columns = zip(*[_tensors(part) for part in parts], strict=True)
+        joined = {id(column[0]): torch.cat(column, dim) for column in columns}
+        return tree.map_tensors(lambda tensor: joined[id(tensor)], parts[0])
+
+    def _checked(self, rows: Tensor) -> Any:
+        """Return the function's result, and check that it is made query by query."""
+        result = self.function(rows)
+        dim, n_rows = rows.dim() - 2, rows.shape[-2]
+        for tensor in _tensors(result):
+            if tensor.dim() <= dim or tensor.shape[dim] != n_rows:
+                raise StructureError(
+                    f"hl.by_query's function must make a result for each query, in dimension {dim},"
+                    f" got {describe.shape(tensor)} of {describe.shape(rows)}."
+                    "\nReduce the last dimension alone, as in lambda p: p.amax(-1); or give the"
+                    " function to keep= itself, which computes the whole pattern."
+                )
+        if is_dynamo_compiling() or n_rows <= _N_TRIED:
+            return result
+        of_last = self.function(rows[..., -_N_TRIED:, :])
+        for tensor, alone in zip(_tensors(result), _tensors(of_last), strict=True):
+            if not _are_alike(tensor.narrow(dim, n_rows - _N_TRIED, _N_TRIED), alone):
+                raise StructureError(
+                    "hl.by_query's function must make the same of a query whatever the other"
+                    " queries are, got another result for the last queries alone.\nGive the"
+                    " function to keep= itself, which computes the whole pattern."
+                )
+        return result
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [tensor for _, tensor in tree.tensors(result)]
+
+
+def _are_alike(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    return torch.allclose(first, second, _TOLERANCE, _TOLERANCE, equal_nan=True)
+
+
+def by_query(function: Callable[[Tensor], Any]) -> ByQuery:
+    """Say that a function for `keep=` takes each query of an attention pattern alone.
+
+    Then `hl.record` need not compute the whole pattern of a long text, which is a square of the
+    number of tokens: the pattern is computed for some queries at a time, and the results are
+    joined.
+
+        >>> class Attention(nn.Module):
+        ...     def forward(self, q, k, v):
+        ...         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> model = Attention()
+        >>> entropy = hl.by_query(lambda pattern: torch.special.entr(pattern).sum(-1))
+        >>> with hl.record(model, "@pattern", keep=entropy) as run:
+        ...     _ = model(*torch.zeros(3, 1, 2, 4, 8))
+        >>> run["@pattern"].shape
+        torch.Size([1, 2, 4])
+
+    The blocks hold about 4 million scores, 16 MB, and at least 16 queries. The pattern is computed
+    whole where it is no longer than a block, in compiled code, in a model that computes attention
+    step by step, and where another hook takes the whole pattern.
+
+    Args:
+        function: a function of scores or patterns of shape [batch, head, query, key]. It returns a
+            tensor, or several, with a result for each query in the place of the queries: [batch,
+            head, query] or [batch, head, query, ...].
+
+    Returns:
+        A function for `keep=` of `hl.record`, `hl.features` and `hl.extract`.
+
+    Raises:
+        AttachError: `function` is not callable.
+        StructureError: (when the model runs) the function has no result for each query, or the
+            result of the last two queries depends on the others.
+    """
+    if not callable(function):
+        raise AttachError(
+            f"hl.by_query must be given a function, got {describe.in_words(function)}."
+            "\nGive one such as lambda pattern: pattern.amax(-1)."
+        )
+    return ByQuery(function)
