@@ -193,7 +193,8 @@ SURFACES = {
         "steer",
     ]),
     "plots": (lambda: hl.plots, [
-        "channels", "compare", "gradients", "histograms", "images", "statistics", "sweep", "tokens",
+        "attention", "channels", "compare", "gradients", "histograms", "images", "statistics",
+        "sweep", "tokens",
     ]),
     "stats": (lambda: hl.stats, [
         "Covariance", "Histogram", "Moments", "Quantiles", "Statistic", "covariance", "histogram",

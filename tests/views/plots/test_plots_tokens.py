@@ -84,6 +84,40 @@ def test_texts_must_be_as_many_as_tokens(recorded):
         hl.plots.tokens(recorded(torch.ones(3)), "site")
 
 
+def test_several_sites_are_columns_with_the_norm_of_each_token(said):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with torch.no_grad(), hl.record(model, "*") as run:
+        model(torch.randn(2, 5, 4))
+    figure = hl.plots.tokens(run, [str(site) for site in hl.select(model, "*")], sample=1)
+    want = torch.stack([run[f"{k}"][1].norm(dim=-1) for k in range(3)], 1)
+    np.testing.assert_allclose(figure.axes[0].images[0].get_array(), want, rtol=1e-6)
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["0", "1", "2"]
+    assert figure.axes[0].get_xlabel() == "*"
+    assert "Norm of each token at *" in said(figure)
+    assert "5 tokens, 3 sites" in said(figure)
+
+
+def test_a_site_with_one_feature_is_that_number():
+    model = nn.Sequential(nn.Linear(4, 1), nn.Identity())
+    with torch.no_grad(), hl.record(model, ["0", "(root)"]) as run:
+        model(torch.randn(1, 5, 4))
+    figure = hl.plots.tokens(run, ["0", "(root)"])
+    np.testing.assert_allclose(figure.axes[0].images[0].get_array()[:, 0], run["0"][0, :, 0])
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["0", "(root)"]
+
+
+def test_sites_that_are_no_columns_are_refused():
+    model = nn.Sequential(nn.Identity(), nn.Flatten(0, 1), nn.Identity())
+    with hl.record(model, "*") as run:
+        model(torch.randn(2, 5, 4))
+    with pytest.raises(hl.InputError, match="equally many tokens, got 5 at 0 and 10 at 1"):
+        hl.plots.tokens(run, ["0", "1"])
+    with pytest.raises(hl.InputError, match="n and order must be left out for several sites"):
+        hl.plots.tokens(run, ["0"], n=3)
+    with pytest.raises(hl.InputError, match="at least one site, got none"):
+        hl.plots.tokens(run, [])
+
+
 @pytest.mark.parametrize(("shape", "place"), [((2, 3, 4, 5), (2, 0, 1)), ((2, 4, 5, 1), None)])
 def test_pictures_are_stretched_from_least_to_greatest(recorded, said, shape, place):
     value = torch.randn(shape)

@@ -3,6 +3,7 @@
 hl.plots.channels(run, "layer1.0.conv1").savefig("channels.png")
 """
 
+from hookline.views.plots.attention import attention
 from hookline.views.plots.channels import channels
 from hookline.views.plots.compare import compare
 from hookline.views.plots.gradients import gradients
@@ -13,6 +14,7 @@ from hookline.views.plots.sweep import sweep
 from hookline.views.plots.tokens import tokens
 
 __all__ = [
+    "attention",
     "channels",
     "compare",
     "gradients",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from hookline.display.text import plural, share_text, shorten
+from hookline.display.text import plural, share_text
 from hookline.engine import Site
 from hookline.errors import InputError
 from hookline.recordings.figure_arguments import Source
-from hookline.recordings.walk import look_up
+from hookline.recordings.walk import Value, look_up
 from hookline.views.pixels import cells, range_text, scale_of
-from hookline.views.plots.arranging import arrange, order_of
+from hookline.views.plots.arranging import Arranged, arrange, order_of
 from hookline.views.plots.sheet import (
     PLAIN,
     SMALL,
@@ -25,6 +29,7 @@ from hookline.views.plots.sheet import (
     tidy,
     within,
 )
+from hookline.views.plots.token_labels import check_texts, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,12 +37,12 @@ if TYPE_CHECKING:
 
 _MOST = (512, 800)  # fewer than the figure's pixels, so that no cell is lost
 _WIDTH = 8.0
-_LONGEST = 24
+_SHORT = 3  # characters of a label that is not turned
 
 
 def tokens(
     recording: Source,
-    site: str | Site,
+    site: str | Site | Iterable[str | Site],
     *,
     texts: Sequence[str] | None = None,
     n: int | None = None,
@@ -45,13 +50,18 @@ def tokens(
     sample: int = 0,
     layout: str | None = None,
 ) -> Figure:
-    """Draw a token x feature map: a row for each token, a column for each feature.
+    """Draw a token x feature map, or of several sites a token x layer map.
+
+    A map has a row for each token. Of one site, it has a column for each feature. Of several, it
+    has a column for each site, with the norm of the token's features there.
 
         >>> import hookline as hl
         >>> model = nn.Embedding(10, 32)
         >>> with hl.record(model) as run:
         ...     _ = model(torch.tensor([[3, 1, 4]]))
         >>> figure = hl.plots.tokens(run, "(root)", texts=["the", "cat", "sat"])
+
+    A site with one feature is drawn by that number itself: `keep=lambda t: ...` may record one.
 
     All cells share one scale of colours. With more than 1000 cells, the scale leaves out the
     outermost half percent at each end: in most transformers a few features are a hundred times
@@ -60,7 +70,7 @@ def tokens(
 
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.
-        site: the site, as in a look-up: `"h.3:output[0]"`.
+        site: the site, as in a look-up: `"h.3:output[0]"`; or several, such as a selection.
         texts: the labels of the rows, one for each token.
         n: the most features to draw; None draws all of them. It does not limit indices in `order`.
         order: "index"; or "mean", "std" or "max" for the largest first; or the features' indices.
@@ -77,6 +87,35 @@ def tokens(
         InputError: the value cannot be drawn this way, or texts and tokens differ in number.
         HooklineError: matplotlib is not installed.
     """
+    if not isinstance(site, str | Site):
+        if n is not None or order != "index":
+            raise InputError(
+                "n and order must be left out for several sites, whose columns are the sites."
+                "\nGive one site to choose its features."
+            )
+        return _of_layers(recording, [*site], texts, sample, layout)
+    value, arranged = _look_up(recording, site, layout, sample)
+    chosen = order_of(arranged.data, order, n, value.label)
+    table = arranged.data[chosen].flatten(1).T
+    n_tokens = len(table)
+    check_texts("texts", texts, n_tokens, value.label)
+    share = share_text(len(chosen), len(arranged.data), "feature")
+    by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
+    lines = [
+        f"{value.form}, {arranged.text}",
+        f"{plural(n_tokens, 'token')}, {share}{by}; {range_text(table)}",
+    ]
+    if chosen == list(range(len(chosen))):
+        columns = _Labels("feature", None)
+    else:
+        columns = _Labels("feature, in this order", [str(k) for k in chosen], turned=False)
+    labels = printable(texts)
+    return _drawn(table, value.title, lines, (_Labels(_place(arranged), labels), columns))
+
+
+def _look_up(
+    recording: Source, site: str | Site, layout: str | None, sample: int
+) -> tuple[Value, Arranged]:
     value = look_up(recording, site)
     arranged = arrange(value, layout, sample, usual="TC")
     if not arranged.space:
@@ -84,29 +123,83 @@ def tokens(
             f"{value.label} must have tokens, got a value {arranged.text}."
             "\nUse hl.plots.channels for vectors, or give layout='TC' if its rows are tokens."
         )
-    chosen = order_of(arranged.data, order, n, value.label)
-    table = arranged.data[chosen].flatten(1).T
-    n_tokens, n_features = table.shape
-    if texts is not None and len(texts) != n_tokens:
-        raise InputError(
-            f"texts must have one text for each of the {plural(n_tokens, 'token')} of"
-            f" {value.label}, got {plural(len(texts), 'text')}.\nGive one for each, or texts=None."
-        )
-    share = share_text(len(chosen), len(arranged.data), "feature")
-    by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
+    return value, arranged
+
+
+def _place(arranged: Arranged) -> str:
+    space = arranged.space
+    return "token" if len(space) == 1 else f"place ({' x '.join(space)}, row by row)"
+
+
+def _of_layers(
+    recording: Source,
+    sites: list[str | Site],
+    texts: Sequence[str] | None,
+    sample: int,
+    layout: str | None,
+) -> Figure:
+    """Draw a row for each token and a column for each site: the norm of the token's features."""
+    if not sites:
+        raise InputError("site must name at least one site, got none.\nGive one, or several.")
+    values, columns = [], []
+    for site in sites:
+        value, arranged = _look_up(recording, site, layout, sample)
+        features = arranged.data.flatten(1).double()
+        columns.append(features[0] if len(features) == 1 else features.norm(dim=0))
+        values.append(value)
+        if len(columns[0]) != len(columns[-1]):
+            raise InputError(
+                f"the sites must have equally many tokens, got {len(columns[0])} at"
+                f" {values[0].label} and {len(columns[-1])} at {value.label}.\nDraw each alone."
+            )
+    table = torch.stack(columns, 1)
+    n_tokens = len(table)
+    check_texts("texts", texts, n_tokens, values[0].label)
+    name, labels = _short_names([value.label for value in values])
     lines = [
-        f"{value.form}, {arranged.text}",
-        f"{plural(n_tokens, 'token')}, {share}{by}; {range_text(table)}",
+        f"{values[0].form}, {arranged.text}",
+        f"{plural(n_tokens, 'token')}, {plural(len(values), 'site')}; {range_text(table)}",
     ]
+    title = f"Norm of each token at {name or plural(len(values), 'site')}"
+    rows = _Labels(_place(arranged), printable(texts))
+    return _drawn(table, title, lines, (rows, _Labels(name, labels)))
+
+
+def _short_names(names: list[str]) -> tuple[str, list[str]]:
+    """Return the names as numbers under a common name, `h.*`, if they differ in one number."""
+    split = [re.split(r"(\d+)", name) for name in names]
+    if len({len(parts) for parts in split}) == 1:
+        differing = [k for k, parts in enumerate(zip(*split, strict=True)) if len(set(parts)) > 1]
+        if len(differing) == 1 and differing[0] % 2:
+            (k,) = differing
+            return "".join([*split[0][:k], "*", *split[0][k + 1 :]]), [parts[k] for parts in split]
+    return "", names
+
+
+@final
+@dataclass(frozen=True)
+class _Labels:
+    """The labels of rows or columns; without texts their indices."""
+
+    name: str
+    texts: list[str] | None
+    turned: bool = True  # whether long texts below a map are turned
+
+
+def _drawn(table: Tensor, title: str, lines: list[str], labels: tuple[_Labels, _Labels]) -> Figure:
+    """Draw a table of numbers as a map, with the labels of rows and columns."""
     drawn = cells(table, _MOST)
     if drawn.shape != table.shape:
         lines.append(f"drawn as {drawn.shape[0]} x {drawn.shape[1]}: each cell the mean of an area")
     # The scale is that of the drawn cells: means of areas are far smaller than single values.
     scale = scale_of(drawn, robust=True)
-    labels = [_printable(text) for text in texts] if texts is not None else None
-    left = (text_width(labels) if labels else 0.35) + 0.35
-    height = min(max(n_tokens * 0.17, 1.0), 8.0)
-    sheet = Sheet(_WIDTH + left, height + 0.85, value.title, lines)
+    rows, columns = labels
+    n_rows, n_columns = table.shape
+    left = (text_width(rows.texts) if rows.texts else 0.35) + 0.35
+    height = min(max(n_rows * 0.17, 1.0), 8.0)
+    is_turned = columns.turned and max(map(len, columns.texts or [""])) > _SHORT
+    below = text_width(columns.texts or []) if is_turned else 0.0
+    sheet = Sheet(_WIDTH + left, height + 0.85 + below, title, lines)
     axes = sheet.axes(left, 0.05, _WIDTH, height)
     numbers, low, high = within(drawn.numpy(), scale)
     axes.imshow(
@@ -115,38 +208,32 @@ def tokens(
         vmin=low,
         vmax=high,
         aspect="auto",
-        extent=(-0.5, n_features - 0.5, n_tokens - 0.5, -0.5),
+        extent=(-0.5, n_columns - 0.5, n_rows - 0.5, -0.5),
         interpolation="nearest",
     )
-    _label(axes, arranged.space, labels, height, chosen)
+    _label(axes, labels, height, is_turned=is_turned)
     has_bad = not bool(drawn.isfinite().all())
-    sheet.bar((left, height + 0.6), scale, "value", has_bad=has_bad)
+    sheet.bar((left, height + 0.6 + below), scale, "value", has_bad=has_bad)
     return sheet.figure
 
 
-def _label(
-    axes: Axes, space: str, labels: list[str] | None, height: float, chosen: list[int]
-) -> None:
+def _label(axes: Axes, labels: tuple[_Labels, _Labels], height: float, *, is_turned: bool) -> None:
+    rows, columns = labels
     axes.tick_params(labelsize=SMALL, length=2)
-    if labels is not None:
-        step = max(1, math.ceil(len(labels) * 0.125 / height))
-        axes.set_yticks(range(0, len(labels), step), labels[::step], fontsize=SMALL, **PLAIN)
+    if rows.texts is not None:
+        step = max(1, math.ceil(len(rows.texts) * 0.125 / height))
+        axes.set_yticks(
+            range(0, len(rows.texts), step), rows.texts[::step], fontsize=SMALL, **PLAIN
+        )
     else:
-        place = "token" if len(space) == 1 else f"place ({' x '.join(space)}, row by row)"
-        axes.set_ylabel(place, fontsize=TEXT, **PLAIN)
+        axes.set_ylabel(rows.name, fontsize=TEXT, **PLAIN)
         axes.yaxis.get_major_locator().set_params(integer=True)
-    n = len(chosen)
-    is_whole = chosen == list(range(n))
-    axes.set_xlabel("feature" if is_whole else "feature, in this order", fontsize=TEXT, **PLAIN)
-    if is_whole:
+    axes.set_xlabel(columns.name, fontsize=TEXT, **PLAIN)
+    if columns.texts is None:
         axes.xaxis.get_major_locator().set_params(integer=True)
     else:
-        step = max(1, math.ceil(n / 16))
-        axes.set_xticks(range(0, n, step), [str(k) for k in chosen[::step]])
+        n = len(columns.texts)
+        step = max(1, math.ceil(n / (_WIDTH / 0.125 if is_turned else 16)))
+        turned = {"rotation": 90} if is_turned else {}
+        axes.set_xticks(range(0, n, step), columns.texts[::step], **turned, **PLAIN)
     tidy(axes, ())
-
-
-def _printable(text: str) -> str:
-    """Format a token: show outer spaces, escape newlines, shorten long texts."""
-    text = text.replace(" ", "␣") if text != text.strip() else text
-    return shorten(text, _LONGEST) or "''"

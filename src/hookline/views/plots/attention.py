@@ -1,0 +1,220 @@
+"""Draw the pattern of an attention: which query attends to which key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, final
+
+from torch import Tensor
+
+from hookline.display.text import share_text
+from hookline.engine import Site
+from hookline.engine.pytree import describe
+from hookline.errors import InputError
+from hookline.recordings.figure_arguments import Source, check_sample
+from hookline.recordings.walk import Value, look_up
+from hookline.views.pixels import Scale, range_text, scale_of, smaller
+from hookline.views.plots.arranging import drawable, order_of
+from hookline.views.plots.sheet import PLAIN, SMALL, TEXT, Sheet, draw_map, text_width, tidy
+from hookline.views.plots.token_labels import check_texts, printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 8.8
+_MOST = 256  # rows or columns of a map
+_LEAST, _GREATEST = 1.3, 5.5  # inches of a map's side
+_A_TOKEN = 0.125  # inches
+_GAP, _LABEL = 0.12, 0.17
+
+
+def attention(
+    recording: Source,
+    site: str | Site,
+    *,
+    texts: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    heads: Iterable[int] | None = None,
+    sample: int = 0,
+) -> Figure:
+    """Draw the pattern of an attention as a map for each head: a row a query, a column a key.
+
+        >>> class Attention(nn.Module):
+        ...     def forward(self, q):
+        ...         return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> model = Attention()
+        >>> with hl.record(model, "@pattern") as run:
+        ...     _ = model(torch.randn(1, 2, 3, 4))
+        >>> figure = hl.plots.attention(run, "@pattern", texts=["the", "cat", "sat"])
+
+    All heads share one scale of colours, from 0 to the greatest weight. Scores are drawn, too. A
+    masked key, whose score is -inf, is drawn as the least score. Maps of more than 256 queries or
+    keys are averaged down by area.
+
+    Args:
+        recording: a recording, or one of its passes: `run.passes[1]`.
+        site: the site, as in a look-up: `"h.3.attn@pattern"`. Its value has the shape [batch, head,
+            query, key], or [head, query, key].
+        texts: the labels of the tokens. If there are fewer queries than keys, as with a key-value
+            cache, the queries are the last tokens.
+        keys: the labels of the keys, where these are other tokens than the queries, as in an
+            attention to an encoder. None takes those of `texts`.
+        heads: the indices of the heads to draw; None draws all.
+        sample: the index of the sample in the batch.
+
+    Returns:
+        The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.
+
+    Raises:
+        NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
+        InputError: the value has no maps of queries and keys, a head does not exist, or texts and
+            tokens differ in number.
+        HooklineError: matplotlib is not installed.
+    """
+    value = look_up(recording, site)
+    maps, which = _maps(value, sample)
+    chosen = order_of(maps, "index" if heads is None else heads, None, value.label)
+    n_heads, n_queries, n_keys = maps.shape
+    labels = _labels(value, (n_queries, n_keys), texts, keys)
+    drawn, masked = _without_mask(smaller(maps[chosen], _MOST))
+    lines = [
+        f"{value.form}{which}",
+        f"{share_text(len(chosen), n_heads, 'head')}, {n_queries} queries, {n_keys} keys;"
+        f" {range_text(drawn)}{masked}",
+    ]
+    if drawn.shape[1:] != maps.shape[1:]:
+        size = " x ".join(str(side) for side in drawn.shape[1:])
+        lines.append(f"drawn as {size}: each cell the mean of an area")
+    grid = _Grid.of(len(chosen), labels, (n_queries, n_keys))
+    sheet = Sheet(max(grid.all_width, 4.6), grid.all_height + 0.55, value.title, lines)
+    whole = scale_of(drawn)
+    scale = whole if whole.is_signed else Scale(0.0, whole.high, is_signed=False)
+    for k, (number, numbers) in enumerate(zip(chosen, drawn, strict=True)):
+        axes = sheet.axes(*grid.box(k))
+        axes.set(xlim=(-0.5, n_keys - 0.5), ylim=(n_queries - 0.5, -0.5))
+        draw_map(axes, numbers.numpy(), scale, (-0.5, -0.5, n_keys, n_queries), smooth=False)
+        axes.set_title(f"head {number}", fontsize=SMALL, loc="left", pad=2, **PLAIN)
+        _label(axes, grid, labels, (k % grid.columns == 0, k + grid.columns >= len(chosen)))
+    has_bad = not bool(drawn.isfinite().all())
+    label = "weight" if value.label.endswith("@pattern") else "value"
+    sheet.bar((0.2, grid.all_height + 0.25), scale, label, has_bad=has_bad)
+    return sheet.figure
+
+
+def _maps(value: Value, sample: int) -> tuple[Tensor, str]:
+    """Return the maps of one sample, [head, query, key], and which sample it is as text."""
+    check_sample(sample)
+    tensor = drawable(value)
+    if tensor.dim() not in (3, 4) or tensor.is_complex():
+        raise InputError(
+            f"{value.label} must have the shape [batch, head, query, key], got"
+            f" {describe.shape(tensor)}.\nRecord an attention pattern, such as"
+            " 'h.3.attn@pattern', or use hl.plots.channels for other maps."
+        )
+    which = ""
+    if tensor.dim() == 4:
+        n_samples = tensor.shape[0]
+        if not -n_samples <= sample < n_samples:
+            raise InputError(
+                f"sample must be from 0 to {n_samples - 1} for {value.label}, got {sample}."
+                "\nGive sample=0."
+            )
+        tensor = tensor[sample]
+        which = f", sample {sample % n_samples} of {n_samples}" if n_samples > 1 else ""
+    return tensor.cpu().float(), which
+
+
+def _without_mask(maps: Tensor) -> tuple[Tensor, str]:
+    """Return maps of scores with the least score in place of -inf, and a remark on it."""
+    masked = maps == -math.inf
+    rest = maps[maps.isfinite()]
+    if not masked.any() or not rest.numel():
+        return maps, ""
+    return maps.masked_fill(masked, rest.min()), f"; {int(masked.sum()):,} masked"
+
+
+class _Labels(NamedTuple):
+    """The labels of queries and keys; None for indices."""
+
+    queries: list[str] | None
+    keys: list[str] | None
+
+
+def _labels(
+    value: Value,
+    shape: tuple[int, int],
+    texts: Sequence[str] | None,
+    keys: Sequence[str] | None,
+) -> _Labels:
+    n_queries, n_keys = shape
+    if keys is None and texts is not None and len(texts) == n_keys:
+        keys, texts = texts, texts[n_keys - n_queries :] if n_queries <= n_keys else texts
+    check_texts("texts", texts, n_queries if keys is not None else n_keys, value.label)
+    check_texts("keys", keys, n_keys, value.label)
+    return _Labels(printable(texts), printable(keys))
+
+
+@final
+class _Grid(NamedTuple):
+    """The places of maps in a figure, in inches."""
+
+    columns: int
+    rows: int
+    width: float  # of a map
+    height: float
+    left: float  # room for the labels of the queries
+    below: float  # room for the labels of the keys
+
+    @classmethod
+    def of(cls, n: int, labels: _Labels, shape: tuple[int, int]) -> _Grid:
+        """Lay out so many maps, as large as their labels and the width of a figure ask for."""
+        left = max(text_width(labels.queries or []), 0.25) + 0.2
+        below = max(text_width(labels.keys or []), 0.15) + 0.2
+        least = _LEAST if n > 1 else 3.0
+        a_token = max(_A_TOKEN if any(labels) else 0.0, least / max(shape))
+        height, width = (min(max(size * a_token, 0.3), _GREATEST) for size in shape)
+        columns = max(1, min(n, int((_WIDTH - left + _GAP) / (width + _GAP))))
+        columns = math.ceil(n / math.ceil(n / columns))  # rows of one length
+        return cls(columns, math.ceil(n / columns), width, height, left, below)
+
+    @property
+    def all_width(self) -> float:
+        """The width of all maps with their labels."""
+        return self.left + self.columns * (self.width + _GAP)
+
+    @property
+    def all_height(self) -> float:
+        """The height of all maps with their labels."""
+        return self.rows * (self.height + _LABEL + _GAP) + self.below
+
+    def box(self, k: int) -> tuple[float, float, float, float]:
+        """Return left edge, top edge, width and height of a map."""
+        row, column = divmod(k, self.columns)
+        left = self.left + column * (self.width + _GAP)
+        return left, row * (self.height + _LABEL + _GAP) + _LABEL, self.width, self.height
+
+
+def _label(axes: Axes, grid: _Grid, labels: _Labels, is_outer: tuple[bool, bool]) -> None:
+    """Label the queries left of the first map of a row, and the keys below the last of a column.
+
+    Args:
+        is_outer: whether the map is the first of its row, and the last of its column.
+    """
+    axes.tick_params(labelsize=SMALL, length=2)
+    for part, name, texts, inches, is_labelled in zip(
+        "yx", ("query", "key"), labels, (grid.height, grid.width), is_outer, strict=True
+    ):
+        axis = getattr(axes, f"{part}axis")
+        if not is_labelled:
+            axis.set_ticks([])
+        elif texts is None:
+            axis.get_major_locator().set_params(integer=True, nbins=4)
+            axis.set_label_text(name, fontsize=TEXT, **PLAIN)
+        else:
+            step = max(1, math.ceil(len(texts) * _A_TOKEN * 0.9 / inches))
+            turned = {"rotation": 90} if part == "x" else {}
+            places = range(0, len(texts), step)
+            axis.set_ticks(places, texts[::step], fontsize=SMALL, **turned, **PLAIN)
+    tidy(axes, ())
