@@ -43,7 +43,7 @@ from hookline.engine.report.report import Report, facts
 from hookline.engine.selection.module_tree import (
     ModuleNode, OperationNode, ParameterNode, module_tree, require_model, walk,
 )
-from hookline.engine.selection.part_names import register_parts
+from hookline.engine.selection.part_names import has_parts, register_parts, sites_of_part
 from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
 )

@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 from hookline.display.text import plural
-from hookline.engine import ROOT, Site, parse_site, path_text
+from hookline.engine import ROOT, Selection, Site, parse_site, path_text
 from hookline.engine.pytree.tree import Leaf
-from hookline.errors import NotRecordedError
+from hookline.errors import AmbiguousError, NotRecordedError
 
-Key = str | Site
+Key = str | Site | Selection
+# Returns the texts of the sites that a text such as `.resid_post.3` names.
+PartSites = Callable[[str], list[str]]
 
 # The suffixes that pick a run. Selectors have calls only; passes and backwards are a recording's.
 _RUN = re.compile(r"(?P<rest>.*)#(?P<kind>pass|backward|)(?P<number>[0-9]{1,9})", re.DOTALL)
@@ -70,13 +72,18 @@ class Index:
     Args:
         sites: the recorded sites.
         has_leaf: returns whether the value of a site, by its index, has a leaf; for messages.
+        sites_of_part: returns the sites of a part of the model; None if the model is not known.
     """
 
     def __init__(
-        self, sites: tuple[Site, ...], has_leaf: Callable[[int, Leaf], bool] | None = None
+        self,
+        sites: tuple[Site, ...],
+        has_leaf: Callable[[int, Leaf], bool] | None = None,
+        sites_of_part: PartSites | None = None,
     ) -> None:
         self._sites = sites
         self._has_leaf = has_leaf
+        self._sites_of_part = sites_of_part
         self._by_place: dict[tuple[str, str], list[int]] = {}
         for index, site in enumerate(sites):
             for path in (site.path, *site.aliases):
@@ -90,12 +97,13 @@ class Index:
         self._by_text = {key: index for index, key in enumerate(self.keys)}
 
     def find(self, key: Key) -> Lookup:
-        """Parse a key: `PATH[:PORT][LEAF][#CALL][#backwardN][#passN]`, or a `Site`.
+        """Parse a key: `PATH[:PORT][LEAF][#CALL][#backwardN][#passN]`, a `Site`, or a selection.
 
         Raises:
             NotRecordedError: the site was not selected. SelectionError: the key is malformed.
+            AmbiguousError: the key names several sites.
         """
-        if not isinstance(key, str | Site):
+        if not isinstance(key, str | Site | Selection):
             raise NotRecordedError(self._not_a_site(key))
         lookup = self.get(key)
         if lookup is None:
@@ -106,7 +114,7 @@ class Index:
         """Parse a key; return None if its site was not selected.
 
         Raises:
-            SelectionError: the key is malformed.
+            SelectionError: the key is malformed. AmbiguousError: it names several sites.
         """
         named, runs = self._split(key)
         index = named if isinstance(named, int) else self._covering(named, runs)
@@ -114,6 +122,8 @@ class Index:
 
     def _split(self, key: Key) -> tuple[int | Site, dict[str, int]]:
         """Split a key into the index of a recorded site, or a site, and its run suffixes."""
+        if isinstance(key, Selection):
+            key = only_site(key)
         if isinstance(key, Site):
             return key, {}
         text, runs = key, dict[str, int]()
@@ -121,9 +131,21 @@ class Index:
         while text not in self._by_text:
             match = _RUN.fullmatch(text)
             if match is None or match["kind"] in runs:
-                return parse_site(text, self._paths), runs
+                return parse_site(self._site_of_part(text), self._paths), runs
             text, runs[match["kind"]] = match["rest"], int(match["number"])
         return self._by_text[text], runs
+
+    def _site_of_part(self, text: str) -> str:
+        """Return the site that a text such as `.resid_post.3` names; other texts themselves."""
+        if not text.startswith(".") or self._sites_of_part is None:
+            return text
+        sites = self._sites_of_part(text)
+        if len(sites) > 1:
+            raise AmbiguousError(
+                f"{text!r} names {len(sites)} sites.\nWrite {text + '.0'!r} for layer 0, or"
+                f" {sites[0]!r}."
+            )
+        return sites[0]
 
     def _covering(self, site: Site, runs: dict[str, int]) -> int | None:
         call = runs.get("", site.call)
@@ -171,7 +193,8 @@ class Index:
         )
 
     def _not_selected(self, key: Key) -> str:
-        text, (named, runs) = str(key), self._split(key)
+        text = str(only_site(key) if isinstance(key, Selection) else key)
+        named, runs = self._split(key)
         path = named.path if isinstance(named, Site) else ""
         part = self._part(named, runs) if isinstance(named, Site) else None
         if part is not None:
@@ -195,6 +218,22 @@ class Index:
             f"{text!r} was never selected{hint}"
             "\nLook up one that was, or select this one too when recording."
         )
+
+
+def only_site(selection: Selection) -> Site:
+    """Return the only site of a selection.
+
+    Raises:
+        AmbiguousError: the selection has several sites, or none.
+    """
+    if len(selection) != 1:
+        sites = [str(site) for site in selection]
+        raise AmbiguousError(
+            f"a key must be one site, got a selection of {plural(len(selection), 'site')}."
+            f"\nLook up one of them, such as {quoted(sites[:1]) or 'a site that was selected'}, or"
+            " each: [run[site] for site in selection]."
+        )
+    return selection.sites[0]
 
 
 def _leaf_key(name: str) -> str | int:

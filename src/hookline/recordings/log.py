@@ -30,7 +30,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import leaves, tree
 from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, SiteError
-from hookline.recordings.index import Index, Key, Lookup
+from hookline.recordings.index import Index, Key, Lookup, PartSites
 from hookline.recordings.log_entries import Entry, PartialGradients
 from hookline.recordings.stamps import Beside, Unknowable, is_as_stamped, stamp
 from hookline.recordings.stored_values import Stored
@@ -50,6 +50,9 @@ class Log:
             it is held.
         keeps_graph: whether values were recorded with their graph.
         unversioned: detects memory that changes without a new version; None skips that check.
+
+    Attributes:
+        sites_of_part: returns the sites of a part of the model; None if the model is not known.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Log:
         unversioned: Unversioned | None = None,
     ) -> None:
         self.sites = sites
+        self.sites_of_part: PartSites | None = None
         self.passes: list[Pass] = []
         # A strong reference would form a cycle, and every value would live until gc runs.
         self._report = weakref.WeakMethod(report)
@@ -77,7 +81,7 @@ class Log:
             find_leaf = has_leaf()
             return find_leaf is not None and find_leaf(index, leaf)
 
-        return Index(self.sites, has)
+        return Index(self.sites, has, self.sites_of_part)
 
     def take(self) -> list[Pass]:
         """Remove all passes and return them."""

@@ -7,7 +7,7 @@ from typing import Any, final, overload
 
 from hookline.display.results import Printout, Result
 from hookline.display.text import plural
-from hookline.engine import Pass, Site, hides
+from hookline.engine import Pass, Selection, Site, hides
 from hookline.engine.run_settings import Settings, settings_of
 from hookline.recordings.index import Key, Lookup, run_text
 from hookline.recordings.log import Log, Read
@@ -77,7 +77,9 @@ class PassRecord(Lookups, Result):
 
     def __contains__(self, key: object) -> bool:
         """Return whether a site has one or more values in this pass."""
-        return isinstance(key, str | Site) and bool(self._log.has(key, self._pass, self._backward))
+        if not isinstance(key, str | Site | Selection):
+            return False
+        return bool(self._log.has(key, self._pass, self._backward))
 
     def outline(self, key: Key) -> Any:
         """Return a value's structure; a value in a folder has meta tensors without data.

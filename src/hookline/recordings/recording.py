@@ -22,11 +22,14 @@ from hookline.engine import (
     TIMEOUT_S,
     Pass,
     Report,
+    Selection,
     Site,
     Unversioned,
+    has_parts,
     hides,
     is_grouped,
     is_transformed,
+    sites_of_part,
 )
 from hookline.engine.model_fingerprint import RecordedModel, recorded_model
 from hookline.engine.run_settings import settings_of
@@ -65,6 +68,7 @@ class Recording(Lookups, Result):
     - A module ran several times in a pass: `run["block#2"]`, or `run.calls("block")` for a list.
     - Several passes: `run.passes[1]["block"]`; `run.cat("block")` or `run.stack("block")` for all.
     - Several backward passes in one pass: `run.passes[0].backwards[1]["block:grad_output"]`.
+    - A part that `parts = hl.anatomy(model)` has named: `run[parts["resid_post", 3]]`.
 
     `run[run.sites[15]]` looks up the 16th site. `run.items()` yields every value once, under its
     shortest key. If a site has values in several passes, the key names the pass: `block#2#pass1`.
@@ -128,6 +132,8 @@ class Recording(Lookups, Result):
     def identify(self, model: RecordedModel | Callable[[], nn.Module | None] | None) -> None:
         """Note the identity of the model, or a weak reference to the model."""
         self._model = model
+        if callable(model):
+            self._log.sites_of_part = partial(_sites_of_part, model)
 
     def take(self) -> list[PassRecord]:
         """Remove all passes from the recording, and return them."""
@@ -224,7 +230,7 @@ class Recording(Lookups, Result):
         """Return whether a site has one or more values."""
         if self.ranks:
             return any(key in rank for rank in self.ranks)
-        return isinstance(key, str | Site) and self._log.has(key)
+        return isinstance(key, str | Site | Selection) and self._log.has(key)
 
     def one_of_several(self, key: Key) -> tuple[str, str]:
         """Return the code after `run`, and the key, of one of a site's values.
@@ -597,3 +603,9 @@ def _remark(record: PassRecord, call: int, site: Site) -> str:
     except FolderError as error:
         return first_line(error)
     return ""
+
+
+def _sites_of_part(model: Callable[[], nn.Module | None], text: str) -> list[str]:
+    """Return the sites of a part of a model; the text itself, if no parts are known."""
+    live = model()
+    return [text] if live is None or not has_parts(live) else sites_of_part(live, text)

@@ -10,12 +10,13 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.display.text import plural
-from hookline.engine import Site, as_written
+from hookline.engine import Selection, Site, as_written
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
 from hookline.recordings import firing_order
 from hookline.recordings.figure_arguments import Source, check_source
 from hookline.recordings.firing_order import is_readable, values_of, with_leaf
+from hookline.recordings.index import Key, only_site
 from hookline.recordings.pass_record import PassRecord
 from hookline.recordings.recording import Recording
 from hookline.statistics.of_values import main_tensor, measured_tensors
@@ -63,7 +64,7 @@ class Skipped:
     why: str
 
 
-def look_up(source: Source, key: str | Site, name: str = "") -> Value:
+def look_up(source: Source, key: Key, name: str = "") -> Value:
     """Look up the main tensor of the only value of a site.
 
     Args:
@@ -80,15 +81,17 @@ def look_up(source: Source, key: str | Site, name: str = "") -> Value:
     return _with_tensor(unread, value, main_tensor(value))
 
 
-def look_up_all(source: Source, key: str | Site) -> list[Value]:
+def look_up_all(source: Source, key: Key) -> list[Value]:
     """Look up every tensor that is measured of the only value of a site; errors as in `look_up`."""
     value, unread = _look_up(source, key, "")
     return _with_tensors(unread, value)
 
 
-def _look_up(source: Source, key: str | Site, name: str) -> tuple[Any, _Unread]:
+def _look_up(source: Source, key: Key, name: str) -> tuple[Any, _Unread]:
     """Return the only value of a site, and what names it."""
     check_source(source)
+    if isinstance(key, Selection):
+        key = only_site(key)
     try:
         value = source[key]
     except AmbiguousError as error:
@@ -102,7 +105,7 @@ def _look_up(source: Source, key: str | Site, name: str) -> tuple[Any, _Unread]:
     return value, _Unread(as_written(str(key)), module_type, where)
 
 
-def _one_of_several(source: Source, key: str | Site, name: str, error: AmbiguousError) -> str:
+def _one_of_several(source: Source, key: Key, name: str, error: AmbiguousError) -> str:
     """Return the message that says what to pass in place of a site with several values."""
     code, single_key = source.one_of_several(key)
     arguments = [f"{name or 'run'}{code} as {name or 'the recording'}"] * bool(code)

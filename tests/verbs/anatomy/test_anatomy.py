@@ -98,6 +98,31 @@ def test_a_name_with_a_dot_selects_the_same(model, parts):
     assert torch.equal(run["blocks.0@add#0"], model.embed(x))
 
 
+def test_a_part_is_looked_up_by_its_name(model, parts):
+    x = torch.randint(50, (2, 6))
+    with hl.record(model, [".resid_post", ".attn_out.0", ".z:grad_output"]) as run:
+        for _ in range(2):
+            model(x).sum().backward()
+    (site,) = parts["resid_post", 1]
+    last = run.passes[1]
+    assert last[parts["resid_post", 1]] is last[".resid_post.1"] is last[str(site)]
+    assert run[".resid_post.1#pass0"] is run[f"{site}#pass0"]
+    assert parts["attn_out", 0] in run
+    assert parts["attn_out", 1] not in run
+    assert ".attn_out.0" in last
+    assert ".attn_out.1" not in last
+    assert last[".z.1:grad_output"].shape == last[".z.0:grad_output"].shape
+    assert hl.plots.tokens(last, parts["resid_post"]).axes
+    with pytest.raises(hl.AmbiguousError, match=r"a selection of 2 sites.*\n.*run\[site\]"):
+        last[parts["resid_post"]]
+    with pytest.raises(hl.AmbiguousError, match=r"'\.resid_post' names 2 sites"):
+        last[".resid_post"]
+    with pytest.raises(hl.NotRecordedError, match="was never selected"):
+        last[parts["attn_out", 1]]
+    with pytest.raises(hl.SelectionError, match="nothing"):
+        last[".nothing"]
+
+
 def test_the_port_of_a_name_is_that_of_its_gradient(model, parts):
     with pytest.raises(hl.SelectionError, match="must be grad_output or grad_input"):
         hl.select(model, ".resid_post:input")

@@ -21,6 +21,11 @@ def register_parts(model: nn.Module, sites: PartSites) -> None:
     _parts[model] = sites
 
 
+def has_parts(model: nn.Module) -> bool:
+    """Tell whether the parts of a model have been found."""
+    return model in _parts
+
+
 def sites_of_part(model: nn.Module, selector: str) -> list[str]:
     """Return the sites of a text such as `.resid_post`, `.pattern.3` or `.z:grad_output`."""
     sites = _parts.get(model)
