@@ -75,6 +75,16 @@ GROUPS = {
         "modules inside `ModuleList`, `ModuleDict`, `ParameterList`, `ParameterDict`",
         "deep copies of a model with hooks",
     ),
+    "Operations and the parts of attention": (
+        "[inside a module](inside.md)",
+        "operations in checkpoints",
+        "operations in checkpoints, in compiled code",
+        "operations under DDP",
+        "operations under FSDP2",
+        "operations under tensor parallelism",
+        "operations under torch.func",
+        "operations in several threads",
+    ),
     "Tensors and quantisation": (
         "[kinds of tensors](#kinds-of-tensors),"
         " [weights](inspecting.md#weights-that-are-not-parameters)",

@@ -30,6 +30,7 @@ from hookline.engine import (
     is_grouped,
     is_transformed,
     sites_of_part,
+    unwrap,
 )
 from hookline.engine.model_fingerprint import RecordedModel, recorded_model
 from hookline.engine.run_settings import settings_of
@@ -608,4 +609,6 @@ def _remark(record: PassRecord, call: int, site: Site) -> str:
 def _sites_of_part(model: Callable[[], nn.Module | None], text: str) -> list[str]:
     """Return the sites of a part of a model; the text itself, if no parts are known."""
     live = model()
-    return [text] if live is None or not has_parts(live) else sites_of_part(live, text)
+    if live is None or not has_parts(live := unwrap(live)):
+        return [text]
+    return sites_of_part(live, text)

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
-from hookline.engine import Selection, is_compiled, register_parts, require_model, select
+from hookline.engine import (
+    Selection,
+    is_compiled,
+    register_parts,
+    require_model,
+    select,
+    sharding,
+    unwrapped,
+)
 from hookline.errors import AttachError, SelectionError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.lens import Lens, lens_of
@@ -270,7 +278,7 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         The parts by name. Print them. `parts["pattern", 3]` is a selection.
 
     Raises:
-        AttachError: `model` is not a model, or compiled.
+        AttachError: `model` is not a model, or compiled; or its weights are split over ranks.
         InputError: None was given for `inputs`, and no input can be made.
         SelectionError: the model has no residual stream that can be proven: its blocks are not a
             sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
@@ -281,6 +289,13 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
             "hl.anatomy must be given a model that is not compiled, because it follows the calls of"
             " torch's functions.\nCall parts = hl.anatomy(model) before torch.compile."
         )
+    if sharding(model):
+        raise AttachError(
+            "hl.anatomy must be given a model whose weights each rank has whole, got one by"
+            f" {sharding(model)}.\nName the parts before: parts = hl.anatomy(model). Their sites"
+            " stay the same: [str(site) for site in parts['pattern']]."
+        )
+    model = unwrapped(model)
     both = trial_inputs(model, inputs)
     with eval_without_side_effects(model), quiet():
         parts = Anatomy(model, structure_of(model, both))

@@ -1,0 +1,101 @@
+"""Operations, the parts of attention and anatomy on real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import hookline as hl
+from parallel import half, llama, loss_of, sharded, split, tokens
+from processes import on_ranks
+
+ATTENTION = "model.layers.1.self_attn"
+PARTS = [f"{ATTENTION}@{name}" for name in ("q", "k", "v", "scores", "pattern", "z")]
+SITES = [*PARTS, "model.layers.0@add"]
+GRADIENTS = [f"{ATTENTION}@{name}:grad_output" for name in ("q", "pattern", "z")]
+
+
+def _model():
+    return llama().eval()
+
+
+def _seen(model, batch):
+    """Return what is recorded of operations, forward and backward."""
+    model.zero_grad()
+    with hl.record(model, [*SITES, *GRADIENTS], copy=True) as run:
+        loss_of(model, batch).backward()
+    return {site: run.calls(site) for site in [*SITES, *GRADIENTS]}
+
+
+def _halved(model, batch):
+    """Return the logits, and the gradient of the embeddings, under edits."""
+    half = hl.edits.scale(0.5)
+    changes = {f"{ATTENTION}@pattern": half, f"{ATTENTION}@q:grad_output": half}
+    model.zero_grad()
+    with hl.edit(model, changes), hl.record(model, "lm_head") as run:
+        loss_of(model, batch).backward()
+    return run["lm_head"]
+
+
+def _largest(model, batch):
+    largest = hl.by_query(lambda pattern: pattern.amax(-1))
+    with hl.record(model, f"{ATTENTION}@pattern", keep=largest) as run, torch.no_grad():
+        model(input_ids=batch)
+    return run[f"{ATTENTION}@pattern"]
+
+
+@pytest.mark.cell(
+    "operations under DDP", "record", "gradients", "edit", "edit gradients", "statistics"
+)
+@on_ranks
+def test_operations_under_ddp_are_each_ranks_part_of_the_batch(rank, folder):
+    _compare(DistributedDataParallel(_model()), half(tokens(), rank))
+
+
+@pytest.mark.cell(
+    "operations under FSDP2", "record", "gradients", "edit", "edit gradients", "statistics"
+)
+@on_ranks
+def test_operations_under_fsdp2_are_each_ranks_part_of_the_batch(rank, folder):
+    _compare(sharded(_model()), half(tokens(), rank))
+
+
+def _compare(model, mine):
+    plain = _model()
+    parts = hl.anatomy(plain)
+    assert_close(_seen(model, mine), _seen(plain, mine), rtol=1e-4, atol=1e-5)
+    assert_close(_halved(model, mine), _halved(plain, mine), rtol=1e-4, atol=1e-5)
+    assert_close(_largest(model, mine), _largest(plain, mine))
+    if not isinstance(model, DistributedDataParallel):
+        with pytest.raises(hl.AttachError, match="whose weights each rank has whole"):
+            hl.anatomy(model)
+        return
+    here = hl.anatomy(model, {"input_ids": mine, "use_cache": False})
+    assert [str(site) for site in here["resid_mid"]] == [str(site) for site in parts["resid_mid"]]
+    assert set(here) == set(parts)
+    with hl.record(model, here["resid_post", 1]) as run, torch.no_grad():
+        model(input_ids=mine)
+    with hl.record(plain, ".resid_post.1") as wanted, torch.no_grad():
+        plain(input_ids=mine)
+    assert_close(run[".resid_post.1"], wanted[".resid_post.1"])
+
+
+@pytest.mark.cell(
+    "operations under tensor parallelism", "record", "gradients", "edit", "edit gradients",
+    "statistics", note="The parts of attention are those of this rank's heads.",
+)  # fmt: skip
+@on_ranks
+def test_operations_under_tensor_parallelism_are_of_this_ranks_heads(rank, folder):
+    model, plain, batch = split(_model()), _model(), tokens()
+    seen, whole = _seen(model, batch), _seen(plain, batch)
+    heads = slice(2 * rank, 2 * rank + 2)
+    for site, values in seen.items():
+        for value, wanted in zip(values, whole[site], strict=True):
+            own = wanted[:, heads] if "self_attn" in site else wanted
+            assert_close(value, own, rtol=1e-4, atol=1e-5)
+    assert_close(_halved(model, batch), _halved(plain, batch), rtol=1e-4, atol=1e-5)
+    assert_close(_largest(model, batch), _largest(plain, batch)[:, heads])
+    with pytest.raises(hl.AttachError, match="whose weights each rank has whole"):
+        hl.anatomy(model)
