@@ -46,7 +46,7 @@ class FusedTap(Tap):
         if self.in_thread.current is None and not self.passes.is_here():
             self._slow_path(module)  # removes the tap, if it was copied along with the model
         elif is_fused(module, args, kwargs) and not _has_foreign_hooks(module):
-            self.ran = True
+            self.ran: bool = True
 
 
 def is_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
