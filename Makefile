@@ -7,11 +7,15 @@
 #   make mutants change the source in 60 places, and see whether a test notices
 #   make bench   the table of ratios, with rivals
 #   make docs    the documentation as a site, in site/
+#   make dist    the wheel and the sdist, in dist/: built twice, checked, installed and used bare
+#   make extras  the same, and each extra installed alone and used
+#   make types   how much of the public interface has known types, by pyright
 #   make clean   remove what the others made
 
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
+DIST_VENV := .venv-dist
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -21,7 +25,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --maxprocesses=8 \
   --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick full check mutants bench docs clean
+.PHONY: demo test quick full check mutants bench docs dist extras types clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -52,6 +56,11 @@ $(BENCH_VENV)/.bench: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) torch
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[bench]"
+	touch $@
+
+$(DIST_VENV)/.dist: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python -m pip install $(PIP_FLAGS) $$(sed -n 's/^release = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ',')
 	touch $@
 
 demo: $(VENV)/.demo
@@ -98,6 +107,18 @@ bench: $(BENCH_VENV)/.bench
 docs: $(VENV)/.docs
 	$(VENV)/bin/python docs/_site/build.py
 
+dist: $(DIST_VENV)/.dist
+	$(DIST_VENV)/bin/python release/dist.py
+	$(PYTHON) release/install.py
+
+extras: $(DIST_VENV)/.dist
+	$(DIST_VENV)/bin/python release/dist.py
+	$(PYTHON) release/install.py --extras
+
+# pyright looks for the package where the first python of the path does.
+types: $(DIST_VENV)/.dist $(VENV)/.test
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(DIST_VENV)/bin/python release/typed.py
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(DIST_VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -24,6 +24,7 @@ from hookline.errors import SelectionError as SelectionError
 from hookline.errors import SiteError as SiteError
 from hookline.errors import StructureError as StructureError
 from hookline.util.late_names import late_names
+from hookline.util.version import VERSION
 
 if TYPE_CHECKING:
     from hookline.curves import Curves as Curves
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     from hookline.views import plots as plots
     from hookline.views import write_page as write_page
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Where each name is: imported on first use, since a program uses few of them.
 _MODULES = {

@@ -32,7 +32,9 @@ class SiteError(HooklineError, LookupError):
 class NotRecordedError(HooklineError, KeyError):
     """A value was not recorded: it was not selected, or its hook was never called."""
 
-    __str__ = Exception.__str__  # KeyError would show the message quoted, on one line
+    def __str__(self) -> str:
+        """Return the message; KeyError would show it quoted, on one line."""
+        return Exception.__str__(self)
 
 
 class AmbiguousError(HooklineError, LookupError):

@@ -49,7 +49,7 @@ from hookline.verbs.check.situation import read as read_situation
 from hookline.views import terminal_plots
 from hookline.views.page import write_comparison_page
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="hookline",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -13,7 +13,7 @@ from hookline.errors import InputError
 from hookline.stores import Store, merge, open_store, repair, verify
 from hookline.stores.exports import Format
 
-store_app = typer.Typer(
+store_app: typer.Typer = typer.Typer(
     name="store",
     help="Look at a store that hl.extract wrote; verify, repair, merge and export it.",
     no_args_is_help=True,

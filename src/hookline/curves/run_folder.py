@@ -105,7 +105,7 @@ class RunFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.path = Path(folder)
+        self.path: Path = Path(folder)
         self.model: RecordedModel | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -265,7 +265,7 @@ class RunReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.has_ended = False
+        self.has_ended: bool = False
         self.model: RecordedModel | None = None
         self._path = folder / FILE
         self._reports: list[StepReport] = []
@@ -276,7 +276,7 @@ class RunReader:
         self._head = b""
         self._state: tuple[int, ...] = ()  # of the file when it was last read
         self._lock = fork_safe_lock()
-        self.version = ""
+        self.version: str = ""
 
     def read(self) -> Sequence[StepReport]:
         """Return the reports of measured steps so far, in order.

@@ -70,8 +70,8 @@ class CurveTable:
         self.sites: list[str] = []
         self.names: list[str] = []
         self.columns: list[StepSpan] = []
-        self.stride = 1
-        self.n_reports = 0
+        self.stride: int = 1
+        self.n_reports: int = 0
         self._most = most
         # The last, least and greatest numbers, of shape [3, columns, names, sites].
         self._numbers: Array = np.empty((3, most, 0, 0), np.float32)

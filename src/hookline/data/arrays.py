@@ -102,8 +102,8 @@ class TensorRows:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.dtype: torch.dtype = tensor.dtype
 
     def read(self, start: int | None = None, stop: int | None = None) -> Tensor:
         """Copy rows: a model that changes its input in place must not change the data."""
@@ -125,8 +125,8 @@ class ArrayRows:
         self._part = part_of(array) if isinstance(array, np.ndarray) else None
         if isinstance(array, ArrayPart):
             self._part = array
-        self.shape = tuple(array.shape)
-        self.dtype = array.dtype
+        self.shape: tuple[int, ...] = tuple(array.shape)
+        self.dtype: Any = array.dtype
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_array": None} if self._part is not None else vars(self)

@@ -47,11 +47,12 @@ class ImageItems(SingleItems):
     fix = "Resize pictures to one size in preprocess=, or give one at a time."
 
     def __init__(self, path: Path, preprocess: Preprocess | None) -> None:
+        self.n_others: int
         self._folder = path if is_folder(path) else path.parent
         sizes, self.n_others = _find(path) if is_folder(path) else ({path.name: _size(path)}, 0)
         self.names: list[str] = sorted(sizes)
         self._fingerprint = _fingerprint([(name, sizes[name]) for name in self.names])
-        self.root = f"{self._folder}{os.sep}"
+        self.root: str = f"{self._folder}{os.sep}"
         if not callable(preprocess):
             raise InputError(
                 f"preprocess must convert the pictures of {path} to tensors, got"

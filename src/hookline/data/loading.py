@@ -56,11 +56,11 @@ class Failure:
         self.error: BaseException | None = error
         lines = (str(error).replace(root, "") if root else str(error)).strip().splitlines()
         message = lines[0].rstrip(".")[:_N_TEXT] if lines else ""
-        self.text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        self.text: str = f"{type(error).__name__}: {message}" if message else type(error).__name__
         self.fix = "Save it as UTF-8." if isinstance(error, UnicodeDecodeError) else ""
         if isinstance(error, InputError) and len(lines) > 1:
             self.fix = lines[1]
-        self.trace = "".join(traceback.format_exception(error))
+        self.trace: str = "".join(traceback.format_exception(error))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "error": None}  # an error may hold what cannot be pickled
@@ -294,8 +294,8 @@ class IndexedSource:
         self._items = items
         self._loading = loading
         self._options = options or LoaderOptions()
-        self.batch_size = loading.batch_size
-        self.n_items = len(items)
+        self.batch_size: int = loading.batch_size
+        self.n_items: int = len(items)
 
     @property
     def names(self) -> list[str] | None:

@@ -41,7 +41,7 @@ class DatasetItems(SingleItems):
         inner = dataset
         while type(inner) is Subset:
             inner = inner.dataset
-        self.may_draw = type(inner) not in _PLAIN or collate is not default_collate
+        self.may_draw: bool = type(inner) not in _PLAIN or collate is not default_collate
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -25,7 +25,7 @@ from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import local_shards
 from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
 from hookline.engine.torch_private.modules import unwrapping
-from hookline.util.installed import package_version
+from hookline.util.version import VERSION
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _COMPILED = re.compile(r"\._orig_mod\b")  # of a path through a module that torch.compile wraps
@@ -268,7 +268,7 @@ def recorded_model(model: nn.Module) -> RecordedModel | None:
 
 def _versions_here() -> dict[str, str]:
     versions = {
-        "hookline": package_version(),
+        "hookline": VERSION,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }

@@ -27,7 +27,9 @@ class MappedFile:
         finally:
             os.close(handle)
         self._bytes = memoryview(self._map)
-        self._path, self.name, self.size = path, path.name, len(self._map)
+        self._path = path
+        self.name: str = path.name
+        self.size: int = len(self._map)
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return a range of the mapping."""

@@ -87,7 +87,7 @@ class LocalPlace:
 
     def __init__(self, folder: Path) -> None:
         self._shown = folder
-        self.folder = folder.absolute()  # the working directory may change during a run
+        self.folder: Path = folder.absolute()  # the working directory may change during a run
         self._lock: FolderLock | None = None
 
     def __str__(self) -> str:
@@ -272,7 +272,7 @@ class RemotePlace:
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs  # loads aiohttp and more for some protocols
 
-        self.url = url.rstrip("/")
+        self.url: str = url.rstrip("/")
         try:
             self._fs, self._root = url_to_fs(self.url)
         except (ValueError, ImportError) as error:
@@ -388,9 +388,10 @@ class DownloadedFile:
     __slots__ = ("_place", "name", "size", "state")
 
     def __init__(self, place: RemotePlace, name: str) -> None:
-        self._place, self.name = place, name
+        self._place = place
+        self.name: str = name
         self.state: State | None = None
-        self.size = place.size(name)
+        self.size: int = place.size(name)
 
     def read(self, start: int, stop: int) -> bytearray:
         """Download a range."""

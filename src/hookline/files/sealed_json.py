@@ -14,7 +14,7 @@ from typing import Any, final
 from xxhash import xxh3_64_hexdigest
 
 from hookline.errors import FolderError
-from hookline.util.installed import package_version
+from hookline.util.version import VERSION
 
 MANIFEST = "manifest.json"
 
@@ -46,7 +46,7 @@ class FolderFormat:
         """Return the first keys of a manifest."""
         return {
             "format": self.name, "version": self.version, "checksum": _BLANK.decode(),
-            "hookline": package_version(),
+            "hookline": VERSION,
         }  # fmt: skip
 
     def check(self, manifest: Any, place: object) -> None:

@@ -140,7 +140,7 @@ class Draft:
     """
 
     def __init__(self, place: Place, *, leads: bool = True) -> None:
-        self.token = secrets.token_hex(4)
+        self.token: str = secrets.token_hex(4)
         self._place, self._leads = place, leads
         self._mark = ExitStack()
         self._is_new = isinstance(place, LocalPlace) and not place.folder.exists()

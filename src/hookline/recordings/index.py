@@ -90,7 +90,7 @@ class Index:
                 self._by_place.setdefault((path, site.port), []).append(index)
         self._paths = {path for path, _ in self._by_place}
         # The text of each site, which is its key.
-        self.keys = list(map(str, sites))
+        self.keys: list[str] = list(map(str, sites))
         if ROOT in self._paths:  # a module has the root's name, so the root is written `:output`
             for index in (index for index, site in enumerate(sites) if not site.path):
                 self.keys[index] = self.keys[index].removeprefix(ROOT) or ":output"

@@ -31,8 +31,8 @@ class Beside:
     __slots__ = ("copies", "versions")
 
     def __init__(self, versions: Any, copies: list[tuple[Tensor, Tensor]]) -> None:
-        self.versions = versions
-        self.copies = copies
+        self.versions: Any = versions
+        self.copies: list[tuple[Tensor, Tensor]] = copies
 
 
 @final
@@ -46,7 +46,7 @@ class Unknowable:
     __slots__ = ("kind",)
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
+        self.kind: str = kind
 
 
 def is_as_stamped(tensors: Sequence[Tensor], was: Any) -> bool:

@@ -52,8 +52,8 @@ class LogBins:
         octaves = math.ceil(math.log2(high)) - self._first
         self._bits = per_octave.bit_length() - 1  # of the mantissa
         self._n = octaves * per_octave
-        self.zero = self._n + 2
-        self.non_finite = 2 * self.zero + 1
+        self.zero: int = self._n + 2
+        self.non_finite: int = 2 * self.zero + 1
 
     @property
     def n_slots(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -97,11 +98,13 @@ class HistogramStatistic:
     def __init__(self, low: float, high: float, per_octave: int) -> None:
         self.options: dict[str, Any] = {"low": low, "high": high, "per_octave": per_octave}
         self._bins = bins = LogBins(low, high, per_octave)
-        self.n_slots = bins.n_slots
-        self.zero, self.non_finite = bins.zero, bins.non_finite  # the places of these counts
-        self.start = bins.start
-        self.update = bins.update
-        self.merge = bins.merge
+        self.n_slots: int = bins.n_slots
+        # The places of these counts.
+        self.zero: int = bins.zero
+        self.non_finite: int = bins.non_finite
+        self.start: Callable[[Tensor], Tensor] = bins.start
+        self.update: Callable[[Tensor, Tensor], Tensor] = bins.update
+        self.merge: Callable[[Tensor, Tensor], Tensor] = bins.merge
 
     def result(self, slots: Tensor) -> Histogram:
         """Read slots."""

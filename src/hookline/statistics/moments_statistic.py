@@ -51,7 +51,7 @@ _NUMPY_DTYPES = frozenset((torch.float32, torch.float64))
 class MomentsStatistic:
     """A `Statistic` whose result is `Moments`."""
 
-    n_slots = len(_EMPTY)
+    n_slots: int = len(_EMPTY)
 
     def __init__(self, compile: bool | None) -> None:
         self.options: dict[str, Any] = {}  # how it is compiled is not what it measures

@@ -11,7 +11,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -96,13 +96,13 @@ class QuantilesStatistic:
         while _error(per_octave) > error:
             per_octave *= 2
         self.options: dict[str, Any] = {"q": list(q), "error": error, "low": low, "high": high}
-        self.q = tuple(map(float, q))
-        self.error = _error(per_octave)
+        self.q: tuple[float, ...] = tuple(map(float, q))
+        self.error: float = _error(per_octave)
         self._bins = LogBins(low, high, per_octave)
-        self.n_slots = self._bins.n_slots
-        self.start = self._bins.start
-        self.update = self._bins.update
-        self.merge = self._bins.merge
+        self.n_slots: int = self._bins.n_slots
+        self.start: Callable[[Tensor], Tensor] = self._bins.start
+        self.update: Callable[[Tensor, Tensor], Tensor] = self._bins.update
+        self.merge: Callable[[Tensor, Tensor], Tensor] = self._bins.merge
 
     def result(self, slots: Tensor) -> Quantiles:
         """Read slots."""

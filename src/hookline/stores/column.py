@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
@@ -64,7 +65,7 @@ class Column:
         bounds = self._shards.bounds_of(per_token=self._form.per_token)
         self._starts, self._stops, self._stop_array = bounds
         self._mapped = self._shards.mapped_of(self._form.name)
-        self.dtype = DTYPES[self._form.dtype]
+        self.dtype: torch.dtype = DTYPES[self._form.dtype]
         self._numpy_dtype = numpy_dtype(self.dtype)
         self._is_plain = from_numpy(np.empty(0, self._numpy_dtype)).dtype is self.dtype
         self._length = bounds.length

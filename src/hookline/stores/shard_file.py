@@ -267,7 +267,7 @@ def decode(head: bytes, size: int) -> Shard:
         seal, spans,
         {name: Moments.from_json(fields) for name, fields in description["statistics"].items()},
         [(item, text) for item, text in description["skipped"]],
-        description["job"],
+        description.get("job", ""),  # the first hookline 0.1.0 wrote none
     )  # fmt: skip
 
 

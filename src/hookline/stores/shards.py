@@ -101,9 +101,11 @@ class Shards:
     def __init__(self, place: Place, written: Mapping[str, list[Any]]) -> None:
         sizes, seals = written["sizes"], written["seals"]
         self.places: list[Place] = [place] * len(sizes)
-        self.numbers = list(range(len(sizes)))
-        self.sizes, self.seals = sizes, seals
-        self.n_items, self.n_rows = written["items"], written["rows"]
+        self.numbers: list[int] = list(range(len(sizes)))
+        self.sizes: list[int] = sizes
+        self.seals: list[str] = seals
+        self.n_items: list[int] = written["items"]
+        self.n_rows: list[int] = written["rows"]
         if not len(sizes) == len(seals) == len(self.n_items) == len(self.n_rows):
             raise ValueError("it must list each shard in each of its lists")
         self._make_caches()
@@ -119,11 +121,11 @@ class Shards:
         return joined
 
     def _make_caches(self) -> None:
-        self.item_bounds = Bounds.of(self.n_items)
+        self.item_bounds: Bounds = Bounds.of(self.n_items)
         are_items = self.n_rows == self.n_items
-        self.row_bounds = self.item_bounds if are_items else Bounds.of(self.n_rows)
+        self.row_bounds: Bounds = self.item_bounds if are_items else Bounds.of(self.n_rows)
         # Whether values are read where they are mapped, and never downloaded.
-        self.is_mapped = all(isinstance(place, LocalPlace) for place in {*self.places})
+        self.is_mapped: bool = all(isinstance(place, LocalPlace) for place in {*self.places})
         self._lock = fork_safe_lock()
         # By column and shard. Look-ups of rows read these dicts without a lock.
         self._mapped: dict[str, dict[int, Mapped]] = {}
@@ -385,7 +387,7 @@ class Origins:
     """
 
     def __init__(self, n_shards: int) -> None:
-        self.of_shard = np.full(n_shards, MISSING)
+        self.of_shard: NDArray[Any] = np.full(n_shards, MISSING)
         self._arrays: list[NDArray[Any]] = []
 
     def add(self, shard: int, array: NDArray[Any], origin: int) -> None:

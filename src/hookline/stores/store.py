@@ -95,17 +95,21 @@ class Store(Result):
         try:
             shards = Shards(place, manifest["shards"])
             self._forms = tuple(_forms(manifest["job"]))
-            self.statistics = {
+            self.statistics: dict[Any, Moments] = {
                 name: Moments.from_json(fields) for name, fields in manifest["statistics"].items()
             }
-            self.skipped = [(int(item), str(text)) for item, text in manifest["skipped"]]
+            self.skipped: list[tuple[int, str]] = [
+                (int(item), str(text)) for item, text in manifest["skipped"]
+            ]
             self._begin(shards)
         except (*DAMAGE, SelectionError) as error:
             raise _damaged(place, f"its {MANIFEST}: {first_line(error)}") from error
 
     def _begin(self, shards: Shards) -> None:
         self._shards = shards
-        self.sites = tuple(form.name for form in self._forms if form.name not in OWN)
+        self.sites: tuple[str, ...] = tuple(
+            form.name for form in self._forms if form.name not in OWN
+        )
         self._columns = {form.name: Column(shards, form) for form in self._forms}
         self._by_site = {parse_site(name): name for name in self.sites}
 

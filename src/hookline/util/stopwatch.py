@@ -32,7 +32,7 @@ class Stopwatch(threading.local):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.left_out = 0.0
+        self.left_out: float = 0.0
 
     def read(self) -> float:
         """Return the seconds so far, without the times that were left out."""

@@ -60,8 +60,8 @@ class CallGradients:
     def __init__(
         self, key: int, name: str, tensors: Sequence[Tensor], *, is_of_inputs: bool
     ) -> None:
-        self.key = key
-        self.open = True
+        self.key: int = key
+        self.open: bool = True
         self._is_of_inputs = is_of_inputs
         self._name = name
         self._hooks: list[tuple[Order, int | None, OneHook | AllHook]] = []

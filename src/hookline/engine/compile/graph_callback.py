@@ -48,9 +48,9 @@ class GraphCapture:
     __slots__ = ("call", "caught", "n_before")
 
     def __init__(self, call: int | None) -> None:
-        self.call = call
+        self.call: int | None = call
         self.caught: tuple[Any, ...] | None = None
-        self.n_before = 0
+        self.n_before: int = 0
 
     def capture(self, value: Any) -> Any:
         """Keep a copy of a value in a graph."""
@@ -82,7 +82,7 @@ class GraphReduce(GraphCapture):
 
     def __init__(self, call: int | None, inside: Callable[[Any], Any]) -> None:
         super().__init__(call)
-        self.inside = inside
+        self.inside: Callable[..., Any] = inside
 
     def capture(self, value: Any) -> Any:
         """Keep the function's result for a value."""
@@ -97,7 +97,7 @@ class GraphEdit(GraphCapture):
 
     def __init__(self, call: int | None, change: Callback) -> None:
         super().__init__(call)
-        self.change = change
+        self.change: Callback = change
 
     def capture(self, value: Any) -> Any:
         """Change a value, if this call should be changed."""
@@ -122,8 +122,8 @@ class GraphGradient(GraphCapture):
 
     def __init__(self, call: int | None, number: Tensor, switch: Switch) -> None:
         super().__init__(call)
-        self.number = number
-        self.switch = switch
+        self.number: Tensor = number
+        self.switch: Switch = switch
 
 
 def defaults_by_name(function: Callable[..., Any], n_given: int) -> Callable[..., Any]:

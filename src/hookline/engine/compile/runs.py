@@ -37,8 +37,8 @@ class CompiledRun:
     __slots__ = ("__weakref__", "_current", "is_again", "n_before", "number", "pending")
 
     def __init__(self, current: Pass, *, is_again: bool = False) -> None:
-        self.is_again = is_again
-        self.number = next(_numbers)
+        self.is_again: bool = is_again
+        self.number: int = next(_numbers)
         self._current = weakref.ref(current)
         self.n_before: dict[Any, int] = {}
         self.pending: dict[tuple[Any, int], Any] = {}

@@ -111,7 +111,7 @@ class GraphGradientTap(GradientTap):
             self.note_view(current, view)
         n_before = run.n_before[self] = current.calls.get(self, 0)
         current.calls[self] = n_before + len(caught)
-        self.ran = max(self.ran, n_before + len(caught))
+        self.ran: int = max(self.ran, n_before + len(caught))
         for call, value in enumerate(caught):
             if value is not None:
                 self._collect_call(current, run, call, value)

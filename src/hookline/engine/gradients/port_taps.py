@@ -91,11 +91,11 @@ class GradInputTap(GraphGradientTap):
     """A tap on the gradients of a module's inputs: a forward-pre hook."""
 
     __slots__ = ("arguments",)
-    hooks = ON_INPUTS
+    hooks: tuple[HookSpec] = ON_INPUTS
 
     def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
         super().__init__(site, passes, on, rank)
-        self.arguments = Arguments()
+        self.arguments: Arguments = Arguments()
 
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -127,7 +127,7 @@ class BorderTap(Tap):
     """A tap at the border of the root that keeps the gradients of different passes apart."""
 
     __slots__ = ()
-    hooks = (
+    hooks: tuple[HookSpec, HookSpec] = (
         HookSpec("forward_pre", "fire", Order.BORDER, with_kwargs=True),
         HookSpec("forward", "leave", Order.GRAD_RECORD, always_call=True),
     )
@@ -280,7 +280,7 @@ class ParameterTap(GradientTap):
         self._n_parts = self._n_parts + 1 if number == self._run else 1
         self._run = number
         if self._n_parts > 1 and not self.has_warned:
-            self.has_warned = True
+            self.has_warned: bool = True
             warn(
                 f"{self.site} comes in parts: several reentrant checkpoints use the parameter, and"
                 " each has a backward of its own.\nCheckpoint with use_reentrant=False, which gives"
@@ -291,7 +291,7 @@ class ParameterTap(GradientTap):
     def retire(self) -> None:
         """Stop firing and release the callback."""
         super().retire()
-        self.on = GradientCallback()
+        self.on: GradientCallback = GradientCallback()
 
     def _pass(self, backward: int) -> Pass | None:
         current = self.passes.at_parameter(backward)

@@ -57,7 +57,7 @@ class PendingGradient:
     __slots__ = ("call", "form", "gathered")
 
     def __init__(self, call: int) -> None:
-        self.call = call
+        self.call: int = call
         self.form: Any = None
         self.gathered: dict[Any, Any] = {}
 
@@ -137,10 +137,14 @@ class GradientTap(Tap):
 
     def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
         super().__init__(site, passes, no_callback, rank)
-        self.part = _part(site)
-        self.on = on
-        self.placed = self.needless = self.off = self.n_lost = 0
-        self.has_warned, self.lost = False, ""
+        self.part: Callable[..., Any] = _part(site)
+        self.on: GradientCallback = on
+        self.placed: int = 0
+        self.needless: int = 0
+        self.off: int = 0
+        self.n_lost: int = 0
+        self.has_warned: bool = False
+        self.lost: str = ""
 
     def _call(self, module: nn.Module, aliases: CallGradients | None = None) -> TappedCall | None:
         """Count this call of the module and return it; None if its gradients are not wanted."""
@@ -149,7 +153,7 @@ class GradientTap(Tap):
             return None
         number: int = current.calls.get(self, 0)
         current.calls[self] = number + 1
-        self.ran = max(self.ran, number + 1)
+        self.ran: int = max(self.ran, number + 1)
         is_wanted = self.site.call in (None, number)
         return TappedCall(current, number, id(module), aliases) if is_wanted else None
 

@@ -113,21 +113,21 @@ class Line:
                 "\nGive every_thread=True to see every thread and async task."
             )
         self.name = name
-        self.options = LineOptions(lenient=lenient)
-        self.passes = Passes(every_thread=every_thread)
+        self.options: LineOptions = LineOptions(lenient=lenient)
+        self.passes: Passes = Passes(every_thread=every_thread)
         self._registering = fork_safe_lock()
         self.taps: list[Tap] = []
-        self.module_tree = tree_of(model, name)
+        self.module_tree: ModuleTree = tree_of(model, name)
         self._nodes: dict[int, ModuleNode | ParameterNode] = {}
         # Whether the model has layers with a fast path; None until first asked.
         self._may_fuse: bool | None = None
         self._fused: dict[int, FusedTap] = {}
         self.root = model if isinstance(model, nn.Module) else None
-        self.is_everywhere = isinstance(model, Everywhere)
+        self.is_everywhere: bool = isinstance(model, Everywhere)
         self._is_entered = False
         self._registrations = Registrations()
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
-        self.originals = Originals(name, self.root, self.taps, self._nodes)
+        self.originals: Originals = Originals(name, self.root, self.taps, self._nodes)
         self.attached: list[Attachment] = [self._registrations, self._compiled]
         self._had_handles = False
         # Weak keys: a line need not know a handle that nobody holds.

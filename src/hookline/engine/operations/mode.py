@@ -50,9 +50,9 @@ class OperationMode(TorchFunctionMode):
         super().__init__()
         self.calls: dict[Function, Call] = {}
         self.in_graph: dict[str, Call] = {}
-        self.wanted = ""
-        self.attention = Attention(module)
-        self.module_id = id(module)
+        self.wanted: str = ""
+        self.attention: Attention = Attention(module)
+        self.module_id: int = id(module)
         self._by_name: dict[str, Operation] = {}
         self._copies: dict[Function, Operation] = {}
         self._own = OwnCalls(module)

@@ -38,7 +38,7 @@ class Product:
 
     def __init__(self, function: Function) -> None:
         name = name_of(function)
-        self.is_einsum = name == "einsum"
+        self.is_einsum: bool = name == "einsum"
         self.place = 1 if name == "baddbmm" else 0
         names = argument_names(function).names
         self.first, self.second = "", ""
@@ -92,8 +92,10 @@ class Matrices:
     """
 
     def __init__(self, place: int, first_name: str, second_name: str, n_heads: int | None) -> None:
-        self.place, self.n_heads = place, n_heads
-        self.first_name, self.second_name = first_name, second_name
+        self.place: int = place
+        self.n_heads: int | None = n_heads
+        self.first_name: str = first_name
+        self.second_name: str = second_name
 
     def _by_head(self, value: Tensor) -> Tensor:
         heads = self.n_heads
@@ -171,7 +173,9 @@ class Letters:
         order_out: tuple[int, ...],
     ) -> None:
         self.is_key_first = is_key_first
-        self.order_q, self.order_k, self.order_out = order_q, order_k, order_out
+        self.order_q: tuple[int, ...] = order_q
+        self.order_k: tuple[int, ...] = order_k
+        self.order_out: tuple[int, ...] = order_out
 
     @staticmethod
     def of(equation: str) -> Letters | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.passes import THREAD, Pass, Passes
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.graph.checkpoint import CheckpointPatch, aside
@@ -55,12 +56,12 @@ class CheckpointedRegion:
         self, passes: Passes, current: Pass, *, is_reentrant: bool, by_root: bool | None
     ) -> None:
         again = current.recomputation
-        self.passes = passes
-        self.is_reentrant = is_reentrant
-        self.by_root = by_root
-        self.number = current.number
+        self.passes: Passes = passes
+        self.is_reentrant: bool = is_reentrant
+        self.by_root: bool | None = by_root
+        self.number: int = current.number
         self.outer: Any = current.region
-        self.calls = dict(current.calls) if by_root is None else {}
+        self.calls: dict[Any, int] = dict(current.calls) if by_root is None else {}
         self.changes: list[Change] = []
         # A copy: a tensor that is hooked in this first run was not hooked in the outer region's.
         self.early: dict[tuple[Any, int], Any] = {} if again is None else {**again.region.early}
@@ -128,16 +129,17 @@ class Recomputation:
     is_repetition = False
 
     def __init__(self, region: CheckpointedRegion, rest: list[Recomputation]) -> None:
-        self.region = region
-        self.rest = rest
-        self.has_gradients = region.is_reentrant
+        self.region: CheckpointedRegion = region
+        self.rest: list[Recomputation] = rest
+        self.has_gradients: bool = region.is_reentrant
         self._has_run = False
         self._changes: list[Change] = []
         self._runs = iter(region.runs)
-        self.current = current = Pass(region.number)
+        current = Pass(region.number)
+        self.current: Pass = current
         current.calls = dict(region.calls)
         current.recomputation = current.region = self
-        self.roots = current.roots
+        self.roots: Calls = current.roots
 
     @property
     def is_awaited(self) -> bool:
@@ -435,7 +437,8 @@ def _begin(
 
 
 _WATCH = _Watch()
-watch_checkpoints, forget_checkpoints = _WATCH.hold, _WATCH.release
+watch_checkpoints: Callable[[Passes], None] = _WATCH.hold
+forget_checkpoints: Callable[[Passes], None] = _WATCH.release
 
 
 def stop_all() -> None:

@@ -66,17 +66,17 @@ class Pass:
     )  # fmt: skip
 
     def __init__(self, number: int, *, is_transformed: bool = False) -> None:
-        self.number = number
-        self.is_transformed = is_transformed
+        self.number: int = number
+        self.is_transformed: bool = is_transformed
         self.backward: int | None = None
         self.log: list[Any] = []
-        self.note = self.log.append
+        self.note: Callable[..., None] = self.log.append
         self.calls: dict[Any, int] = {}
         self.failed: bool | None = None
         self.at_end: list[Callable[[], None]] = []
         self.opened: dict[Any, list[Any]] = {}
-        self.roots = Calls()
-        self.exception_at_start = id(sys.exception())
+        self.roots: Calls = Calls()
+        self.exception_at_start: int = id(sys.exception())
         self.region: Any = None
         self.recomputation: Any = None
         self.settings: Any = None
@@ -105,7 +105,7 @@ class Switch:
     __slots__ = ("is_on", "number")
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.is_on: bool = False
         self.number: Any = None
 
 
@@ -179,24 +179,24 @@ class Passes:
     )  # fmt: skip
 
     def __init__(self, *, every_thread: bool = False) -> None:
-        self.in_thread = _ThreadPasses()
+        self.in_thread: _ThreadPasses = _ThreadPasses()
         self.sink: Sink | None = None
         self.at_root: Callable[[Pass, FrameType], None] | None = None
         self.at_border: Callable[[], None] | None = None
-        self.switch = Switch()
+        self.switch: Switch = Switch()
         self.compiler: Compiler | None = None
-        self.every_thread = every_thread
-        self.closed = False
-        self.transformed = False  # whether a pass ran inside torch.func
-        self.started = 0
+        self.every_thread: bool = every_thread
+        self.closed: bool = False
+        self.transformed: bool = False  # whether a pass ran inside torch.func
+        self.started: int = 0
         # The part of `started` for modules that ran outside a run of the root.
-        self.outside_root = 0
-        self.other_contexts = 0
-        self.failed = 0
+        self.outside_root: int = 0
+        self.other_contexts: int = 0
+        self.failed: int = 0
         self._numbers = itertools.count()
         self._open: dict[int, Pass] = {}
         self._latest: Pass | None = None
-        self.lock = fork_safe_lock()
+        self.lock: threading.RLock = fork_safe_lock()
 
     def belong_here(self) -> None:
         """Bind the line to the present context, unless it sees every thread.

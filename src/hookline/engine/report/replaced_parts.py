@@ -98,7 +98,7 @@ class Originals:
     def __init__(
         self, name: str, root: nn.Module | None, taps: list[Tap], nodes: dict[int, Node]
     ) -> None:
-        self.lapse = Lapse()
+        self.lapse: Lapse = Lapse()
         self.told: dict[Site, Loss] = {}
         self._name = name
         self._root = root

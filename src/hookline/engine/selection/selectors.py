@@ -85,7 +85,7 @@ class Selection(Result):
 
     def __init__(self, tree: ModuleTree, places: Iterable[SitedNode]) -> None:
         self._tree = tree
-        self.places = _in_order(places)  # each site with its module or parameter
+        self.places: list[SitedNode] = _in_order(places)  # each site with its module or parameter
         self._sites = tuple([site for site, _ in self.places])
 
     @property

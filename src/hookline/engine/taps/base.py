@@ -134,8 +134,9 @@ class AroundCall(HookOwner):
     def __init__(
         self, begin: Callable[..., Any], end: Callable[..., Any], orders: tuple[Order, Order]
     ) -> None:
-        self.begin, self.end = begin, end
-        self.hooks = (
+        self.begin: Callable[..., Any] = begin
+        self.end: Callable[..., Any] = end
+        self.hooks: tuple[HookSpec, HookSpec] = (
             HookSpec("forward_pre", "begin", orders[0], with_kwargs=True),
             HookSpec("forward", "end", orders[1], always_call=True),
         )
@@ -158,20 +159,20 @@ class Tap(HookOwner):
     is_on_calls: ClassVar[bool] = True  # whether the call of a module fires the tap
 
     def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
-        self.site = site
-        self.passes = passes
-        self.in_thread = passes.in_thread
-        self.rank = rank
-        self.fired = 0
-        self.ran = 0
+        self.site: Site = site
+        self.passes: Passes = passes
+        self.in_thread: Any = passes.in_thread
+        self.rank: Order = rank
+        self.fired: int = 0
+        self.ran: int = 0
         # In compiled code the capture counts the calls, so `change` does not.
-        self.change = self.callback = callback
+        self.change: Callback = callback
+        self.callback: Callback = callback
         if (site.leaf or site.call is not None) and not site.is_gradient:
             self._narrow(callback, site)  # gradients already arrive by leaf and by call
         self.halves: SplitCallback | None = None
-        self.traced: GraphCapture | None = (
-            None  # the capture in compiled code; None until code may be compiled
-        )
+        # The capture in compiled code; None until code may be compiled.
+        self.traced: GraphCapture | None = None
         self.active: GraphCapture | None = None  # the capture, while compiled code should use it
 
     def _narrow(self, callback: Callback, site: Site) -> None:
@@ -349,13 +350,13 @@ class RootTap(HookOwner):
     """A tap on the root that begins and ends a line's passes; inert in copies, as every tap."""
 
     __slots__ = ("passes",)
-    hooks = (
+    hooks: tuple[HookSpec, HookSpec] = (
         HookSpec("forward_pre", "begin", Order.BEGIN),
         HookSpec("forward", "end", Order.END, always_call=True),
     )
 
     def __init__(self, passes: Passes) -> None:
-        self.passes = passes
+        self.passes: Passes = passes
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert_root, ()

@@ -15,7 +15,7 @@ from hookline.engine.compile.guards import has_own_forward
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import ON_INPUTS, HookOwner, Order, Tap, no_callback
+from hookline.engine.taps.base import ON_INPUTS, HookOwner, HookSpec, Order, Tap, no_callback
 from hookline.engine.torch_private.graph.fused_ops import runs_fused
 from hookline.engine.torch_private.hooks import hook_dict
 
@@ -31,7 +31,7 @@ class FusedTap(Tap):
     """
 
     __slots__ = ()
-    hooks = ON_INPUTS
+    hooks: tuple[HookSpec, ...] = ON_INPUTS
 
     def __init__(self, node: ModuleNode, passes: Passes) -> None:
         site = Site(node.path, module_type=node.type_name)
@@ -46,7 +46,7 @@ class FusedTap(Tap):
         if self.in_thread.current is None and not self.passes.is_here():
             self._slow_path(module)  # removes the tap, if it was copied along with the model
         elif is_fused(module, args, kwargs) and not _has_foreign_hooks(module):
-            self.ran = True
+            self.ran: bool = True
 
 
 def is_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

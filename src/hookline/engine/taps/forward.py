@@ -11,7 +11,7 @@ from hookline.engine.compile.graph_callback import Callback
 from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import ON_INPUTS, Order, Tap
+from hookline.engine.taps.base import ON_INPUTS, HookSpec, Order, Tap
 
 
 class OutputTap(Tap):
@@ -51,11 +51,11 @@ class InputTap(Tap):
     """A tap on the inputs of a module, as bound arguments: a forward-pre hook with kwargs."""
 
     __slots__ = ("arguments",)
-    hooks = ON_INPUTS
+    hooks: tuple[HookSpec, ...] = ON_INPUTS
 
     def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
         super().__init__(site, passes, callback, rank)
-        self.arguments = Arguments()
+        self.arguments: Arguments = Arguments()
 
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

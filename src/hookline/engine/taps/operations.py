@@ -27,14 +27,14 @@ class ModeTap(HookOwner):
     """
 
     __slots__ = ("is_first", "mode")
-    hooks = (
+    hooks: tuple[HookSpec, HookSpec] = (
         HookSpec("forward_pre", "fire", Order.OPERATIONS_BEGIN),
         HookSpec("forward", "leave", Order.OPERATIONS_END, always_call=True),
     )
 
     def __init__(self, mode: OperationMode | None) -> None:
-        self.mode = mode
-        self.is_first = False
+        self.mode: OperationMode | None = mode
+        self.is_first: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModeTap, (None,)

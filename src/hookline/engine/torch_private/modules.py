@@ -122,7 +122,7 @@ _FUNCTIONAL = stateless._functional_call.__code__
 
 # Tells the value of a parameter from another value that `torch.utils.swap_tensors` has put into the
 # same object. The hooks on its gradient go with the value.
-value_address = attrgetter("_cdata")
+value_address: attrgetter[Any] = attrgetter("_cdata")
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -20,18 +20,18 @@ class ResidualBlock(nn.Module):
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels_out)
-        self.relu1 = nn.ReLU()
+        self.norm1: nn.Module = nn.BatchNorm2d(channels_out)
+        self.relu1: nn.Module = nn.ReLU()
         self.conv2 = nn.Conv2d(channels_out, channels_out, kernel_size=3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels_out)
-        self.shortcut = (
+        self.norm2: nn.Module = nn.BatchNorm2d(channels_out)
+        self.shortcut: nn.Module = (
             nn.Identity()
             if channels_in == channels_out
             else nn.Conv2d(channels_in, channels_out, kernel_size=1, bias=False)
         )
         # In place, as in many published networks: it overwrites the sum of norm2 and the shortcut.
         # The demo shows how hookline handles that.
-        self.relu2 = nn.ReLU(inplace=True)
+        self.relu2: nn.Module = nn.ReLU(inplace=True)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Run the block: `relu2(norm2(conv2(relu1(norm1(conv1(x))))) + shortcut(x))`."""
@@ -53,18 +53,18 @@ class DigitsNet(nn.Module):
 
     def __init__(self, width: int = 20) -> None:
         super().__init__()
-        self.stem = nn.Sequential()
+        self.stem: nn.Sequential = nn.Sequential()
         self.stem.add_module("conv", nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False))
         self.stem.add_module("norm", nn.BatchNorm2d(width))
         self.stem.add_module("relu", nn.ReLU(inplace=True))
-        self.block1 = ResidualBlock(width, width)
-        self.pool1 = nn.MaxPool2d(2)
-        self.block2 = ResidualBlock(width, 2 * width)
-        self.block3 = ResidualBlock(2 * width, 2 * width)
-        self.pool2 = nn.AdaptiveAvgPool2d(1)
-        self.flatten = nn.Flatten()
-        self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(2 * width, 10)
+        self.block1: ResidualBlock = ResidualBlock(width, width)
+        self.pool1: nn.Module = nn.MaxPool2d(2)
+        self.block2: ResidualBlock = ResidualBlock(width, 2 * width)
+        self.block3: ResidualBlock = ResidualBlock(2 * width, 2 * width)
+        self.pool2: nn.Module = nn.AdaptiveAvgPool2d(1)
+        self.flatten: nn.Module = nn.Flatten()
+        self.dropout: nn.Module = nn.Dropout(0.1)
+        self.head: nn.Linear = nn.Linear(2 * width, 10)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Score pictures of shape `(batch, 1, 8, 8)`, 0 dark and 1 light: shape `(batch, 10)`."""

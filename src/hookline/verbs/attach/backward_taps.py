@@ -94,8 +94,8 @@ class _RawBackwardTap(GradientTap):
         self, site: Site, passes: Passes, function: Hook, *, is_everywhere: bool = False
     ) -> None:
         super().__init__(site, passes, GradientCallback(), Order.GRAD_HOOK)
-        self.function = function
-        self.is_everywhere = is_everywhere
+        self.function: Callable[..., None] = function
+        self.is_everywhere: bool = is_everywhere
 
     @property
     def _name(self) -> str:
@@ -161,7 +161,7 @@ class BackwardPreTap(_RawBackwardTap):
     """Call `fn(module, grad_output)` before the gradients of a module's outputs enter it."""
 
     __slots__ = ()
-    hooks = (
+    hooks: tuple[HookSpec, HookSpec] = (
         HookSpec("forward", "join", Order.JOIN),
         HookSpec("forward", "fire", Order.GRAD_HOOK),
     )
@@ -224,7 +224,7 @@ class BackwardTap(_RawBackwardTap):
     """Call `fn(module, grad_input, grad_output)` when a module's input gradients are complete."""
 
     __slots__ = ()
-    hooks = (
+    hooks: tuple[HookSpec, HookSpec, HookSpec, HookSpec] = (
         HookSpec("forward_pre", "enter", Order.JOIN, with_kwargs=True),
         HookSpec("forward", "join", Order.JOIN),
         HookSpec("forward", "read", Order.GRAD_READ),

@@ -61,8 +61,8 @@ class GlobalHooks(Attachment):
     __slots__ = ("groups", "is_all", "note", "passes", "taps")
 
     def __init__(self, passes: Passes, *, is_all: bool) -> None:
-        self.passes = passes
-        self.is_all = is_all
+        self.passes: Passes = passes
+        self.is_all: bool = is_all
         self.note: str | None = None  # a warning, if torch ran matching modules as one operation
         self.taps: list[_GlobalHook] = []
         self.groups: set[str] = set()

@@ -39,10 +39,10 @@ class EventTap(Tap):
         spec: HookSpec,
     ) -> None:  # fmt: skip
         super().__init__(site, passes, no_callback, Order.HOOK)
-        self.hooks = (spec,)
-        self.is_elsewhere = False  # whether it fired in a context that the line does not see
-        self.function = function
-        self.check = check
+        self.hooks: tuple[HookSpec] = (spec,)
+        self.is_elsewhere: bool = False  # whether it fired in a context that the line does not see
+        self.function: Callable[..., None] = function
+        self.check: Callable[..., Any] = check
 
     def fire(self, *values: Any) -> Any:
         """Call the user's function and check its result: the hook."""
@@ -102,9 +102,9 @@ class RawTap(OutputTap):
         self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any],
         spec: HookSpec,
     ) -> None:  # fmt: skip
-        self.hooks = (spec,)
-        self.function = function
-        self.check = check
+        self.hooks: tuple[HookSpec] = (spec,)
+        self.function: Callable[..., None] = function
+        self.check: Callable[..., Any] = check
         super().__init__(site, passes, self._call, Order.HOOK)
 
     def fire(self, module: nn.Module, *values: Any) -> Any:

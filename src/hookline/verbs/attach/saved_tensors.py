@@ -51,7 +51,7 @@ class SavedTap(Tap):
     """Pack the tensors saved for backward in a module, and unpack them, by a user's functions."""
 
     __slots__ = ("_closed", "_n_open", "_pack", "_pushed", "_unpack")
-    hooks = (
+    hooks: tuple[HookSpec, HookSpec] = (
         HookSpec("forward", "end", Order.BEGIN, always_call=True),
         HookSpec("forward_pre", "begin", Order.END),
     )

@@ -53,7 +53,7 @@ class CheckLine(VerbLine[Line]):
     ) -> None:
         super().__init__(line)
         self._outcome = Outcome(folder)
-        self.findings = self._outcome.all
+        self.findings: list[CheckFinding] = self._outcome.all
         is_sharded = is_grouped() and bool(sharding(model))
         devices = (parameter.device for parameter in model.parameters())
         sharded_on = next(devices, torch.device("cpu")) if is_sharded else None

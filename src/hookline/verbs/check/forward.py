@@ -65,7 +65,7 @@ class ForwardChecks:
         self._traits = TraitReader(also)
         self._habits: list[Habits] = []
         self._changing = ChangingBuffers()
-        self.node_numbers = NodeNumbers()
+        self.node_numbers: NodeNumbers = NodeNumbers()
         self._n_runs = 0
 
     def start(self, line: Line, places: list[tuple[Site, ModuleNode]]) -> None:

@@ -103,7 +103,7 @@ class Habits:
     def __init__(
         self, site: Site, checked: frozenset[str], add: Callable[[CheckFinding], Any]
     ) -> None:
-        self.site = site
+        self.site: Site = site
         self._checked = checked
         self._add = add
         self._first: float | None = None

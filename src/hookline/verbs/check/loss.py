@@ -68,7 +68,8 @@ class Fault:
         *,
         is_of_backward: bool = False,
     ) -> None:
-        self.node, self.tensor = node, tensor
+        self.node: Any = node
+        self.tensor: Tensor = tensor
         self._notes = notes
         self._inputs = [measured(f"[{k}]", part.detach()) for k, part in enumerate(inputs)]
         name = "" if node is None else _forward_name(node)
@@ -141,8 +142,9 @@ class LossGraph:
     )  # fmt: skip
 
     def __init__(self, roots: Sequence[Any], numbers: NodeNumbers) -> None:
-        self.thread = threading.get_ident()
-        self.is_accumulating = False  # True: gradients were as the last backward had left them
+        self.thread: int = threading.get_ident()
+        # True: gradients were as the last backward had left them
+        self.is_accumulating: bool = False
         self._frame = users_frame(sys._getframe(1))
         self.fault: Fault | None = None  # None if the loss is finite, or not known
         self._numbers, self._is_output_finite = numbers, True
@@ -161,7 +163,7 @@ class LossGraph:
             is_number = plain.numel() == 1 and not plain.is_complex()
             self.value = float(plain) if is_number else None
         kinds = [kinds_in(tensor.detach()) for tensor in tensors]
-        self.is_nan = any(kind & NonFinite.NAN for kind in kinds)
+        self.is_nan: bool = any(kind & NonFinite.NAN for kind in kinds)
         grad_fns = [tensor.grad_fn for tensor in tensors]
         self._nodes = nodes_of_loss(grad_fns, self._is_of_run, _MOST_NODES)
         loss = next((root for root, kind in zip(tensors, kinds, strict=True) if kind), None)

@@ -192,7 +192,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._frames = frames
         self._names = names
         self._marks: dict[int | None, list[_Mark]] = {}
-        self.count = 0
+        self.count: int = 0
         self._operation: str | None = None
 
     def __torch_dispatch__(

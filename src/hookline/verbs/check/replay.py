@@ -155,10 +155,10 @@ class Replay:
         self._outside = Outside()
         self._origins = Origins(self._outside, lambda: tuple(self._running), self._names)
         self.calls: list[ModuleCall] = []  # in the order in which they began
-        self.likeness = Likeness(run.sums, paths)
+        self.likeness: Likeness = Likeness(run.sums, paths)
         self._leaves: dict[int, Tensor] = {}
         self.output: Any = None
-        self.has_numbers = False
+        self.has_numbers: bool = False
         # Of a number in the output that is not finite; None if all are finite, or are meant.
         self.origin: Origin | None = None
         self.masks: list[Origin] = []  # of each -inf in the output that is taken for a mask

@@ -32,10 +32,10 @@ class Limit:
     __slots__ = ("_tensor", "bound", "is_split", "kind", "norm_type")
 
     def __init__(self, kind: str, bound: float, norm_type: float) -> None:
-        self.kind = kind
-        self.bound = bound
-        self.norm_type = norm_type
-        self.is_split = False
+        self.kind: str = kind
+        self.bound: float = bound
+        self.norm_type: float = norm_type
+        self.is_split: bool = False
         # For compiled code, which would be recompiled for each Python number.
         self._tensor = torch.tensor(bound, dtype=torch.float64, device="cpu")
 

@@ -117,8 +117,8 @@ class Tally:
     __slots__ = ("_clipped", "_largest", "_nonfinite", "seen", "site")
 
     def __init__(self, site: str) -> None:
-        self.site = site
-        self.seen = 0
+        self.site: str = site
+        self.seen: int = 0
         self._clipped: Tensor | int = 0
         self._largest: Tensor | None = None
         self._nonfinite: Tensor | int = 0

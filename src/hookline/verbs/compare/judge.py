@@ -51,8 +51,8 @@ class Judge:
         self._floors = {row.site: row for row in floor.rows} if floor is not None else {}
         self._pairs = pairs
         self._alignment = alignment
-        self.eps = 0.0  # the coarsest on the way, since its errors travel on
-        self.coarsest = 0.0  # also of values with a measured floor
+        self.eps: float = 0.0  # the coarsest on the way, since its errors travel on
+        self.coarsest: float = 0.0  # also of values with a measured floor
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
 

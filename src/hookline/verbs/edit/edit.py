@@ -242,9 +242,10 @@ class _NoOpDetector:
     __slots__ = ("has_changed", "places", "was_left", "where")
 
     def __init__(self, site: Site, places: SitePlaces | None) -> None:
-        self.where = str(site)
-        self.places = places
-        self.has_changed = self.was_left = False
+        self.where: str = str(site)
+        self.places: SitePlaces | None = places
+        self.has_changed: bool = False
+        self.was_left: bool = False
 
     def of_value(self, change: Callable[..., Any], current: Pass, value: Any) -> Any:
         """Call the function on a value, which it may not write to."""
@@ -329,7 +330,9 @@ class EditGradient(GradientCallback):
     changes = True
 
     def __init__(self, change: Callable[[Any], Any], effect: _NoOpDetector) -> None:
-        self.inside = partial(_changed_in_graph, partial(effect.inside, change), effect.where)
+        self.inside: partial[Any] = partial(
+            _changed_in_graph, partial(effect.inside, change), effect.where
+        )
         self._change = change
         self._effect = effect
         self._where = effect.where

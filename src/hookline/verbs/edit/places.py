@@ -90,7 +90,7 @@ class Places:
     def __init__(self, at: Indices | None, steps: Indices | None) -> None:
         self.at = at
         self.steps = steps
-        self.in_graph = _OUTSIDE
+        self.in_graph: str = _OUTSIDE
         self.n_tokens: int | None = None
         # Whether it is noted which positions occur: not if all values are of compiled code, and
         # the inputs do not tell the tokens.
@@ -210,7 +210,7 @@ class SitePlaces:
         self._places = places
         self._site = site
         self._where = str(site)
-        self.wants_moment = wants_moment
+        self.wants_moment: bool = wants_moment
         self._last: PassPlace | None = None
         self._number = 0
 

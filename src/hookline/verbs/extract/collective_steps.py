@@ -33,8 +33,8 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.n = dist.get_world_size() if is_grouped() else 1
-        self.me = dist.get_rank() if is_grouped() else 0
+        self.n: int = dist.get_world_size() if is_grouped() else 1
+        self.me: int = dist.get_rank() if is_grouped() else 0
 
     def each(self, step: Callable[[], Any]) -> list[Any]:
         """Do a step on each rank, and gather the results. A collective.

@@ -59,7 +59,7 @@ class Worker:
         self._inputs = inputs
         self._mask = mask
         self._device = _device_of(prefix)
-        self.offload = Offload(self._device)
+        self.offload: Offload = Offload(self._device)
         self.forms: dict[str, ColumnForm] | None = None
         self._first_chunk: Chunk | None = None
         self._first_copy: NumberedBatch | None = None

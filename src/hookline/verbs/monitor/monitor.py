@@ -53,7 +53,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     def __init__(self, line: EverywhereHooks, steps: TrainingSteps, to: Reporting) -> None:
         super().__init__(line)
-        self.curves = Curves(to.reports, log=_log_of(steps))
+        self.curves: Curves = Curves(to.reports, log=_log_of(steps))
         self._steps = steps
         self._to = to
 

@@ -42,7 +42,7 @@ class Reporting:
         identified = recorded_model(model) if folders else None
         for folder in folders:
             folder.identify(identified)
-        self.reports = Reports(identified)
+        self.reports: Reports = Reports(identified)
         self._writers = [_Guarded(writer) for writer in writers]
         self._process = OwnProcess()
         self._has_told = False

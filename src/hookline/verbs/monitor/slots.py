@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,14 +77,14 @@ class SiteSlots:
     def __init__(
         self, site: Site, name: str, order: tuple[int, int], of: Slots, counts: str = ALL
     ) -> None:
-        self.site = site
-        self.name = name
-        self.order = order
+        self.site: Site = site
+        self.name: str = name
+        self.order: tuple[int, int] = order
         self.slots: list[Tensor] | None = None
-        self.turn = 0
+        self.turn: int = 0
         self.widths: tuple[int, ...] = ()
-        self.counts = counts
-        self.is_off = False
+        self.counts: str = counts
+        self.is_off: bool = False
         self._device: torch.device | None = None
         self._dtype: torch.dtype | None = None
         self._empty: list[Tensor] = []
@@ -245,9 +246,9 @@ class Slots:
         self.needs_grad = False
         self.in_training = False
         self.of_training: weakref.WeakSet[Pass] = weakref.WeakSet()
-        self.comes_from_graph = False
-        self.version = 0
-        self.lock = fork_safe_lock()
+        self.comes_from_graph: bool = False
+        self.version: int = 0
+        self.lock: threading.RLock = fork_safe_lock()
         self._sites: dict[str, SiteSlots] = {}
         self._turn = 0
         self._is_turn_shared = False

@@ -89,12 +89,12 @@ class TrainingSteps:
         to: Reporter,
         lock: threading.RLock,
     ) -> None:
-        self.ranks = GatheredRanks(parameters.slots.statistics)
-        self.number = 0
+        self.ranks: GatheredRanks = GatheredRanks(parameters.slots.statistics)
+        self.number: int = 0
         self.first = 0
-        self.n_reported = 0
-        self.n_ended = 0
-        self.told_by = ""  # "optimizer" or "pass", once it is known
+        self.n_reported: int = 0
+        self.n_ended: int = 0
+        self.told_by: str = ""  # "optimizer" or "pass", once it is known
         self._model = weakref.ref(model)
         self._knows_optimizers = False
         self._slots = parameters.slots
@@ -117,8 +117,8 @@ class TrainingSteps:
         self._waiting: list[tuple[StepSlots, bool]] = []
         self._n_passes = 0
         self._has_grad = False
-        self.is_over = False
-        self.has_failed = False
+        self.is_over: bool = False
+        self.has_failed: bool = False
         self._has_told = False
         self._orders = Orders()
         self._logged = UserNumbers(to.add)

@@ -36,16 +36,16 @@ class Context:
     )  # fmt: skip
 
     def __init__(self, path: str | None = None, parent: Context | None = None) -> None:
-        self.path = path
-        self.parent = parent
+        self.path: str | None = path
+        self.parent: Context | None = parent
         self.children: dict[str, Context] = {}
         self.chain: tuple[Context, ...] = (*(() if parent is None else parent.chain), self)
         self._indices: Iterator[int] = itertools.count() if parent is None else parent._indices
-        self.index = next(self._indices)
-        self.n_calls = [0, 0]
-        self.flops = [0, 0, 0]
-        self.kept = 0
-        self.peak = 0
+        self.index: int = next(self._indices)
+        self.n_calls: list[int] = [0, 0]
+        self.flops: list[int] = [0, 0, 0]
+        self.kept: int = 0
+        self.peak: int = 0
 
     def child(self, path: str) -> Context:
         """Return the context of a module that is called from here."""

@@ -61,7 +61,8 @@ class WallClock:
     """
 
     def __init__(self) -> None:
-        self.overhead = self.garbage = 0.0
+        self.overhead: float = 0.0
+        self.garbage: float = 0.0
         self._collecting: tuple[float, float] | None = None
         self._thread = threading.get_ident()
         # The stopwatch leaves out another time in each thread; the shift makes up for that.
@@ -129,7 +130,8 @@ class EventClock:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self.overhead = self.garbage = 0.0
+        self.overhead: float = 0.0
+        self.garbage: float = 0.0
         self._make = make
         # Costs, their place, the events around an interval, and whether it is left out.
         self._waiting: list[tuple[MutableSequence[float], int, Any, Any, bool]] = []

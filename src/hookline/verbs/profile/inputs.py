@@ -89,11 +89,11 @@ class Run:
     __slots__ = ("_backward", "_error_at_start", "has_failed", "inputs", "is_new", "kind", "memory")
 
     def __init__(self, kind: Kind, memory: set[int] | None, inputs: set[int]) -> None:
-        self.kind = kind
-        self.is_new = memory is not None
-        self.memory = memory or set()
-        self.inputs = inputs
-        self.has_failed = False
+        self.kind: Kind = kind
+        self.is_new: bool = memory is not None
+        self.memory: set[int] = memory or set()
+        self.inputs: set[int] = inputs
+        self.has_failed: bool = False
         self._error_at_start = id(sys.exception())
         self._backward: int | None = None
 
@@ -151,8 +151,8 @@ class Kinds:
         self._by_key: dict[Any, Kind] = {}
         self.kinds: list[Kind] = []
         self.copy: ShapesOnly | None = None
-        self.failure = ""
-        self.seconds = 0.0
+        self.failure: str = ""
+        self.seconds: float = 0.0
         self._lock = fork_safe_lock()  # runs may begin in several threads
 
     @property

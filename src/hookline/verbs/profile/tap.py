@@ -65,9 +65,9 @@ class Ledger:
     def __init__(self, kinds: Kinds, make_clock: Callable[[], Clock]) -> None:
         self.kinds = kinds
         self.lanes: list[Lane] = []
-        self.ended = False
+        self.ended: bool = False
         self._make_clock = make_clock
-        self.thread = _ThreadLanes()
+        self.thread: _ThreadLanes = _ThreadLanes()
         self.thread.active = self.own_lane()
 
     def own_lane(self) -> Lane:
@@ -121,7 +121,7 @@ class ProfileTap(Tap):
 
     __slots__ = ("_ledger",)
 
-    hooks = (
+    hooks: tuple[HookSpec, HookSpec, HookSpec, HookSpec] = (
         HookSpec("forward_pre", "begin", Order.JOIN, with_kwargs=True),
         HookSpec("forward_pre", "fire", Order.END),
         HookSpec("forward", "leave", Order.JOIN, always_call=True),
@@ -179,7 +179,7 @@ class ShardedTap(Tap):
 
     __slots__ = ("_ledger",)
 
-    hooks = (
+    hooks: tuple[HookSpec, HookSpec] = (
         HookSpec("forward_pre", "begin", Order.EVERYWHERE),
         HookSpec("forward", "end", Order.EVERYWHERE),
     )

@@ -62,12 +62,12 @@ class Account:
         # The accounts of the modules that are called from here, in the same pass and phase.
         self.inner: dict[str, Account] = {}
         self.backward: Account | None = None
-        self.lane = lane
-        self.context = context
-        self.slot = slot
+        self.lane: Lane = lane
+        self.context: Context = context
+        self.slot: int = slot
         # The places of the seconds and of the number of calls among the costs of a window.
-        self.at = context.index * len(SLOTS) + slot
-        self.at_calls = context.index * len(SLOTS) + CALLS
+        self.at: int = context.index * len(SLOTS) + slot
+        self.at_calls: int = context.index * len(SLOTS) + CALLS
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         """Charge this account from now on: the hook before a node of its part of the graph."""
@@ -93,10 +93,10 @@ class ModuleCall:
     __slots__ = ("account", "before", "began", "key", "lowest", "run")
 
     def __init__(self, key: int, account: Account, before: Account, lowest: int) -> None:
-        self.key = key
-        self.account = account
-        self.before = before
-        self.lowest = lowest
+        self.key: int = key
+        self.account: Account = account
+        self.before: Account = before
+        self.lowest: int = lowest
         self.began: Any = None
         self.run: Run | None = None
 
@@ -123,18 +123,18 @@ class Lane:
     def __init__(self, clock: Clock, top: Context, *, name: str) -> None:
         self.clock = clock
         self.name = name
-        self.windows = Windows(clock.settle)
+        self.windows: Windows = Windows(clock.settle)
         self._costs = self.windows.current.costs
-        self.top = Account(self, top, FORWARD)
-        self.account = self.top
+        self.top: Account = Account(self, top, FORWARD)
+        self.account: Account = self.top
         self._optimizer = Account(self, top, OPTIMIZER)
         self._collectives = Account(self, top, COLLECTIVES)
         self._before_collectives = self.top
         self._accounts: dict[tuple[Context, int], Account] = {}
         self.calls: list[ModuleCall] = []
         self.events: list[Any] = []
-        self.n_lost = 0
-        self.closed = False
+        self.n_lost: int = 0
+        self.closed: bool = False
         self._tasks: list[tuple[int, Account]] = []
         # The borders of calls among the numbers of nodes: from this number on, this context.
         self._numbers: list[int] = []

@@ -43,10 +43,10 @@ class Window:
     __slots__ = ("costs", "has_failed", "has_gradients", "number")
 
     def __init__(self, number: int, size: int) -> None:
-        self.number = number
-        self.costs = array("d", bytes(size * 8))
-        self.has_failed = False
-        self.has_gradients = False
+        self.number: int = number
+        self.costs: array[float] = array("d", bytes(size * 8))
+        self.has_failed: bool = False
+        self.has_gradients: bool = False
 
 
 class Sample(NamedTuple):
@@ -76,7 +76,7 @@ class Windows:
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
-        self.current = Window(-1, _N_SLOTS)
+        self.current: Window = Window(-1, _N_SLOTS)
         self._closed: deque[Window] = deque()
         # Of the windows that are no longer kept: those that went well, and those that failed.
         self._sums: tuple[Costs, Costs] = _nothing(1), _nothing(1)
@@ -186,9 +186,9 @@ class Ran:
         went_well = [windows.sums(failed=False) for windows in threads]
         failed = [windows.sums(failed=True) for windows in threads]
         self._samples = [windows.samples() for windows in threads]
-        self.n_passes = sum(number for number, _ in went_well)
-        self.n_failed = sum(number for number, _ in failed)
-        self.failed_seconds = 0.0
+        self.n_passes: int = sum(number for number, _ in went_well)
+        self.n_failed: int = sum(number for number, _ in failed)
+        self.failed_seconds: float = 0.0
         # If all passes failed, the costs until they raised are better than none.
         self._sums = [
             costs for _, costs in (went_well if self.n_passes or not self.n_failed else failed)

@@ -59,7 +59,7 @@ class KeepGradient(GradientCallback):
     ) -> None:
         self._number = number
         self._kept = keeper
-        self.keeps_graph = keeps_graph
+        self.keeps_graph: bool = keeps_graph
         # Held weakly: a hook that holds its own tensor is never freed.
         self._parameter = None if parameter is None else weakref.ref(parameter)
 
@@ -114,7 +114,7 @@ class PlainGradTap(GradOutputTap):
 
     def __init__(self, site: Site, passes: Passes, on: KeepGradient, number: int) -> None:
         super().__init__(site, passes, on, Order.GRAD_RECORD)
-        self.index = number
+        self.index: int = number
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Register a hook on the output's gradient: the forward hook."""

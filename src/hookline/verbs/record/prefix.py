@@ -84,9 +84,9 @@ class Prefix:
         line = Line(model, name=verb, lenient=selector is None)
         self._recorder = start_recording(line, selector, ("output",), options, progress.seen)
         line.options.quiet = True
-        self.sites = self._recorder.recording.sites
+        self.sites: tuple[Site, ...] = self._recorder.recording.sites
         # The line has listed the modules: `model.modules()` takes 0.6 microseconds a module.
-        self.modules = [model, *[node.module for node in line.nodes]]
+        self.modules: list[nn.Module] = [model, *[node.module for node in line.nodes]]
 
     @property
     def recording(self) -> Recording:

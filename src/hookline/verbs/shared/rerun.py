@@ -364,7 +364,7 @@ class RunStart:
         self.args: tuple[Any, ...] = args
         self.kwargs: dict[str, Any] = kwargs
         self._tensors = [(tensor, version(tensor)) for tensor in every_tensor((args, kwargs))]
-        self.autocast = autocast_here()
+        self.autocast: Autocast = autocast_here()
         self._has_grad = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
         self._copies = changing.copies(root)
@@ -428,7 +428,7 @@ class ChangingBuffers:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.copies_inputs = False
+        self.copies_inputs: bool = False
         self.generators: list[torch.Generator] = []
         self._all: list[_Place] = []
         self._changing: list[_Place] = []

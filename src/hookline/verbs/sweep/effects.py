@@ -37,8 +37,8 @@ class Effects(Result):
     def __init__(
         self, axes: Mapping[str, tuple[Label, ...]], baseline: float, clean: float | None
     ) -> None:
-        self.axes = tuple(axes)
-        self.labels = dict(axes)
+        self.axes: tuple[str, ...] = tuple(axes)
+        self.labels: dict[str, tuple[Label, ...]] = dict(axes)
         self.baseline = baseline
         self.clean = clean
 
@@ -162,7 +162,7 @@ class Sweep(Effects):
     ) -> None:
         super().__init__(axes, baseline, clean)
         self.values: Array = np.full(is_change.shape, np.nan)
-        self.unmoved = np.zeros(is_change.shape, dtype=bool)
+        self.unmoved: NDArray[np.bool_] = np.zeros(is_change.shape, dtype=bool)
         self.forwards = 0
         self.notes: list[str] = []
         self._is_change = is_change
@@ -261,7 +261,8 @@ class Attribution(Effects):
         measured: Array,
     ) -> None:
         super().__init__(axes, baseline, clean)
-        self.scores, self.gradients = scores, gradients
+        self.scores: dict[str, Tensor] = scores
+        self.gradients: dict[str, Tensor] = gradients
         self._effects = effects
         self.measured = measured
 

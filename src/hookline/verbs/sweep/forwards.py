@@ -114,16 +114,19 @@ class Forwards:
             if not is_scripted(node.module)
         ]
         self.results: Results = {}
-        self.n_rows, self.reuses, self.count = 1, False, 0
+        self.n_rows: int = 1
+        self.reuses: bool = False
+        self.count: int = 0
         self.notes: list[str] = []
         self._batches: dict[int, _Batch] = {}
         self._kept: set[int] = set()
         self._tape = Tape(self._named_modules)
         state = KeptState(model) if may_keep_state(model) else None
+        self.output: Any
         self.output, recording = self._first_run(sites)
-        self.known = first_values(recording)
+        self.known: dict[str, Any] = first_values(recording)
         self._written = self._tape.written_to()
-        self.baseline = number_of(metric, copy_of(self.output))
+        self.baseline: float = number_of(metric, copy_of(self.output))
         changed = state.changed() if state else []
         self._may_share = not changed
         if changed:

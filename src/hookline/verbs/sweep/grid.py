@@ -273,7 +273,7 @@ class Grid:
             self.axes[self._new(name)] = tuple(range(longest))
         if self._has_labels:
             self.axes[self._new("change")] = tuple(labels)
-        self.groups = [
+        self.groups: list[Group] = [
             self._group(number, entry, cut)
             for number, (entry, cut) in enumerate(zip(entries, cuts, strict=True))
         ]

@@ -47,9 +47,10 @@ class Integral:
 
     def __init__(self, start: Tensor, end: Tensor) -> None:
         self._border, self._end = start, end
-        self._sum = self.total = torch.zeros_like(start)
+        self._sum = torch.zeros_like(start)
+        self.total: Tensor = torch.zeros_like(start)
         self._last: tuple[Tensor, Tensor] | None = None
-        self.n = 0
+        self.n: int = 0
 
     def add(self, value: Tensor, gradient: Tensor) -> None:
         """Take the next point."""

@@ -95,7 +95,7 @@ class ClockTap(Tap):
 
     __slots__ = ("running", "stopwatch")
 
-    hooks = (
+    hooks: tuple[HookSpec, HookSpec, HookSpec, HookSpec] = (
         HookSpec("forward_pre", "begin", Order.JOIN),
         HookSpec("forward_pre", "fire", Order.END),
         HookSpec("forward", "leave", Order.JOIN),
@@ -104,8 +104,8 @@ class ClockTap(Tap):
 
     def __init__(self, passes: Passes, running: Running, stopwatch: Stopwatch) -> None:
         super().__init__(Site(""), passes, no_callback, Order.RECORD)
-        self.running = running
-        self.stopwatch = stopwatch
+        self.running: Running = running
+        self.stopwatch: Stopwatch = stopwatch
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Stop the stopwatch: the first forward-pre hook."""

@@ -58,7 +58,7 @@ class OpenRun:
         self.folder = folder
         self._reader = RunReader(folder)
         self.lock = threading.RLock()  # held while an answer is made
-        self.table = CurveTable() if most_columns is None else CurveTable(most_columns)
+        self.table: CurveTable = CurveTable() if most_columns is None else CurveTable(most_columns)
         self.reports: Sequence[StepReport] = ()
         self.logged: Sequence[StepReport] = ()
         self._n_taken = 0

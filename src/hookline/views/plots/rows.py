@@ -50,8 +50,10 @@ class RowSheet:
             lines = [*lines, f"every {_ordinal(step)} row is named, at the marks"]
         left = text_width(texts) + 0.15
         width = max(left + len(columns) * (column_width + _GAP), 4.5)
-        self.sheet = Sheet(width, height + 0.5 + space[1] + space[0], title, lines)
-        self.figure, self.height, self.left = self.sheet.figure, height, left
+        self.sheet: Sheet = Sheet(width, height + 0.5 + space[1] + space[0], title, lines)
+        self.figure = self.sheet.figure
+        self.height: float = height
+        self.left: float = left
         self.axes: list[Axes] = []
         for k, heading in enumerate(columns):
             place = (left + k * (column_width + _GAP), 0.05 + space[0], column_width, height)

@@ -69,7 +69,8 @@ class Sheet:
         most = max(30, int(width / _INCH_A_CHARACTER[TEXT]))
         below = [part for line in lines if line for part in textwrap.wrap(line, most)]
         head = 0.2 * len(heading) + _LINE * len(below) + 0.12
-        self.width, self.height = width + 2 * _MARGIN, height + head + 2 * _MARGIN
+        self.width: float = width + 2 * _MARGIN
+        self.height: float = height + head + 2 * _MARGIN
         self.figure: Figure = _figure_class()(figsize=(self.width, self.height), dpi=DPI)
         load("matplotlib.backends.backend_agg", *_NEEDS).FigureCanvasAgg(self.figure)
         self._top = _MARGIN + head

@@ -32,7 +32,7 @@ class _BackwardHooks(dict[int, BackwardHook]):
     """
 
     run: Callable[..., Any] = staticmethod(graph._engine_run_backward)
-    is_patched = False
+    is_patched: bool = False
 
     def __setitem__(self, key: int, hook: BackwardHook) -> None:
         super().__setitem__(key, hook)

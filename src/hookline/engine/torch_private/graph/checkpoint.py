@@ -140,7 +140,7 @@ class ReentrantRegion:
         self._detached: tuple[Any, ...] = ()
         self.again: Callable[..., Any] | None = None
         self.at_outputs: list[Callable[[Sequence[Any]], None]] = []
-        self.has_run = False
+        self.has_run: bool = False
         self.made_inside: list[bool] = []
         self.passed_on: list[OuterTensor | None] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 # A context in which calls of torch run aside from the function modes that are on.
-without_function_modes = torch._C.DisableTorchFunction
+without_function_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 @contextmanager

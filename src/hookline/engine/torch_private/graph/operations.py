@@ -40,7 +40,7 @@ class OperationCounter:
         from torch.utils import flop_counter  # late, because it would slow `import hookline`
 
         # The names that torch's mode reads.
-        self.flop_registry = {**flop_counter.flop_registry, **formulas()}
+        self.flop_registry: dict[Any, Any] = {**flop_counter.flop_registry, **formulas()}
         self.flop_counts: Any = defaultdict(lambda: defaultdict(int))
         self._mode = flop_counter._FlopCounterMode
         self._done = done

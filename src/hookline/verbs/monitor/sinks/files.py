@@ -26,7 +26,7 @@ class RunWriter:
 
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder(path)
-        self.name = str(path)
+        self.name: str = str(path)
 
     def identify(self, model: RecordedModel | None) -> None:
         """Note what identifies the model, before the first report."""
@@ -77,7 +77,7 @@ class JsonLinesWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.name = str(path)
+        self.name: str = str(path)
         self._file: Any = None
         self._begun: tuple[StepReport | None, int] = None, 0  # a report, and where its line begins
         if path.exists():
@@ -120,7 +120,7 @@ class FunctionWriter:
 
     def __init__(self, function: Callable[[int, dict[str, float]], Any]) -> None:
         self._function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
+        self.name: Any | str = getattr(function, "__name__", type(function).__name__)
 
     def start(self, first: StepReport) -> None:
         """Do nothing."""

@@ -27,7 +27,7 @@ class LightningWriter:
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
-        self.name = type(logger).__name__
+        self.name: str = type(logger).__name__
 
     def start(self, first: StepReport) -> None:
         """Do nothing."""

@@ -33,7 +33,7 @@ class ParquetWriter:
     rewrites = True
 
     def __init__(self, path: Path) -> None:
-        self.name = str(path)
+        self.name: str = str(path)
         self._path = path
         self._file: Any = None
         self._disk: Any = None
