@@ -50,7 +50,7 @@ def _largest(model, batch):
     "operations under DDP", "record", "gradients", "edit", "edit gradients", "statistics"
 )
 @on_ranks
-def test_operations_under_ddp_are_each_ranks_part_of_the_batch(rank, folder):
+def test_ddp_shows_operations_of_this_ranks_batch(rank, folder):
     _compare(DistributedDataParallel(_model()), half(tokens(), rank))
 
 
@@ -58,7 +58,7 @@ def test_operations_under_ddp_are_each_ranks_part_of_the_batch(rank, folder):
     "operations under FSDP2", "record", "gradients", "edit", "edit gradients", "statistics"
 )
 @on_ranks
-def test_operations_under_fsdp2_are_each_ranks_part_of_the_batch(rank, folder):
+def test_fsdp2_shows_operations_of_this_ranks_batch(rank, folder):
     _compare(sharded(_model()), half(tokens(), rank))
 
 
@@ -87,7 +87,7 @@ def _compare(model, mine):
     "statistics", note="The parts of attention are those of this rank's heads.",
 )  # fmt: skip
 @on_ranks
-def test_operations_under_tensor_parallelism_are_of_this_ranks_heads(rank, folder):
+def test_split_attention_shows_the_heads_of_this_rank(rank, folder):
     model, plain, batch = split(_model()), _model(), tokens()
     seen, whole = _seen(model, batch), _seen(plain, batch)
     heads = slice(2 * rank, 2 * rank + 2)

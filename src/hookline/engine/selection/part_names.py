@@ -14,16 +14,12 @@ from hookline.util.weak_map import WeakIdentityMap
 PartSites = Callable[[str, int | None], Iterable[str]]
 
 _parts: WeakIdentityMap[PartSites] = WeakIdentityMap()
+has_parts = _parts.__contains__  # tells whether the parts of a model have been found
 
 
 def register_parts(model: nn.Module, sites: PartSites) -> None:
     """Let selectors of a model name its parts by a function, which must not keep it alive."""
     _parts[model] = sites
-
-
-def has_parts(model: nn.Module) -> bool:
-    """Tell whether the parts of a model have been found."""
-    return model in _parts
 
 
 def sites_of_part(model: nn.Module, selector: str) -> list[str]:
