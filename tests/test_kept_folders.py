@@ -57,3 +57,22 @@ def test_a_run_of_each_version_has_its_curves(folder):
     assert seen.steps.tolist() == [0, 1]
     assert seen["fc"].mean.tolist() == [43.25, -169.75]
     assert (seen["fc.weight:grad"].norm ** 2).tolist() == pytest.approx([2968, 4120])
+
+
+def test_folders_of_0_2_0_say_where_they_come_from():
+    run, store, seen = (hl.open(KEPT / "0.2.0" / kind) for kind in ("recording", "store", "run"))
+    for opened in (run, seen):
+        assert opened.provenance.device == "cpu"
+        assert len(opened.provenance.fingerprint) == 16
+        assert opened.provenance.flags["deterministic algorithms"] == "off"
+    assert run.provenance.flags["seed"] == str(run.passes[0].settings.seed)
+    for opened in (run, store, seen):
+        assert opened.provenance.versions["hookline"] == "0.2.0"
+        assert opened.provenance.versions["torch"] == "2.13.0+cpu"
+
+
+def test_folders_of_0_1_0_tell_versions_and_no_device():
+    provenance = hl.open(KEPT / "0.1.0/recording").provenance
+    assert provenance.versions["hookline"] == "0.1.0"
+    assert (provenance.device, provenance.flags) == ("", {})
+    assert hl.open(KEPT / "0.1.0/store-first").provenance.versions["hookline"] == "0.1.0"

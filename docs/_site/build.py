@@ -51,6 +51,7 @@ def source_pages() -> dict[str, str]:
         "README.md": "index.md",
         "CHANGELOG.md": "changelog.md",
         "CONTRIBUTING.md": "contributing.md",
+        "SECURITY.md": "security.md",
         "benchmarks/README.md": "measurements.md",
         "src/hookline": "files.md",
         "examples/README.md": "examples/index.md",

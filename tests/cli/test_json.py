@@ -34,6 +34,7 @@ def run(*arguments):
         (["profile", "demo:digits", "demo", "--steps", "2"], {"input", "total", "rows", "notes"}),
         (["doctor", "demo:digits"], {"input", "ok", "sites"}),
         (["hooks", "demo:digits"], {"modules", "hooks"}),
+        (["env"], {"versions", "devices", "extras"}),
     ],
 )
 def test_stdout_is_json_alone(arguments, keys):

@@ -15,6 +15,7 @@ import typer
 
 import hookline as hl
 from hookline.cli.comparing import Words, annotation_lines, compare_by_name
+from hookline.cli.environment import Environment
 from hookline.cli.extracting import extract_by_name, moved, process_group
 from hookline.cli.inspecting import (
     Inspection,
@@ -123,6 +124,16 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
         f"  {_command()} inspect torchvision:resnet34 PHOTO.jpg    (needs the extra vision)",
         markup=False,
     )
+
+
+@app.command("env")
+def env_command(as_json: AsJson = False) -> None:
+    """Print versions, devices and extras, as a report of a fault needs them."""
+    environment = Environment()
+    if as_json:
+        print_json(environment.to_dict())
+    else:
+        show(environment)
 
 
 @app.command("inspect")

@@ -18,6 +18,7 @@ from hookline.curves.overview import curves_printout, site_numbers
 from hookline.curves.step_reports import LOGGED, ReportSource, StepReport, weight_of
 from hookline.display.results import Printout, Result
 from hookline.engine.model_fingerprint import RecordedModel
+from hookline.engine.provenance import Provenance
 from hookline.errors import InputError, NotRecordedError, RanksError
 from hookline.findings.finding import Findings
 
@@ -216,6 +217,21 @@ class Curves(Result):
         """
         self._source.read()
         return self._source.model
+
+    @property
+    def provenance(self) -> Provenance:
+        """Say where the values come from: versions, device, model, flags that change numbers.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.monitor(model, ports="output", to=tmp_path / "run") as seen:
+            ...     _ = model(torch.ones(4, 2))
+            >>> hl.open(tmp_path / "run").provenance.device
+            'cpu'
+
+        The fields are empty where `model` is None.
+        """
+        model = self.model
+        return Provenance() if model is None else model.provenance
 
     @property
     def n_ranks(self) -> int:

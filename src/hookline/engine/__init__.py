@@ -96,6 +96,6 @@ from hookline.util.hidden import hides
 # The modules that other rooms import by their own names.
 OPEN = (
     "autograd.aliases", "autograd.module_backward", "model_fingerprint", "operations.names",
-    "pytree.describe", "pytree.leaves", "pytree.outlines", "pytree.tree",
+    "provenance", "pytree.describe", "pytree.leaves", "pytree.outlines", "pytree.tree",
     "report.why_silent", "run_settings", "taps.fast_path",
 )

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import platform
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypedDict, final
 
@@ -21,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
+from hookline.engine.provenance import Provenance, device_of, flags_here, versions_here
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import local_shards
 from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
 from hookline.engine.torch_private.modules import unwrapping
-from hookline.util.version import VERSION
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _COMPILED = re.compile(r"\._orig_mod\b")  # of a path through a module that torch.compile wraps
@@ -35,7 +33,6 @@ _SAMPLED_BYTES = 2**20  # a larger tensor may be sampled
 _N_BLOCKS = 64
 _BLOCK_BYTES = _SAMPLED_BYTES // _N_BLOCKS
 _MOST_SHOWN = 60  # characters of a plain attribute
-_PACKAGES = ("timm", "torchvision", "transformers")  # whose versions are noted
 _PLAIN = bool | int | float | complex | str | None
 
 
@@ -217,6 +214,8 @@ class RecordedModel:
         code: a fingerprint of the code of the modules' classes, torch's own left out.
         versions: the versions of hookline, Python and torch, and of timm, torchvision and
             transformers where they were imported.
+        device: the devices of the model; empty if an older hookline wrote the folder.
+        flags: torch's settings that change numbers, as they were when the model was identified.
     """
 
     type: str
@@ -224,6 +223,13 @@ class RecordedModel:
     weights: str
     code: str
     versions: dict[str, str]
+    device: str = field(default="", compare=False)
+    flags: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def provenance(self) -> Provenance:
+        """Return the fields that say where values come from."""
+        return Provenance(self.versions, self.device, self.fingerprint, self.flags)
 
     @property
     def fingerprint(self) -> str:
@@ -247,7 +253,10 @@ class RecordedModel:
         kind, structure, weights, code = (
             str(row[key]) for key in ("type", "structure", "weights", "code")
         )
-        return RecordedModel(kind, structure, weights, code, versions)
+        # hookline before 0.2.0 wrote no device and no flags
+        flags = {str(name): str(text) for name, text in row.get("flags", {}).items()}
+        device = str(row.get("device", ""))
+        return RecordedModel(kind, structure, weights, code, versions, device, flags)
 
 
 def recorded_model(model: nn.Module) -> RecordedModel | None:
@@ -262,20 +271,9 @@ def recorded_model(model: nn.Module) -> RecordedModel | None:
         return None
     code = _short(repr(identity["code"]).encode())
     return RecordedModel(
-        identity["type"], identity["structure"], identity["weights"], code, _versions_here()
-    )
-
-
-def _versions_here() -> dict[str, str]:
-    versions = {
-        "hookline": VERSION,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-    }
-    for name in _PACKAGES:
-        if name in sys.modules:
-            versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-    return versions
+        identity["type"], identity["structure"], identity["weights"], code, versions_here(),
+        device_of(model), flags_here(),
+    )  # fmt: skip
 
 
 def function_identity(function: Callable[..., Any] | None) -> str | None:

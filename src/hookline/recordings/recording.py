@@ -33,6 +33,7 @@ from hookline.engine import (
     unwrap,
 )
 from hookline.engine.model_fingerprint import RecordedModel, recorded_model
+from hookline.engine.provenance import Provenance
 from hookline.engine.run_settings import settings_of
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.findings.finding import Findings
@@ -171,6 +172,22 @@ class Recording(Lookups, Result):
             return self._model
         model = self._model()
         return None if model is None else recorded_model(model)
+
+    @property
+    def provenance(self) -> Provenance:
+        """Say where the values come from: versions, device, model, flags that change numbers.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> opened = hl.open(run.save(tmp_path / "run"))
+            >>> opened.provenance.device, opened.provenance.flags["deterministic algorithms"]
+            ('cpu', 'off')
+
+        The fields are empty where `model` is None.
+        """
+        model = self.model
+        return Provenance() if model is None else model.provenance
 
     # -- look-ups -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import first_line, plural
 from hookline.display.units import measure, size
 from hookline.engine import Site, parse_site
+from hookline.engine.provenance import Provenance
 from hookline.errors import (
     AmbiguousError,
     FolderError,
@@ -202,6 +203,33 @@ class Store(Result):
         self._check_single("job")
         job: Mapping[str, Any] = self._manifest["job"]
         return job
+
+    @property
+    def provenance(self) -> Provenance:
+        """Say where the values come from: versions, device, model, flags that change numbers.
+
+            >>> sorted(store.provenance.versions)
+            ['hookline', 'python', 'torch']
+
+        Raises:
+            AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].provenance`.
+        """
+        self._check_single("provenance")
+        made_on = self._manifest["environment"]
+        versions = {"hookline": str(self._manifest["hookline"])}
+        versions |= {name: str(made_on[name]) for name in ("python", "torch") if name in made_on}
+        device = next(
+            (made_on[name] for name in ("gpu", "machine") if made_on.get(name, "none") != "none"),
+            "",
+        )
+        flags = {
+            name: str(value)
+            for name, value in made_on.items()
+            if name in ("threads", "autocast", "matmul_precision")
+        }
+        return Provenance(
+            versions, str(device), str(self._manifest["job"]["model"].get("weights", "")), flags
+        )
 
     @cached_property
     def names(self) -> Sequence[str] | None:

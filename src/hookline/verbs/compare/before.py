@@ -182,6 +182,15 @@ def of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Finding]
     ]
     if versions:
         remarks.append(Finding("versions", f"versions differ: {', '.join(versions)}"))
+    if a.device and b.device and a.device != b.device:
+        remarks.append(Finding("device", f"the model was on {a.device} in a, on {b.device} in b"))
+    flags = [
+        f"{name} {a.flags[name]} and {b.flags[name]}"
+        for name in a.flags.keys() & b.flags.keys() - {"seed"}  # the seed is told by pass
+        if a.flags[name] != b.flags[name]
+    ]
+    if flags:
+        remarks.append(Finding("flags", f"flags differ: {', '.join(sorted(flags))}"))
     return remarks
 
 
