@@ -16,7 +16,8 @@ notices is printed: a test is missing, the change makes no difference, or a test
 SPENT_S seconds would notice.
 
 With --since, nothing needs to be recorded: a change is tried on the tests named for its file, and
-on the tests of its folder that differ from the commit.
+on the tests of its folder that differ from the commit; a change of the engine on the regimes', too,
+which take minutes.
 
 Left out are changes that cannot make a difference: those of annotations, messages, `zip(strict=)`
 and asserts, `return None` for `return False`, and a negated `if` that equals a changed comparison.
@@ -327,11 +328,12 @@ def _git(*arguments: str) -> str:
 
 
 def _changed_tests(path: Path, since: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The tests of a file's folder, and of the regimes, that differ from a commit."""
+    """The tests of a file's folder that differ from a commit; of the engine, the regimes' too."""
     parts = [Path("tests") / part for part in path.relative_to(SRC).parents]
-    folder = next(part for part in parts if (ROOT / part).is_dir())
-    folders = (folder, Path("tests/regimes"))
-    names = _git("diff", "--name-only", "--diff-filter=d", since, "--", *map(str, folders)).split()
+    folders = [next(str(part) for part in parts if (ROOT / part).is_dir())]
+    if path.is_relative_to(SRC / "engine"):
+        folders.append("tests/regimes")
+    names = _git("diff", "--name-only", "--diff-filter=d", since, "--", *folders).split()
     tests = [name for name in names if Path(name).name.startswith("test_")]
     return tuple(name for name in tests if name not in known)
 
