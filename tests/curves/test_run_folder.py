@@ -162,13 +162,17 @@ def test_a_file_cut_anywhere_gives_whole_reports(tmp_path_factory, n_bytes):
 
 
 def test_a_damaged_byte_is_noticed(tmp_path):
+    """Each byte of a report's header, which no checksum covers, and of its payload's first number."""
     monitored(tmp_path / "run", 5)
     file = tmp_path / "run" / "curves.bin"
-    data = bytearray(file.read_bytes())
-    data[data.rindex(b"step") + 40] ^= 1  # in the payload of the last report
-    file.write_bytes(data)
-    with pytest.raises(hl.FolderError, match="is damaged at byte"):
-        _ = hl.open(tmp_path / "run").steps
+    data = file.read_bytes()
+    start = data.rindex(b"step")
+    for at in range(start, start + 32):
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(hl.FolderError, match="is damaged at byte"):
+            _ = hl.open(tmp_path / "run").steps
 
 
 def test_a_folder_without_curves_is_refused(tmp_path):

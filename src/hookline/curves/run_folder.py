@@ -346,9 +346,9 @@ class RunReader:
     def _take(self, data: memoryview) -> None:
         at = 0
         while at + _HEADER.size <= len(data):
-            kind, _, length, checksum = _HEADER.unpack_from(data, at)
+            kind, unused, length, checksum = _HEADER.unpack_from(data, at)
             payload = data[at + _HEADER.size : at + _HEADER.size + length]
-            if kind not in _KINDS or not self._may_be(kind, length, payload):
+            if kind not in _KINDS or unused or not self._may_be(kind, length, payload):
                 raise self._damaged(at)
             if len(payload) < length:
                 break  # it is being written, or its writer was killed
