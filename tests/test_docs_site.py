@@ -1,7 +1,10 @@
-"""The documentation as a site: built strictly, complete, and used without a network."""
+"""The documentation as a site: built strictly, complete, and used without a network.
+
+The tutorials are run in a real kernel as the site is built: what they show is what they give."""
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import re
@@ -11,9 +14,10 @@ import sys
 from collections import Counter
 from contextlib import chdir, redirect_stdout
 from html import unescape
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 
+import nbformat
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -22,7 +26,7 @@ import hookline as hl
 from hookline.cli.app import app
 from hookline.models.packages import import_package
 from hookline.models.torchvision_import import import_torchvision
-from test_public_names import NAMES, SURFACES
+from test_public_names import NAMES, SIGNATURES, SURFACES
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "docs" / "_site"
@@ -110,6 +114,21 @@ def test_every_file_of_the_package_is_listed_with_its_purpose(site):
     for path in (ROOT / "src" / "hookline").rglob("*.py"):
         folder = path.parent.relative_to(ROOT / "src").as_posix()
         assert path.stem == "__init__" or path.name in listed[f"{folder}/"], path
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_every_public_name_is_among_the_signatures(site):
+    lines = re.findall(
+        r"^- `(hl\.[\w.]+)(.*?)`: \w.*\.$", (site / "signatures.md").read_text(), re.M
+    )
+    signatures = dict(lines)
+    names = {ATTRIBUTES.get(name, name) for name in public_names()}
+    by_hand = {name for name in names if name.startswith("run.")} | {"hl.EVERYWHERE"}
+    assert names - by_hand <= signatures.keys()
+    for name, expected in SIGNATURES.items():
+        if f"hl.{name}" in signatures:
+            assert signatures[f"hl.{name}"] == re.sub(r"^\(self(, )?", "(", expected)
 
 
 @pytest.mark.slow
@@ -270,7 +289,7 @@ def make_site(monkeypatch):
     import build
 
     yield build
-    for name in ("build", "check", "llms"):
+    for name in ("build", "check", "llms", "files", "signatures"):
         sys.modules.pop(name)
 
 
@@ -407,3 +426,81 @@ def test_what_make_docs_writes_is_ignored_by_git():
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^docs: .*\n\t.*docs/_site/build\.py$", makefile, re.M)
     assert "/site/" in (ROOT / ".gitignore").read_text().split()
+
+
+# -- the tutorials -------------------------------------------------------------------------------
+
+# How many cells at least give a text, and HTML.
+NOTEBOOKS = {
+    "tutorial.ipynb": {"text/plain": 4, "text/html": 4},
+    "tutorial_sweep.ipynb": {"text/plain": 7, "text/html": 1},
+    "tutorial_port.ipynb": {"text/plain": 7, "text/html": 0},
+}
+NUMBER = re.compile(r"(?<![\w#])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+@pytest.fixture(scope="module", params=NOTEBOOKS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def shown(name):
+    return nbformat.read(ROOT / "examples" / name, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(name, site):
+    """The notebook as the site offers it, which has been run in a real kernel."""
+    return nbformat.read(site / name, as_version=4)
+
+
+def outputs(notebook, kind):
+    """What the code cells gave of one kind: each cell's text, or its pictures."""
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        parts = [out.get("data", {"text/plain": out.get("text", "")}) for out in cell.outputs]
+        found.append([part[kind] for part in parts if kind in part])
+    return found
+
+
+def words_and_numbers(text):
+    """The text with its numbers taken out, and those; times of a run are left out."""
+    text = re.sub(r"~?\d+\.\d+ ms", "ms", text)
+    return " ".join(NUMBER.sub("N", text).split()), [float(n) for n in NUMBER.findall(text)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["text/plain", "text/html"])
+def test_a_tutorial_shows_what_it_gives(name, shown, executed, kind):
+    cells = list(zip(outputs(shown, kind), outputs(executed, kind), strict=True))
+    assert sum(map(bool, outputs(executed, kind))) >= NOTEBOOKS[name][kind]
+    for before, now in cells:
+        words, numbers = words_and_numbers("".join(before))
+        words_now, numbers_now = words_and_numbers("".join(now))
+        assert words_now == words
+        assert numbers_now == pytest.approx(numbers, rel=2e-2, abs=1e-4)
+
+
+@pytest.mark.processes
+def test_nothing_is_displayed_twice_or_goes_to_stderr(executed):
+    for cell in executed.cells:
+        if cell.cell_type == "code":
+            kinds = [out.output_type for out in cell.outputs]
+            assert kinds.count("execute_result") <= 1
+            assert "display_data" not in kinds
+            assert "stderr" not in [out.get("name") for out in cell.outputs]
+
+
+@pytest.mark.processes
+def test_figures_of_a_tutorial_are_pictures(shown, executed):
+    for before, now in zip(
+        outputs(shown, "image/png"), outputs(executed, "image/png"), strict=True
+    ):
+        assert len(before) == len(now)
+        for pictures in zip(before, now, strict=True):
+            sizes = [Image.open(BytesIO(base64.b64decode(png))).size for png in pictures]
+            assert sizes[0] == sizes[1]
+            assert min(sizes[0]) > 90

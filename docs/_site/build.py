@@ -2,10 +2,10 @@
 
 The pages of `docs/` come as they are, and the README as the first page. The tutorials are executed.
 The scripts, the changelog, the measurements and the notes for contributors become pages; the
-package becomes a list of its files. Links that leave `docs/` lead to these pages. The site is then
-checked: a broken link, a page that the navigation lacks, and anything that a browser would fetch
-from another machine are errors. `llms.txt` lists every section of the site, `llms-full.txt` holds
-the text of all pages.
+package becomes a list of its files, the API reference a list of signatures. Links that leave
+`docs/` lead to these pages. The site is then checked: a broken link, a page that the navigation
+lacks, and anything that a browser would fetch from another machine are errors. `llms.txt` lists
+every section of the site, `llms-full.txt` holds the text of all pages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import yaml
 from check import faults_of_links, faults_of_navigation
 from llms import write_texts
 from nbclient import NotebookClient
+from signatures import signatures_page
 
 import hookline as hl
 import hookline.data
@@ -54,6 +55,7 @@ def source_pages() -> dict[str, str]:
         "SECURITY.md": "security.md",
         "benchmarks/README.md": "measurements.md",
         "src/hookline": "files.md",
+        "docs/api": "signatures.md",
         "examples/README.md": "examples/index.md",
         "examples/tutorial.ipynb": "tutorial.md",
         "examples/tutorial_sweep.ipynb": "tutorial-sweep.md",
@@ -110,7 +112,8 @@ def assemble(docs: Path, to: Path) -> None:
         target = to / uri
         target.parent.mkdir(exist_ok=True)
         if path.is_dir():
-            target.write_text(files_page(path), "utf-8")
+            page = signatures_page if source == "docs/api" else files_page
+            target.write_text(page(path), "utf-8")
         elif path.suffix == ".py":
             target.write_text(
                 f"# {path.name}\n\n```python\n{path.read_text('utf-8')}```\n", "utf-8"
@@ -122,13 +125,14 @@ def assemble(docs: Path, to: Path) -> None:
 
 
 def tutorial_page(path: Path, to: Path) -> str:
-    """Execute a notebook and give its page; its figures are written to a folder."""
+    """Execute a notebook and give its page; a folder gets its figures and the notebook itself."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
         quiet = ["--Application.log_level=40"]  # the kernel warns of its own port otherwise
-        NotebookClient(notebook, timeout=120, resources=resources, extra_arguments=quiet).execute()
-    parts: list[str] = []
+        NotebookClient(notebook, timeout=300, resources=resources, extra_arguments=quiet).execute()
+    nbformat.write(notebook, to / path.name)
+    parts = [f'<a href="{path.name}" download>Download this notebook</a>']
     figures = 0
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -148,7 +152,8 @@ def tutorial_page(path: Path, to: Path) -> str:
                 parts.append(f'<div class="output">{data["text/html"]}</div>')
             else:
                 parts.append(f"```text\n{data['text/plain'].rstrip()}\n```")
-    return "\n\n".join(parts) + "\n"
+    link, title, *rest = parts
+    return "\n\n".join([title, link, *rest]) + "\n"
 
 
 def outside_code(markdown: str, change: Callable[[str], str]) -> str:

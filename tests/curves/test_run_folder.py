@@ -162,7 +162,7 @@ def test_a_file_cut_anywhere_gives_whole_reports(tmp_path_factory, n_bytes):
 
 
 def test_a_damaged_byte_is_noticed(tmp_path):
-    """Each byte of a report's header, which no checksum covers, and of its payload's first number."""
+    """Each byte of a report's header, which no checksum covers, and of its first number."""
     monitored(tmp_path / "run", 5)
     file = tmp_path / "run" / "curves.bin"
     data = file.read_bytes()
