@@ -14,6 +14,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.files.sealed_json import checksum, sealed
+from packed_pages import core_of
 
 
 def manifest_of(folder, change):
@@ -59,10 +60,14 @@ def test_a_damaged_file_is_a_line_that_says_so_and_not_a_crash(served, runs, tmp
     server = served(folder)
     answer = server.get()
     assert answer.status == 200
-    assert 'class="problem"' in answer.text
+    measured = json.loads(server.get("measure?from=0").text)
+    assert measured["next"] > 0
+    problems = core_of(answer.text)["values"]["problem"] | measured["values"]["problem"]
+    assert problems
     assert server.get("site?at=first").status == 200
-    assert json.loads(server.get("measure?from=0").text)["next"] > 0
-    assert server.get("strip?at=first").status in (404, 503)
+    maps = server.get("maps?at=first")
+    assert maps.status == 503 or "problem" in json.loads(maps.text)["own"]
+    assert json.loads(server.get("findings").text)["findings"] is not None
 
 
 def test_a_file_with_a_dtype_torch_cannot_read_does_not_crash(served, runs, tmp_path):
@@ -82,7 +87,8 @@ def test_a_file_with_a_dtype_torch_cannot_read_does_not_crash(served, runs, tmp_
     manifest_of(folder, lambda m: [m["checksums"][k].__setitem__(0, v) for k, v in heads.items()])
     server = served(folder)
     assert server.get("site?at=first").status == 200
-    assert server.get("strip?at=first").status in (404, 503)
+    maps = server.get("maps?at=first")
+    assert maps.status == 503 or "problem" in json.loads(maps.text)["own"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": "hookline-recording", "version": 2}'])
@@ -90,7 +96,7 @@ def test_a_damaged_manifest_gives_a_page_that_says_so(served, tmp_path, text):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "manifest.json").write_text(text)
     server = served(tmp_path / "run")
-    for path in ("", "site?at=x", "measure", "numbers?at=x"):
+    for path in ("", "site?at=x", "measure", "numbers?at=x", "findings", "maps?at=x"):
         assert server.get(path).status == 503
     assert server.get("state").status == 200
 
@@ -151,10 +157,11 @@ def test_no_name_turns_round_what_stands_beside_it(served, tmp_path):
         server.get(path) for path in ("", f"site?at={quote(name)}", f"site?at={quote(chr(0x202E))}")
     ]
     assert [page.status for page in pages] == [200, 200, 404]
-    for text in (*texts, *(page.text for page in pages)):
-        assert "\u202e" not in text.partition('<script type="application/json"')[0]
+    names = core_of(pages[0].text)["rows"]["name"]
+    for text in (*texts, *(page.text for page in pages), " ".join(names)):
+        assert "\u202e" not in text
         assert "\x1b" not in text
-        assert r"\u202e" in text
+        assert r"\u202e" in (text if 'id="core"' not in text else " ".join(names))
 
 
 def test_every_value_of_an_odd_recording_has_a_page(served, tmp_path):
@@ -189,8 +196,11 @@ def test_every_value_of_an_odd_recording_has_a_page(served, tmp_path):
     with hl.record(model, "the *") as run:
         model(0)
     server = served(run.save(tmp_path / "run"))
-    assert json.loads(server.get("measure?from=0").text)["lines"]
+    assert json.loads(server.get("measure?from=0").text)["at"]
+    assert json.loads(server.get("findings").text)["judged"]
     for name in values:
+        maps = json.loads(server.get(f"maps?at=the+{name}").text)["own"]
+        assert ("maps" in maps) != ("problem" in maps), name
         answer = server.get(f"site?at=the+{name}")
         assert answer.status == 200, (name, answer.text[-600:])
     assert server.get().status == 200

@@ -19,13 +19,16 @@ import hookline as hl
 from benchmarks.large_recording import write as write_large
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 from hookline.views.page.guard import Rules
+from packed_pages import core_of
 
 
-def test_it_answers_on_the_loopback_address_with_the_table(served, runs):
+def test_it_answers_on_the_loopback_address_with_the_rows(served, runs):
     server = served(runs / "a")
     answer = server.get()
     assert answer.status == 200
-    assert 'href="site?at=first&amp;pass=0&amp;call=0"' in answer.text
+    rows = core_of(answer.text)["rows"]
+    calls = list(zip(rows["name"], rows["call"], strict=True))
+    assert calls == [("(root)", -1), ("first", -1), ("again", 0), ("again", 1), ("head", -1)]
     assert server.serving.address == server.base
 
 
@@ -34,7 +37,7 @@ def test_a_page_loads_nothing_from_elsewhere_and_is_not_framed(served, runs):
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
-    assert re.search(r"script-src( 'sha256-[A-Za-z0-9+/]+=*'){3}$", policy)
+    assert re.search(r"script-src( 'sha256-[A-Za-z0-9+/]+=*'){4}$", policy)
     assert headers["x-content-type-options"] == "nosniff"
 
 
@@ -208,17 +211,48 @@ def test_a_sample_that_is_not_there_is_said_on_the_page(served, runs):
 
 def test_numbers_are_measured_a_few_at_a_time_and_remembered(served, runs):
     server = served(runs / "a")
-    lines, at = [], 0
-    n_lines = len(re.findall(r"<tr", server.get().text)) - 1
-    while at < n_lines:
+    core = core_of(server.get().text)
+    assert core["values"]["waits"] == [0, 1, 2, 3, 4]
+    assert core["measure"]["start"]
+    means, at = {}, 0
+    while at < len(core["values"]["row"]):
         answer = json.loads(server.get(f"measure?from={at}").text)
-        lines += answer["lines"]
+        means |= dict(zip(answer["at"], answer["values"]["mean"], strict=True))
         at = answer["next"]
-    means = {line["line"]: line["cells"][4] for line in lines}
     mean = hl.open(runs / "a")["first"].double().mean().item()
-    assert f"{mean:.4g}" in means.values()
-    assert json.loads(server.get("measure?from=0").text)["lines"] == []
-    assert f">{mean:.4g}<" in server.get().text
+    assert means[0] == float(f"{mean:.4g}")
+    assert json.loads(server.get("measure?from=0").text)["at"] == []
+    values = core_of(server.get().text)["values"]
+    assert values["mean"] == [means[order] for order in range(5)]
+    assert values["waits"] == []
+
+
+def test_findings_are_those_of_the_recording(served, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    nn.init.constant_(model[0].bias, -1e3)
+    with hl.record(model) as run:
+        model(torch.rand(4, 8))
+    server = served(run.save(tmp_path / "run"))
+    answer = json.loads(server.get("findings").text)
+    core = core_of(server.get().text)
+    (finding,) = run.findings()
+    assert answer["findings"][0]["text"] == finding.text
+    assert core["rows"]["name"][answer["findings"][0]["row"]] == finding.site == "1"
+    assert json.loads(server.get("findings?state=older").text) == {}
+
+
+def test_maps_of_a_value_come_with_those_of_its_gradient(served, runs):
+    server = served(runs / "passes")
+    at = core_of(server.get().text)["values"]["order"][-1]
+    answer = json.loads(server.get("maps?at=first&pass=1&sample=1").text)
+    own, gradient = answer["own"]["maps"], answer["gradient"]["maps"]
+    assert (own["kind"], own["of"], own["sample"], len(own["tiles"])) == ("channels", 40, 1, 16)
+    assert [t["c"] for t in own["tiles"]] == [t["c"] for t in gradient["tiles"]]
+    assert json.loads(server.get(f"maps?value={at}").text)["gradient"] is None
+    assert (
+        "sample must be" in json.loads(server.get("maps?at=first&sample=7").text)["own"]["problem"]
+    )
+    assert server.get("maps?value=999").status == 404
 
 
 def test_two_recordings_are_compared_when_the_page_asks(served, runs):
@@ -337,9 +371,10 @@ def test_a_table_of_2000_sites_and_50_gb_reads_no_tensor(served, tmp_path, monke
     )
     server = served(folder)
     text = server.get().text
-    assert text.count("<tr") == 2000 + 200 + 20 + 1
+    core = core_of(text)
+    assert len(core["rows"]["name"]) == 2000 + 200 + 20
     assert "<dt>Size</dt><dd>48.7 GiB</dd>" in text
-    assert '"start": false' in text
+    assert core["measure"] == {"size": "48.7 GiB", "start": False}
     assert read == []
     server.get("site?at=layer0.block0.conv1")
     assert set(read) == {"values-0-00000.safetensors/1"}

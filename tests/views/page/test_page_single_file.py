@@ -12,12 +12,7 @@ import hookline as hl
 from hookline.display.units import count
 from hookline.views.page import Evidence, write_recording_page
 from hookline.views.page.entries import read_values
-
-
-def data_of(text: str) -> dict:
-    return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1]
-    )
+from packed_pages import core_of
 
 
 def test_it_gives_the_path_of_the_file_that_it_wrote(tmp_path, strange_run):
@@ -72,22 +67,25 @@ def test_no_text_becomes_markup(tmp_path, strange_run):
     text = path.read_text("utf-8")
     assert hostile not in text
     assert "<script>alert" not in text
-    assert "&lt;script&gt;alert(1)&lt;" in text
+    assert "<script>alert(1)<" in core_of(text)["rows"]["name"]  # packed, and put in as text
     # A closing tag inside the data would end the data, whatever the quotes around it say.
-    assert len(re.findall("</script", text)) == 2
-    assert len(data_of(text)["lines"]) > 5
+    n_maps = text.count('type="application/json" id="maps-')
+    assert n_maps > 5
+    assert len(re.findall("</script", text)) == 2 + n_maps
 
 
 def test_the_data_is_plain_json_even_with_nan(tmp_path, strange_run):
     text = write_recording_page(strange_run, tmp_path, title="A page").read_text("utf-8")
-    json.loads(json.dumps(data_of(text), allow_nan=False))
+    json.loads(json.dumps(core_of(text), allow_nan=False))
+    for maps in re.findall(r'id="maps-\d+">(.*?)</script>', text):
+        json.dumps(json.loads(maps), allow_nan=False)
 
 
 def test_it_refers_to_nothing_outside(tmp_path, strange_run):
     text = write_recording_page(strange_run, tmp_path, title="A page").read_text("utf-8")
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", text)
     assert "@import" not in text
-    assert "default-src 'none'" in text
+    assert re.search(r"default-src 'none';[^\"]* script-src 'sha256-[A-Za-z0-9+/]+=*'\"", text)
 
 
 def test_totals_of_a_summary_stand_at_the_top(tmp_path, net, image):
@@ -133,26 +131,34 @@ def test_class_scores_say_what_they_are_and_of_which_input(tmp_path, strange_run
     assert "<p>of the first of 15 inputs</p>" in scores(15)
 
 
-def test_a_value_says_how_many_channels_and_samples_are_left_out(tmp_path):
+def test_maps_say_how_many_channels_and_samples_there_are(tmp_path):
     model = nn.ModuleDict({"many": nn.Conv2d(1, 20, 1), "all": nn.Conv2d(20, 3, 1)})
     model.forward = lambda x: model["all"](model["many"](x))
 
-    def remarks(run):
+    def shown(run):
         text = write_recording_page(run, tmp_path, title="Maps").read_text("utf-8")
-        return re.findall('<p class="remark">(.*?)</p>', text)
+        maps = [json.loads(m) for m in re.findall(r'id="maps-\d+">(.*?)</script>', text)]
+        counts = [(len(m["tiles"]), m["of"], m["sample"], m["samples"]) for m in maps]
+        return counts, core_of(text)["view"]
 
     with hl.record(model, ["many", "all"]) as run:
         model(torch.rand(8, 1, 4, 4))
-    not_saved = "all of them: <code>run.save(&#39;DIR&#39;), then hookline view DIR</code>"
-    assert remarks(run)[0] == f"8 of 20 channels, sample 0 of 8; {not_saved}"
+    counts, view = shown(run)
+    assert counts == [(8, 20, 0, 8), (3, 3, 0, 8)]
+    assert view == "run.save('DIR'), then hookline view DIR"
     run.save(tmp_path)
-    view = f"all of them: <code>hookline view {tmp_path}</code>"
-    assert remarks(run) == [
-        f"8 of 20 channels, sample 0 of 8; {view}", f"3 channels, sample 0 of 8; {view}",
-    ]  # fmt: skip
-    with hl.record(model, ["many", "all"]) as run:
-        model(torch.rand(1, 1, 4, 4))
-    assert remarks(run) == [f"8 of 20 channels; {view}"]
+    assert shown(run)[1] == f"hookline view {tmp_path}"
+
+
+def test_pictures_beyond_their_share_of_the_file_are_left_out(tmp_path, monkeypatch, net, image):
+    monkeypatch.setattr("hookline.views.page.single_file._PICTURE_BYTES", 6000)
+    with hl.record(net, copy=True) as run:
+        for _ in range(2):
+            net(image)
+    text = write_recording_page(run, tmp_path, title="Few").read_text("utf-8")
+    shown = [int(order) for order in re.findall(r'id="maps-(\d+)">', text)]
+    assert 0 < len(shown) < len(run)
+    assert max(shown) >= len(run) // 2  # each pass has some
 
 
 def test_names_that_utf8_refuses_are_written_escaped(tmp_path):
@@ -160,15 +166,17 @@ def test_names_that_utf8_refuses_are_written_escaped(tmp_path):
     model.add_module("\udcff", nn.ReLU())
     with hl.record(model) as run:
         model(torch.zeros(1))
-    assert "\\udcff" in write_recording_page(run, tmp_path, title="Odd").read_text("utf-8")
+    text = write_recording_page(run, tmp_path, title="Odd").read_text("utf-8")
+    assert core_of(text)["rows"]["name"] == ["(root)", "\\udcff"]
 
 
 def test_a_recording_without_values_is_still_a_page(tmp_path, net):
     with pytest.warns(hl.HooklineWarning), hl.record(net, "fc") as run:
         pass
     text = write_recording_page(run, tmp_path, title="Empty").read_text("utf-8")
-    assert "Nothing was recorded." in text
-    assert "the model has not run" in text
+    core = core_of(text)
+    assert core["rows"]["name"] == []
+    assert "the model has not run" in core["silent"][0][2]
 
 
 def test_a_deep_network_stays_small(tmp_path, net):
@@ -191,12 +199,10 @@ def test_nan_in_any_leaf_is_counted_and_its_leaf_named(tmp_path):
     with hl.record(model) as run:
         model(torch.ones(3, 4))
     text = write_recording_page(run, tmp_path, title="A page").read_text("utf-8")
-    cells = re.findall(r'<td class="non-finite number( bad)?">(.*?)</td>', text)
+    values = core_of(text)["values"]
     # The root gives on what the pair gives.
-    assert cells == [(" bad", "3 in output[1].sums"), ("", "0"), (" bad", "3 in output[1].sums")]
-    assert "2 values hold NaN or infinity" in text
-    chosen = re.findall(r"<dt>NaN, inf</dt>\s*<dd[^>]*>(.*?)</dd>", text)
-    assert chosen == [text for _, text in cells]  # the page of each site says it, too
+    assert values["leaves"] == {"1": "3 in output[1].sums", "2": "3 in output[1].sums"}
+    assert values["bad"] == {"1": 3, "2": 3}
 
 
 def test_many_leaves_with_nan_are_counted():

@@ -6,34 +6,25 @@ not grow with the number of values viewed.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from hookline.display.text import plural
 from hookline.engine import as_written
 from hookline.errors import FolderError, InputError
 from hookline.recordings import Recording
 from hookline.statistics.of_values import Statistics, main_tensor
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
-from hookline.views.page.entries import (
-    Place,
-    Row,
-    ValueEntry,
-    columns,
-    list_values,
-    measured,
-    tree_rows,
-)
+from hookline.views.page.core import findings_data
+from hookline.views.page.entries import Place, ValueEntry, list_values, measured
+from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.links import text_of
-
-Notice = tuple[str, str]  # a text, and the label of the row concerned
+from hookline.views.page.rows import Row, labels_of, rows_of
 
 
 class FolderContents(NamedTuple):
@@ -45,6 +36,8 @@ class FolderContents(NamedTuple):
     about: str = ""  # of a store, a sentence that says what is shown
     items: tuple[int, ...] = ()  # of a store, the items whose values are shown
     n_items: int = 0  # of a store, how many items it has
+    # opens the recording once more, to judge it; None for a store
+    judge: Callable[[], Recording] | None = None
 
 
 @final
@@ -69,24 +62,21 @@ class PageState:
         self.names = names
         # One reader at a time: values are large, and reading ends by closing the files.
         self._lock = threading.Lock()
+        self._judging = threading.Lock()
+        self._findings: dict[str, Any] | None = None
         whole = contents.whole
         self.values = [
             replace(entry, whole=whole.get(entry.place.at)) for entry in list_values(self.recording)
         ]
         twins = list_values(self.other) if self.other is not None else []
         self._twins = {entry.place: entry for entry in twins}
-        self.rows = tree_rows(self.recording, self.values)
-        self.columns = columns(self.rows)
-        self._row_of = {row.entry.order: row for row in self.rows if row.entry is not None}
+        self.rows: list[Row] = rows_of(self.recording, self.values)
+        self._labels = labels_of(self.values)
         self._number_of = {entry.place: entry.order for entry in self.values}
         self._by_site: dict[str, list[ValueEntry]] = {}
         for entry in self.values:
             self._by_site.setdefault(entry.place.at, []).append(entry)
-        self._compared: dict[str, ValueEntry] = {}
-        for entry in self.values:
-            key = _compared_key(entry)
-            self._compared[key] = entry
-            self._compared.setdefault(_without_pass(key), entry)
+        self._by_key = ValuesByKey(self.values)
         self._release()
 
     @property
@@ -136,9 +126,9 @@ class PageState:
         """List the values of a site in firing order."""
         return self._by_site.get(at, ())
 
-    def row(self, entry: ValueEntry) -> Row:
-        """Return the row that shows a value."""
-        return self._row_of[entry.order]
+    def label(self, entry: ValueEntry) -> str:
+        """Return a value's full name: the site, as in a look-up."""
+        return self._labels[entry.order]
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -178,27 +168,47 @@ class PageState:
         self._remember(entry)
         return entry
 
-    def measure_some(self, start: int, seconds: float) -> tuple[list[int], int]:
-        """Measure values that are not measured yet, row by row, for a limited time.
+    def measure_some(self, start: int, seconds: float) -> tuple[list[ValueEntry], int]:
+        """Measure values that are not measured yet in firing order, for a limited time.
 
         Args:
+            start: the position in firing order to begin at.
             seconds: the time limit; a value that has been started is finished.
 
         Returns:
-            The indices of the measured rows, and the index to continue from, which may be past the
-            last row.
+            The measured values, and the position to continue from, which may be past the last.
         """
         end = time.monotonic() + seconds
-        measured_rows: list[int] = []
-        index = max(start, 0)
-        while index < len(self.rows) and (not measured_rows or time.monotonic() < end):
-            entry = self.rows[index].entry
-            if entry is not None and not self.is_measured(entry):
+        measured_now: list[ValueEntry] = []
+        order = max(start, 0)
+        while order < len(self.values) and (not measured_now or time.monotonic() < end):
+            if not self.is_measured(self.values[order]):
                 with self.reading():
-                    self.measure(entry)
-                measured_rows.append(index)
-            index += 1
-        return measured_rows, index
+                    measured_now.append(self.measure(self.values[order]))
+            order += 1
+        return measured_now, order
+
+    def findings(self) -> dict[str, Any]:
+        """Judge the recording once, with a row for each finding; those of a store are not judged.
+
+        The values are read from files of its own, so that other pages go on meanwhile.
+        """
+        with self._judging:
+            if self._findings is None:
+                self._findings = self._judge()
+            return self._findings
+
+    def _judge(self) -> dict[str, Any]:
+        if self._contents.judge is None:
+            return {"findings": [], "notes": [], "judged": False}
+        try:
+            recording = self._contents.judge()
+        except FolderError as error:
+            return {"findings": [], "notes": [str(error).splitlines()[0]], "judged": False}
+        try:
+            return findings_data(recording, self.rows, self.values)
+        finally:
+            recording.release()
 
     def is_measured(self, entry: ValueEntry) -> bool:
         """Return whether a value needs no more measuring."""
@@ -215,72 +225,28 @@ class PageState:
                 recording.release()
 
     def _remember(self, entry: ValueEntry) -> None:
-        self.values[entry.order] = self._row_of[entry.order].entry = entry
+        self.values[entry.order] = entry
 
     # -- comparing -------------------------------------------------------------------------------
 
     def entry_at(self, site: str) -> ValueEntry | None:
         """Return the value that a row of a comparison is about, by the row's site; or None."""
-        keys = _without_leaf(site), _without_pass(site), _without_pass(_without_leaf(site))
-        return next((self._compared[key] for key in (site, *keys) if key in self._compared), None)
+        return self._by_key.get(site)
 
     def compared_rows(self, entry: ValueEntry, comparison: Comparison) -> list[ComparedSite]:
         """Return the rows of a comparison that are about a value."""
-        return [row for row in comparison if self.entry_at(row.site) is entry]
+        of_rows = ((row, self.entry_at(row.site)) for row in comparison)
+        return [row for row, other in of_rows if other and other.order == entry.order]
 
 
-def notices_of(page: PageState) -> list[Notice]:
-    """List the notices of a page."""
-    notices = notices_of_recording(page.recording, page.rows)
-    if page.recording.lost:
-        lost = page.recording.lost
-        notices.append((f"Not saved in the folder: {lost[0]}{', …' * (len(lost) > 1)}", ""))
-    return notices
-
-
-def notices_of_recording(recording: Recording, rows: Sequence[Row]) -> list[Notice]:
-    """List notices of passes that raised, and of NaN, infinity and overwritten values in rows."""
+def notices_of(recording: Recording) -> list[str]:
+    """List what a reader must know of a recording: passes that raised, and what was not saved."""
     notices = [
-        (f"Pass {record.number} ended with an exception: only the values before it are here.", "")
+        f"Pass {record.number} ended with an exception: only the values before it are here."
         for record in recording.passes
         if record.failed
     ]
-    entries = [(row.entry, row.label) for row in rows if row.entry is not None]
-    broken = sorted((entry.order, label) for entry, label in entries if entry.non_finite)
-    if broken:
-        values = plural(len(broken), "value holds", "values hold")
-        text = f"{values} NaN or infinity; the first in firing order is"
-        notices.append((text, broken[0][1]))
-    n_overwritten = sum(entry.is_overwritten for entry, _ in entries)
-    if n_overwritten:
-        values = plural(n_overwritten, "value was", "values were")
-        advice = "Record copies to see them: hl.record(..., copy=True)."
-        notices.append((f"{values} overwritten in place after being recorded. {advice}", ""))
+    lost = recording.lost
+    if lost:
+        notices.append(f"Not saved in the folder: {lost[0]}{', …' * (len(lost) > 1)}")
     return notices
-
-
-def _compared_key(entry: ValueEntry) -> str:
-    """Return the key of a value in a comparison, with its pass and its backward pass."""
-    recorded = entry.recorded
-    backward = "" if recorded.backward is None else f"#backward{recorded.backward}"
-    return f"{recorded.key}{backward}#pass{recorded.record.number}"
-
-
-def _without_pass(key: str) -> str:
-    return re.sub(r"#pass\d+", "", key)
-
-
-def _without_leaf(key: str) -> str:
-    """Return the key of the whole value: `attn` for `attn:output[1]`."""
-    parts = re.fullmatch(r"(.*?)(:\w+)((?:\[[^\]]*\]|\.\w+)+)((?:#\w+)*)", key, re.DOTALL)
-    if parts is None:
-        return key
-    path, port, _, calls = parts.groups()
-    return path + port * (port != ":output") + calls
-
-
-def data_of(value: Any) -> Any:
-    """Replace infinity, which JSON lacks, by a very large number."""
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return 1e308 if value > 0 else -1e308
-    return value

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d, interpolate
+from torch.nn.functional import interpolate
 
 from hookline.display.units import measure
 from hookline.errors import HooklineError, InputError
@@ -32,8 +32,6 @@ from hookline.views.plots.arranging import Arranged, arrange, order_of
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_CHANNELS = 8
-MAX_TILE_PIXELS = 48
 MAX_IMAGE_PIXELS = 192
 _MIN_MAP_PIXELS = 4
 
@@ -87,7 +85,7 @@ def picture_of(tensor: Tensor, module_type: str, choice: Choice) -> Picture:
     Raises:
         InputError: the value cannot be drawn; the first line says why.
     """
-    return _drawn(*_arranged(tensor, module_type, choice.sample), choice)
+    return _drawn(*arranged(tensor, module_type, choice.sample), choice)
 
 
 def difference_picture(a: Tensor, b: Tensor, module_type: str, choice: Choice) -> Picture:
@@ -96,8 +94,8 @@ def difference_picture(a: Tensor, b: Tensor, module_type: str, choice: Choice) -
     Raises:
         InputError: the values cannot be drawn.
     """
-    first, n_samples = _arranged(a, module_type, choice.sample)
-    second, _ = _arranged(b, module_type, choice.sample)
+    first, n_samples = arranged(a, module_type, choice.sample)
+    second, _ = arranged(b, module_type, choice.sample)
     gap = replace(first, data=first.data.double() - second.data.double())
     return _drawn(gap, n_samples, choice, is_gap=True)
 
@@ -140,8 +138,12 @@ def is_picture(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.shape[1] in (1, 3) and tensor.is_floating_point()
 
 
-def _arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, int]:
-    """Return one sample with its channels first, and the number of samples."""
+def arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, int]:
+    """Return one sample with its channels first, and the number of samples.
+
+    Raises:
+        InputError: the value cannot be drawn; the first line says why.
+    """
     if tensor.dim() > 5:
         raise InputError(f"a picture must have at most 5 dimensions, got {tensor.dim()}.")
     value = Value("it", module_type, tensor)
@@ -252,71 +254,6 @@ def histogram_path(counts: Sequence[int], width: float = 480, height: float = 96
 
 
 # -- thumbnails -----------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True)
-class Strip:
-    """A picture of feature maps side by side."""
-
-    source: str  # the picture as a `data:` address
-    width: int  # the width of one tile, in pixels
-    height: int  # the height of one tile, in pixels
-    # the smallest and largest finite value of each channel shown; None if there are none
-    ranges: tuple[tuple[float, float] | None, ...]
-    channels: int  # the number of channels of the value
-
-
-def feature_strip(tensor: Tensor) -> Strip | None:
-    """Draw the first channels of the first sample of an image-like tensor.
-
-        >>> strip = feature_strip(torch.rand(2, 16, 100, 200))
-        >>> len(strip.ranges), strip.width, strip.height
-        (8, 48, 24)
-
-    Each channel has its own scale, in the colours of `hl.plots.channels`. If the sample has
-    negative numbers, the colours are blue and red with white at zero. Otherwise they go from the
-    channel's smallest value to its largest.
-
-    Args:
-        tensor: any tensor; one of shape `(N, C, H, W)` with H and W of at least 4 is drawn.
-
-    Returns:
-        The strip; None for a tensor that is not image-like.
-    """
-    if not is_image_like(tensor) or tensor.is_meta:
-        return None
-    maps = tensor[0, :MAX_CHANNELS].detach().cpu().to(torch.float64)
-    form = strip_form(tensor.shape)
-    maps = adaptive_avg_pool2d(maps[None], (form.height, form.width))[0]
-    signed = is_signed(tensor[0])
-    tiles = [palette_indices(tile.numpy(), scale_of(tile, signed=signed)) for tile in maps]
-    source = coloured(np.concatenate(tiles, axis=1), is_signed=signed)
-    ranges = tuple(_range(tile) for tile in maps)
-    return Strip(source, form.width, form.height, ranges, form.channels)
-
-
-def _range(tile: Tensor) -> tuple[float, float] | None:
-    """Return the smallest and the largest finite number."""
-    finite = tile[tile.isfinite()]
-    return (float(finite.min()), float(finite.max())) if finite.numel() else None
-
-
-class StripForm(NamedTuple):
-    """The layout of a strip of feature maps, known before it is drawn."""
-
-    tiles: int  # the number of maps shown
-    width: int  # the width of one tile, in pixels
-    height: int  # the height of one tile, in pixels
-    channels: int  # the number of channels of the value
-    samples: int  # the number of samples of the value; the strip shows the first
-
-
-def strip_form(shape: Sequence[int]) -> StripForm:
-    """Compute the layout of the strip of a value of shape `(N, C, H, W)`."""
-    shrink = min(MAX_TILE_PIXELS / max(shape[2:]), 1)
-    height, width = (max(round(side * shrink), 1) for side in shape[2:])
-    return StripForm(min(shape[1], MAX_CHANNELS), width, height, shape[1], shape[0])
 
 
 def input_thumbnail(image: Image) -> str:

@@ -1,8 +1,9 @@
 """The ASGI app that serves the pages of recordings and runs.
 
-    /           the table of all values         /measure   statistics of some rows, as JSON
-    /site       one value                       /numbers   one value's statistics, as HTML
-    /strip      a row's feature maps, as PNG    /state     the state of the recording, as JSON
+    /           a recording                     /measure   statistics of some values, as JSON
+    /findings   what is wrong with it, as JSON  /maps      one value's maps of numbers, as JSON
+    /site       a value's own page              /numbers   one value's statistics, as HTML
+    /state      the state of the recording, as JSON
 
 The page of two recordings is `/`, too. It asks for this:
 
@@ -20,25 +21,26 @@ No part of an address is used as a file name.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable
 from typing import Any, final
 
-from hookline.display.text import plural, type_and_line
+from hookline.display.text import first_line, plural, type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.util.optional import how_to_install, load
+from hookline.views.page.core import core_data, measured_columns, pack, silent_data
 from hookline.views.page.curves_view import CurvePages
 from hookline.views.page.entries import ValueEntry
 from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.links import choice_of, items_of, number, parameters_of, query_of, text_of
 from hookline.views.page.page_state import PageState, notices_of
-from hookline.views.page.pictures import feature_strip
-from hookline.views.page.render import environment, script_hashes, sort_keys, table
+from hookline.views.page.pictures import Choice
+from hookline.views.page.render import environment, script_hashes
 from hookline.views.page.results import comparison_data, comparison_title, last_part
-from hookline.views.page.site_view import site_view
+from hookline.views.page.site_view import gradient_of, site_view
 from hookline.views.page.sources import OpenRecordings
+from hookline.views.page.tiles import ASKED_FOR, tiles_of, with_channels
 from hookline.views.pixels import PAGE_NEEDS
 
 _NEEDS = "hookline view needs starlette and uvicorn"
@@ -59,14 +61,15 @@ class Pages:
     def __init__(self, shelf: OpenRecordings) -> None:
         load("PIL.Image", *PAGE_NEEDS)
         self._shelf = shelf
-        self._templates = environment()
-        self._templates.globals["is_served"] = True
-        self._of_comparisons = environment("comparison")
-        self._of_comparisons.globals["is_served"] = True
+        self._templates, self._of_comparisons, self._of_recordings = (
+            environment(kind) for kind in ("site", "comparison", "recording")
+        )
+        for templates in (self._templates, self._of_comparisons, self._of_recordings):
+            templates.globals["is_served"] = True
         self._of_runs = CurvePages()
 
     def index(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Render the table of all values, or the page of a run."""
+        """Render the page of a recording, a comparison or a run."""
         run = self._shelf.run()
         if run is not None:
             return self._of_runs.index(run, self._shelf.source.name)
@@ -75,18 +78,11 @@ class Pages:
             return self._compared(page, state)
         report = page.recording.report()
         to_measure = page.bytes_to_measure
-        variables = table(
-            page.rows,
-            page.columns,
-            "site?",
-            "strip?",
-            size=size(to_measure),
-            start=to_measure <= _UNASKED_BYTES,
-        )
-        for line, row in zip(variables["data"]["lines"], page.rows, strict=True):
-            line["waits"] = row.entry is not None and not page.is_measured(row.entry)
-        return "text/html", self._render(
-            "index.html",
+        core = core_data(page.rows, page.values) | {
+            "measure": {"size": size(to_measure), "start": to_measure <= _UNASKED_BYTES},
+            "silent": silent_data(page.recording),
+        }
+        text = self._of_recordings.get_template("recording/recording.html").render(
             title=last_part(page.names[0]),
             home="",
             state=state,
@@ -94,17 +90,22 @@ class Pages:
             where=page.names[0],
             model_type=report.model_type,
             facts=_facts(page),
-            images=(),
-            classes=(),
-            n_images=0,
-            n_images_left_out=0,
-            notices=notices_of(page),
-            embedded=False,
-            **variables,
-            silent=[(site, report.why.get(site, "")) for site in report.silent],
+            evidence=None,
+            notices=notices_of(page.recording),
+            n_silent=len(report.silent),
+            core=pack(core),
+            pictures=(),
             items=page.items,
             top="../../" if parameters["items"] else "",
         )
+        return "text/html", str(text)
+
+    def findings(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Judge the recording; return its findings as JSON."""
+        page, state = self._page(parameters)
+        if parameters.get("state", state) != state:
+            return "application/json", "{}"  # the page shows an older recording
+        return "application/json", json.dumps(page.findings())
 
     def _compared(self, page: PageState, state: str) -> tuple[str, str]:
         """Render the page of two recordings, which asks for their comparison."""
@@ -163,38 +164,27 @@ class Pages:
         template = self._templates.get_template("site_parts.html")
         return "text/html", str(template.module.numbers(entry))
 
-    def strip(self, parameters: dict[str, str]) -> tuple[str, bytes]:
-        """Draw the feature maps of a row as PNG."""
+    def maps(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Return the maps of a value as JSON, and those of its gradient; or why there are none."""
         page, _ = self._page(parameters)
         entry = _named(page, parameters)
+        choice = choice_of(parameters)
         with page.reading():
-            try:
-                strip = feature_strip(page.tensor(entry))
-            except (RuntimeError, TypeError):  # torch cannot read the numbers
-                strip = None
-        if strip is None:
-            raise InputError("this value has no feature maps.\nGo to its own page.")
-        return "image/png", base64.b64decode(strip.source.partition(",")[2])
+            drawn = _maps_of(page, entry, choice)
+            twin = gradient_of(page, entry)
+            beside = None
+            if twin is not None:
+                beside = _maps_of(page, twin, with_channels(choice, drawn.get("maps")))
+        return "application/json", json.dumps({"own": drawn, "gradient": beside})
 
     def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Measure some rows and return their cells as JSON."""
+        """Measure some values and return their columns as JSON."""
         page, state = self._page(parameters)
         if parameters.get("state", state) != state:
-            return "application/json", "{}"  # the page shows the rows of an older recording
+            return "application/json", "{}"  # the page shows the values of an older recording
         measured, after = page.measure_some(number(parameters, "from") or 0, _SECONDS)
-        lines = []
-        for index in measured:
-            row = page.rows[index]
-            assert row.entry is not None
-            lines.append({
-                "line": index,
-                "cells": [column.text(row) for column in page.columns],
-                "keys": sort_keys(row, page.columns),
-                "bad": row.entry.non_finite > 0,
-                "problem": row.entry.problem,
-            })  # fmt: skip
-        answer = {"lines": lines, "next": after, "notices": notices_of(page)}
-        return "application/json", json.dumps(answer)
+        answer = {"at": [entry.order for entry in measured], "next": after}
+        return "application/json", json.dumps(answer | {"values": measured_columns(measured)})
 
     def state(self, _: dict[str, str]) -> tuple[str, str]:
         """Return the state of the recording as JSON, so that a page can notice a new one."""
@@ -300,8 +290,8 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
 
     routes = [
         route("/", pages.index), route("/site", pages.site), route("/numbers", pages.numbers),
-        route("/strip", pages.strip), route("/measure", pages.measure),
-        route("/comparison", pages.comparison),
+        route("/maps", pages.maps), route("/measure", pages.measure),
+        route("/findings", pages.findings), route("/comparison", pages.comparison),
         route("/state", pages.state), route("/new", pages.new), route("/ranks", pages.ranks),
     ]  # fmt: skip
     routes += [routing.Route("/items", choose), routing.Mount("/items/{items}", routes=[*routes])]
@@ -318,8 +308,25 @@ def _response(responses: Any, content: str | bytes, media: str, status: int) -> 
 
 
 def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
+    """Return the value that an address names, by its site or by its position."""
+    position = number(parameters, "value")
+    if position is not None:
+        if position < len(page.values):
+            return page.values[position]
+        raise InputError(f"there are {len(page.values)} values.\nGo to the start page.")
     where = (number(parameters, name) for name in ("pass", "call", "backward"))
     return page.find(parameters.get("at", ""), *where)
+
+
+def _maps_of(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, Any]:
+    """Read the maps of a value, or the reason why there are none; call it inside `reading`."""
+    try:
+        maps = tiles_of(page.tensor(entry), entry.site.module_type, choice, ASKED_FOR)
+    except HooklineError as error:
+        return {"problem": str(error).splitlines()[0]}
+    except (RuntimeError, TypeError) as error:
+        return {"problem": f"cannot be drawn: {first_line(error)}"}
+    return {"maps": maps}
 
 
 def _bytes_shown(page: PageState) -> str:
@@ -329,13 +336,13 @@ def _bytes_shown(page: PageState) -> str:
 def _facts(page: PageState) -> list[tuple[str, str]]:
     """List the totals at the top of the page as (label, text)."""
     bytes_shown = _bytes_shown(page)
-    n_items = page.items[1]
+    n_items, n_passes = page.items[1], len(page.recording.passes)
     sites = "Sites", f"{len(page.recording.sites):,}"
     if n_items:
         return [sites, ("Items", f"{n_items:,}"), ("Size of those shown", bytes_shown)]
     return [
         sites,
         ("Values", f"{len(page.values):,}"),
-        ("Passes", f"{len(page.recording.passes):,}"),
+        ("Pass" if n_passes == 1 else "Passes", f"{n_passes:,}"),
         ("Size", bytes_shown),
     ]

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from hookline.display.units import count, size
-from hookline.errors import FolderError
+from hookline.errors import FolderError, HooklineError
 from hookline.files.replace_text import replace_text
 from hookline.files.sealed_json import MANIFEST
 from hookline.recordings import Recording
 from hookline.util.optional import load
 from hookline.verbs.summary import Summary
-from hookline.views.page.entries import Row, columns, read_values, tree_rows
-from hookline.views.page.page_state import notices_of_recording
-from hookline.views.page.pictures import input_thumbnail
-from hookline.views.page.render import environment, table
+from hookline.views.page.core import core_data, findings_data, pack, silent_data
+from hookline.views.page.entries import Place, ValueEntry, list_values, measured
+from hookline.views.page.page_state import notices_of
+from hookline.views.page.pictures import Choice, input_thumbnail
+from hookline.views.page.render import environment
+from hookline.views.page.rows import rows_of
+from hookline.views.page.tiles import IN_FILE, tiles_of, with_channels
 from hookline.views.pixels import PAGE_NEEDS
 
 if TYPE_CHECKING:
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
 
 _FILE_NAME = "report.html"
 _MAX_IMAGES = 12
+_PICTURE_BYTES = 2 * 1024**2  # of all maps in a file; the server shows each value's own
 
 
 class Evidence(NamedTuple):
@@ -83,39 +91,81 @@ def write_recording_page(
         HooklineError: jinja2 or pillow is not installed.
     """
     # Both are loaded first, so that a missing package fails before any work.
-    templates, _ = environment(), load("PIL.Image", *PAGE_NEEDS)
-    rows = tree_rows(recording, read_values(recording))
+    templates, _ = environment("recording"), load("PIL.Image", *PAGE_NEEDS)
+    pictures = _Pictures(len(recording.passes))
+    entries = [measured(entry, pictures.draw) for entry in list_values(recording)]
+    rows = rows_of(recording, entries)
     target = target_of(path)
-    failure = []
+    notices = notices_of(recording)
     if summary is not None and summary.failure:
-        failure = [(f"The summary's run failed: {summary.failure}", "")]
-    text = templates.get_template("index.html").render(
+        notices.insert(0, f"The summary's run failed: {summary.failure}")
+    report = recording.report()
+    core = core_data(rows, entries) | findings_data(recording, rows, entries)
+    core |= {"silent": silent_data(recording), "view": _view_command(target)}
+    text = templates.get_template("recording/recording.html").render(
         title=title,
         subtitle=subtitle,
         home="",
-        model_type=recording.report().model_type,
+        model_type=report.model_type,
         now=datetime.now().astimezone(),
-        facts=_facts(recording, rows, summary),
-        images=[input_thumbnail(image) for image in evidence.images[:_MAX_IMAGES]],
-        n_images_left_out=max(len(evidence.images) - _MAX_IMAGES, 0),
-        classes=evidence.classes,
-        n_images=len(evidence.images),
-        view=_view_command(target),
-        notices=[*failure, *notices_of_recording(recording, rows)],
-        embedded=True,
-        **table(rows, columns(rows), "#"),
-        silent=[(site, recording.report().why.get(site, "")) for site in recording.report().silent],
+        facts=_facts(recording, entries, summary),
+        evidence=_evidence(evidence),
+        notices=notices,
+        n_silent=len(report.silent),
+        core=pack(core),
+        pictures=pictures.packed,
+        items=("", 0),
+        top="",
     )
     return replace_file(target, text)
 
 
-def _facts(recording: Recording, rows: list[Row], summary: Summary | None) -> list[tuple[str, str]]:
+def _evidence(evidence: Evidence) -> dict[str, Any]:
+    return {
+        "images": [input_thumbnail(image) for image in evidence.images[:_MAX_IMAGES]],
+        "n_images": len(evidence.images),
+        "n_images_left_out": max(len(evidence.images) - _MAX_IMAGES, 0),
+        "classes": evidence.classes,
+    }
+
+
+class _Pictures:
+    """The maps of values, as many as fit in a file; each pass has an equal share of it."""
+
+    def __init__(self, n_passes: int) -> None:
+        self.packed: list[tuple[int, str]] = []
+        self._room = dict[int, int]()
+        self._share = _PICTURE_BYTES // max(n_passes, 1)
+        self._channels: dict[Place, dict[str, Any]] = {}
+
+    def draw(self, entry: ValueEntry, tensor: Tensor) -> None:
+        """Keep the maps of a value, of the same channels as those of the output if a gradient."""
+        place = entry.place
+        room = self._room.setdefault(place.pass_number, self._share)
+        if room <= 0:
+            return
+        beside = replace(entry.site, port="output"), place.pass_number, place.call
+        twin = Place(str(beside[0]), *beside[1:])
+        choice = with_channels(Choice(), self._channels.get(twin))
+        try:
+            maps = tiles_of(tensor, entry.site.module_type, choice, IN_FILE)
+        except (HooklineError, RuntimeError, TypeError):
+            return  # the pane shows its numbers
+        if entry.site.port == "output":
+            self._channels[place] = maps
+        text = json.dumps(maps, separators=(",", ":"))
+        self._room[place.pass_number] = room - len(text)
+        self.packed.append((entry.order, text))
+
+
+def _facts(
+    recording: Recording, entries: list[ValueEntry], summary: Summary | None
+) -> list[tuple[str, str]]:
     """List the totals at the top of the page as (label, text)."""
-    n_values = sum(row.entry is not None for row in rows)
     facts = [
         ("Sites", f"{len(recording.sites):,}"),
-        ("Values", f"{n_values:,}"),
-        ("Passes", f"{len(recording.passes):,}"),
+        ("Values", f"{len(entries):,}"),
+        ("Pass" if len(recording.passes) == 1 else "Passes", f"{len(recording.passes):,}"),
     ]
     if summary is None:
         return facts

@@ -94,7 +94,7 @@ def site_view(
         maps, remark = _class_maps(page, entry, twin, choice.sample)
     picture = panels[0].picture
     return {
-        "label": page.row(entry).label,
+        "label": page.label(entry),
         "entry": page.values[entry.order],
         "panels": panels,
         "steps": _steps(page, entry, choice, picture),
@@ -194,7 +194,7 @@ def _class_maps(
     page: PageState, entry: ValueEntry, twin: ValueEntry | None, sample: int
 ) -> tuple[list[Tile], str]:
     pair = {value.site.port: value for value in (entry, twin) if value is not None}
-    if not {"output", "grad_output"} <= set(pair) or entry.form is None:
+    if not {"output", "grad_output"} <= set(pair) or not entry.is_image:
         return [], ""
     image = _input_of(page, entry)
     if image is None:
@@ -219,6 +219,11 @@ def _input_of(page: PageState, entry: ValueEntry) -> Tensor | None:
                 return None
             return tensor if is_picture(tensor) else None
     return None
+
+
+def gradient_of(page: PageState, entry: ValueEntry) -> ValueEntry | None:
+    """Return the gradient of a value; None if there is none, or for a gradient."""
+    return None if entry.site.port.startswith("grad") else _twin(page, entry)
 
 
 def _twin(page: PageState, entry: ValueEntry) -> ValueEntry | None:
@@ -327,7 +332,7 @@ def _neighbour(page: PageState, entry: ValueEntry, step: int) -> tuple[str, str]
     if not 0 <= number < len(page.values):
         return None
     neighbour = page.values[number]
-    return page.row(neighbour).label, f"site?{query_of(neighbour.place)}"
+    return page.label(neighbour), f"site?{query_of(neighbour.place)}"
 
 
 def _orders(entry: ValueEntry, choice: Choice) -> list[tuple[str, str, bool]]:

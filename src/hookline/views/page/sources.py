@@ -12,6 +12,7 @@ from hookline.curves import Curves, is_run, run_version
 from hookline.display.text import plural
 from hookline.errors import FolderError, InputError
 from hookline.opening import open as open_folder
+from hookline.recordings import Recording
 from hookline.statistics import Moments
 from hookline.statistics.of_values import statistics_of
 from hookline.stores import Store, excerpt
@@ -73,7 +74,7 @@ class FolderSource:
                     f"items can be chosen of a store, got a recording: {self.name}."
                     "\nLeave out the items; the page of a value shows its samples."
                 )
-            return FolderContents(opened)
+            return FolderContents(opened, judge=self._recording)
         items = range(min(len(opened), _N_ITEMS)) if items is None else items
         try:
             recording = excerpt(opened, items)
@@ -92,6 +93,12 @@ class FolderSource:
             f" pictures and histograms of {in_words(items)}"
         )
         return FolderContents(recording, whole, about, tuple(items), len(opened))
+
+    def _recording(self) -> Recording:
+        opened = open_folder(self.folder)
+        if not isinstance(opened, Recording):
+            raise FolderError(f"{self.name} holds no recording now.\nOpen the page again.")
+        return opened
 
 
 @final

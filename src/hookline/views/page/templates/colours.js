@@ -24,3 +24,9 @@ function signedColour(share) {
   return oklch(0.975 - 0.5 * size, 0.145 * Math.min(1, 1.2 * size), share < 0 ? 255 : 42);
 }
 const cssColour = ([red, green, blue]) => `rgb(${red} ${green} ${blue})`;
+
+// The colour of a share from 0 to 1, from dark to light, through blue and green to yellow.
+function plainColour(share) {
+  const chroma = 0.05 + 0.1 * Math.sin(Math.PI * Math.min(1, 1.1 * share));
+  return oklch(0.2 + 0.74 * share, chroma, 285 - 185 * share);
+}

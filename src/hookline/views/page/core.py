@@ -1,0 +1,238 @@
+"""Write a recording as the data of its page: findings, rows and values, packed small.
+
+    {findings: [{level, kind, text, site, number, why, advice, row, pass, also: [row]}],
+     types, shapes, dtypes: [text],
+     rows:   {parent*, name, type, call (-1: the only one), alias: {row: text}},
+     values: {row*, order*, port, pass, backward, leaf: {value: text}, shape, dtype, numel,
+              mean, std, min, max, zeros, hist, bad: {value: count}, leaves: {value: text},
+              problem: {value: text}, waits: [value]},
+     trunk: [row], passes: [number], ports: [text]}
+
+Columns with `*` are differences of neighbours. `type`, `shape`, `dtype` and `port` are indices. A
+histogram is 24 characters of 64 levels, with logarithmic heights.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from hookline.display.text import escape_invisible
+from hookline.engine.pytree.describe import leaf_text
+from hookline.errors import AmbiguousError, FolderError
+from hookline.findings import Finding
+from hookline.recordings import Recording
+from hookline.views.page.entries import ValueEntry
+from hookline.views.page.keys import ValuesByKey
+from hookline.views.page.rows import Row, trunk_of
+
+BINS = 24
+_LEVELS = 63
+_FIRST = ord("0")
+_BACKSLASH, _TILDE = "\\", "~"  # JSON writes a backslash as two
+_DIGITS, _STD_DIGITS = 4, 5  # the norm is computed from the mean and the standard deviation
+_MOST_FOLLOWING = 400
+
+
+@final
+class _Words:
+    """Number texts in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts, by number."""
+        return [escape_invisible(text) for text in self.numbers]
+
+
+def core_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> dict[str, Any]:
+    """Return rows and values as plain data; findings are apart, because they take longer.
+
+    Args:
+        rows: the rows.
+        entries: the values in firing order, of which some need not be measured yet.
+    """
+    types, shapes, dtypes, ports = _Words(), _Words(), _Words(), _Words()
+    row_of = _row_of(rows)
+    values = {
+        "row": _differences(row_of[entry.order] for entry in entries),
+        "order": _differences(entry.order for entry in entries),
+        "port": [ports(entry.site.port) for entry in entries],
+        "pass": [entry.place.pass_number for entry in entries],
+        "call": [entry.place.call for entry in entries],
+        "backward": _some(entries, lambda entry: entry.place.backward),
+        "leaf": _some(entries, lambda entry: _leaf_of(entry) or None),
+        "shape": [shapes(entry.shape) for entry in entries],
+        "dtype": [dtypes(entry.dtype) for entry in entries],
+        "numel": [entry.numel for entry in entries],
+        **measured_columns(entries),
+    }
+    return {
+        "rows": _row_columns(rows, types),
+        "values": values,
+        "types": types.texts,
+        "shapes": shapes.texts,
+        "dtypes": dtypes.texts,
+        "ports": ports.texts,
+        "trunk": trunk_of(rows),
+        "passes": sorted({entry.place.pass_number for entry in entries}),
+    }
+
+
+def _row_columns(rows: Sequence[Row], types: _Words) -> dict[str, Any]:
+    aliases = {str(k): ", ".join(row.aliases) for k, row in enumerate(rows) if row.aliases}
+    return {
+        "name": [escape_invisible(row.name) for row in rows],
+        "parent": _differences(-1 if row.parent is None else row.parent for row in rows),
+        "type": [types(row.module_type) for row in rows],
+        "call": [-1 if row.call is None else row.call for row in rows],
+        "alias": {key: escape_invisible(text) for key, text in aliases.items()},
+    }
+
+
+def _row_of(rows: Sequence[Row]) -> dict[int, int]:
+    """Map the position of each value in firing order to its row."""
+    return {entry.order: index for index, row in enumerate(rows) for entry in row.entries}
+
+
+def _some(
+    entries: Sequence[ValueEntry], of: Callable[[ValueEntry], int | str | None]
+) -> dict[str, int | str]:
+    """Return what few values have, by position in firing order."""
+    parts = ((str(entry.order), of(entry)) for entry in entries)
+    return {order: part for order, part in parts if part is not None}
+
+
+def silent_data(recording: Recording) -> list[list[str]]:
+    """Return the sites that never fired, each with its type and the reason."""
+    report = recording.report()
+    return [
+        [escape_invisible(text) for text in (str(s), s.module_type, report.why.get(s, ""))]
+        for s in report.silent
+    ]
+
+
+def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
+    """Return the statistics of values as columns; keys of dicts are positions in firing order."""
+    numbers = [entry.whole or entry.statistics for entry in entries]
+    digits = {"mean": _DIGITS, "std": _STD_DIGITS, "min": _DIGITS, "max": _DIGITS, "zeros": _DIGITS}
+    columns: dict[str, Any] = {
+        name: [_rounded(getattr(statistics, name, None), kept) for statistics in numbers]
+        for name, kept in digits.items()
+    }
+    return columns | {
+        "hist": "".join(_histogram_text(entry.counts) for entry in entries),
+        "bad": _some(entries, lambda entry: entry.non_finite or None),
+        "leaves": _some(entries, lambda entry: entry.non_finite_text if entry.non_finite else None),
+        "problem": _some(entries, lambda entry: escape_invisible(entry.problem) or None),
+        "waits": [entry.order for entry in entries if _waits(entry)],
+    }
+
+
+def _waits(entry: ValueEntry) -> bool:
+    """Tell whether a value is to be measured."""
+    return entry.statistics is None and not entry.problem and entry.numel is not None
+
+
+def findings_data(
+    recording: Recording, rows: Sequence[Row], entries: Sequence[ValueEntry]
+) -> dict[str, Any]:
+    """Return the findings of a recording, each with the row that it names.
+
+    The values are read once more. Where they cannot be judged, `notes` says why.
+    """
+    try:
+        findings = recording.findings()
+    except (AmbiguousError, FolderError) as error:
+        return {"findings": [], "notes": [str(error).splitlines()[0]], "judged": False}
+    row_of = _row_of(rows)
+    values = ValuesByKey(entries)
+    by_label = {row.label: index for index, row in enumerate(rows)}
+
+    def row(site: str) -> int | None:
+        entry = values.get(site)
+        return by_label.get(site) if entry is None else row_of[entry.order]
+
+    return {
+        "findings": [_finding_data(finding, row, values) for finding in findings],
+        "notes": [escape_invisible(note) for note in findings.notes],
+        "judged": True,
+    }
+
+
+def _finding_data(finding: Finding, row: Any, values: ValuesByKey) -> dict[str, Any]:
+    entry = values.get(finding.site)
+    following = (row(site) for site in finding.follows[:_MOST_FOLLOWING])
+    texts = {name: escape_invisible(getattr(finding, name)) for name in _TEXTS}
+    return texts | {
+        "row": row(finding.site),
+        "pass": None if entry is None else entry.place.pass_number,
+        "also": sorted({index for index in following if index is not None}),
+        "follows": len(finding.follows),
+    }
+
+
+_TEXTS = ("level", "kind", "text", "site", "number", "why", "advice")
+
+
+def pack(data: Any) -> str:
+    """Pack plain data as base64 of gzip of JSON, which the page's script unpacks.
+
+    >>> json.loads(gzip.decompress(base64.b64decode(pack({"a": [1, 2]}))))
+    {'a': [1, 2]}
+    """
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    raw = text.encode("utf-8", "backslashreplace")
+    return base64.b64encode(gzip.compress(raw, 9, mtime=0)).decode("ascii")
+
+
+def _leaf_of(entry: ValueEntry) -> str:
+    """Return what tells a value from others of its row: the parameter, or the recorded leaf."""
+    if entry.site.port == "grad":
+        return escape_invisible(entry.site.path.rpartition(".")[2])
+    return escape_invisible(leaf_text(entry.site.leaf))
+
+
+def _differences(numbers: Iterable[int]) -> list[int]:
+    """Return each number less the one before it: small where numbers run on.
+
+    >>> _differences([3, 4, 5, 5])
+    [3, 1, 1, 0]
+    """
+    before, differences = 0, []
+    for number in numbers:
+        differences.append(number - before)
+        before = number
+    return differences
+
+
+def _rounded(number: float | None, digits: int = _DIGITS) -> float | None:
+    if number is None or not math.isfinite(number):
+        return None
+    return float(f"{number:.{digits}g}")
+
+
+def _histogram_text(counts: Sequence[int]) -> str:
+    """Write counts as characters: the heights of 24 bars, logarithmic, from 0 to 63.
+
+    >>> _histogram_text([0] * 47 + [5])[-2:]
+    '0o'
+    """
+    if not counts or not any(counts):
+        return "0" * BINS
+    bars = np.asarray(counts, float).reshape(BINS, -1).sum(1)
+    heights = np.log1p(bars)
+    levels = np.where(bars > 0, 1 + np.round((_LEVELS - 1) * heights / heights.max()), 0)
+    text = "".join(chr(_FIRST + int(level)) for level in levels)
+    return text.replace(_BACKSLASH, _TILDE)

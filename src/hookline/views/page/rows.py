@@ -1,0 +1,213 @@
+"""Arrange the values of a recording as a tree: one row for each call of a module."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from hookline.engine import Site
+from hookline.engine.pytree.describe import leaf_text
+from hookline.findings.survey import template_of
+from hookline.recordings import Recording
+from hookline.views.page.entries import ValueEntry
+
+_LEAST_BLOCKS = 3
+_PLAIN_HOLDERS = ("Sequential", "ModuleList", "ModuleDict")
+
+_Call = tuple[str, int]  # the path of a module, and the number of its call
+
+
+@final
+@dataclass
+class Row:
+    """One call of a module, or a module that holds others with values."""
+
+    path: str
+    call: int | None  # the number of the call in its pass; None if the module has one row
+    module_type: str  # the class of the module
+    aliases: tuple[str, ...] = ()  # the module's other paths
+    parent: int | None = None  # the index of the row that holds it; None at the top
+    entries: list[ValueEntry] = field(default_factory=list)  # its values, in firing order
+
+    @property
+    def name(self) -> str:
+        """The module's name within the module that holds it."""
+        holder = _holder(self.path)
+        start = 0 if holder is None else len(holder)
+        return str(Site(self.path))[start:].lstrip(".") if self.path else str(Site(""))
+
+    @property
+    def label(self) -> str:
+        """The path, with the number of the call if the module has several."""
+        return str(Site(self.path)) + ("" if self.call is None else f"#{self.call}")
+
+
+def rows_of(recording: Recording, entries: Sequence[ValueEntry]) -> list[Row]:
+    """List the rows depth first, in firing order: modules with a value, and their holders.
+
+    The call of a module lies in the call of its holder during which it fired. The gradient of a
+    parameter is a value of the module's row.
+    """
+    tree = _Tree(recording, entries)
+    rows: list[Row] = []
+    for top in tree.children(None):
+        _append(rows, tree, top, None)
+    return rows
+
+
+def label_of(entry: ValueEntry, n_calls: int) -> str:
+    """Return a value's full name, as in a look-up.
+
+    Args:
+        n_calls: how many calls of its site one pass has; with several, the name has the number.
+    """
+    site = entry.site
+    is_whole_output = site.port == "output" and not site.leaf
+    port = "" if is_whole_output else f":{site.port}{leaf_text(site.leaf)}"
+    call = entry.place.call if n_calls > 1 else site.call
+    return str(Site(site.path)) + port + ("" if call is None else f"#{call}")
+
+
+def labels_of(entries: Sequence[ValueEntry]) -> list[str]:
+    """List the full names of values."""
+    turns = [(entry.site, entry.place.pass_number, entry.place.backward) for entry in entries]
+    counts = Counter(turns)
+    return [label_of(entry, counts[turn]) for entry, turn in zip(entries, turns, strict=True)]
+
+
+def trunk_of(rows: Sequence[Row]) -> list[int]:
+    """Return the rows of the repeated blocks, such as the layers of a transformer.
+
+    Of several groups of blocks the outermost one counts, then the longest; without any, the rows
+    at the top with a value.
+    """
+    holders = {row.parent for row in rows if row.parent is not None}
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        is_block = index in holders and row.module_type not in _PLAIN_HOLDERS
+        template = template_of(row.path)
+        if is_block and template.endswith("#") and _has_output(row):
+            groups.setdefault(template, []).append(index)
+    chosen = [group for group in groups.values() if len(group) >= _LEAST_BLOCKS]
+    if chosen:
+        return min(chosen, key=lambda group: (rows[group[0]].path.count("."), -len(group)))
+    root = 0 if rows and not rows[0].path else None
+    return [index for index, row in enumerate(rows) if row.parent == root and _has_output(row)]
+
+
+def _has_output(row: Row) -> bool:
+    return any(entry.site.port == "output" for entry in row.entries)
+
+
+def _append(rows: list[Row], tree: _Tree, call: _Call, parent: int | None) -> None:
+    index = len(rows)
+    rows.append(tree.row(call, parent))
+    for child in tree.children(call):
+        _append(rows, tree, child, index)
+
+
+class _Tree:
+    """The calls of modules, each under the call of its holder."""
+
+    def __init__(self, recording: Recording, entries: Sequence[ValueEntry]) -> None:
+        self._types = dict(recording.modules)
+        self._number_of = {path: number for number, path in enumerate(self._types)}
+        self._entries: dict[_Call, list[ValueEntry]] = {}
+        for entry in entries:
+            self._entries.setdefault(_call_of(entry), []).append(entry)
+        self._fired = _positions(entries)
+        self._calls: dict[str, list[int]] = {}
+        for path, call in self._entries:
+            self._calls.setdefault(path, []).append(call)
+        for path in list(self._calls):
+            for holder in _holders(path, has_root="" in self._calls):
+                self._calls.setdefault(holder, [0])
+        self._children: dict[_Call | None, list[_Call]] = {}
+        calls = [(path, call) for path, numbers in self._calls.items() for call in sorted(numbers)]
+        for path_and_call in calls:
+            self._children.setdefault(self._holder_call(path_and_call), []).append(path_and_call)
+        for siblings in self._children.values():
+            siblings.sort(key=self._place)
+
+    def children(self, call: _Call | None) -> list[_Call]:
+        """Return the calls under a call in firing order; None is the top."""
+        return self._children.get(call, [])
+
+    def row(self, call: _Call, parent: int | None) -> Row:
+        """Make the row of a call."""
+        path, number = call
+        entries = self._entries.get(call, [])
+        owned = [entry for entry in entries if entry.site.path == path]
+        is_counted = len(self._calls[path]) > 1 or any(e.site.call is not None for e in owned)
+        return Row(
+            path,
+            number if is_counted else None,
+            owned[0].site.module_type if owned else self._types.get(path, ""),
+            owned[0].site.aliases if owned else (),
+            parent,
+            sorted(entries, key=lambda entry: entry.order),
+        )
+
+    def _holder_call(self, call: _Call) -> _Call | None:
+        path, number = call
+        holder = _holder(path)
+        while holder is not None and holder not in self._calls:
+            holder = _holder(holder)
+        if holder is None:
+            return None
+        numbers = sorted(self._calls[holder])
+        position = self._fired.get(call, math.inf)
+        if position == math.inf:
+            return holder, number if number in numbers else numbers[0]
+        ended = (n for n in numbers if self._fired.get((holder, n), math.inf) >= position)
+        return holder, next(ended, numbers[-1])
+
+    def _place(self, call: _Call) -> tuple[float, int, int]:
+        """Return the sort key of a call: when it, or the first call in it, fired."""
+        below = [self._place(child)[0] for child in self.children(call)]
+        number = self._number_of.get(call[0], len(self._number_of))
+        return min([*below, self._fired.get(call, math.inf)]), number, call[1]
+
+
+def _positions(entries: Iterable[ValueEntry]) -> Mapping[_Call, float]:
+    """Map each call to the position of its output in its pass; without one, of its input."""
+    starts: dict[int, int] = {}
+    positions: dict[_Call, float] = {}
+    inputs: dict[_Call, float] = {}
+    for entry in entries:
+        start = starts.setdefault(entry.place.pass_number, entry.order)
+        ports = {"output": positions, "input": inputs}
+        if entry.site.port in ports:
+            ports[entry.site.port].setdefault(_call_of(entry), entry.order - start)
+    return inputs | positions
+
+
+def _call_of(entry: ValueEntry) -> _Call:
+    """Return the call that a value belongs to; the gradient of a parameter, to its module."""
+    path = entry.site.path
+    if entry.site.port == "grad":
+        return path.rpartition(".")[0], 0
+    call = entry.site.call
+    return path, entry.place.call if call is None else call
+
+
+def _holder(path: str) -> str | None:
+    """Return the path of the module that holds a module or calls an operation; None of the root."""
+    if not path:
+        return None
+    holder, _, name = path.rpartition(".")
+    if "@" in name:  # an operation
+        return path.rpartition("@")[0]
+    return holder
+
+
+def _holders(path: str, *, has_root: bool) -> list[str]:
+    holders = []
+    holder = _holder(path)
+    while holder is not None and (holder or has_root):
+        holders.append(holder)
+        holder = _holder(holder)
+    return holders

@@ -1,0 +1,125 @@
+// Drawing: canvases as sharp as the screen, maps of numbers in colours, and the text at the pointer.
+
+// The page's colours for a canvas, which does not know light-dark(): a probe resolves them.
+const inks = {};
+function ink(name) {
+  if (inks[name] === undefined) {
+    const probe = byId("tip");
+    probe.style.color = `var(--${name})`;
+    inks[name] = getComputedStyle(probe).color;
+    probe.style.color = "";
+  }
+  return inks[name];
+}
+const families = {};
+const family = (name) => (families[name] ??= getComputedStyle(document.body).getPropertyValue(`--${name}`).trim());
+
+function canvasOf(width, height, attributes = { "aria-hidden": "true" }) {
+  const canvas = element("canvas", attributes);
+  const pixels = Math.min(3, devicePixelRatio || 1);
+  canvas.width = Math.round(width * pixels);
+  canvas.height = Math.round(height * pixels);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const pen = canvas.getContext("2d");
+  pen.scale(pixels, pixels);
+  return [canvas, pen];
+}
+
+const fontOf = (size, weight = 400) => `${weight} ${size}px ${family("font")}`;
+const monoOf = (size) => `400 ${size}px ${family("mono")}`;
+
+// 256 colours of a map; "signed" has zero in the middle, "plain" goes from dark to light.
+const colourMaps = new Map();
+function colourMap(kind) {
+  const key = `${kind} ${isDark()}`;
+  if (!colourMaps.has(key)) {
+    const colours = new Uint8ClampedArray(256 * 3);
+    for (let index = 0; index < 256; index += 1) {
+      const share = index / 255;
+      colours.set(kind === "signed" ? signedColour(2 * share - 1) : plainColour(share), 3 * index);
+    }
+    colourMaps.set(key, colours);
+  }
+  return colourMaps.get(key);
+}
+
+const ZERO = -Infinity; // drawn grey: exactly zero where a map is logarithmic
+function pixelsOf(numbers, height, width, [low, high], kind) {
+  const image = new ImageData(width, height);
+  const colours = colourMap(kind);
+  const dark = isDark();
+  const broken = dark ? [[92, 34, 18], [255, 122, 74]] : [[255, 214, 198], [226, 72, 28]];
+  const zero = dark ? [92, 96, 104] : [168, 172, 180];
+  for (let index = 0; index < width * height; index += 1) {
+    const number = numbers[index];
+    let colour;
+    if (number === ZERO) colour = zero;
+    else if (Number.isNaN(number)) colour = broken[((index % width) + Math.floor(index / width)) & 1];
+    else {
+      const place = 3 * Math.round(255 * clamp((number - low) / (high - low || 1), 0, 1));
+      colour = colours.subarray(place, place + 3);
+    }
+    image.data.set(colour, 4 * index);
+    image.data[4 * index + 3] = 255;
+  }
+  const canvas = document.createElement("canvas");
+  canvas.width = width;
+  canvas.height = height;
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
+}
+
+// The key to a map's colours: a bar between the numbers of its ends.
+function colourKey(kind, low, high) {
+  const [bar, pen] = canvasOf(96, 8);
+  const colours = colourMap(kind);
+  for (let x = 0; x < 96; x += 1) {
+    const place = 3 * Math.round((x / 95) * 255);
+    pen.fillStyle = cssColour(colours.subarray(place, place + 3));
+    pen.fillRect(x, 0, 1, 8);
+  }
+  return element("span", { class: "colour-key" }, low, bar, high);
+}
+
+// Codes to numbers: the highest code is NaN or infinity.
+function decoded({ q, lo, hi }, bits) {
+  const bytes = bytesOf(q);
+  const codes = bits === 16 ? new Uint16Array(bytes.buffer) : bytes;
+  const top = 2 ** bits - 1;
+  const numbers = new Float32Array(codes.length);
+  for (let index = 0; index < numbers.length; index += 1) {
+    numbers[index] = codes[index] === top ? NaN : lo + (codes[index] / (top - 1)) * (hi - lo);
+  }
+  return numbers;
+}
+
+const GLYPHS = {
+  error: "M6 1a5 5 0 1 0 0 10A5 5 0 0 0 6 1Z",
+  warning: "M6 1.2 11.2 10.6H.8Z",
+  note: "M6 2.2a3.8 3.8 0 1 0 0 7.6 3.8 3.8 0 0 0 0-7.6Zm0 1.4a2.4 2.4 0 1 1 0 4.8 2.4 2.4 0 0 1 0-4.8Z",
+  fine: "M1.6 6.4 4.6 9.4 10.4 3 9.3 2 4.5 7.2 2.6 5.3Z",
+};
+const glyph = (level) => shape("svg", { class: `glyph ${level}`, viewBox: "0 0 12 12", "aria-hidden": "true" }, shape("path", { d: GLYPHS[level] }));
+
+// What stands beside the pointer.
+function showTip(nodes, { clientX, clientY }) {
+  const tip = byId("tip");
+  tip.replaceChildren(...nodes);
+  tip.hidden = false;
+  const { width, height } = tip.getBoundingClientRect();
+  tip.style.left = `${clamp(clientX + 14, 6, innerWidth - width - 6)}px`;
+  tip.style.top = `${clientY + 18 + height > innerHeight ? clientY - height - 10 : clientY + 16}px`;
+}
+const hideTip = () => { byId("tip").hidden = true; };
+const strong = (text) => element("b", {}, text);
+const soft = (text) => element("span", {}, text);
+
+function shareText(share) {
+  if (share === null || share === undefined) return "";
+  if (share === 0) return "0";
+  if (share === 1) return "100 %";
+  if (share > 0.9995) return ">99.9 %";
+  if (share < 0.0005) return "<0.1 %";
+  return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+}

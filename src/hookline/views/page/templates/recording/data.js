@@ -1,0 +1,135 @@
+// The data of a recording: unpacked, with rows and values that know each other.
+
+function bytesOf(text) {
+  const raw = atob(text);
+  const bytes = new Uint8Array(raw.length);
+  for (let index = 0; index < raw.length; index += 1) bytes[index] = raw.charCodeAt(index);
+  return bytes;
+}
+
+function unpack(text) {
+  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
+function sums(differences) {
+  let sum = 0;
+  return differences.map((difference) => (sum += difference));
+}
+
+const BINS = 24;
+const LEVELS = 63;
+
+// Complete the rows and values of the core, in place.
+function readCore(core) {
+  const { rows, values } = core;
+  const nRows = rows.name.length;
+  rows.parent = sums(rows.parent);
+  values.row = sums(values.row);
+  values.order = sums(values.order);
+  rows.children = Array.from({ length: nRows }, () => []);
+  rows.level = new Array(nRows);
+  rows.path = new Array(nRows);
+  rows.label = new Array(nRows);
+  rows.last = new Array(nRows); // the last row under it
+  for (let row = 0; row < nRows; row += 1) {
+    const parent = rows.parent[row];
+    const isOperation = rows.name[row].startsWith("@");
+    const holder = parent < 0 || rows.path[parent] === "(root)" ? "" : rows.path[parent];
+    rows.level[row] = parent < 0 ? 1 : rows.level[parent] + 1;
+    rows.path[row] = holder + (holder && !isOperation ? "." : "") + rows.name[row];
+    rows.label[row] = rows.path[row] + (rows.call[row] < 0 ? "" : `#${rows.call[row]}`);
+    if (parent >= 0) rows.children[parent].push(row);
+  }
+  for (let row = nRows - 1; row >= 0; row -= 1) {
+    rows.last[row] = rows.children[row].length ? rows.last[rows.children[row].at(-1)] : row;
+  }
+  values.of = Array.from({ length: nRows }, () => []);
+  values.row.forEach((row, value) => values.of[row].push(value));
+  values.waiting = new Set(values.waits);
+  core.rowOfLabel = new Map(rows.label.map((label, row) => [label, row]));
+  return core;
+}
+
+// What a page shows of each row in one pass: the value of each port, and what else there is.
+function tableOf(core, pass) {
+  const { rows, values, ports } = core;
+  const main = rows.name.map(() => ({}));
+  const rest = rows.name.map(() => []);
+  const isGradient = (value) => ports[values.port[value]].startsWith("grad");
+  values.of.forEach((list, row) => {
+    for (const value of list) {
+      if (values.pass[value] !== pass) continue;
+      const port = ports[values.port[value]];
+      const isPart = values.leaf[value] !== undefined;
+      if (isPart || main[row][port] !== undefined) rest[row].push(value);
+      else main[row][port] = value;
+    }
+  });
+  const forward = rows.name.map((_, row) => {
+    const part = rest[row].find((value) => !isGradient(value));
+    return main[row].output ?? main[row].input ?? part;
+  });
+  const gradient = rows.name.map((_, row) => {
+    const part = rest[row].find(isGradient);
+    return main[row].grad_output ?? main[row].grad_input ?? part;
+  });
+  return { pass, main, rest, forward, gradient };
+}
+
+// The root of the sum of squares of the finite elements.
+function normOf({ values }, value) {
+  if (value === undefined || values.std[value] === null) return null;
+  const finite = values.numel[value] - (values.bad[value] ?? 0);
+  return Math.sqrt(finite * (values.std[value] ** 2 + values.mean[value] ** 2));
+}
+
+// The heights of the bars of a value's histogram, from 0 to 1.
+function barsOf({ values }, value) {
+  const bars = [];
+  for (let bin = 0; bin < BINS; bin += 1) {
+    const code = values.hist.charCodeAt(value * BINS + bin);
+    bars.push(((code === 126 ? 92 : code) - 48) / LEVELS); // "~" stands for a backslash
+  }
+  return bars;
+}
+
+// Take measured columns of some values into the core.
+function takeMeasured(core, at, columns) {
+  const { values } = core;
+  const hist = [...(values.histList ??= values.row.map((_, k) => values.hist.substr(k * BINS, BINS)))];
+  at.forEach((value, place) => {
+    for (const name of ["mean", "std", "min", "max", "zeros"]) values[name][value] = columns[name][place];
+    hist[value] = columns.hist.substr(place * BINS, BINS);
+    values.waiting.delete(value);
+  });
+  values.histList = hist;
+  values.hist = hist.join("");
+  for (const name of ["bad", "leaves", "problem"]) Object.assign(values[name], columns[name]);
+}
+
+// What flows into what: an input that equals an earlier output came from it. [from row, to row].
+function edgesOf(core, table) {
+  const { rows, values } = core;
+  const keyOf = (value) => {
+    const numbers = ["shape", "mean", "std", "min", "max"].map((name) => values[name][value]);
+    return `${numbers} ${values.hist.substr(value * BINS, BINS)}`;
+  };
+  const isLeaf = (row) => rows.children[row].every((child) => rows.name[child].startsWith("@"));
+  const events = [];
+  table.main.forEach(({ input, output }, row) => {
+    if (!isLeaf(row)) return;
+    if (input !== undefined) events.push([values.order[input], input, row, true]);
+    if (output !== undefined) events.push([values.order[output], output, row, false]);
+  });
+  events.sort((a, b) => a[0] - b[0]);
+  const source = new Map();
+  const edges = [];
+  for (const [, value, row, isInput] of events) {
+    if (values.std[value] === null) continue;
+    const from = source.get(keyOf(value));
+    if (!isInput) source.set(keyOf(value), row);
+    else if (from !== undefined && from !== row) edges.push([from, row]);
+  }
+  return edges;
+}

@@ -1,0 +1,305 @@
+// The page of a recording: findings and strip are drawn first, one frame later the tree and the pane.
+
+(async () => {
+  const core = readCore(await unpack(byId("core").textContent));
+  const { rows, values } = core;
+  const isServed = state !== undefined;
+  const address = new URLSearchParams(location.search);
+  core.hasMaps = document.querySelector("script[id^='maps-']") !== null;
+
+  // What is shown and chosen; each part of the page reads it.
+  const view = {
+    row: -1, finding: -1, findings: [], levels: {}, isShared: false, edges: [],
+    pass: core.passes.at(-1) ?? 0, table: null, columns: keptColumns(), note: noteAddress,
+  };
+  view.table = tableOf(core, view.pass);
+
+  const strip = makeStrip(byId("strip"), core, view, (row) => choose(row));
+  takeFindings(core);
+  strip.draw(view.table, view.findings);
+  showSilent(core.silent);
+  await new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 100); });
+
+  const pane = makePane(byId("pane"), core, view, { onClose: closePane, onStale: measureOne });
+  const tree = makeTree(byId("view"), core, view, { onChoose: chosen, onEnter: openPane });
+  findEdges();
+  tree.foldAtFirst();
+  byId("search").value = address.get("q") ?? "";
+  if (address.get("sort")) tree.setSort({ key: address.get("sort"), isDown: address.get("up") === null });
+  tree.search(byId("search").value);
+  offerPasses();
+  offerColumns();
+  fromAddress() || beginAtWorst();
+  document.body.dataset.ready = "1";
+  if (isServed) measureAll();
+
+  // -- choosing ----------------------------------------------------------------------------------
+
+  function beginAtWorst() {
+    const worst = view.findings[0];
+    if (byId("search").value) {
+      if (tree.first !== undefined) choose(tree.first, { notes: false });
+    } else if (worst && worst.level !== "note" && worst.row !== null) chooseFinding(0, { opens: false });
+    else if (rows.name.length) choose(core.trunk[0] ?? 0, { opens: false, notes: false });
+  }
+
+  // Choose a row from outside the tree.
+  function choose(row, { opens = false, notes = true } = {}) {
+    tree.choose(row, false);
+    chosen(row, { opens, notes });
+  }
+
+  function chosen(row, { opens = false, notes = true } = {}) {
+    view.row = row;
+    strip.mark(view.findings);
+    tree.draw();
+    pane.draw();
+    if (opens) byId("pane").classList.add("open");
+    if (notes) noteAddress();
+  }
+
+  function chooseFinding(index, { opens = true } = {}) {
+    view.finding = view.finding === index ? -1 : index;
+    pressFinding(view.finding);
+    const finding = view.findings[view.finding];
+    if (finding && finding.pass !== null && finding.pass !== view.pass) showPass(finding.pass);
+    if (finding && finding.row !== null) choose(finding.row, { opens, notes: opens });
+    else {
+      strip.mark(view.findings);
+      tree.draw();
+    }
+  }
+
+  function openPane() {
+    byId("pane").classList.add("open");
+    byId("pane").focus();
+  }
+
+  function closePane() {
+    byId("pane").classList.remove("open");
+    tree.grid.focus();
+  }
+
+  // -- findings, passes, columns -----------------------------------------------------------------
+
+  function takeFindings(answer) {
+    view.findings = answer.findings ?? [];
+    const rank = { error: 3, warning: 2 };
+    for (const { row, level } of view.findings) {
+      if (row !== null && (rank[level] ?? 0) > (rank[view.levels[row]] ?? 0)) view.levels[row] = level;
+    }
+    if (answer.findings) showFindings(answer, (index) => chooseFinding(index));
+  }
+
+  function findEdges() {
+    view.edges = values.waiting.size ? [] : edgesOf(core, view.table);
+  }
+
+  function showPass(pass) {
+    view.pass = pass;
+    view.table = tableOf(core, pass);
+    byId("pass").value = String(pass);
+    findEdges();
+    strip.draw(view.table, view.findings);
+    tree.refresh();
+    pane.draw();
+    noteAddress();
+  }
+
+  function offerPasses() {
+    byId("pass-choice").hidden = core.passes.length < 2;
+    byId("pass").replaceChildren(...core.passes.map((pass) => element("option", { value: pass }, String(pass))));
+    byId("pass").value = String(view.pass);
+    byId("pass").addEventListener("change", () => showPass(Number(byId("pass").value)));
+  }
+
+  function keptColumns() {
+    try {
+      return JSON.parse(localStorage.getItem("hookline-columns"));
+    } catch {
+      return null;
+    }
+  }
+
+  function offerColumns() {
+    const wanted = new Set(view.columns ?? USUAL_COLUMNS);
+    byId("column-choice").replaceChildren(...tree.columns.map(({ key, title }) => {
+      const box = element("input", { type: "checkbox", checked: wanted.has(key), onchange: () => {
+        if (box.checked) wanted.add(key);
+        else wanted.delete(key);
+        view.columns = [...wanted];
+        try { localStorage.setItem("hookline-columns", JSON.stringify(view.columns)); } catch { /* a file has no store */ }
+        tree.relayOut();
+      } });
+      return element("label", {}, box, title);
+    }));
+  }
+
+  // -- the address: what is searched, sorted and chosen -----------------------------------------
+
+  function noteAddress() {
+    const parameters = new URLSearchParams();
+    const query = byId("search").value.trim();
+    if (query) parameters.set("q", query);
+    if (tree.sort) parameters.set("sort", tree.sort.key);
+    if (tree.sort && !tree.sort.isDown) parameters.set("up", "");
+    const text = isServed && parameters.size ? `?${parameters}` : location.pathname;
+    const isLast = view.pass === core.passes.at(-1);
+    let at = "";
+    try {
+      at = view.row < 0 ? "" : `#at=${encodeURIComponent(rows.label[view.row])}${isLast ? "" : `&pass=${view.pass}`}`;
+    } catch { /* a name that no address can hold */ }
+    history.replaceState(null, "", text + at);
+    if (isServed) keep("hookline-table", location.search);
+  }
+
+  // Choose what the address names; false if it names nothing.
+  function fromAddress() {
+    const parameters = new URLSearchParams(location.hash.slice(1));
+    if (!parameters.has("at")) return false;
+    const at = parameters.get("at").replace(/:[^#]*/, "") || "(root)";
+    const row = core.rowOfLabel.get(at) ?? core.rowOfLabel.get(`${at}#${parameters.get("call")}`) ?? core.rowOfLabel.get(`${at}#0`);
+    const holder = row ?? core.rowOfLabel.get(at.replace(/[.]?[^.]*$/, "") || "(root)");
+    if (holder === undefined) return false;
+    const pass = Number(parameters.get("pass") ?? view.pass);
+    if (core.passes.includes(pass) && pass !== view.pass) showPass(pass);
+    choose(holder, { opens: true });
+    return true;
+  }
+  addEventListener("hashchange", fromAddress);
+
+  // -- measuring, while the page is open -------------------------------------------------------
+
+  async function measureFrom(order) {
+    const answer = await fetchJson(`measure?from=${order}&state=${encodeURIComponent(state)}`);
+    if (!answer?.values) return undefined; // another recording: the page is about to reload
+    takeMeasured(core, answer.at, answer.values);
+    return answer.next;
+  }
+
+  async function measureOne(value) {
+    if (!isServed || view.isMeasuring) return;
+    await measureFrom(values.order[value]);
+    if (view.row === values.row[value] && !values.waiting.has(value)) pane.draw();
+    showProgress();
+  }
+
+  async function measureAll() {
+    const button = byId("measure");
+    button.addEventListener("click", () => { if (view.isMeasuring) view.isMeasuring = false; else measure(); });
+    showProgress();
+    if (!core.measure.start) {
+      byId("tally").textContent = "Measure the values to look for findings.";
+      return;
+    }
+    await Promise.all([judge(), measure()]);
+  }
+
+  async function measure() {
+    view.isMeasuring = true;
+    let drawn = 0;
+    for (let next = 0; next < values.row.length && view.isMeasuring && values.waiting.size; ) {
+      showProgress();
+      next = await measureFrom(next);
+      if (next === undefined) break;
+      if (performance.now() - drawn > 400) {
+        showNumbers();
+        drawn = performance.now();
+      }
+    }
+    view.isMeasuring = false;
+    findEdges();
+    showNumbers();
+    showProgress();
+    if (!values.waiting.size && !core.measure.start) await judge();
+  }
+
+  // Show new numbers in place: what is chosen, folded, scrolled and focused stays so.
+  function showNumbers() {
+    strip.draw(view.table, view.findings);
+    const { scrollTop } = tree.grid;
+    tree.refresh();
+    tree.grid.scrollTop = scrollTop;
+    if (byId("pane").querySelector(".waiting")) pane.draw();
+  }
+
+  function showProgress() {
+    const left = values.waiting.size;
+    byId("measure").hidden = !left;
+    byId("measure").textContent = view.isMeasuring ? `Measuring, ${left} left: stop` : `Measure ${left} values (${core.measure.size})`;
+  }
+
+  async function judge() {
+    byId("tally").textContent = "Looking for what is wrong …";
+    const answer = await fetchJson(`findings?state=${encodeURIComponent(state)}`);
+    if (!answer?.findings) return;
+    const isUntouched = view.finding < 0 && !location.hash.includes("at=");
+    takeFindings(answer);
+    if (!answer.judged) byId("tally").textContent = "Findings are of recordings.";
+    strip.draw(view.table, view.findings);
+    tree.layOut();
+    if (isUntouched) beginAtWorst();
+    else pane.draw();
+  }
+
+  // -- the keyboard, the window ------------------------------------------------------------------
+
+  const search = byId("search");
+  search.addEventListener("input", () => { tree.search(search.value); noteAddress(); });
+  search.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      search.value = "";
+      tree.search("");
+      tree.grid.focus();
+    } else if (event.key === "Enter" && tree.best !== undefined) {
+      event.preventDefault();
+      const row = tree.best;
+      search.value = "";
+      tree.search("");
+      choose(row, { opens: true });
+      tree.grid.focus();
+    } else if (event.key === "ArrowDown" && tree.first !== undefined) {
+      event.preventDefault();
+      choose(tree.first);
+      tree.grid.focus();
+    }
+  });
+  byId("unsort").addEventListener("click", () => {
+    tree.setSort(null);
+    noteAddress();
+    tree.grid.focus();
+  });
+  byId("fold-all").addEventListener("click", () => tree.foldAll());
+  byId("keys").addEventListener("click", () => byId("help").showModal());
+  document.addEventListener("keydown", (event) => {
+    const isField = event.target.matches("input, select");
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (event.key === "/" && !isField) {
+      event.preventDefault();
+      search.focus();
+    } else if (event.altKey && step && view.findings.length) {
+      event.preventDefault();
+      const next = (view.finding + step + view.findings.length) % view.findings.length;
+      view.finding = -1;
+      chooseFinding(next);
+    } else if (event.key === "Escape") {
+      hideTip();
+      if (byId("pane").contains(event.target) || byId("pane").classList.contains("open")) closePane();
+    } else if (step && event.target === document.body && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
+      event.preventDefault();
+      tree.grid.focus();
+      if (tree.first !== undefined) choose(view.row < 0 ? tree.first : view.row);
+    }
+  });
+
+  function redraw() {
+    for (const name of Object.keys(inks)) delete inks[name];
+    strip.draw(view.table, view.findings);
+    tree.relayOut();
+    pane.draw();
+  }
+  byId("theme").addEventListener("click", redraw);
+  system.addEventListener("change", redraw);
+  let waiting = 0;
+  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(redraw, 80); });
+})();

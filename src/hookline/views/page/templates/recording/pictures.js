@@ -1,0 +1,129 @@
+// Maps of a value: channels, heads or a table, with the number under the pointer or the arrow keys.
+
+const TITLES = { channels: "Channels", heads: "Heads", table: "Values" };
+
+// Draw the maps of a value and of its gradient in an element. `sets` are { name, ink, maps }.
+function drawMaps(host, sets, view, redraw) {
+  const [{ maps: base }] = sets;
+  host.replaceChildren(barOf(base, view, redraw));
+  for (const set of sets) host.append(...pictureOf(set, Math.max(200, host.clientWidth), view));
+}
+
+function barOf(base, view, redraw) {
+  const isTable = base.kind === "table";
+  const all = `${base.tiles.length} of ${base.of.toLocaleString("en")}`;
+  const size = `${base.rows.toLocaleString("en")} × ${base.columns.toLocaleString("en")}`;
+  const about = [isTable ? `${size}, ${base.down}s down` : `${all}${base.kind === "channels" ? ", largest first" : ""}`];
+  if (base.samples > 1) about.push(`sample ${base.sample} of ${base.samples.toLocaleString("en")}`);
+  if (base.h !== base.rows || base.w !== base.columns) about.push(`means, ${base.h} × ${base.w}`);
+  const bar = element("div", { class: "maps-bar" }, element("h3", {}, TITLES[base.kind]), soft(about.join("; ")), element("span", { class: "grow" }));
+  if (isTable) return bar;
+  const choices = [["own scale", false], ["one scale", true]].map(([text, isShared]) => {
+    const choose = () => { view.isShared = isShared; redraw(); };
+    return element("button", { type: "button", "aria-pressed": String(view.isShared === isShared), onclick: choose }, text);
+  });
+  bar.append(element("span", { class: "choice", role: "group", "aria-label": "Scale of colours" }, choices));
+  return bar;
+}
+
+// The range of colours of a map; signed ones are centred at zero.
+function rangeOf(tiles, isSigned) {
+  const low = Math.min(...tiles.map(({ lo }) => lo));
+  const high = Math.max(...tiles.map(({ hi }) => hi));
+  const most = Math.max(-low, high);
+  return isSigned ? [-most, most] : [low, high];
+}
+
+function pictureOf({ name, ink: colour, maps }, width, view) {
+  const { kind, tiles, bits } = maps;
+  for (const tile of tiles) tile.numbers ??= decoded(tile, bits);
+  const isTable = kind === "table";
+  const isSigned = Math.min(...tiles.map(({ lo }) => lo)) < 0;
+  const isOwn = !isTable && !view.isShared;
+  const range = rangeOf(tiles, isSigned);
+  const form = formOf(maps, width);
+  const words = `${name}: ${counted(tiles.length, isTable ? "map" : kind.slice(0, -1))} from ${numberText(rangeOf(tiles, false)[0])} to ${numberText(rangeOf(tiles, false)[1])}`;
+  const [canvas, pen] = canvasOf(width, form.height, { role: "img", tabindex: 0, "aria-label": `${words}. Arrow keys read the numbers.` });
+  pen.imageSmoothingEnabled = false;
+  tiles.forEach((tile, index) => drawTile(pen, tile, form.at(index), { form, maps, isSigned, range: isOwn ? rangeOf([tile], isSigned) : range, isTable }));
+  const readout = element("span", { class: "readout", "aria-live": "polite" });
+  const key = colourKey(isSigned ? "signed" : "plain", isOwn ? "least" : numberText(range[0]), isOwn ? "greatest" : numberText(range[1]));
+  listenTo(canvas, { name, maps, form, readout });
+  return [element("div", { class: "maps-key" }, element("b", { class: colour }, name), key, element("span", { class: "grow" }), readout), canvas];
+}
+
+// Where the tiles lie.
+function formOf({ kind, tiles, h, w }, width) {
+  const GAP = 4;
+  if (kind === "table") {
+    const height = h === 1 ? 22 : clamp(h * clamp(Math.floor(width / w), 3, 12), 24, 320);
+    return { width, tileWidth: width, tileHeight: height, height, at: () => [0, 0] };
+  }
+  const most = kind === "heads" ? 4 : tiles.length > 8 ? 8 : Math.max(tiles.length, 4);
+  const across = Math.min(width < 300 ? 4 : most, Math.max(tiles.length, 4));
+  const tileWidth = Math.floor((width - GAP * (across - 1)) / across);
+  const tileHeight = clamp(Math.round((tileWidth * h) / w), 8, 200);
+  const line = tileHeight + 16;
+  const at = (index) => [(index % across) * (tileWidth + GAP), Math.floor(index / across) * line];
+  return { width, tileWidth, tileHeight, height: line * Math.ceil(tiles.length / across), at };
+}
+
+function drawTile(pen, tile, [x, y], { form, maps, isSigned, range, isTable }) {
+  const { tileWidth, tileHeight } = form;
+  const pixels = pixelsOf(tile.numbers, maps.h, maps.w, range, isSigned ? "signed" : "plain");
+  pen.drawImage(pixels, x, y, tileWidth, tileHeight);
+  pen.strokeStyle = ink("line");
+  pen.lineWidth = 1;
+  pen.strokeRect(x + 0.5, y + 0.5, tileWidth - 1, tileHeight - 1);
+  if (isTable) return;
+  pen.font = monoOf(10);
+  pen.fillStyle = ink("ink-3");
+  pen.textBaseline = "top";
+  pen.fillText(String(tile.c), x, y + tileHeight + 3);
+  if (tileWidth < 64) return;
+  pen.textAlign = "right";
+  pen.fillText(isSigned ? `±${numberText(range[1], 2)}` : `≤${numberText(range[1], 2)}`, x + tileWidth, y + tileHeight + 3);
+  pen.textAlign = "left";
+}
+
+// Read numbers by pointer and by keyboard.
+function listenTo(canvas, { name, maps, form, readout }) {
+  const { tiles, h, w, bits } = maps;
+  let cell = [0, 0, 0]; // the tile, the row and the column
+  const words = ([index, row, column]) => {
+    const tile = tiles[index];
+    const number = tile.numbers[row * w + column];
+    const error = bits === 8 ? ` ± ${numberText((tile.hi - tile.lo) / 508, 1)}` : "";
+    const down = Math.floor((row * maps.rows) / h);
+    const across = Math.floor((column * maps.columns) / w);
+    const place = maps.kind === "heads" ? `head ${tile.c}, query ${down}, key ${across}`
+      : `${maps.kind === "channels" ? `channel ${tile.c}, ` : ""}${maps.down} ${down}, column ${across}`;
+    return [Number.isNaN(number) ? "NaN or infinity" : numberText(number, 4), error, `${name}, ${place}`];
+  };
+  const hit = ({ offsetX, offsetY }) => {
+    for (let index = 0; index < tiles.length; index += 1) {
+      const [x, y] = form.at(index);
+      const column = Math.floor(((offsetX - x) / form.tileWidth) * w);
+      const row = Math.floor(((offsetY - y) / form.tileHeight) * h);
+      if (column >= 0 && column < w && row >= 0 && row < h) return [index, row, column];
+    }
+    return null;
+  };
+  canvas.addEventListener("mousemove", (event) => {
+    const at = hit(event);
+    if (!at) return hideTip();
+    const [number, error, place] = words(at);
+    return showTip([strong(number), soft(error), element("br"), soft(place)], event);
+  });
+  canvas.addEventListener("mouseleave", hideTip);
+  canvas.addEventListener("keydown", (event) => {
+    const [down, across] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [];
+    if (down === undefined || event.altKey) return;
+    event.preventDefault();
+    let [index, row, column] = [cell[0], cell[1] + down, cell[2] + across];
+    if (column >= w && index < tiles.length - 1) [index, column] = [index + 1, 0];
+    if (column < 0 && index > 0) [index, column] = [index - 1, w - 1];
+    cell = [index, clamp(row, 0, h - 1), clamp(column, 0, w - 1)];
+    readout.textContent = words(cell).join(" ");
+  });
+}

@@ -1,0 +1,353 @@
+// The depth strip: the outputs from left to right in firing order, and what their gradients are.
+
+function makeStrip(host, core, chosen, onChoose) {
+  const { rows, values } = core;
+  const TOP = 16;
+  const BOTTOM = 16;
+  const GAP = 8;
+  const RIGHT = 8;
+  const MANY = 400; // points beyond it are squares: faster, and as good to see
+  let plot = null;
+
+  // The rows with an output in firing order, and the place of each.
+  function lineOf(table) {
+    const line = rows.name.map((_, row) => row).filter((row) => table.main[row].output !== undefined);
+    line.sort((a, b) => values.order[table.main[a].output] - values.order[table.main[b].output]);
+    return [line, new Map(line.map((row, place) => [row, place]))];
+  }
+
+  function lanesOf(table) {
+    const output = (row) => table.main[row].output;
+    const gradient = (row) => table.main[row].grad_output;
+    const bad = (value) => value !== undefined && values.bad[value] > 0;
+    const lanes = [
+      { name: "Spread", about: "std, forward", ink: "fwd", height: 48, isLog: true,
+        number: (row) => values.std[output(row)], isBad: (row) => bad(output(row)) },
+      { name: "Zeros", about: "", ink: "ink-2", height: 26, isBars: true,
+        number: (row) => values.zeros[output(row)], isBad: () => false },
+      { name: "Gradient", about: "norm, backward", ink: "bwd", height: 48, isLog: true,
+        number: (row) => normOf(core, gradient(row)), isBad: (row) => bad(gradient(row)) },
+    ];
+    return plot.line.some((row) => gradient(row) !== undefined) ? lanes : lanes.slice(0, 2);
+  }
+
+  // The modules that divide the strip: those at the top, and inside one that fills it, its own.
+  function segments() {
+    const spanOf = (row) => {
+      let [first, last] = [Infinity, -1];
+      for (let inner = row; inner <= rows.last[row]; inner += 1) {
+        const place = plot.places.get(inner);
+        if (place !== undefined) [first, last] = [Math.min(first, place), Math.max(last, place)];
+      }
+      return { row, first, last };
+    };
+    const partsOf = (list) => list.map(spanOf).filter(({ last }) => last >= 0);
+    const inside = (row) => {
+      let at = row;
+      for (;;) {
+        const parts = partsOf(rows.children[at]);
+        if (parts.length !== 1 || !rows.children[parts[0].row].length) return parts;
+        at = parts[0].row;
+      }
+    };
+    const tops = rows.parent.flatMap((parent, row) => (parent < 0 ? [row] : []));
+    let parts = tops.length === 1 ? inside(tops[0]) : partsOf(tops);
+    for (let turn = 0; turn < 6; turn += 1) {
+      const large = parts.findIndex(({ row, first, last }) => (last - first) / plot.line.length > 0.5 && inside(row).length > 1);
+      if (large < 0) break;
+      const inner = inside(parts[large].row);
+      if (parts.length + inner.length > 120) break;
+      parts = [...parts.slice(0, large), ...inner, ...parts.slice(large + 1)];
+    }
+    return parts;
+  }
+
+  function draw(table, findings) {
+    const style = getComputedStyle(host);
+    const width = host.clientWidth - 2 * parseFloat(style.paddingLeft);
+    const isNarrow = width < 500;
+    const left = isNarrow ? 44 : 92;
+    const [line, places] = lineOf(table);
+    const step = (width - left - RIGHT) / Math.max(1, line.length);
+    plot = { table, line, places, step, left, width, isNarrow, x: (place) => left + step * (place + 0.5) };
+    const lanes = lanesOf(table);
+    const height = TOP + lanes.reduce((sum, lane) => sum + lane.height + GAP, 0) + BOTTOM;
+    plot.height = height;
+    const [canvas, pen] = canvasOf(width, height, sliderAttributes());
+    const [over, overPen] = canvasOf(width, height);
+    over.className = "over";
+    over.style.left = style.paddingLeft;
+    Object.assign(plot, { canvas, pen, overPen });
+    const had = host.contains(document.activeElement);
+    host.replaceChildren(canvas, over);
+    if (had) canvas.focus();
+    const parts = segments();
+    drawGrounds(parts);
+    let y = TOP;
+    for (const lane of lanes) {
+      drawLane({ ...lane, y });
+      y += lane.height + GAP;
+    }
+    drawNames(parts);
+    drawPins(findings);
+    listen();
+    mark(findings);
+    showLegend();
+  }
+
+  const sliderAttributes = () => ({
+    role: "slider", tabindex: 0, "aria-label": "Position in depth", "aria-valuemin": 0,
+    "aria-valuemax": Math.max(0, plot.line.length - 1),
+  });
+
+  function drawGrounds(parts) {
+    const { pen, x, step, height } = plot;
+    pen.fillStyle = ink("sunk");
+    parts.forEach(({ first, last }, index) => {
+      if (index % 2) pen.fillRect(x(first) - step / 2, TOP - 2, step * (last - first + 1), height - TOP - BOTTOM + 2);
+    });
+  }
+
+  // Numbers to heights; null is no number, -Infinity a logarithm of zero.
+  function scaled(lane) {
+    const heights = plot.line.map((row) => {
+      const number = lane.number(row);
+      if (number === null || number === undefined || Number.isNaN(number)) return null;
+      if (!lane.isLog) return number;
+      return number > 0 ? Math.log10(number) : -Infinity;
+    });
+    const finite = heights.filter((number) => number !== null && number !== -Infinity);
+    let [low, high] = lane.isLog ? [Infinity, -Infinity] : [0, 1];
+    for (const number of lane.isLog ? finite : []) [low, high] = [Math.min(low, number), Math.max(high, number)];
+    if (high - low < 1) [low, high] = [(low + high - 1) / 2, (low + high + 1) / 2];
+    const bottom = lane.y + lane.height;
+    const at = (number) => (number === -Infinity ? bottom : bottom - 2 - ((lane.height - 4) * (number - low)) / (high - low));
+    return { heights, at, low, high, isEmpty: !finite.length };
+  }
+
+  function drawLane(lane) {
+    const { pen, width, left, isNarrow } = plot;
+    const scale = scaled(lane);
+    const bottom = lane.y + lane.height;
+    pen.strokeStyle = ink("line");
+    pen.lineWidth = 1;
+    pen.strokeRect(left, bottom + 0.5, width - RIGHT - left, 0);
+    pen.textAlign = "left";
+    pen.textBaseline = "top";
+    pen.font = fontOf(11, 600);
+    pen.fillStyle = ink("ink");
+    pen.fillText(isNarrow ? lane.name.slice(0, 6) : lane.name, 0, lane.y);
+    pen.fillStyle = ink("ink-3");
+    pen.font = fontOf(11);
+    if (!isNarrow) pen.fillText(lane.about, 0, lane.y + 14);
+    if (!scale.isEmpty) drawEnds(lane, scale);
+    if (lane.isBars) drawBars(lane, scale);
+    else drawPoints(lane, scale);
+    drawBroken(lane);
+  }
+
+  function drawEnds(lane, { low, high }) {
+    const { pen, left, isNarrow } = plot;
+    const text = (number) => (lane.isLog ? numberText(10 ** number, 2) : number ? "100 %" : "0");
+    pen.font = monoOf(10);
+    pen.textAlign = "right";
+    pen.textBaseline = "top";
+    if (!isNarrow || !lane.isBars) pen.fillText(text(high), left - 5, lane.y + (isNarrow ? 13 : 0));
+    pen.textBaseline = "bottom";
+    pen.fillText(text(low), left - 5, lane.y + lane.height + 2);
+  }
+
+  function drawBars(lane, { heights, at }) {
+    const { pen, x, step } = plot;
+    heights.forEach((number, place) => {
+      if (!(number > 0)) return;
+      pen.fillStyle = ink(number === 1 ? "warning" : "line-strong");
+      const top = at(number);
+      pen.fillRect(x(place) - Math.max(0.6, step * 0.36), top, Math.max(1, step * 0.72), lane.y + lane.height - top);
+    });
+  }
+
+  function drawPoints(lane, { heights, at }) {
+    const { pen, x, line } = plot;
+    const trunk = new Set(core.trunk);
+    const isMany = line.length > MANY;
+    pen.fillStyle = ink(`${lane.ink}-soft`);
+    const dot = (place, radius) => {
+      if (isMany) return pen.fillRect(x(place) - 1, at(heights[place]) - 1, 2, 2);
+      pen.beginPath();
+      pen.arc(x(place), at(heights[place]), radius, 0, 7);
+      return pen.fill();
+    };
+    heights.forEach((number, place) => { if (number !== null && number !== -Infinity) dot(place, 1.6); });
+    pen.strokeStyle = ink(lane.ink);
+    pen.lineWidth = 1.6;
+    pen.lineJoin = "round";
+    pen.beginPath();
+    let isDown = false;
+    const knots = [];
+    heights.forEach((number, place) => {
+      if (!trunk.has(line[place]) || number === -Infinity) return;
+      if (number !== null) {
+        pen[isDown ? "lineTo" : "moveTo"](x(place), at(number));
+        knots.push(place);
+      }
+      isDown = number !== null;
+    });
+    pen.stroke();
+    pen.fillStyle = ink(lane.ink);
+    if (!isMany) for (const place of knots) dot(place, 2.4);
+  }
+
+  // NaN and infinity: a hatched band, as wide as they reach.
+  function drawBroken(lane) {
+    const { line, x, step } = plot;
+    let start = -1;
+    for (let place = 0; place <= line.length; place += 1) {
+      const isBad = place < line.length && lane.isBad(line[place]);
+      if (isBad && start < 0) start = place;
+      if (isBad || start < 0) continue;
+      hatch(x(start) - step / 2, lane.y, Math.max(2, step * (place - start)), lane.height);
+      start = -1;
+    }
+  }
+
+  function hatch(x, y, width, height) {
+    const { pen } = plot;
+    pen.save();
+    pen.beginPath();
+    pen.rect(x, y, width, height);
+    pen.clip();
+    pen.fillStyle = ink("error-soft");
+    pen.fillRect(x, y, width, height);
+    pen.strokeStyle = ink("error");
+    pen.globalAlpha = 0.55;
+    pen.lineWidth = 1;
+    pen.beginPath();
+    for (let at = x - height; at < x + width + height; at += 5) {
+      pen.moveTo(at, y + height);
+      pen.lineTo(at + height, y);
+    }
+    pen.stroke();
+    pen.restore();
+  }
+
+  function drawNames(parts) {
+    const { pen, x, step, height } = plot;
+    pen.font = fontOf(11);
+    pen.textAlign = "center";
+    pen.textBaseline = "middle";
+    // Of many numbered blocks only every fifth, or tenth, is named.
+    const each = plot.width / parts.length;
+    const every = parts.length > 24 ? [1, 2, 5, 10, 20].find((n) => n * each > 26) ?? 50 : 1;
+    let end = -Infinity;
+    for (const { row, first, last } of parts) {
+      const start = x(first) - step / 2;
+      const wide = step * (last - first + 1);
+      const name = rows.name[row];
+      pen.fillStyle = ink("line-strong");
+      pen.fillRect(start, height - BOTTOM - 3, 1, 5);
+      const room = pen.measureText(name).width;
+      const fits = every > 1 ? /^\d+$/.test(name) && Number(name) % every === 0 : room < wide + 6;
+      const from = start + wide / 2 - room / 2;
+      if (!fits || from < end + 4 || from + room > plot.width) continue;
+      pen.fillStyle = ink("ink-3");
+      pen.fillText(name, start + wide / 2, height - BOTTOM / 2);
+      end = from + room;
+    }
+  }
+
+  // The place of a row, or of the nearest module around it that has an output.
+  function placeOf(row) {
+    let at = row;
+    while (at >= 0 && !plot.places.has(at)) at = rows.parent[at];
+    if (at >= 0) return plot.places.get(at);
+    for (let inner = row; inner <= rows.last[row]; inner += 1) if (plot.places.has(inner)) return plot.places.get(inner);
+    return undefined;
+  }
+
+  function drawPins(findings) {
+    const { pen, x, height } = plot;
+    for (const { row, level } of [...findings].reverse()) {
+      const place = row === null ? undefined : placeOf(row);
+      if (place === undefined || level === "note") continue;
+      pen.strokeStyle = ink(level);
+      pen.fillStyle = ink(level);
+      pen.lineWidth = 1;
+      pen.globalAlpha = 0.5;
+      pen.strokeRect(x(place), TOP, 0, height - BOTTOM - 4 - TOP);
+      pen.globalAlpha = 1;
+      pen.save();
+      pen.translate(x(place) - 5, 2);
+      pen.scale(10 / 12, 10 / 12);
+      pen.fill(new Path2D(GLYPHS[level]));
+      pen.restore();
+    }
+  }
+
+  // Mark the chosen row, the sites that the chosen finding concerns, and the place at the pointer.
+  function mark(findings, hovered) {
+    if (!plot) return;
+    const { overPen: pen, x, step, width, height } = plot;
+    pen.clearRect(0, 0, width, height);
+    const finding = findings[chosen.finding];
+    pen.globalAlpha = 0.8;
+    pen.fillStyle = finding ? ink(finding.level === "note" ? "ink-3" : finding.level) : "";
+    for (const row of finding?.also ?? []) {
+      const place = plot.places.get(row);
+      if (place !== undefined) pen.fillRect(x(place) - Math.max(0.5, step / 2 - 0.5), height - BOTTOM - 3, Math.max(1, step - 1), 2.5);
+    }
+    pen.globalAlpha = 1;
+    const at = chosen.row < 0 ? undefined : placeOf(chosen.row);
+    const lines = [[at, "accent", 1.5], [hovered, "ink-3", 1]].filter(([place]) => place !== undefined);
+    for (const [place, name, thick] of lines) {
+      pen.strokeStyle = ink(name);
+      pen.lineWidth = thick;
+      pen.strokeRect(x(place), TOP - 2, 0, height - TOP - BOTTOM + 2);
+    }
+    plot.canvas.setAttribute("aria-valuenow", at ?? 0);
+    plot.canvas.setAttribute("aria-valuetext", chosen.row < 0 ? "nothing" : rows.label[chosen.row]);
+    plot.findings = findings;
+  }
+
+  function listen() {
+    const { canvas, line, left, step } = plot;
+    const hit = (event) => clamp(Math.floor((event.offsetX - left) / step), 0, line.length - 1);
+    const isBeside = (event) => event.offsetX < left - 4 || !line.length;
+    canvas.addEventListener("mousemove", (event) => {
+      if (isBeside(event)) return hideTip();
+      mark(plot.findings, hit(event));
+      return showTip(aboutRow(line[hit(event)]), event);
+    });
+    canvas.addEventListener("mouseleave", () => { hideTip(); mark(plot.findings); });
+    canvas.addEventListener("click", (event) => { if (!isBeside(event)) onChoose(line[hit(event)]); });
+    canvas.addEventListener("keydown", (event) => {
+      const by = {
+        ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 10, PageUp: -10,
+        Home: -Infinity, End: Infinity,
+      }[event.key];
+      if (!by || event.altKey || !line.length) return;
+      event.preventDefault();
+      onChoose(line[clamp((placeOf(chosen.row) ?? 0) + by, 0, line.length - 1)]);
+    });
+  }
+
+  function aboutRow(row) {
+    const { output, grad_output: gradient } = plot.table.main[row];
+    const broken = (value) => (values.bad[value] ? [" · ", element("span", { class: "error" }, `${counted(values.bad[value], "element")} not finite`)] : []);
+    const lines = [strong(rows.label[row]), soft(` ${core.types[rows.type[row]]}`), element("br")];
+    lines.push(soft("std "), numberText(values.std[output]), soft(" · zeros "), shareText(values.zeros[output]), ...broken(output));
+    if (gradient !== undefined) lines.push(element("br"), soft("gradient norm "), numberText(normOf(core, gradient)), ...broken(gradient));
+    return lines;
+  }
+
+  function showLegend() {
+    const trunk = core.types[rows.type[core.trunk[0]]] ?? "";
+    byId("strip-legend").replaceChildren(
+      element("i", { class: "key-line" }), trunk ? `outputs of ${trunk}` : "outputs",
+      element("i", { class: "key-dot" }), "of other modules",
+      element("i", { class: "key-hatch" }), "NaN or infinity",
+    );
+  }
+
+  return { draw, mark };
+}

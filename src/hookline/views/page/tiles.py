@@ -1,0 +1,119 @@
+"""Write a value as small maps of numbers, which the page's script colours and reads out."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.views.page.pictures import Choice, arranged
+from hookline.views.pixels import cells, smaller
+
+_MOST_HEADS = 32
+_LEAST_TOKENS = 4
+_SUM_ERROR = 0.02
+_DIGITS = 6
+
+
+class Limits(NamedTuple):
+    """The most that is kept of a value."""
+
+    maps: int  # channels
+    side: int  # the longest side of a channel
+    table: tuple[int, int]  # rows and columns
+    bits: int  # of a number; the highest code stands for NaN and infinity
+
+
+# In a file; pictures there are many. The server sends one at a time.
+IN_FILE = Limits(8, 28, (96, 160), 8)
+ASKED_FOR = Limits(16, 64, (160, 480), 16)
+
+
+def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -> dict[str, Any]:
+    """Return one sample of a value as maps: channels, the heads of attention, or one table.
+
+        >>> maps = tiles_of(torch.rand(2, 3, 4, 4), "Conv2d", Choice(), IN_FILE)
+        >>> maps["kind"], len(maps["tiles"]), maps["samples"]
+        ('channels', 3, 2)
+
+    Channels come by their largest element, the largest first, and heads by their number.
+
+    Args:
+        tensor: the value.
+        module_type: the class of its module, which says where channels are.
+        choice: the sample, and the channels, if they are to be those of another value.
+        limits: what is kept.
+
+    Raises:
+        InputError: the value cannot be drawn; the first line says why.
+        RuntimeError, TypeError: torch cannot read the numbers.
+    """
+    made, n_samples = arranged(tensor, module_type, choice.sample)
+    data = made.data.double()
+    if len(made.space) < 2 or data[0].numel() == 1:
+        rows = data.reshape(len(data), -1).T
+        tiles = [_tile(0, cells(rows, limits.table), limits.bits)]
+        kind, of = "table", 1
+    else:
+        kind = "heads" if _are_heads(data) else "channels"
+        rows, of = data[0], len(data)
+        channels = list(choice.channels) or _largest(data, kind, limits.maps)
+        kept = [channel for channel in channels if channel < of]
+        maps = smaller(data[kept], limits.side)
+        tiles = [_tile(k, part, limits.bits) for k, part in zip(kept, maps, strict=True)]
+    height, width = tiles[0].pop("size")
+    for tile in tiles[1:]:
+        tile.pop("size")
+    return {
+        "kind": kind, "h": height, "w": width, "rows": rows.shape[0], "columns": rows.shape[1],
+        "of": of, "bits": limits.bits, "sample": choice.sample, "samples": n_samples,
+        "down": "sample" if made.space == "N" else "row", "tiles": tiles,
+    }  # fmt: skip
+
+
+def channels_of(maps: dict[str, Any]) -> tuple[int, ...]:
+    """Return the channels of maps, so that those of another value can be the same."""
+    return () if maps["kind"] == "table" else tuple(tile["c"] for tile in maps["tiles"])
+
+
+def with_channels(choice: Choice, maps: dict[str, Any] | None) -> Choice:
+    """Return a choice of the same channels as the maps of another value; of any without maps."""
+    return choice if maps is None else replace(choice, channels=channels_of(maps))
+
+
+def _are_heads(data: Tensor) -> bool:
+    """Tell whether maps are attention weights: every row of a query sums to 1."""
+    n_queries, n_keys = data.shape[1:]
+    if len(data) > _MOST_HEADS or n_queries < _LEAST_TOKENS or n_keys < _LEAST_TOKENS:
+        return False
+    is_share = bool((data >= 0).all()) and bool((data <= 1 + _SUM_ERROR).all())
+    return is_share and float((data.sum(-1) - 1).abs().max()) <= _SUM_ERROR
+
+
+def _largest(data: Tensor, kind: str, most: int) -> list[int]:
+    if kind == "heads":
+        return list(range(len(data)))
+    sizes = data.abs().nan_to_num(torch.inf).amax((1, 2))
+    channels: list[int] = sizes.argsort(descending=True, stable=True)[:most].tolist()
+    return channels
+
+
+def _tile(channel: int, numbers: Tensor, bits: int) -> dict[str, Any]:
+    """Write a map as codes from its least to its greatest finite number."""
+    array = numbers.cpu().numpy()
+    top = 2**bits - 1
+    is_finite = np.isfinite(array)
+    low = float(array[is_finite].min()) if is_finite.any() else 0.0
+    high = float(array[is_finite].max()) if is_finite.any() else 0.0
+    codes = np.full(array.shape, top, np.uint8 if bits == 8 else "<u2")
+    # Halved, because high - low could overflow.
+    reach = high / 2 - low / 2
+    shares = (array[is_finite] / 2 - low / 2) / reach if reach > 0 else 0.0
+    codes[is_finite] = np.round(shares * (top - 1))
+    text = base64.b64encode(codes.tobytes()).decode("ascii")
+    ends = {"lo": float(f"{low:.{_DIGITS}g}"), "hi": float(f"{high:.{_DIGITS}g}")}
+    return {"c": channel, **ends, "q": text, "size": array.shape}
