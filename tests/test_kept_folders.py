@@ -19,7 +19,7 @@ def folders(kind: str) -> list[str]:
     return sorted(str(path.relative_to(KEPT)) for path in KEPT.glob(f"*/{kind}*"))
 
 
-@pytest.mark.parametrize("folder", set(folders("recording")) - {"0.1.0/recording-first"})
+@pytest.mark.parametrize("folder", [name for name in folders("recording") if "first" not in name])
 def test_a_recording_of_each_version_has_its_values(folder):
     run = hl.open(KEPT / folder, verify=True)
     assert [record.failed for record in run.passes] == [False, False]

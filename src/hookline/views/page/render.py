@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from hookline.display.text import escape_invisible
 from hookline.display.units import measure
 from hookline.util.optional import load
+from hookline.util.version import VERSION
 from hookline.views.page.pictures import histogram_path
 from hookline.views.page.site_view import facts_of, zero_of
 from hookline.views.pixels import PAGE_NEEDS
@@ -54,7 +54,7 @@ def environment(kind: str = "site") -> Any:
     code = _script(kind)
     templates.globals.update(
         facts_of=facts_of, histogram_path=histogram_path, zero_of=zero_of, measure=measure,
-        version=_version(), is_served=False,
+        version=VERSION, is_served=False,
         style=_joined(kind, ".css"), script=code, script_hash=_hash(code),
     )  # fmt: skip
     return templates
@@ -86,10 +86,3 @@ def _hash(text: str) -> str:
 
 def _text(name: str) -> str:
     return (FOLDER / name).read_text("utf-8")
-
-
-def _version() -> str:
-    try:
-        return version("hookline")
-    except PackageNotFoundError:  # hookline runs from its source tree
-        return ""

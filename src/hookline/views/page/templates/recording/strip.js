@@ -66,7 +66,7 @@ function makeStrip(host, core, chosen, onChoose) {
     const style = getComputedStyle(host);
     const width = host.clientWidth - 2 * parseFloat(style.paddingLeft);
     const isNarrow = width < 500;
-    const left = isNarrow ? 44 : 92;
+    const left = isNarrow ? 56 : 92;
     const [line, places] = lineOf(table);
     const step = (width - left - RIGHT) / Math.max(1, line.length);
     plot = { table, line, places, step, left, width, isNarrow, x: (place) => left + step * (place + 0.5) };
