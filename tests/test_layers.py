@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ ONLY = {
         "hookline.engine", "hookline.engine.pytree", "hookline.files",
     },
 }  # fmt: skip
+parsed = cache(ast.parse)
 # Functions that may import late: what is heavy, when it is asked for.
 ENTRY_POINTS = {"__getattr__", "main"}
 
@@ -82,7 +84,7 @@ def imports(tree: ast.AST, modules: set[str]):
 def faults(here: str, text: str, modules: set[str]) -> list[str]:
     """What a file imports that it may not."""
     room, found = room_of(here), []
-    for module, function in imports(ast.parse(text), modules):
+    for module, function in imports(parsed(text), modules):
         other = room_of(module)
         if function in ENTRY_POINTS:
             continue
@@ -113,19 +115,19 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
     return next((circle for name in graph if (circle := visit(name, ()))), [])
 
 
-MODULES = {name_of(path) for path in FILES}
+TEXTS = {name_of(path): path.read_text() for path in FILES}
+MODULES = set(TEXTS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_point_down(path):
-    assert faults(name_of(path), path.read_text(), MODULES) == []
+def test_imports_point_down():
+    assert [fault for name, text in TEXTS.items() for fault in faults(name, text, MODULES)] == []
 
 
 def test_there_is_no_circle():
     # Also of what is imported late.
     graph = {
-        name_of(path): {module for module, _ in imports(ast.parse(path.read_text()), MODULES)}
-        for path in FILES
+        name: {module for module, _ in imports(parsed(text), MODULES)}
+        for name, text in TEXTS.items()
     }
     graph["hookline"] = set()  # asks for its own parts by name, late
     assert cycle(graph) == []
@@ -191,7 +193,7 @@ def nesting(node, depth=0):
 def tangles(text: str) -> list[str]:
     """The functions that are too long to be read at once, and what is global."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Global):
             found.append(f"{', '.join(node.names)} is global")
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -204,10 +206,9 @@ def tangles(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_global_and_no_function_is_tangled(path):
+def test_nothing_is_global_and_no_function_is_tangled():
     # A file has no cap: one idea a file is the rule, and a cap splits them in the midst of one.
-    assert tangles(path.read_text()) == []
+    assert [(name, tangle) for name, text in TEXTS.items() for tangle in tangles(text)] == []
 
 
 @pytest.mark.parametrize(
@@ -230,13 +231,13 @@ def test_what_is_just_short_enough_is_let_be():
     assert tangles("def f():\n    if a: pass\n" + "    elif b: pass\n" * 5) == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_docstring_lists_what_a_file_imports(path):
+def test_no_docstring_lists_what_a_file_imports():
     # Its imports do, and are never out of date.
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    assert docstring, "say what the file is for"
-    assert "TODO" not in docstring
-    assert not re.search(r"\bImports\b", docstring)
+    for name, text in TEXTS.items():
+        docstring = ast.get_docstring(parsed(text)) or ""
+        assert docstring, f"{name}: say what the file is for"
+        assert "TODO" not in docstring, name
+        assert not re.search(r"\bImports\b", docstring), name
 
 
 FREE_RELATIVES = {"What", "Whether", "How", "Where", "Why", "Who"}
@@ -245,7 +246,7 @@ FREE_RELATIVES = {"What", "Whether", "How", "Where", "Why", "Who"}
 def docstrings(text: str) -> list[str]:
     """Every docstring of a file, the outer ones first."""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    nodes = [node for node in ast.walk(parsed(text)) if isinstance(node, kinds)]
     return [doc for node in nodes if (doc := ast.get_docstring(node))]
 
 
@@ -255,7 +256,7 @@ def opens_with_a_relative(doc: str) -> bool:
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
-    found = [doc for path in FILES for doc in docstrings(path.read_text())]
+    found = [doc for text in TEXTS.values() for doc in docstrings(text)]
     share = sum(map(opens_with_a_relative, found)) / len(found)
     assert share < 0.03, f"{share:.1%} of the docstrings open with a relative such as What"
 
@@ -301,13 +302,13 @@ def past_the_face(here: str, text: str) -> list[str]:
     if room_of(here).startswith("hookline.engine"):
         return []
     meant = {"hookline.engine", *(f"hookline.engine.{name}" for name in OPEN)}
-    named = {module for module, _ in imports(ast.parse(text), MODULES)}
+    named = {module for module, _ in imports(parsed(text), MODULES)}
     return sorted(name for name in named - meant if name.startswith("hookline.engine."))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_imported_past_the_face_of_the_engine(path):
-    assert past_the_face(name_of(path), path.read_text()) == []
+def test_nothing_is_imported_past_the_face_of_the_engine():
+    past = [(name, module) for name, text in TEXTS.items() for module in past_the_face(name, text)]
+    assert past == []
 
 
 def test_an_import_past_the_face_is_found():
