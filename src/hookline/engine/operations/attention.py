@@ -91,7 +91,7 @@ class Attention:
         path: the path of the module, for messages.
         n_heads: the number of heads; None if the module does not tell.
         n_groups: the number of heads of queries for each head of keys.
-        needs_graph: whether a hook needs the graph to pass through scores or pattern.
+        squares: the operations of scores and pattern that have hooks.
         takes_blocks: whether all hooks on scores and pattern take these in blocks of queries.
         traced: the progress of a call that is compiled.
     """
@@ -101,7 +101,8 @@ class Attention:
         self.path = ""
         self.n_heads = _n_heads(module)
         self.n_groups: int = getattr(module, "num_key_value_groups", 1)
-        self.needs_graph = self.takes_blocks = False
+        self.squares: list[Operation] = []
+        self.takes_blocks = False
         self.traced = Progress()
         self._here = _Stack()
 
@@ -110,9 +111,14 @@ class Attention:
         self.parts = parts
         for operation in parts.values():
             operation.look()
-        squares = [parts[name] for name in ("scores", "pattern") if name in parts]
-        self.needs_graph = any(operation.needs_graph for operation in squares)
-        self.takes_blocks = all(operation.takes_blocks for operation in squares)
+        self.squares = [parts[name] for name in ("scores", "pattern") if name in parts]
+        self.takes_blocks = all(operation.takes_blocks for operation in self.squares)
+
+    def needs_graph(self) -> bool:
+        """Tell whether a hook needs the graph to pass through scores or pattern in this thread."""
+        if is_dynamo_compiling():
+            return any(operation.needs_graph for operation in self.squares)
+        return any(operation.needs_graph_here() for operation in self.squares)
 
     def calls(self, inner: dict[Function, Operation]) -> dict[Function, Call]:
         """Return what stands for the functions of which attention consists.
@@ -361,7 +367,7 @@ def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tenso
     may_lack_keys = given.attn_mask is not None or shown is not scores
     pattern = pattern_of(shown, query.dtype, may_lack_keys=may_lack_keys)
     new = of.show("pattern", pattern)
-    if new is pattern and shown is scores and not (of.needs_graph and new.requires_grad):
+    if new is pattern and shown is scores and not (new.requires_grad and of.needs_graph()):
         return None
     weights = _pack(new, query, is_packed)
     if given.dropout_p:

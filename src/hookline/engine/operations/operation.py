@@ -38,6 +38,7 @@ class Operation(nn.Module):
         self.writes = False
         self.may_change = self.needs_graph = self.takes_blocks = False
         self.place_of_inplace: int | None = None
+        self._on_graph: list[Any] = []  # the owners of the hooks that need the graph
 
     def forward(self, value: Any) -> Any:
         """Return the value: the forward of an operation whose value is computed elsewhere."""
@@ -61,8 +62,14 @@ class Operation(nn.Module):
             for hook in list(hook_dict(self, kind).values())
         ]
         self.may_change = any(getattr(owner, "changes_values", True) for owner in owners)
-        self.needs_graph = any(getattr(owner, "needs_graph", True) for owner in owners)
+        self._on_graph = [owner for owner in owners if getattr(owner, "needs_graph", True)]
+        self.needs_graph = bool(self._on_graph)
         self.takes_blocks = all(getattr(owner, "takes_blocks", False) for owner in owners)
+
+    def needs_graph_here(self) -> bool:
+        """Tell whether a hook needs the graph in this thread: most lines see only their own."""
+        lines = [getattr(owner, "passes", None) for owner in self._on_graph]
+        return any(passes is None or passes.may_see() for passes in lines)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function, and write a changed result to where the function writes."""

@@ -234,12 +234,14 @@ class Passes:
         autograd may call the hook in one of its own threads. Such a thread has no context, so every
         backward in it counts as the line's.
         """
-        if self.is_here():
+        if self.may_see():
             return True
-        if self.closed or _is_of_python():
-            self.other_contexts += not self.closed
-            return False
-        return True
+        self.other_contexts += not self.closed
+        return False
+
+    def may_see(self) -> bool:
+        """Tell whether the line sees this thread, or a thread of autograd, which has no context."""
+        return self.is_here() or not (self.closed or _is_of_python())
 
     def begin(self, frame: FrameType, root: object = None) -> None:
         """Begin a pass before the root runs.
