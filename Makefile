@@ -60,7 +60,7 @@ $(BENCH_VENV)/.bench: pyproject.toml constraints.txt
 
 $(DIST_VENV)/.dist: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DIST_VENV)
-	$(DIST_VENV)/bin/python -m pip install $(PIP_FLAGS) $$(sed -n 's/^release = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ',')
+	$(DIST_VENV)/bin/python -m pip install $(PIP_FLAGS) $$(sed -n 's/^release = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ',"')
 	touch $@
 
 demo: $(VENV)/.demo

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import hookline as hl
 from hookline.cli.app import app
+from hookline.views.page import Serving
 from packed_pages import core_of
 
 
@@ -51,7 +52,7 @@ def opened(monkeypatch):
 @pytest.fixture
 def at_once(monkeypatch):
     """A server that ends as soon as it runs."""
-    monkeypatch.setattr("hookline.views.page.serving.Serving.run", lambda self: self.close())
+    monkeypatch.setattr(Serving, "run", lambda self: self.close())
 
 
 @pytest.mark.processes

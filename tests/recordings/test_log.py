@@ -61,3 +61,33 @@ def test_calls_that_come_after_a_look_up_are_counted_on(n_calls):
         model(torch.ones(1, 2))
     with pytest.raises(hl.AmbiguousError, match=f"ran {n_calls} times"):
         run["block"]
+
+
+def test_each_of_many_calls_is_looked_up_also_while_more_come():
+    """A long log is grouped once, and again when it has grown."""
+    layer, n_calls = nn.Linear(2, 2), 300
+
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            for k in range(n_calls):
+                x = self.layer(x) + k
+                if k in (270, 280):  # past 256 entries
+                    seen.append(run[f"layer#{k}"])
+            return x
+
+    seen = []
+    model = Loop()
+    with hl.record(model, "layer", ports=("output", "grad_output")) as run:
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    values, gradients = run.calls("layer"), run.calls("layer:grad_output")
+    assert len(values) == len(gradients) == n_calls
+    for k in range(n_calls):
+        assert torch.equal(run[f"layer#{k}"], values[k])
+        assert torch.equal(run[f"layer:grad_output#{k}"], gradients[k])
+    assert torch.equal(torch.stack(seen), torch.stack([values[270], values[280]]))
+    with pytest.raises(hl.NotRecordedError):
+        run[f"layer#{n_calls}"]

@@ -27,7 +27,7 @@ from hookline.cli.inspecting import (
     read_input,
     silence,
 )
-from hookline.cli.judging import FailOnOption, fail_on, findings_in, findings_to_show
+from hookline.cli.judging import FailOnOption, fail_on, findings_in
 from hookline.cli.storing import store_app
 from hookline.cli.terminal import (
     AsJson,
@@ -396,10 +396,8 @@ def view(
     with complaints():
         chosen = chosen_items(items, folders)
         if out_path is not None:
-            written = write_view(folders, chosen, out_path)
+            written, findings = write_view(folders, chosen, out_path)
             out.print(f"written: {written}", markup=False, soft_wrap=True)
-            # The page of a comparison has findings of its own.
-            findings = findings_to_show(folder) if other is None else None
             if findings is not None:
                 out.print()
                 show(findings)

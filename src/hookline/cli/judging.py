@@ -44,14 +44,6 @@ def findings_in(folder: Path) -> Findings:
     return opened.findings()
 
 
-def findings_to_show(folder: Path) -> Findings | None:
-    """Judge what is in a folder; None for a store, and for a recording of several ranks."""
-    opened = open_folder(folder)
-    if isinstance(opened, Curves):
-        return opened.findings()
-    return opened.findings() if isinstance(opened, Recording) and not opened.ranks else None
-
-
 def fail_on(findings: Findings, level: FailOn | None) -> None:
     """End the command with exit code 1 if a finding is of a level or worse."""
     if level is not None and findings.reaches(level.value):

@@ -7,17 +7,19 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from hookline.cli.judging import findings_in
 from hookline.cli.terminal import out, say
 from hookline.curves import is_run
 from hookline.errors import FolderError, InputError
+from hookline.findings import Findings
 from hookline.verbs.compare.compare import compare
 from hookline.views.page import (
     FolderSource,
     OpenRecordings,
     Serving,
     write_comparison_page,
+    write_contents_page,
     write_curves_page,
-    write_recording_page,
 )
 from hookline.views.page.links import items_of
 
@@ -64,7 +66,9 @@ def _may_be_written_yet(folder: Path) -> bool:
     return not os.path.exists(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
-def write_view(folders: list[Path], items: tuple[int, ...] | None, out: Path) -> Path:
+def write_view(
+    folders: list[Path], items: tuple[int, ...] | None, out: Path
+) -> tuple[Path, Findings | None]:
     """Write the page of a folder as one file.
 
     Args:
@@ -72,20 +76,22 @@ def write_view(folders: list[Path], items: tuple[int, ...] | None, out: Path) ->
         items: of a store, the items that are shown.
         out: a file that ends in `.html`, or a folder.
 
+    Returns:
+        The file, and what was found in the folder; None for a store, which is not judged, and for a
+        comparison, whose page has findings of its own.
+
     Raises:
         HooklineError: the folder holds nothing readable, or the file cannot be written.
     """
     target = page_of(out)
     if len(folders) > 1:
         names = [str(folder) for folder in folders]
-        return write_comparison_page(compare(*folders), target, names)
+        return write_comparison_page(compare(*folders), target, names), None
     folder = folders[0]
     if is_run(folder):
-        return write_curves_page(folder, target)
-    content = FolderSource(folder, items).read()
-    return write_recording_page(
-        content.recording, target, title=folder.resolve().name, subtitle=content.about
-    )
+        return write_curves_page(folder, target), findings_in(folder)
+    contents = FolderSource(folder, items).read()
+    return write_contents_page(contents, target, title=folder.resolve().name)
 
 
 def page_of(out: Path) -> Path:

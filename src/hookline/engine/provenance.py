@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from hookline.engine.torch_private.modes import float32_precision
+from hookline.engine.run_settings import precision_here
 from hookline.util.version import VERSION
 
 _PACKAGES = ("timm", "torchvision", "transformers")  # noted where they were imported
@@ -21,7 +21,7 @@ _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 @final
 @dataclass(frozen=True)
 class Provenance:
-    """Where the values of a recording, a store or a run come from.
+    """The origin of the values of a recording, a store or a run.
 
     Attributes:
         versions: the versions of hookline, Python, torch, and of timm, torchvision and transformers
@@ -73,9 +73,7 @@ def flags_here() -> dict[str, str]:
     kernels = [name for name in _KERNELS if getattr(backends, f"{name}_sdp_enabled")()]
     return {
         "seed": str(torch.initial_seed()),
-        "CUDA products": float32_precision("cuda", "matmul").replace("none", "ieee"),
-        "cuDNN convolutions": float32_precision("cuda", "conv").replace("none", "ieee"),
-        "CPU products": float32_precision("mkldnn", "matmul").replace("none", "ieee"),
+        **precision_here(),
         "deterministic algorithms": "on" if torch.are_deterministic_algorithms_enabled() else "off",
         "attention kernels on CUDA": ", ".join(kernels) or "none",
     }

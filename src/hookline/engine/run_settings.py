@@ -107,9 +107,7 @@ class SettingsReader:
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             torch.initial_seed(),
             torch.are_deterministic_algorithms_enabled(),
-            float32_precision("cuda", "matmul"),
-            float32_precision("cuda", "conv"),
-            float32_precision("mkldnn", "matmul"),
+            *_precisions(),
         )
         last = self._last
         if last is None or last.state != state:
@@ -132,13 +130,30 @@ def settings_of(noted: Noted | Settings | None) -> Settings | None:
         },
         "inference" if is_inference else "on" if has_grad else "off",
         seed,
-        # "none" leaves it to a more general setting, which leaves float32 as it is.
-        {
-            name: text.replace("none", "ieee")
-            for name, text in zip(_LIBRARIES, precision, strict=True)
-        },
+        _by_library(precision),
         is_deterministic,
     )
+
+
+def precision_here() -> dict[str, str]:
+    """Return how products of float32 are computed at present, such as "tf32", by the library."""
+    return _by_library(_precisions())
+
+
+def _precisions() -> list[str]:
+    return [
+        float32_precision("cuda", "matmul"),
+        float32_precision("cuda", "conv"),
+        float32_precision("mkldnn", "matmul"),
+    ]
+
+
+def _by_library(precisions: Sequence[str]) -> dict[str, str]:
+    # "none" leaves it to a more general setting, which leaves float32 as it is.
+    return {
+        name: text.replace("none", "ieee")
+        for name, text in zip(_LIBRARIES, precisions, strict=True)
+    }
 
 
 def ignores_mode(type_name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -70,7 +70,7 @@ class Log:
         self._report = weakref.WeakMethod(report)
         self.keeps_graph = keeps_graph
         self.unversioned = unversioned
-        self._sorted: dict[int, tuple[int, dict[int, list[Noted]]]] = {}
+        self._sorted: dict[int, _Grouped] = {}
 
     @functools.cached_property
     def index(self) -> Index:
@@ -111,30 +111,24 @@ class Log:
                 return True
         return False
 
-    def entries(self, current: Pass, index: int) -> list[Entry]:
-        """List a site's entries in a pass. Values are numbered in order; gradients have calls."""
-        log = current.log
-        if len(log) <= _SEARCHED:
-            noted = [fields for fields in tuple(log) if fields[0] == index]
-        else:
-            noted = self._by_site(current).get(index, [])
-        return [
-            Entry(index, fields[1], fields[2], call)
-            if len(fields) < 4 or fields[3] is None
-            else Entry(*fields)
-            for call, fields in enumerate(noted)
-        ]
+    def entries(self, current: Pass, index: int, call: int | None = None) -> list[Entry]:
+        """List a site's entries in a pass, or those of one call.
 
-    def _by_site(self, current: Pass) -> dict[int, list[Noted]]:
+        Values are numbered in order; gradients have calls.
+        """
+        log = current.log
+        if len(log) > _SEARCHED:
+            grouped = self._grouped(current)
+            return grouped.of(index) if call is None else grouped.of_call(index, call)
+        entries = _entries(index, [fields for fields in tuple(log) if fields[0] == index])
+        return entries if call is None else [entry for entry in entries if entry.call == call]
+
+    def _grouped(self, current: Pass) -> _Grouped:
         """Group the entries of a pass by site; repeated only when the log has grown."""
-        length, by_site = self._sorted.get(id(current), (-1, {}))
-        if length != len(current.log):
-            noted = tuple(current.log)
-            by_site = {}
-            for fields in noted:
-                by_site.setdefault(fields[0], []).append(fields)
-            self._sorted[id(current)] = (len(noted), by_site)
-        return by_site
+        grouped = self._sorted.get(id(current))
+        if grouped is None or grouped.length != len(current.log):
+            grouped = self._sorted[id(current)] = _Grouped(tuple(current.log))
+        return grouped
 
     def backwards(self, current: Pass) -> list[int]:
         """List the autograd runs that brought gradients to a pass, in order."""
@@ -253,9 +247,7 @@ class Log:
         for current in passes:
             if lookup.pass_number not in (None, current.number):
                 continue
-            entries = self.entries(current, lookup.number)
-            if lookup.call is not None:
-                entries = [entry for entry in entries if entry.call == lookup.call]
+            entries = self.entries(current, lookup.number, lookup.call)
             if backward is not None:
                 entries = [entry for entry in entries if entry.backward in (None, backward)]
             if lookup.backward is not None:
@@ -398,6 +390,40 @@ def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) 
             value = tree.map_tensors(Tensor.detach, value)
         version = stamp(value)
     log.append((site, value, version, *rest))
+
+
+def _entries(index: int, noted: Sequence[Noted]) -> list[Entry]:
+    return [
+        Entry(index, fields[1], fields[2], call)
+        if len(fields) < 4 or fields[3] is None
+        else Entry(*fields)
+        for call, fields in enumerate(noted)
+    ]
+
+
+@final
+class _Grouped:
+    """The entries of a pass, grouped by site, and by call where one call is asked for."""
+
+    def __init__(self, log: Sequence[Noted]) -> None:
+        self.length = len(log)
+        self._by_site: dict[int, list[Noted]] = {}
+        for fields in log:
+            self._by_site.setdefault(fields[0], []).append(fields)
+        self._by_call: dict[int, dict[int | None, list[Entry]]] = {}
+
+    def of(self, index: int) -> list[Entry]:
+        """List a site's entries."""
+        return _entries(index, self._by_site.get(index, []))
+
+    def of_call(self, index: int, call: int) -> list[Entry]:
+        """List the entries of one call of a site."""
+        calls = self._by_call.get(index)
+        if calls is None:
+            calls = self._by_call[index] = {}
+            for entry in self.of(index):
+                calls.setdefault(entry.call, []).append(entry)
+        return calls.get(call, [])
 
 
 def _call(entry: Entry) -> int:

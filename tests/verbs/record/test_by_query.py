@@ -70,6 +70,14 @@ def test_blocks_give_what_the_whole_gives(small_blocks, call):
             assert torch.equal(run[site].indices, wanted[site].indices)
 
 
+@pytest.mark.parametrize("shape", [(0, HEADS, TOKENS, WIDTH), (BATCH, HEADS, 0, WIDTH)])
+def test_what_is_empty_has_an_empty_result(shape):
+    model = Attention()
+    with hl.record(model, "@pattern", keep=hl.by_query(entropy)) as run:
+        model(*torch.randn(3, *shape))
+    assert run["@pattern"].shape == shape[:3]
+
+
 class Alive(TorchDispatchMode):
     """Counts the bytes of the memory that lives at one time."""
 

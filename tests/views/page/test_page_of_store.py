@@ -12,7 +12,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.stores import excerpt
-from hookline.views.page import FolderSource, OpenRecordings
+from hookline.views.page import FolderSource, OpenRecordings, write_contents_page
 from hookline.views.page.core import core_data
 from hookline.views.page.links import items_of, text_of
 from packed_pages import core_of
@@ -38,6 +38,15 @@ def test_statistics_are_of_all_items_and_pictures_of_some(folder):
     assert measured.statistics.max == 287  # its histogram is of the items shown
     assert "a store of 20 items" in shown.about
     assert "items 3 and 5" in shown.about
+
+
+def test_a_file_has_the_statistics_of_all_items_and_no_findings(folder, tmp_path):
+    contents = FolderSource(folder, [3, 5]).read()
+    path, findings = write_contents_page(contents, tmp_path / "store.html", title="A store")
+    core = core_of(path.read_text())
+    assert max(core["values"]["max"]) == 959
+    assert findings is None
+    assert not core["judged"]
 
 
 def test_the_server_shows_a_store(folder, served):

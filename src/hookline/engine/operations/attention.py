@@ -109,8 +109,6 @@ class Attention:
     def update(self, parts: dict[str, Operation]) -> None:
         """Take the parts that have hooks at present."""
         self.parts = parts
-        for operation in parts.values():
-            operation.look()
         self.squares = [parts[name] for name in ("scores", "pattern") if name in parts]
         self.takes_blocks = all(operation.takes_blocks for operation in self.squares)
 
@@ -348,10 +346,10 @@ class KernelCall:
 def _show_blocks(of: Attention, given: KernelArguments) -> bool:
     """Show scores and pattern in blocks of queries, if there are several. Tell whether it is so."""
     # A graph would hold the calls of each block.
-    if is_dynamo_compiling() or not QueryBlocks.of(given, is_pattern=True).has_several:
+    if is_dynamo_compiling() or not QueryBlocks(given, is_pattern=True).has_several:
         return False
     for name in ("scores", "pattern"):
-        of.show(name, QueryBlocks.of(given, is_pattern=name == "pattern"))
+        of.show(name, QueryBlocks(given, is_pattern=name == "pattern"))
     return True
 
 
@@ -361,8 +359,7 @@ def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tenso
     Otherwise torch's own function gives the result, to the same bits as without hooks.
     """
     query = given.query
-    scores = scores_of(query, given.key, given.attn_mask, given.is_causal, given.scale)
-    scores = _unpack(scores, is_packed)
+    scores = _unpack(scores_of(given), is_packed)
     shown = of.show("scores", scores)
     may_lack_keys = given.attn_mask is not None or shown is not scores
     pattern = pattern_of(shown, query.dtype, may_lack_keys=may_lack_keys)

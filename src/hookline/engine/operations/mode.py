@@ -104,7 +104,8 @@ class OperationMode(TorchFunctionMode):
             for name, operation in hooked.items()
             for function in functions().get(name, ())
         }
-        for operation in operations.values():
+        # Also where the last hook has left: an operation must not hold on to its owner.
+        for operation in (*self._by_name.values(), *self._copies.values()):
             operation.look()
         parts = {name: hooked[name] for name in PARTS if name in hooked}
         self.attention.update(parts)

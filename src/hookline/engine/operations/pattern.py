@@ -15,7 +15,11 @@ _FEWEST_QUERIES = 16  # in a block
 
 
 class KernelArguments(NamedTuple):
-    """The arguments of `scaled_dot_product_attention`."""
+    """The arguments of `scaled_dot_product_attention`.
+
+    The queries have the shape [..., head, query, width], keys and values [..., key head, key,
+    width]. A scale of None is 1 / sqrt(width).
+    """
 
     query: Tensor
     key: Tensor
@@ -33,79 +37,60 @@ class QueryBlocks:
     """The scores or the pattern of a long text, computed in blocks of queries when iterated over.
 
     Args:
-        query: the queries, of shape [..., head, query, width].
-        key: the keys, of shape [..., key head, key, width].
-        mask: a mask as torch takes it, or None.
-        is_causal: whether a query attends to no later key.
-        scale: the factor of the products; None is 1 / sqrt(width).
+        given: the arguments of the call.
         is_pattern: whether the blocks are of the pattern, and not of the scores.
     """
 
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float | None
+    given: KernelArguments
     is_pattern: bool
 
-    @classmethod
-    def of(cls, given: KernelArguments, *, is_pattern: bool) -> QueryBlocks:
-        """Return the blocks of the scores or of the pattern of a call."""
-        query, key, _, mask, _, is_causal, scale, _ = given
-        return cls(query, key, mask, is_causal, scale, is_pattern)
+    @property
+    def dim(self) -> int:
+        """The dimension of the queries in each block."""
+        return self.given.query.dim() - 2
 
     @property
     def n_queries(self) -> int:
-        """Return the number of queries in a block."""
-        *batch, _, _ = self.query.shape
-        return max(_BLOCK // (torch.Size(batch).numel() * self.key.shape[-2]), _FEWEST_QUERIES)
+        """The number of queries in a block."""
+        n_scores = self.given.query.shape[:-2].numel() * self.given.key.shape[-2]  # of a query
+        return max(_BLOCK // max(n_scores, 1), _FEWEST_QUERIES)
 
     @property
     def has_several(self) -> bool:
         """Tell whether there is more than one block."""
-        return self.query.shape[-2] > self.n_queries
+        return self.given.query.shape[-2] > self.n_queries
 
     def __iter__(self) -> Iterator[Tensor]:
         """Compute one block after the other: [..., head, query, key]."""
-        n = self.n_queries
-        key = by_query_head(_wide(self.key), self.query.shape[-3])
-        may_lack_keys = self.mask is not None
-        for start in range(0, self.query.shape[-2], n):
-            query, mask = self.query[..., start : start + n, :], self._mask(start, start + n)
+        given, n = self.given, self.n_queries
+        key = by_query_head(_wide(given.key), given.query.shape[-3])
+        may_lack_keys = given.attn_mask is not None
+        for start in range(0, given.query.shape[-2], n):
+            query, mask = given.query[..., start : start + n, :], self._mask(start, start + n)
             # No name holds the scores: each block must be freed before the next is made.
             if self.is_pattern:
                 yield pattern_of(
-                    _scores(query, key, mask, self.scale), query.dtype, may_lack_keys=may_lack_keys
+                    _scores(query, key, mask, given.scale), query.dtype, may_lack_keys=may_lack_keys
                 )
             else:
-                yield _scores(query, key, mask, self.scale)
+                yield _scores(query, key, mask, given.scale)
 
     def _mask(self, start: int, stop: int) -> Tensor | None:
-        if self.is_causal:
-            rows = min(stop, self.query.shape[-2]) - start
-            return _causal_mask(rows, self.key.shape[-2], start, self.query.device)
-        mask = self.mask
+        given = self.given
+        if given.is_causal:
+            rows = min(stop, given.query.shape[-2]) - start
+            return _causal_mask(rows, given.key.shape[-2], start, given.query.device)
+        mask = given.attn_mask
         return mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
 
 
-def scores_of(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
-    """Return the scores of `scaled_dot_product_attention`, with scale and mask.
-
-    Scores of half precision are computed, and returned, in single precision.
-
-    Args:
-        query: the queries, of shape [..., head, query, width].
-        key: the keys, of shape [..., key head, key, width].
-        mask: a mask as torch takes it, or None.
-        is_causal: whether a query attends to no later key.
-        scale: the factor of the products; None is 1 / sqrt(width).
-    """
-    key = by_query_head(_wide(key), query.shape[-3])
-    if is_causal:
+def scores_of(given: KernelArguments) -> Tensor:
+    """Return the scaled and masked scores of a call, float32 if the queries are narrower."""
+    query, key = given.query, by_query_head(_wide(given.key), given.query.shape[-3])
+    mask = given.attn_mask
+    if given.is_causal:
         mask = _causal_mask(query.shape[-2], key.shape[-2], 0, query.device)
-    return _scores(query, key, mask, scale)
+    return _scores(query, key, mask, given.scale)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -94,7 +94,7 @@ class _RawBackwardTap(GradientTap):
         self, site: Site, passes: Passes, function: Hook, *, is_everywhere: bool = False
     ) -> None:
         super().__init__(site, passes, GradientCallback(), Order.GRAD_HOOK)
-        self.function: Callable[..., None] = function
+        self.function: Callable[..., Any] = function
         self.is_everywhere: bool = is_everywhere
 
     @property

@@ -41,7 +41,7 @@ class EventTap(Tap):
         super().__init__(site, passes, no_callback, Order.HOOK)
         self.hooks: tuple[HookSpec] = (spec,)
         self.is_elsewhere: bool = False  # whether it fired in a context that the line does not see
-        self.function: Callable[..., None] = function
+        self.function: Callable[..., Any] = function
         self.check: Callable[..., Any] = check
 
     def fire(self, *values: Any) -> Any:
@@ -103,7 +103,7 @@ class RawTap(OutputTap):
         spec: HookSpec,
     ) -> None:  # fmt: skip
         self.hooks: tuple[HookSpec] = (spec,)
-        self.function: Callable[..., None] = function
+        self.function: Callable[..., Any] = function
         self.check: Callable[..., Any] = check
         super().__init__(site, passes, self._call, Order.HOOK)
 

@@ -49,9 +49,8 @@ class ByQuery:
             return self._checked(value)
         blocks = iter(value)
         parts = [self._checked(next(blocks)), *map(self.function, blocks)]
-        dim = value.query.dim() - 2
         columns = zip(*[_tensors(part) for part in parts], strict=True)
-        joined = {id(column[0]): torch.cat(column, dim) for column in columns}
+        joined = {id(column[0]): torch.cat(column, value.dim) for column in columns}
         return tree.map_tensors(lambda tensor: joined[id(tensor)], parts[0])
 
     def _checked(self, rows: Tensor) -> Any:

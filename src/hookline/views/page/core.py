@@ -26,7 +26,7 @@ import numpy as np
 from hookline.display.text import escape_invisible
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import AmbiguousError, FolderError
-from hookline.findings import Finding
+from hookline.findings import Finding, Findings
 from hookline.recordings import Recording
 from hookline.views.page.entries import ValueEntry
 from hookline.views.page.keys import ValuesByKey
@@ -145,17 +145,27 @@ def _waits(entry: ValueEntry) -> bool:
     return entry.statistics is None and not entry.problem and entry.numel is not None
 
 
+def judged(recording: Recording) -> tuple[Findings | None, str]:
+    """Judge a recording, whose values are read once more; None and why if that cannot be."""
+    try:
+        return recording.findings(), ""
+    except (AmbiguousError, FolderError) as error:
+        return None, str(error).splitlines()[0]
+
+
 def findings_data(
-    recording: Recording, rows: Sequence[Row], entries: Sequence[ValueEntry]
+    findings: Findings | None, note: str, rows: Sequence[Row], entries: Sequence[ValueEntry]
 ) -> dict[str, Any]:
     """Return the findings of a recording, each with the row that it names.
 
-    The values are read once more. Where they cannot be judged, `notes` says why.
+    Args:
+        findings: the findings; None for what is not judged, such as a store.
+        note: why it is not judged; empty otherwise.
+        rows: the rows.
+        entries: the values in firing order.
     """
-    try:
-        findings = recording.findings()
-    except (AmbiguousError, FolderError) as error:
-        return {"findings": [], "notes": [str(error).splitlines()[0]], "judged": False}
+    if findings is None:
+        return {"findings": [], "notes": [note] if note else [], "judged": False}
     row_of = _row_of(rows)
     values = ValuesByKey(entries)
     by_label = {row.label: index for index, row in enumerate(rows)}

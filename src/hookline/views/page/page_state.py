@@ -20,7 +20,7 @@ from hookline.errors import FolderError, InputError
 from hookline.recordings import Recording
 from hookline.statistics.of_values import Statistics, main_tensor
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
-from hookline.views.page.core import findings_data
+from hookline.views.page.core import findings_data, judged
 from hookline.views.page.entries import Place, ValueEntry, list_values, measured
 from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.links import text_of
@@ -38,6 +38,11 @@ class FolderContents(NamedTuple):
     n_items: int = 0  # of a store, how many items it has
     # opens the recording once more, to judge it; None for a store
     judge: Callable[[], Recording] | None = None
+
+    def values(self) -> list[ValueEntry]:
+        """List the values, none of them measured; of a store, each with its whole statistics."""
+        entries = list_values(self.recording)
+        return [replace(entry, whole=self.whole.get(entry.place.at)) for entry in entries]
 
 
 @final
@@ -64,10 +69,7 @@ class PageState:
         self._lock = threading.Lock()
         self._judging = threading.Lock()
         self._findings: dict[str, Any] | None = None
-        whole = contents.whole
-        self.values = [
-            replace(entry, whole=whole.get(entry.place.at)) for entry in list_values(self.recording)
-        ]
+        self.values: list[ValueEntry] = contents.values()
         twins = list_values(self.other) if self.other is not None else []
         self._twins = {entry.place: entry for entry in twins}
         self.rows: list[Row] = rows_of(self.recording, self.values)
@@ -200,13 +202,13 @@ class PageState:
 
     def _judge(self) -> dict[str, Any]:
         if self._contents.judge is None:
-            return {"findings": [], "notes": [], "judged": False}
+            return findings_data(None, "", self.rows, self.values)
         try:
             recording = self._contents.judge()
         except FolderError as error:
-            return {"findings": [], "notes": [str(error).splitlines()[0]], "judged": False}
+            return findings_data(None, str(error).splitlines()[0], self.rows, self.values)
         try:
-            return findings_data(recording, self.rows, self.values)
+            return findings_data(*judged(recording), self.rows, self.values)
         finally:
             recording.release()
 

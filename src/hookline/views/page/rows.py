@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import final
 
 from hookline.engine import Site
@@ -125,8 +127,15 @@ class _Tree:
         for path in list(self._calls):
             for holder in _holders(path, has_root="" in self._calls):
                 self._calls.setdefault(holder, [0])
+        for numbers in self._calls.values():
+            numbers.sort()
+        # For each call of a module, when the last of the calls so far ended.
+        self._ends = {
+            path: list(accumulate((self._fired.get((path, n), math.inf) for n in numbers), max))
+            for path, numbers in self._calls.items()
+        }
         self._children: dict[_Call | None, list[_Call]] = {}
-        calls = [(path, call) for path, numbers in self._calls.items() for call in sorted(numbers)]
+        calls = [(path, call) for path, numbers in self._calls.items() for call in numbers]
         for path_and_call in calls:
             self._children.setdefault(self._holder_call(path_and_call), []).append(path_and_call)
         for siblings in self._children.values():
@@ -158,12 +167,13 @@ class _Tree:
             holder = _holder(holder)
         if holder is None:
             return None
-        numbers = sorted(self._calls[holder])
+        numbers = self._calls[holder]
         position = self._fired.get(call, math.inf)
         if position == math.inf:
-            return holder, number if number in numbers else numbers[0]
-        ended = (n for n in numbers if self._fired.get((holder, n), math.inf) >= position)
-        return holder, next(ended, numbers[-1])
+            place = bisect_left(numbers, number)
+            return holder, number if numbers[place : place + 1] == [number] else numbers[0]
+        place = bisect_left(self._ends[holder], position)
+        return holder, numbers[min(place, len(numbers) - 1)]
 
     def _place(self, call: _Call) -> tuple[float, int, int]:
         """Return the sort key of a call: when it, or the first call in it, fired."""

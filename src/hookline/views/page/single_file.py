@@ -17,12 +17,13 @@ from hookline.display.units import count, size
 from hookline.errors import FolderError, HooklineError
 from hookline.files.replace_text import replace_text
 from hookline.files.sealed_json import MANIFEST
+from hookline.findings import Findings
 from hookline.recordings import Recording
 from hookline.util.optional import load
 from hookline.verbs.summary import Summary
-from hookline.views.page.core import core_data, findings_data, pack, silent_data
-from hookline.views.page.entries import Place, ValueEntry, list_values, measured
-from hookline.views.page.page_state import notices_of
+from hookline.views.page.core import core_data, findings_data, judged, pack, silent_data
+from hookline.views.page.entries import Place, ValueEntry, measured
+from hookline.views.page.page_state import FolderContents, notices_of
 from hookline.views.page.pictures import Choice, input_thumbnail
 from hookline.views.page.render import environment
 from hookline.views.page.rows import rows_of
@@ -90,21 +91,44 @@ def write_recording_page(
         FolderError: the file cannot be written, or the recording's own folder is damaged.
         HooklineError: jinja2 or pillow is not installed.
     """
+    contents = FolderContents(recording, about=subtitle, judge=lambda: recording)
+    file, _ = write_contents_page(contents, path, title=title, summary=summary, evidence=evidence)
+    return file
+
+
+def write_contents_page(
+    contents: FolderContents,
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    summary: Summary | None = None,
+    evidence: Evidence = NO_EVIDENCE,
+) -> tuple[Path, Findings | None]:
+    """Write a recording, or some items of a store, as `write_recording_page` does.
+
+    Returns:
+        The file's path, and the findings that it shows; None for a store, which is not judged.
+
+    Raises:
+        FolderError, HooklineError: as of `write_recording_page`.
+    """
     # Both are loaded first, so that a missing package fails before any work.
     templates, _ = environment("recording"), load("PIL.Image", *PAGE_NEEDS)
+    recording = contents.recording
     pictures = _Pictures(len(recording.passes))
-    entries = [measured(entry, pictures.draw) for entry in list_values(recording)]
+    entries = [measured(entry, pictures.draw) for entry in contents.values()]
     rows = rows_of(recording, entries)
     target = target_of(path)
     notices = notices_of(recording)
     if summary is not None and summary.failure:
         notices.insert(0, f"The summary's run failed: {summary.failure}")
     report = recording.report()
-    core = core_data(rows, entries) | findings_data(recording, rows, entries)
+    findings, note = (None, "") if contents.judge is None else judged(recording)
+    core = core_data(rows, entries) | findings_data(findings, note, rows, entries)
     core |= {"silent": silent_data(recording), "view": _view_command(target)}
     text = templates.get_template("recording/recording.html").render(
         title=title,
-        subtitle=subtitle,
+        subtitle=contents.about,
         home="",
         model_type=report.model_type,
         now=datetime.now().astimezone(),
@@ -117,7 +141,7 @@ def write_recording_page(
         items=("", 0),
         top="",
     )
-    return replace_file(target, text)
+    return replace_file(target, text), findings
 
 
 def _evidence(evidence: Evidence) -> dict[str, Any]:

@@ -49,7 +49,15 @@ function pixelsOf(numbers, height, width, [low, high], kind) {
   const image = new ImageData(width, height);
   const colours = colourMap(kind);
   const dark = isDark();
-  const broken = dark ? [[92, 34, 18], [255, 122, 74]] : [[255, 214, 198], [226, 72, 28]];
+  const broken = dark
+    ? [
+        [92, 34, 18],
+        [255, 122, 74],
+      ]
+    : [
+        [255, 214, 198],
+        [226, 72, 28],
+      ];
   const zero = dark ? [92, 96, 104] : [168, 172, 180];
   for (let index = 0; index < width * height; index += 1) {
     const number = numbers[index];
@@ -100,7 +108,12 @@ const GLYPHS = {
   note: "M6 2.2a3.8 3.8 0 1 0 0 7.6 3.8 3.8 0 0 0 0-7.6Zm0 1.4a2.4 2.4 0 1 1 0 4.8 2.4 2.4 0 0 1 0-4.8Z",
   fine: "M1.6 6.4 4.6 9.4 10.4 3 9.3 2 4.5 7.2 2.6 5.3Z",
 };
-const glyph = (level) => shape("svg", { class: `glyph ${level}`, viewBox: "0 0 12 12", "aria-hidden": "true" }, shape("path", { d: GLYPHS[level] }));
+const glyph = (level) =>
+  shape(
+    "svg",
+    { class: `glyph ${level}`, viewBox: "0 0 12 12", "aria-hidden": "true" },
+    shape("path", { d: GLYPHS[level] }),
+  );
 
 // What stands beside the pointer.
 function showTip(nodes, { clientX, clientY }) {
@@ -111,7 +124,9 @@ function showTip(nodes, { clientX, clientY }) {
   tip.style.left = `${clamp(clientX + 14, 6, innerWidth - width - 6)}px`;
   tip.style.top = `${clientY + 18 + height > innerHeight ? clientY - height - 10 : clientY + 16}px`;
 }
-const hideTip = () => { byId("tip").hidden = true; };
+const hideTip = () => {
+  byId("tip").hidden = true;
+};
 const strong = (text) => element("b", {}, text);
 const soft = (text) => element("span", {}, text);
 

@@ -8,19 +8,25 @@ function showFindings({ findings, judged, notes }, onChoose) {
     .map((level) => [level, findings.filter((finding) => finding.level === level).length])
     .filter(([, count]) => count)
     .map(([level, count]) => counted(count, ...WORDS[level]));
-  byId("tally").textContent = counts.join(", ") || (judged ? "Nothing is wrong, as far as the rules can tell." : "");
-  byId("findings").replaceChildren(...findings.map((finding, index) => element("li", {}, buttonOf(finding, index, onChoose))));
+  const unjudged = notes?.length ? "" : "Findings are of recordings.";
+  const without = judged ? "Nothing is wrong, as far as the rules can tell." : unjudged;
+  byId("tally").textContent = counts.join(", ") || without;
+  byId("findings").replaceChildren(
+    ...findings.map((finding, index) => element("li", {}, buttonOf(finding, index, onChoose))),
+  );
   const isFine = judged && !findings.some((finding) => finding.level !== "note");
   if (isFine) byId("findings").prepend(fineLine());
   for (const note of notes ?? []) byId("notices").append(element("li", {}, note));
   byId("notices").hidden = !byId("notices").children.length;
 }
 
-const fineLine = () => element("li", { class: "all-fine" }, glyph("fine"), element("span", {}, "No error and no warning."));
+const fineLine = () =>
+  element("li", { class: "all-fine" }, glyph("fine"), element("span", {}, "No error and no warning."));
 
 function buttonOf(finding, index, onChoose) {
   const { level, text, number, why, advice, follows } = finding;
-  const following = follows && !why.includes("later") ? `${counted(follows, "later site follows", "later sites follow")}.` : "";
+  const following =
+    follows && !why.includes("later") ? `${counted(follows, "later site follows", "later sites follow")}.` : "";
   return element(
     "button",
     { type: "button", class: "finding", "aria-pressed": "false", onclick: () => onChoose(index) },
@@ -32,7 +38,9 @@ function buttonOf(finding, index, onChoose) {
 }
 
 function pressFinding(index) {
-  document.querySelectorAll(".finding").forEach((button, place) => button.setAttribute("aria-pressed", String(place === index)));
+  document
+    .querySelectorAll(".finding")
+    .forEach((button, place) => button.setAttribute("aria-pressed", String(place === index)));
 }
 
 // List the sites that never fired when they are asked for, or if they are few.
@@ -41,8 +49,11 @@ function showSilent(silent) {
   if (!box) return;
   const fill = () => {
     if (byId("never-fired").children.length) return;
-    byId("never-fired").replaceChildren(...silent.map(([site, type, why]) =>
-      element("div", {}, element("dt", {}, element("code", {}, site), " ", soft(type)), element("dd", {}, why))));
+    byId("never-fired").replaceChildren(
+      ...silent.map(([site, type, why]) =>
+        element("div", {}, element("dt", {}, element("code", {}, site), " ", soft(type)), element("dd", {}, why)),
+      ),
+    );
   };
   box.addEventListener("toggle", fill);
   if (silent.length <= 6) box.open = true;

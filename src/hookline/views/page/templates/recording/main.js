@@ -9,8 +9,16 @@
 
   // What is shown and chosen; each part of the page reads it.
   const view = {
-    row: -1, finding: -1, findings: [], levels: {}, isShared: false, edges: [],
-    pass: core.passes.at(-1) ?? 0, table: null, columns: keptColumns(), note: noteAddress,
+    row: -1,
+    finding: -1,
+    findings: [],
+    levels: {},
+    isShared: false,
+    edges: [],
+    pass: core.passes.at(-1) ?? 0,
+    table: null,
+    columns: keptColumns(),
+    note: noteAddress,
   };
   view.table = tableOf(core, view.pass);
 
@@ -18,7 +26,10 @@
   takeFindings(core);
   strip.draw(view.table, view.findings);
   showSilent(core.silent);
-  await new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 100); });
+  await new Promise((done) => {
+    requestAnimationFrame(() => setTimeout(done));
+    setTimeout(done, 100);
+  });
 
   const pane = makePane(byId("pane"), core, view, { onClose: closePane, onStale: measureOne });
   const tree = makeTree(byId("view"), core, view, { onChoose: chosen, onEnter: openPane });
@@ -123,16 +134,26 @@
 
   function offerColumns() {
     const wanted = new Set(view.columns ?? USUAL_COLUMNS);
-    byId("column-choice").replaceChildren(...tree.columns.map(({ key, title }) => {
-      const box = element("input", { type: "checkbox", checked: wanted.has(key), onchange: () => {
-        if (box.checked) wanted.add(key);
-        else wanted.delete(key);
-        view.columns = [...wanted];
-        try { localStorage.setItem("hookline-columns", JSON.stringify(view.columns)); } catch { /* a file has no store */ }
-        tree.relayOut();
-      } });
-      return element("label", {}, box, title);
-    }));
+    byId("column-choice").replaceChildren(
+      ...tree.columns.map(({ key, title }) => {
+        const box = element("input", {
+          type: "checkbox",
+          checked: wanted.has(key),
+          onchange: () => {
+            if (box.checked) wanted.add(key);
+            else wanted.delete(key);
+            view.columns = [...wanted];
+            try {
+              localStorage.setItem("hookline-columns", JSON.stringify(view.columns));
+            } catch {
+              /* a file has no store */
+            }
+            tree.relayOut();
+          },
+        });
+        return element("label", {}, box, title);
+      }),
+    );
   }
 
   // -- the address: what is searched, sorted and chosen -----------------------------------------
@@ -148,7 +169,9 @@
     let at = "";
     try {
       at = view.row < 0 ? "" : `#at=${encodeURIComponent(rows.label[view.row])}${isLast ? "" : `&pass=${view.pass}`}`;
-    } catch { /* a name that no address can hold */ }
+    } catch {
+      /* a name that no address can hold */
+    }
     history.replaceState(null, "", text + at);
     if (isServed) keep("hookline-table", location.search);
   }
@@ -158,7 +181,10 @@
     const parameters = new URLSearchParams(location.hash.slice(1));
     if (!parameters.has("at")) return false;
     const at = parameters.get("at").replace(/:[^#]*/, "") || "(root)";
-    const row = core.rowOfLabel.get(at) ?? core.rowOfLabel.get(`${at}#${parameters.get("call")}`) ?? core.rowOfLabel.get(`${at}#0`);
+    const row =
+      core.rowOfLabel.get(at) ??
+      core.rowOfLabel.get(`${at}#${parameters.get("call")}`) ??
+      core.rowOfLabel.get(`${at}#0`);
     const holder = row ?? core.rowOfLabel.get(at.replace(/[.]?[^.]*$/, "") || "(root)");
     if (holder === undefined) return false;
     const pass = Number(parameters.get("pass") ?? view.pass);
@@ -186,7 +212,10 @@
 
   async function measureAll() {
     const button = byId("measure");
-    button.addEventListener("click", () => { if (view.isMeasuring) view.isMeasuring = false; else measure(); });
+    button.addEventListener("click", () => {
+      if (view.isMeasuring) view.isMeasuring = false;
+      else measure();
+    });
     showProgress();
     if (!core.measure.start) {
       byId("tally").textContent = "Measure the values to look for findings.";
@@ -198,7 +227,7 @@
   async function measure() {
     view.isMeasuring = true;
     let drawn = 0;
-    for (let next = 0; next < values.row.length && view.isMeasuring && values.waiting.size; ) {
+    for (let next = 0; next < values.row.length && view.isMeasuring && values.waiting.size;) {
       showProgress();
       next = await measureFrom(next);
       if (next === undefined) break;
@@ -226,7 +255,9 @@
   function showProgress() {
     const left = values.waiting.size;
     byId("measure").hidden = !left;
-    byId("measure").textContent = view.isMeasuring ? `Measuring, ${left} left: stop` : `Measure ${left} values (${core.measure.size})`;
+    byId("measure").textContent = view.isMeasuring
+      ? `Measuring, ${left} left: stop`
+      : `Measure ${left} values (${core.measure.size})`;
   }
 
   async function judge() {
@@ -235,7 +266,7 @@
     if (!answer?.findings) return;
     const isUntouched = view.finding < 0 && !location.hash.includes("at=");
     takeFindings(answer);
-    if (!answer.judged) byId("tally").textContent = "Findings are of recordings.";
+    if (!view.findings.length) return; // nothing new to draw: what is being pressed stays
     strip.draw(view.table, view.findings);
     tree.layOut();
     if (isUntouched) beginAtWorst();
@@ -245,7 +276,10 @@
   // -- the keyboard, the window ------------------------------------------------------------------
 
   const search = byId("search");
-  search.addEventListener("input", () => { tree.search(search.value); noteAddress(); });
+  search.addEventListener("input", () => {
+    tree.search(search.value);
+    noteAddress();
+  });
   search.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {
       search.value = "";
@@ -301,5 +335,8 @@
   byId("theme").addEventListener("click", redraw);
   system.addEventListener("change", redraw);
   let waiting = 0;
-  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(redraw, 80); });
+  addEventListener("resize", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(redraw, 80);
+  });
 })();

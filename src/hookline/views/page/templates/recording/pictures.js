@@ -13,14 +13,32 @@ function barOf(base, view, redraw) {
   const isTable = base.kind === "table";
   const all = `${base.tiles.length} of ${base.of.toLocaleString("en")}`;
   const size = `${base.rows.toLocaleString("en")} × ${base.columns.toLocaleString("en")}`;
-  const about = [isTable ? `${size}, ${base.down}s down` : `${all}${base.kind === "channels" ? ", largest first" : ""}`];
+  const about = [
+    isTable ? `${size}, ${base.down}s down` : `${all}${base.kind === "channels" ? ", largest first" : ""}`,
+  ];
   if (base.samples > 1) about.push(`sample ${base.sample} of ${base.samples.toLocaleString("en")}`);
   if (base.h !== base.rows || base.w !== base.columns) about.push(`means, ${base.h} × ${base.w}`);
-  const bar = element("div", { class: "maps-bar" }, element("h3", {}, TITLES[base.kind]), soft(about.join("; ")), element("span", { class: "grow" }));
+  const bar = element(
+    "div",
+    { class: "maps-bar" },
+    element("h3", {}, TITLES[base.kind]),
+    soft(about.join("; ")),
+    element("span", { class: "grow" }),
+  );
   if (isTable) return bar;
-  const choices = [["own scale", false], ["one scale", true]].map(([text, isShared]) => {
-    const choose = () => { view.isShared = isShared; redraw(); };
-    return element("button", { type: "button", "aria-pressed": String(view.isShared === isShared), onclick: choose }, text);
+  const choices = [
+    ["own scale", false],
+    ["one scale", true],
+  ].map(([text, isShared]) => {
+    const choose = () => {
+      view.isShared = isShared;
+      redraw();
+    };
+    return element(
+      "button",
+      { type: "button", "aria-pressed": String(view.isShared === isShared), onclick: choose },
+      text,
+    );
   });
   bar.append(element("span", { class: "choice", role: "group", "aria-label": "Scale of colours" }, choices));
   return bar;
@@ -43,13 +61,39 @@ function pictureOf({ name, ink: colour, maps }, width, view) {
   const range = rangeOf(tiles, isSigned);
   const form = formOf(maps, width);
   const words = `${name}: ${counted(tiles.length, isTable ? "map" : kind.slice(0, -1))} from ${numberText(rangeOf(tiles, false)[0])} to ${numberText(rangeOf(tiles, false)[1])}`;
-  const [canvas, pen] = canvasOf(width, form.height, { role: "img", tabindex: 0, "aria-label": `${words}. Arrow keys read the numbers.` });
+  const [canvas, pen] = canvasOf(width, form.height, {
+    role: "img",
+    tabindex: 0,
+    "aria-label": `${words}. Arrow keys read the numbers.`,
+  });
   pen.imageSmoothingEnabled = false;
-  tiles.forEach((tile, index) => drawTile(pen, tile, form.at(index), { form, maps, isSigned, range: isOwn ? rangeOf([tile], isSigned) : range, isTable }));
+  tiles.forEach((tile, index) =>
+    drawTile(pen, tile, form.at(index), {
+      form,
+      maps,
+      isSigned,
+      range: isOwn ? rangeOf([tile], isSigned) : range,
+      isTable,
+    }),
+  );
   const readout = element("span", { class: "readout", "aria-live": "polite" });
-  const key = colourKey(isSigned ? "signed" : "plain", isOwn ? "least" : numberText(range[0]), isOwn ? "greatest" : numberText(range[1]));
+  const key = colourKey(
+    isSigned ? "signed" : "plain",
+    isOwn ? "least" : numberText(range[0]),
+    isOwn ? "greatest" : numberText(range[1]),
+  );
   listenTo(canvas, { name, maps, form, readout });
-  return [element("div", { class: "maps-key" }, element("b", { class: colour }, name), key, element("span", { class: "grow" }), readout), canvas];
+  return [
+    element(
+      "div",
+      { class: "maps-key" },
+      element("b", { class: colour }, name),
+      key,
+      element("span", { class: "grow" }),
+      readout,
+    ),
+    canvas,
+  ];
 }
 
 // Where the tiles lie.
@@ -82,7 +126,11 @@ function drawTile(pen, tile, [x, y], { form, maps, isSigned, range, isTable }) {
   pen.fillText(String(tile.c), x, y + tileHeight + 3);
   if (tileWidth < 64) return;
   pen.textAlign = "right";
-  pen.fillText(isSigned ? `±${numberText(range[1], 2)}` : `≤${numberText(range[1], 2)}`, x + tileWidth, y + tileHeight + 3);
+  pen.fillText(
+    isSigned ? `±${numberText(range[1], 2)}` : `≤${numberText(range[1], 2)}`,
+    x + tileWidth,
+    y + tileHeight + 3,
+  );
   pen.textAlign = "left";
 }
 
@@ -96,8 +144,10 @@ function listenTo(canvas, { name, maps, form, readout }) {
     const error = bits === 8 ? ` ± ${numberText((tile.hi - tile.lo) / 508, 1)}` : "";
     const down = Math.floor((row * maps.rows) / h);
     const across = Math.floor((column * maps.columns) / w);
-    const place = maps.kind === "heads" ? `head ${tile.c}, query ${down}, key ${across}`
-      : `${maps.kind === "channels" ? `channel ${tile.c}, ` : ""}${maps.down} ${down}, column ${across}`;
+    const place =
+      maps.kind === "heads"
+        ? `head ${tile.c}, query ${down}, key ${across}`
+        : `${maps.kind === "channels" ? `channel ${tile.c}, ` : ""}${maps.down} ${down}, column ${across}`;
     return [Number.isNaN(number) ? "NaN or infinity" : numberText(number, 4), error, `${name}, ${place}`];
   };
   const hit = ({ offsetX, offsetY }) => {
@@ -117,7 +167,8 @@ function listenTo(canvas, { name, maps, form, readout }) {
   });
   canvas.addEventListener("mouseleave", hideTip);
   canvas.addEventListener("keydown", (event) => {
-    const [down, across] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [];
+    const [down, across] =
+      { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [];
     if (down === undefined || event.altKey) return;
     event.preventDefault();
     let [index, row, column] = [cell[0], cell[1] + down, cell[2] + across];

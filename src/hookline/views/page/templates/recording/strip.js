@@ -21,12 +21,34 @@ function makeStrip(host, core, chosen, onChoose) {
     const gradient = (row) => table.main[row].grad_output;
     const bad = (value) => value !== undefined && values.bad[value] > 0;
     const lanes = [
-      { name: "Spread", about: "std, forward", ink: "fwd", height: 48, isLog: true,
-        number: (row) => values.std[output(row)], isBad: (row) => bad(output(row)) },
-      { name: "Zeros", about: "", ink: "ink-2", height: 26, isBars: true,
-        number: (row) => values.zeros[output(row)], isBad: () => false },
-      { name: "Gradient", about: "norm, backward", ink: "bwd", height: 48, isLog: true,
-        number: (row) => normOf(core, gradient(row)), isBad: (row) => bad(gradient(row)) },
+      {
+        name: "Spread",
+        about: "std, forward",
+        ink: "fwd",
+        height: 48,
+        isLog: true,
+        number: (row) => values.std[output(row)],
+        isBad: (row) => bad(output(row)),
+      },
+      {
+        name: "Zeros",
+        about: "",
+        ink: "ink-2",
+        height: 26,
+        isBars: true,
+        number: (row) => values.zeros[output(row)],
+        isBad: () => false,
+      },
+      {
+        name: "Gradient",
+        short: "Grad",
+        about: "norm, backward",
+        ink: "bwd",
+        height: 48,
+        isLog: true,
+        number: (row) => normOf(core, gradient(row)),
+        isBad: (row) => bad(gradient(row)),
+      },
     ];
     return plot.line.some((row) => gradient(row) !== undefined) ? lanes : lanes.slice(0, 2);
   }
@@ -53,7 +75,9 @@ function makeStrip(host, core, chosen, onChoose) {
     const tops = rows.parent.flatMap((parent, row) => (parent < 0 ? [row] : []));
     let parts = tops.length === 1 ? inside(tops[0]) : partsOf(tops);
     for (let turn = 0; turn < 6; turn += 1) {
-      const large = parts.findIndex(({ row, first, last }) => (last - first) / plot.line.length > 0.5 && inside(row).length > 1);
+      const large = parts.findIndex(
+        ({ row, first, last }) => (last - first) / plot.line.length > 0.5 && inside(row).length > 1,
+      );
       if (large < 0) break;
       const inner = inside(parts[large].row);
       if (parts.length + inner.length > 120) break;
@@ -96,7 +120,10 @@ function makeStrip(host, core, chosen, onChoose) {
   }
 
   const sliderAttributes = () => ({
-    role: "slider", tabindex: 0, "aria-label": "Position in depth", "aria-valuemin": 0,
+    role: "slider",
+    tabindex: 0,
+    "aria-label": "Position in depth",
+    "aria-valuemin": 0,
     "aria-valuemax": Math.max(0, plot.line.length - 1),
   });
 
@@ -121,7 +148,8 @@ function makeStrip(host, core, chosen, onChoose) {
     for (const number of lane.isLog ? finite : []) [low, high] = [Math.min(low, number), Math.max(high, number)];
     if (high - low < 1) [low, high] = [(low + high - 1) / 2, (low + high + 1) / 2];
     const bottom = lane.y + lane.height;
-    const at = (number) => (number === -Infinity ? bottom : bottom - 2 - ((lane.height - 4) * (number - low)) / (high - low));
+    const at = (number) =>
+      number === -Infinity ? bottom : bottom - 2 - ((lane.height - 4) * (number - low)) / (high - low);
     return { heights, at, low, high, isEmpty: !finite.length };
   }
 
@@ -136,7 +164,7 @@ function makeStrip(host, core, chosen, onChoose) {
     pen.textBaseline = "top";
     pen.font = fontOf(11, 600);
     pen.fillStyle = ink("ink");
-    pen.fillText(isNarrow ? lane.name.slice(0, 6) : lane.name, 0, lane.y);
+    pen.fillText(isNarrow ? (lane.short ?? lane.name) : lane.name, 0, lane.y);
     pen.fillStyle = ink("ink-3");
     pen.font = fontOf(11);
     if (!isNarrow) pen.fillText(lane.about, 0, lane.y + 14);
@@ -178,7 +206,9 @@ function makeStrip(host, core, chosen, onChoose) {
       pen.arc(x(place), at(heights[place]), radius, 0, 7);
       return pen.fill();
     };
-    heights.forEach((number, place) => { if (number !== null && number !== -Infinity) dot(place, 1.6); });
+    heights.forEach((number, place) => {
+      if (number !== null && number !== -Infinity) dot(place, 1.6);
+    });
     pen.strokeStyle = ink(lane.ink);
     pen.lineWidth = 1.6;
     pen.lineJoin = "round";
@@ -238,7 +268,7 @@ function makeStrip(host, core, chosen, onChoose) {
     pen.textBaseline = "middle";
     // Of many numbered blocks only every fifth, or tenth, is named.
     const each = plot.width / parts.length;
-    const every = parts.length > 24 ? [1, 2, 5, 10, 20].find((n) => n * each > 26) ?? 50 : 1;
+    const every = parts.length > 24 ? ([1, 2, 5, 10, 20].find((n) => n * each > 26) ?? 50) : 1;
     let end = -Infinity;
     for (const { row, first, last } of parts) {
       const start = x(first) - step / 2;
@@ -261,7 +291,8 @@ function makeStrip(host, core, chosen, onChoose) {
     let at = row;
     while (at >= 0 && !plot.places.has(at)) at = rows.parent[at];
     if (at >= 0) return plot.places.get(at);
-    for (let inner = row; inner <= rows.last[row]; inner += 1) if (plot.places.has(inner)) return plot.places.get(inner);
+    for (let inner = row; inner <= rows.last[row]; inner += 1)
+      if (plot.places.has(inner)) return plot.places.get(inner);
     return undefined;
   }
 
@@ -294,11 +325,15 @@ function makeStrip(host, core, chosen, onChoose) {
     pen.fillStyle = finding ? ink(finding.level === "note" ? "ink-3" : finding.level) : "";
     for (const row of finding?.also ?? []) {
       const place = plot.places.get(row);
-      if (place !== undefined) pen.fillRect(x(place) - Math.max(0.5, step / 2 - 0.5), height - BOTTOM - 3, Math.max(1, step - 1), 2.5);
+      if (place !== undefined)
+        pen.fillRect(x(place) - Math.max(0.5, step / 2 - 0.5), height - BOTTOM - 3, Math.max(1, step - 1), 2.5);
     }
     pen.globalAlpha = 1;
     const at = chosen.row < 0 ? undefined : placeOf(chosen.row);
-    const lines = [[at, "accent", 1.5], [hovered, "ink-3", 1]].filter(([place]) => place !== undefined);
+    const lines = [
+      [at, "accent", 1.5],
+      [hovered, "ink-3", 1],
+    ].filter(([place]) => place !== undefined);
     for (const [place, name, thick] of lines) {
       pen.strokeStyle = ink(name);
       pen.lineWidth = thick;
@@ -318,12 +353,23 @@ function makeStrip(host, core, chosen, onChoose) {
       mark(plot.findings, hit(event));
       return showTip(aboutRow(line[hit(event)]), event);
     });
-    canvas.addEventListener("mouseleave", () => { hideTip(); mark(plot.findings); });
-    canvas.addEventListener("click", (event) => { if (!isBeside(event)) onChoose(line[hit(event)]); });
+    canvas.addEventListener("mouseleave", () => {
+      hideTip();
+      mark(plot.findings);
+    });
+    canvas.addEventListener("click", (event) => {
+      if (!isBeside(event)) onChoose(line[hit(event)]);
+    });
     canvas.addEventListener("keydown", (event) => {
       const by = {
-        ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 10, PageUp: -10,
-        Home: -Infinity, End: Infinity,
+        ArrowRight: 1,
+        ArrowDown: 1,
+        ArrowLeft: -1,
+        ArrowUp: -1,
+        PageDown: 10,
+        PageUp: -10,
+        Home: -Infinity,
+        End: Infinity,
       }[event.key];
       if (!by || event.altKey || !line.length) return;
       event.preventDefault();
@@ -333,19 +379,32 @@ function makeStrip(host, core, chosen, onChoose) {
 
   function aboutRow(row) {
     const { output, grad_output: gradient } = plot.table.main[row];
-    const broken = (value) => (values.bad[value] ? [" · ", element("span", { class: "error" }, `${counted(values.bad[value], "element")} not finite`)] : []);
+    const broken = (value) =>
+      values.bad[value]
+        ? [" · ", element("span", { class: "error" }, `${counted(values.bad[value], "element")} not finite`)]
+        : [];
     const lines = [strong(rows.label[row]), soft(` ${core.types[rows.type[row]]}`), element("br")];
-    lines.push(soft("std "), numberText(values.std[output]), soft(" · zeros "), shareText(values.zeros[output]), ...broken(output));
-    if (gradient !== undefined) lines.push(element("br"), soft("gradient norm "), numberText(normOf(core, gradient)), ...broken(gradient));
+    lines.push(
+      soft("std "),
+      numberText(values.std[output]),
+      soft(" · zeros "),
+      shareText(values.zeros[output]),
+      ...broken(output),
+    );
+    if (gradient !== undefined)
+      lines.push(element("br"), soft("gradient norm "), numberText(normOf(core, gradient)), ...broken(gradient));
     return lines;
   }
 
   function showLegend() {
     const trunk = core.types[rows.type[core.trunk[0]]] ?? "";
     byId("strip-legend").replaceChildren(
-      element("i", { class: "key-line" }), trunk ? `outputs of ${trunk}` : "outputs",
-      element("i", { class: "key-dot" }), "of other modules",
-      element("i", { class: "key-hatch" }), "NaN or infinity",
+      element("i", { class: "key-line" }),
+      trunk ? `outputs of ${trunk}` : "outputs",
+      element("i", { class: "key-dot" }),
+      "of other modules",
+      element("i", { class: "key-hatch" }),
+      "NaN or infinity",
     );
   }
 

@@ -7,16 +7,25 @@ function columnsOf(core, view) {
   const { rows, values } = core;
   const forward = (row) => view.table.forward[row];
   const gradient = (row) => view.table.gradient[row];
-  const number = (name) => (row) => (forward(row) === undefined ? null : values[name][forward(row)] ?? null);
+  const number = (name) => (row) => (forward(row) === undefined ? null : (values[name][forward(row)] ?? null));
   const ofNumber = (key, title, width = "66px") => ({
-    key, title, width, isNumber: true, sortKey: number(key), cell: (row) => numberText(number(key)(row)),
+    key,
+    title,
+    width,
+    isNumber: true,
+    sortKey: number(key),
+    cell: (row) => numberText(number(key)(row)),
   });
   const text = (key, title, width, of) => ({ key, title, width, sortKey: of, cell: of });
-  const bad = (row) => (forward(row) === undefined || values.waiting.has(forward(row)) ? null : values.bad[forward(row)] ?? 0);
+  const bad = (row) =>
+    forward(row) === undefined || values.waiting.has(forward(row)) ? null : (values.bad[forward(row)] ?? 0);
   const list = [
     text("type", "Type", "minmax(70px, 110px)", (row) => core.types[rows.type[row]]),
-    { ...text("shape", "Shape", "minmax(86px, 124px)", (row) => shapeText(core, forward(row) ?? gradient(row))),
-      sortKey: (row) => values.numel[forward(row) ?? gradient(row)] ?? null, isNumber: true },
+    {
+      ...text("shape", "Shape", "minmax(86px, 124px)", (row) => shapeText(core, forward(row) ?? gradient(row))),
+      sortKey: (row) => values.numel[forward(row) ?? gradient(row)] ?? null,
+      isNumber: true,
+    },
     text("dtype", "Dtype", "70px", (row) => core.dtypes[values.dtype[forward(row) ?? gradient(row)]] ?? ""),
     { key: "bars", title: "Values", width: "48px", cell: (row) => spark(core, forward(row)) },
     ofNumber("mean", "Mean"),
@@ -24,20 +33,37 @@ function columnsOf(core, view) {
     ofNumber("min", "Min"),
     ofNumber("max", "Max"),
     { ...ofNumber("zeros", "Zeros"), cell: (row) => zerosCell(number("zeros")(row)) },
-    { key: "bad", title: "NaN, inf", width: "70px", isNumber: true, sortKey: bad,
-      cell: (row) => bad(row)?.toLocaleString("en") ?? "" },
-    { key: "gradient", title: "∇ norm", width: "66px", isNumber: true,
+    {
+      key: "bad",
+      title: "NaN, inf",
+      width: "70px",
+      isNumber: true,
+      sortKey: bad,
+      cell: (row) => bad(row)?.toLocaleString("en") ?? "",
+    },
+    {
+      key: "gradient",
+      title: "∇ norm",
+      width: "66px",
+      isNumber: true,
       sortKey: (row) => normOf(core, gradient(row)),
-      cell: (row) => (values.bad[gradient(row)] ? "NaN" : numberText(normOf(core, gradient(row)))) },
-    { key: "order", title: "Order", width: "58px", isNumber: true,
+      cell: (row) => (values.bad[gradient(row)] ? "NaN" : numberText(normOf(core, gradient(row)))),
+    },
+    {
+      key: "order",
+      title: "Order",
+      width: "58px",
+      isNumber: true,
       sortKey: (row) => values.order[forward(row) ?? gradient(row)] ?? null,
-      cell: (row) => values.order[forward(row) ?? gradient(row)]?.toLocaleString("en") ?? "" },
+      cell: (row) => values.order[forward(row) ?? gradient(row)]?.toLocaleString("en") ?? "",
+    },
   ];
   const hasGradients = core.ports.some((port) => port.startsWith("grad"));
   return list.filter(({ key }) => key !== "gradient" || hasGradients);
 }
 
-const shapeText = (core, value) => (value === undefined ? "" : core.shapes[core.values.shape[value]].replaceAll(", ", "×").replace(/^\[(.*)\]$/, "$1"));
+const shapeText = (core, value) =>
+  value === undefined ? "" : core.shapes[core.values.shape[value]].replaceAll(", ", "×").replace(/^\[(.*)\]$/, "$1");
 
 function barsPath(bars, width, height) {
   const step = width / bars.length;
@@ -83,7 +109,8 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     columns: chosenColumns,
     rowClass: classOf,
     headOf: headOf,
-    sortOf: ({ key }) => (key === "bars" ? null : sort?.key !== key ? "none" : sort.isDown ? "descending" : "ascending"),
+    sortOf: ({ key }) =>
+      key === "bars" ? null : sort?.key !== key ? "none" : sort.isDown ? "descending" : "ascending",
     onChoose: ({ key }, isClick) => onChoose(key, { opens: isClick }),
     onToggle: ({ key }) => fold(key),
     onDraw: (first, last) => rail?.draw(first, last),
@@ -146,7 +173,9 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     byId("fold-all").textContent = folded.size ? "Expand all" : "Collapse all";
     const empty = byId("nothing") ?? host.appendChild(element("p", { id: "nothing" }));
     empty.hidden = shown.length > 0;
-    empty.textContent = query ? `No path or type has “${byId("search").value.trim()}” in it.` : "Nothing was recorded.";
+    empty.textContent = query
+      ? `No path or type has “${byId("search").value.trim()}” in it.`
+      : "Nothing was recorded.";
   }
 
   // -- columns -----------------------------------------------------------------------------------
@@ -158,7 +187,11 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     if (rows.alias[row]) notes.push(`also ${rows.alias[row]}`);
     const level = view.levels[row];
     const small = notes.length ? element("small", {}, notes.join(" · ")) : null;
-    return [level ? glyph(level) : null, element("b", { class: "name" }, isFlat() ? rows.label[row] : rows.name[row]), small].filter(Boolean);
+    return [
+      level ? glyph(level) : null,
+      element("b", { class: "name" }, isFlat() ? rows.label[row] : rows.name[row]),
+      small,
+    ].filter(Boolean);
   }
 
   const nameColumn = { key: "path", title: "Module", kind: "path" };
@@ -170,11 +203,13 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     if (isNarrow && !view.columns) for (const key of ["type", "shape", "bars"]) wanted.delete(key);
     if (width < 640 && !view.columns) wanted.delete("type");
     if (sort) wanted.add(sort.key);
-    const others = columns.filter(({ key }) => wanted.has(key)).map((column) => ({
-      ...column,
-      kind: `${column.key}${column.isNumber && column.key !== "shape" ? " number" : ""}`,
-      cell: ({ key: row }) => problemOf(row, column) ?? column.cell(row),
-    }));
+    const others = columns
+      .filter(({ key }) => wanted.has(key))
+      .map((column) => ({
+        ...column,
+        kind: `${column.key}${column.isNumber && column.key !== "shape" ? " number" : ""}`,
+        cell: ({ key: row }) => problemOf(row, column) ?? column.cell(row),
+      }));
     const least = others.reduce((sum, column) => sum + Number(/\d+/.exec(column.width)[0]) + 10, 170);
     grid?.grid.style.setProperty("--least", `${least}px`);
     return [{ ...nameColumn, width: "minmax(150px, 1fr)", cell: nameCell }, ...others];
@@ -185,7 +220,9 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     const problem = values.problem[view.table.forward[row]];
     if (!problem || ["type", "dtype", "gradient", "order"].includes(column.key)) return undefined;
     if (column.key !== "std" && column.key !== "shape") return "";
-    return column.key === "std" ? element("span", { class: "problem", title: problem }, "none") : element("span", { class: "problem", title: problem }, problem);
+    return column.key === "std"
+      ? element("span", { class: "problem", title: problem }, "none")
+      : element("span", { class: "problem", title: problem }, problem);
   }
 
   function headOf({ key, title }) {
@@ -199,7 +236,9 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     else if (sort.isDown === isNumber) sort = { key, isDown: !isNumber };
     else sort = null;
     layOut();
-    host.querySelectorAll(".head button").forEach((button) => { if (button.textContent === allColumns().find((c) => c.key === key).title) button.focus(); });
+    host.querySelectorAll(".head button").forEach((button) => {
+      if (button.textContent === allColumns().find((c) => c.key === key).title) button.focus();
+    });
     view.note();
   }
 
@@ -231,7 +270,8 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     if (rows.name.length < 90) return;
     const open = new Set();
     for (const { row, level } of view.findings) {
-      for (let at = level === "note" || row === null ? -1 : rows.parent[row]; at >= 0; at = rows.parent[at]) open.add(at);
+      for (let at = level === "note" || row === null ? -1 : rows.parent[row]; at >= 0; at = rows.parent[at])
+        open.add(at);
     }
     for (const row of core.trunk) if (rows.children[row].length && !open.has(row)) folded.add(row);
   }
@@ -267,13 +307,31 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     foldAtFirst,
     draw: () => grid.draw(),
     relayOut: () => grid.layOut(),
-    refresh() { columns = columnsOf(core, view); layOut(); },
-    search(text) { query = text.trim().toLowerCase(); layOut(); grid.grid.scrollTop = 0; },
-    setSort(next) { sort = next && allColumns().some(({ key }) => key === next.key) ? next : null; layOut(); },
-    get sort() { return sort; },
-    get first() { return shown[0]; },
-    get best() { return query && sort ? [...shown].sort((a, b) => rankOf(a) - rankOf(b))[0] : shown[0]; },
-    get columns() { return columns; },
+    refresh() {
+      columns = columnsOf(core, view);
+      layOut();
+    },
+    search(text) {
+      query = text.trim().toLowerCase();
+      layOut();
+      grid.grid.scrollTop = 0;
+    },
+    setSort(next) {
+      sort = next && allColumns().some(({ key }) => key === next.key) ? next : null;
+      layOut();
+    },
+    get sort() {
+      return sort;
+    },
+    get first() {
+      return shown[0];
+    },
+    get best() {
+      return query && sort ? [...shown].sort((a, b) => rankOf(a) - rankOf(b))[0] : shown[0];
+    },
+    get columns() {
+      return columns;
+    },
   };
 }
 
@@ -308,13 +366,15 @@ function makeRail(grid, core, view, layout) {
     const sorted = [...knots].sort((a, b) => a - b);
     const next = new Map(sorted.map((place, index) => [place, sorted[index + 1]]));
     const busy = Array.from({ length: LANES }, () => []);
-    wires = [...pairs.values()].sort((a, b) => a[1] - a[0] - (b[1] - b[0])).map(([start, end]) => {
-      if (next.get(start) === end) return [start, end, 0];
-      const isFree = (lane) => lane.every(([a, b]) => b <= start || end <= a);
-      const lane = Math.max(0, busy.findIndex(isFree));
-      busy[lane].push([start, end]);
-      return [start, end, lane + 1];
-    });
+    wires = [...pairs.values()]
+      .sort((a, b) => a[1] - a[0] - (b[1] - b[0]))
+      .map(([start, end]) => {
+        if (next.get(start) === end) return [start, end, 0];
+        const isFree = (lane) => lane.every(([a, b]) => b <= start || end <= a);
+        const lane = Math.max(0, busy.findIndex(isFree));
+        busy[lane].push([start, end]);
+        return [start, end, lane + 1];
+      });
     const most = wires.reduce((sum, [, , lane]) => Math.max(sum, lane), 0);
     width = wires.length ? 20 + 8 * most : 0;
     grid.style.setProperty("--rail", `${width || 4}px`);
