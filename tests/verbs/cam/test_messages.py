@@ -72,6 +72,21 @@ def test_a_reshape_that_gives_no_maps(model, x):
     assert message.startswith("reshape= must be a function, got 3.\nGive a function")
 
 
+@pytest.mark.parametrize(
+    ("inputs", "remedy"),
+    [
+        (torch.zeros(1, 8, 8), "Make the single image a batch: x[None]."),
+        (torch.zeros(2, 1, 8, 8, dtype=torch.uint8), "Prepare the images as in training"),
+        (torch.zeros(0, 1, 8, 8), "Give the images as the model takes them"),
+        (torch.zeros(8), "Give the images as the model takes them"),
+        (torch.zeros(2, 1, 8, 8).numpy(), "Make the array a tensor"),
+    ],
+)
+def test_inputs_that_hold_no_images(model, inputs, remedy):
+    message = said(hl.InputError, lambda: hl.cam(model, inputs))
+    assert message.splitlines()[1].startswith(remedy)
+
+
 @pytest.mark.parametrize("method", ["gradcam", "eigencam", "scorecam"])
 @pytest.mark.parametrize("target", [10, -1, [0, 1, 2, 3, 4, 5, 6, 10]])
 def test_a_class_out_of_range(model, x, target, method):
