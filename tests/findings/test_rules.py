@@ -49,6 +49,39 @@ def test_the_first_finding_names_the_planted_fault(name, request):
     assert fault.is_named(findings), str(findings)
 
 
+@pytest.mark.parametrize(
+    ("name", "why", "advice"),
+    [
+        (
+            "saturated softmax by x50 query",
+            "Its standard deviation is 29.8; that at its place in the other blocks is 0.586."
+            " blocks.2.norm1 before it has 1.",
+            "Look at the initialisation and the weights of blocks.2.query.",
+        ),
+        (
+            "small init from layer 6 on",
+            "Its standard deviation is 0.0735; that at its place in the blocks before is 1.43."
+            " 5 before it has 0.883. 1 later value deviates by itself, too.",
+            "Look at the initialisation and the weights of 6.",
+        ),
+        (
+            "residual branch lost and shrunk",
+            "Standard deviation 1.12 after blocks.2, 0.000203 after blocks.3. No value inside has"
+            " such a spread.",
+            "Look at the forward of blocks.3 itself, such as at its residual sum.",
+        ),
+        (
+            "no norms in a residual stack",
+            "Standard deviation 2.13 after 0, 1.59e+04 after 11.",
+            "Look at the initialisation, and for a norm that is missing, in 1.",
+        ),
+    ],
+)
+def test_a_spread_is_told_beside_that_of_which_others(name, why, advice):
+    first = BY_NAME[name].run().findings()[0]
+    assert (first.why, first.advice) == (why, advice)
+
+
 @pytest.fixture(scope="module")
 def broken():
     """A recording with an error, a warning and notes."""

@@ -31,11 +31,19 @@ _LAYERS = re.compile(r"Linear|Conv")
 
 
 class Deviation(NamedTuple):
-    """A reading that is unlike its siblings: the logarithm of the factor."""
+    """A reading that is unlike others: the logarithm of the factor, and which others."""
 
     reading: Reading
     logarithm: float
-    usual: float  # the siblings' standard deviation
+    others: str
+
+    @property
+    def usual(self) -> float:
+        """The standard deviation of the others."""
+        return self.reading.numbers.std / math.exp(self.logarithm)
+
+
+_ALL, _BEFORE = "that at its place in the other blocks", "that at its place in the blocks before"
 
 
 def spreads(survey: Survey) -> list[Finding]:
@@ -71,7 +79,7 @@ def _unlike_earlier(survey: Survey) -> list[Deviation]:
         level = log_of(reading.numbers.std)
         is_alone = bool(_LAYERS.search(reading.module_type)) and id(reading) not in with_siblings
         if is_alone and min(level - highest, _gain(reading, survey)) > _LEAST_ALONE:
-            odd.append(Deviation(reading, level - highest, math.exp(highest)))
+            odd.append(Deviation(reading, level - highest, "the largest before it"))
         highest = level if math.isnan(highest) else max(highest, level)
     return odd[:1]
 
@@ -89,7 +97,7 @@ def _unlike_siblings(group: Sequence[Reading], survey: Survey) -> list[Deviation
     robust = [log_of(r.numbers.spread) for r in members]
     gains = [_gain(r, survey) for r in members]
     by_levels, by_robusts, by_gains = map(_Siblings, (levels, robust, gains))
-    odd: list[tuple[int, float]] = []
+    odd: list[tuple[int, float, str]] = []
     for k in range(len(members)):
         by_gain = by_gains.from_all(k)
         if not by_gain or math.isnan(by_gain):
@@ -97,10 +105,9 @@ def _unlike_siblings(group: Sequence[Reading], survey: Survey) -> list[Deviation
         by_level, by_robust = by_levels.deviation(k), by_robusts.deviation(k)
         parts = [by_level, by_gain, *[by_robust] * (not math.isnan(by_robust))]
         if all(part > 0 for part in parts) or all(part < 0 for part in parts):
-            odd.append((k, by_level))
+            odd.append((k, by_level, _ALL if by_levels.from_all(k) else _BEFORE))
     odd = _other_side(odd, levels, gains)
-    usual = statistics.median(r.numbers.std for r in members)
-    return [Deviation(members[k], logarithm, usual) for k, logarithm in odd]
+    return [Deviation(members[k], logarithm, others) for k, logarithm, others in odd]
 
 
 def _is_measured(reading: Reading) -> bool:
@@ -156,10 +163,10 @@ def _far(number: float, usual: tuple[float, float]) -> float:
 
 
 def _other_side(
-    odd: list[tuple[int, float]], levels: Sequence[float], gains: Sequence[float]
-) -> list[tuple[int, float]]:
+    odd: list[tuple[int, float, str]], levels: Sequence[float], gains: Sequence[float]
+) -> list[tuple[int, float, str]]:
     """If the first members deviate, and the gain of the rest is the unusual one, name the rest."""
-    places = [k for k, _ in odd]
+    places = [k for k, *_ in odd]
     if not odd or places != list(range(len(odd))) or len(odd) > len(levels) / 2:
         return odd
     first, rest = gains[len(odd) - 1], [g for g in gains[len(odd) :] if not math.isnan(g)]
@@ -168,7 +175,7 @@ def _other_side(
     if abs(statistics.median(rest) - _USUAL_GAIN) <= abs(first - _USUAL_GAIN):
         return odd
     centre = statistics.median(levels[: len(odd)])
-    return [(k, levels[k] - centre) for k in range(len(odd), len(levels))]
+    return [(k, levels[k] - centre, _BEFORE) for k in range(len(odd), len(levels))]
 
 
 def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
@@ -178,13 +185,12 @@ def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
     source = survey.before.get(id(reading))
     text = f"The spread {verb} at {reading.site} ({reading.module_type})."
     why = (
-        f"Its standard deviation is {reading.numbers.std:.3g}; at its place in other blocks, or"
-        f" before it, {first.usual:.3g}."
+        f"Its standard deviation is {reading.numbers.std:.3g}; {first.others} is {first.usual:.3g}."
     )
     if source is not None:
         why += f" {source.site} before it has {source.numbers.std:.3g}."
     rest = [d.reading for d in group[1:]]
-    why += f" {plural(len(rest), 'later value')} also deviate so." if rest else ""
+    why += f" {plural(len(rest), 'later value')} {_so_too(len(rest))}." if rest else ""
     advice = f"Look at the initialisation and the weights of {reading.path}."
     if not is_weighted(reading):
         advice = f"Look at {reading.path} and at what flows into it."
@@ -198,6 +204,10 @@ def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
         advice,
         follow(rest, reading),
     )
+
+
+def _so_too(n: int) -> str:
+    return "deviates by itself, too" if n == 1 else "deviate by themselves, too"
 
 
 # -- from block to block -------------------------------------------------------------------------
@@ -261,6 +271,9 @@ def _trunk_finding(
         f" after {end.site}."
     )
     advice = f"Look at the initialisation, and for a norm that is missing, in {block.path}."
+    if culprit is block and _is_of_forward(block, before, survey):
+        why += " No value inside has such a spread."
+        advice = f"Look at the forward of {block.path} itself, such as at its residual sum."
     later = [*trunk[first:]]
     return Finding(
         kind,
@@ -272,6 +285,14 @@ def _trunk_finding(
         advice,
         follow(later, culprit),
     )
+
+
+def _is_of_forward(block: Reading, before: Reading, survey: Survey) -> bool:
+    """Tell whether a block's spread is far from that of its input and of all values inside."""
+    inside = [r for r in survey.inside(block.path) if r.call == block.call and _is_measured(r)]
+    others = [log_of(r.numbers.std) for r in (*inside, before)]
+    level = log_of(block.numbers.std)
+    return bool(inside) and all(abs(level - other) > _LEAST for other in others)
 
 
 def _inside(block: Reading, before: Reading, logarithm: float, survey: Survey) -> Reading:
