@@ -91,3 +91,27 @@ def test_a_choice_that_noise_cannot_flip_is_a_fault(fault, monkeypatch):
     comparison = hl.compare(run_of(model, X), run_of(twin, X))
     assert comparison.suspect == "gate"
     assert all(finding.kind != "choice" for finding in comparison.findings)
+
+
+class Greedy(nn.Module):
+    """The best score of each row, or of all, and its place."""
+
+    def __init__(self, *, of_all):
+        super().__init__()
+        self.of_all, self.step = of_all, 0.0
+
+    def forward(self, x):
+        scores = x.flatten() if self.of_all else x
+        scores = torch.cat([scores, scores + self.step], -1)
+        return scores, scores.argmax(-1)
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_the_place_of_the_largest_is_a_choice_too(of_all):
+    model, twin = Greedy(of_all=of_all), Greedy(of_all=of_all)
+    model.step, twin.step = 1e-6, -1e-6
+    row = hl.compare(run_of(model, X), run_of(twin, X))["(root):output[1]"]
+    assert (row.verdict, "equal up to noise" in row.why) == ("noise", True)
+    twin.step = -1.0
+    row = hl.compare(run_of(model, X), run_of(twin, X))["(root):output[1]"]
+    assert row.verdict == "differs"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,43 +21,40 @@ def is_flipped_by_noise(ours: Any, theirs: Any, leaf: Leaf, equal_leaves: Collec
     choices must pick scores that lie so close, of each vector.
 
     Args:
-        ours: the first value, with the indices and the scores from which they were chosen.
+        ours: the first value, with the indices and the scores from which they were chosen: the
+            last dimension of the indices is shorter, as of `topk`, or missing, as of `argmax`.
         theirs: the second value.
         leaf: the leaf of the indices.
         equal_leaves: the leaves of tensors that are equal up to noise.
     """
     a, b = dict(arrays_in(ours)), dict(arrays_in(theirs))
-    chosen, other = a.get(leaf), b.get(leaf)
-    return any(
-        _explains(a.get(scores), b.get(scores), chosen.long(), other.long())
-        for scores in equal_leaves
-        if _are_indices(chosen) and _are_indices(other)
-    )
-
-
-def _are_indices(array: Any) -> TypeGuard[Tensor]:
-    return isinstance(array, Tensor) and array.dim() > 0 and array.dtype in _INTEGERS
-
-
-def _explains(scores: Any, other_scores: Any, chosen: Tensor, other: Tensor) -> bool:
-    if not (isinstance(scores, Tensor) and isinstance(other_scores, Tensor)):
+    chosen = a.get(leaf), b.get(leaf)
+    if not all(isinstance(indices, Tensor) and indices.dtype in _INTEGERS for indices in chosen):
         return False
-    is_choice = (
-        scores.is_floating_point()
-        and scores.shape == other_scores.shape
-        and scores.shape[:-1] == chosen.shape[:-1] == other.shape[:-1]
-        and scores.shape[-1] > chosen.shape[-1] == other.shape[-1]
-        and all(
-            int(indices.min()) >= 0 and int(indices.max()) < scores.shape[-1]
-            for indices in (chosen, other)
-            if indices.numel()
-        )
-    )
-    if not is_choice:
+    return any(_explains((a.get(scores), b.get(scores)), chosen) for scores in equal_leaves)
+
+
+def _explains(scores: tuple[Any, Any], chosen: tuple[Any, Any]) -> bool:
+    if not all(isinstance(part, Tensor) and part.is_floating_point() for part in scores):
         return False
-    exact, moved = scores.to(torch.float64), other_scores.to(scores.device, torch.float64)
-    reach = 2 * (exact - moved).abs().amax(-1, keepdim=True)
-    picked, picked_too = (
-        exact.gather(-1, indices.to(exact.device)).sort(-1).values for indices in (chosen, other)
-    )
-    return bool(((picked - picked_too).abs() <= reach).all())
+    first, second = (part.to("cpu", torch.float64) for part in scores)
+    if first.shape != second.shape or not first.dim():
+        return False
+    picked = [_picked(first, indices.cpu().long()) for indices in chosen]
+    if picked[0] is None or picked[1] is None or picked[0].shape != picked[1].shape:
+        return False
+    reach = 2 * (first - second).abs().amax(-1, keepdim=True)
+    return bool(((picked[0] - picked[1]).abs() <= reach).all())
+
+
+def _picked(scores: Tensor, indices: Tensor) -> Tensor | None:
+    """Return the scores at indices of the last dimension, sorted; None if they are no indices."""
+    if indices.shape == scores.shape[:-1]:
+        indices = indices[..., None]
+    n = scores.shape[-1]
+    is_shorter = indices.dim() == scores.dim() and indices.shape[-1] < n
+    if not is_shorter or indices.shape[:-1] != scores.shape[:-1]:
+        return None
+    if not bool(((indices >= 0) & (indices < n)).all()):
+        return None
+    return scores.gather(-1, indices).sort(-1).values
