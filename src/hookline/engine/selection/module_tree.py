@@ -161,6 +161,7 @@ class ModuleTree:
     _tensors: list[ParameterNode] | None = None
     kinds: frozenset[type] = frozenset()
     compiled: list[nn.Module] = field(default_factory=list)
+    _by_path: dict[str, ModuleNode] | None = None
     _modules_by_id: dict[int, ModuleNode] | None = None
     _tensors_by_id: dict[int, ParameterNode] | None = None
 
@@ -170,6 +171,13 @@ class ModuleTree:
         if self._tensors is None:
             self._tensors = _parameters(self.nodes)
         return self._tensors
+
+    @property
+    def by_path(self) -> dict[str, ModuleNode]:
+        """Return the nodes of the modules by each of their paths."""
+        if self._by_path is None:
+            self._by_path = {path: node for node in self.nodes for path in node.paths}
+        return self._by_path
 
     @property
     def modules_by_id(self) -> dict[int, ModuleNode]:

@@ -404,17 +404,17 @@ def _is_below(path: str, above: set[str]) -> bool:
 def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleNode]]:
     # A ModuleDict may hold names such as "a:b", so a text that is a path as it stands is that path.
     nodes = tree.nodes
-    exact = [node for node in nodes if node.path == selector or selector in node.aliases]
-    if exact:
-        return SiteText(selector, None, (), None), exact
+    exact = tree.by_path.get(selector)
+    if exact is not None:
+        return SiteText(selector, None, (), None), [exact]
     paths: set[str] = set()
     if selector.startswith(ROOT):
         paths = {path for node in nodes or tree.tensors for path in node.paths}
     text = parse(selector, paths)
     if text.path not in ("", selector):  # else it was searched for above
-        exact = [node for node in nodes if text.path in node.paths]
-        if exact:  # a name may contain characters of the grammar
-            return text, exact
+        exact = tree.by_path.get(text.path)
+        if exact is not None:  # a name may contain characters of the grammar
+            return text, [exact]
     host, sign, name = text.path.rpartition("@")
     if sign:
         return _match_operations(tree, text, host, name)

@@ -265,7 +265,7 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         >>> [str(site) for site in parts["mlp_out"]]
         ['layers.0.linear2', 'layers.1.linear2']
 
-    The model runs about eight times, in eval mode and without gradients. Afterwards its mode, its
+    The model runs six times, in eval mode and without gradients. Afterwards its mode, its
     buffers and torch's random state are as before.
 
     Args:
