@@ -18,6 +18,7 @@ from hookline.engine import (
     select,
     sharding,
     unwrapped,
+    whole_weights,
 )
 from hookline.errors import AttachError, SelectionError
 from hookline.recordings import Recording
@@ -112,7 +113,8 @@ class Anatomy(Result):
         if self._head is None or "logits" not in self:
             raise SelectionError(self._names.why_not("logits"))
         streams = {layer: self._site("resid_post", layer) for layer in range(self.n_layers)}
-        return lens_of(self._head, streams, run, n)
+        with whole_weights(self._model):
+            return lens_of(self._head, streams, run, n)
 
     def _site(self, name: str, layer: int) -> str:
         return self._names.find(name, layer)[0]
@@ -146,7 +148,7 @@ class Anatomy(Result):
         value = run.tensor(self._site("attn_heads", layer))
         projection = self._model.get_submodule(self._projections[layer])
         width = value.shape[-1] // self._names.shapes[self._site("z", layer)][-3]
-        with torch.no_grad():
+        with torch.no_grad(), whole_weights(self._model):
             bias = projection(torch.zeros_like(value[..., :1, :]))
             parts = []
             for begin in range(0, value.shape[-1], width):
@@ -250,6 +252,9 @@ def _layers(layers: list[int], n_layers: int) -> str:
     return ", ".join(map(str, layers))
 
 
+_SHARDINGS = {"FSDP1": "FullyShardedDataParallel", "split": "tensor parallelism"}
+
+
 def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
     """Name the parts of a transformer, and prove each name on two inputs in every block.
 
@@ -268,6 +273,9 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
     The model runs six times, in eval mode and without gradients. Afterwards its mode, its
     buffers and torch's random state are as before.
 
+    Under FSDP2, every rank calls this, and holds the whole weights meanwhile. The same is true of
+    `parts.lens` and `parts.contributions`.
+
     Args:
         model: a transformer, or another model with a residual stream.
         inputs: an input as in `hl.summary`, of at least three tokens. The second input is made
@@ -278,7 +286,8 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         The parts by name. Print them. `parts["pattern", 3]` is a selection.
 
     Raises:
-        AttachError: `model` is not a model, or compiled; or its weights are split over ranks.
+        AttachError: `model` is not a model, or compiled; or tensor parallelism or FSDP1 splits its
+            weights over ranks.
         InputError: None was given for `inputs`, and no input can be made.
         SelectionError: the model has no residual stream that can be proven: its blocks are not a
             sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
@@ -289,15 +298,17 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
             "hl.anatomy must be given a model that is not compiled, because it follows the calls of"
             " torch's functions.\nCall parts = hl.anatomy(model) before torch.compile."
         )
-    if sharding(model):
+    if sharding(model) not in ("", "FSDP2"):
         raise AttachError(
-            "hl.anatomy must be given a model whose weights each rank has whole, got one by"
-            f" {sharding(model)}.\nName the parts before: parts = hl.anatomy(model). Their sites"
-            " stay the same: [str(site) for site in parts['pattern']]."
+            "hl.anatomy must be given a model whose weights each rank has whole, or that FSDP2"
+            f" shards, got one by {_SHARDINGS[sharding(model)]}.\nName the parts before: parts ="
+            " hl.anatomy(model). Their sites stay the same: [str(site) for site in"
+            " parts['pattern']]."
         )
     model = unwrapped(model)
-    both = trial_inputs(model, inputs)
-    with eval_without_side_effects(model), quiet():
-        parts = Anatomy(model, structure_of(model, both))
+    with whole_weights(model):
+        both = trial_inputs(model, inputs)
+        with eval_without_side_effects(model), quiet():
+            parts = Anatomy(model, structure_of(model, both))
     register_parts(model, parts._names.find)
     return parts
