@@ -226,8 +226,67 @@ class Gate(nn.Module):
 
 
 def test_a_stream_behind_a_nonlinearity_is_refused():
-    with pytest.raises(hl.SelectionError, match=r"on the way is blocks\.\d@relu"):
+    number = r"@relu, off by \d\.\de-01 from a scale or a norm on input 1"
+    with pytest.raises(hl.SelectionError, match=r"on the way is blocks\.\d" + number):
         hl.anatomy(Text(Gate))
+
+
+class OtherSum(Block):
+    """A block that adds something else to texts of seven tokens, as the second input has."""
+
+    def forward(self, x):
+        middle = x + self.mlp(self.first(x)) * (1.5 if x.shape[1] == 7 else 1.0)
+        return middle + self.attn(self.second(middle))
+
+
+def test_a_sum_of_one_input_alone_is_refused_with_its_number():
+    parts = hl.anatomy(Text(OtherSum))
+    reason = r"resid_mid.* is off by \d\.\de-0\d on input 2, above 1e-05, at blocks\.1@add"
+    assert "attn_out" not in parts
+    with pytest.raises(hl.SelectionError, match=reason):
+        parts["resid_mid", 1]
+
+
+class Leaking(nn.Module):
+    """Adds the values of the token before to what its pattern mixes."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.attention = Attention(width)
+
+    def forward(self, x):
+        return self.attention(x) + 0.1 * x.roll(1, 1)
+
+
+class LeakingBlock(Block):
+    """A block whose attention is none."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.mlp = Leaking(width)
+
+
+def test_a_pattern_that_does_not_mix_all_is_refused_with_its_number():
+    parts = hl.anatomy(Text(LeakingBlock))
+    reason = r"no attention: in blocks\.0 a change of one token reaches .* pattern, by \d\.\de-0\d"
+    with pytest.raises(hl.SelectionError, match=reason):
+        parts["attn_out"]
+
+
+class Curved(Text):
+    """The first stream is no sum, norm or scale of what the embedding returns."""
+
+    def forward(self, x):
+        x = self.embed(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return self.unembed(self.norm(x))
+
+
+def test_an_embedding_that_is_bent_is_refused_with_its_number():
+    reason = r"gives the first stream: the closest is off by \d\.\de-0\d on input 1"
+    with pytest.raises(hl.SelectionError, match=reason):
+        hl.anatomy(Curved())["embed"]
 
 
 class Swap(nn.Module):

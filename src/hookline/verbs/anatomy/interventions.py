@@ -107,24 +107,24 @@ class Interventions:
         if site is None or not part.term.reads:
             return "side"
         by_token, by_core, kept_core = runs
-        is_mixing = self._reaches_others(by_token, site, layer)
+        is_mixing = self._reach(by_token, site, layer) > CLOSE
         if part.cores and by_core is not None:
             is_moved = not torch.equal(by_core[site], self._undisturbed[site])
-            leaks = any(self._reaches_others(run, site, layer) for run in (by_core, kept_core))
-            if is_moved and not leaks:
+            part.leak = max(self._reach(run, site, layer) for run in (by_core, kept_core))
+            if is_moved and part.leak <= CLOSE:
                 begin = self._layers[0].block.call.begin
                 return "cross" if is_cross(part, layer.block, begin) else "attention"
         if is_mixing:
             return "mixer"
         return "side" if side_inputs(part, layer.block) else "mlp"
 
-    def _reaches_others(self, run: Recording, site: str, layer: Layer) -> bool:
-        """Tell whether the change of one token reaches other tokens of a term."""
+    def _reach(self, run: Recording, site: str, layer: Layer) -> float:
+        """Return how far the change of one token reaches other tokens of a term."""
         shape = layer.block.pre.tensor.shape
         before = self._by_token(self._undisturbed[site].reshape(shape)).double().flatten(1)
         after = self._by_token(run[site].reshape(shape)).double().flatten(1)
         off = (after - before).abs().amax(1) / before.abs().max()
-        return bool(torch.cat([off[:_TOKEN], off[_TOKEN + 1 :]]).max() > CLOSE)
+        return float(torch.cat([off[:_TOKEN], off[_TOKEN + 1 :]]).max())
 
 
 def _disturb(numbers: Tensor) -> None:

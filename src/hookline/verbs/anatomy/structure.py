@@ -141,21 +141,23 @@ def _prove(
 ) -> None:
     """Measure every identity on every input, and refuse the names whose identities fail."""
     sites = sorted({site for _, each in claims for site in each.sites})
-    for each_input in inputs:
+    failing: dict[tuple[str, int], str] = {}
+    for n_input, each_input in enumerate(inputs, 1):
         values = _values(model, sites, each_input)
         for site, value in values.items():
             stack.shapes.setdefault(site, tuple(value.shape))
         for number, each in claims:
             worst = _error(each, values)
-            for name in each.names:
-                key = name, number
+            for key in [(name, number) for name in each.names]:
+                if worst > stack.errors.get(key, 0.0):
+                    failing[key] = f"{each.text} is off by {worst:.1e} on input {n_input}"
                 stack.errors[key] = max(worst, stack.errors.get(key, 0.0))
     bound = limit(stack.layers[0].block.pre.tensor.dtype)
     for (name, number), worst in stack.errors.items():
         owner: Any = stack.names if number < 0 else stack.layers[number]
         if worst > bound and name in owner.sites:
             site = owner.sites.pop(name)
-            owner.refused[name] = f"its identity is off by {worst:.1e}, above {bound:.0e}"
+            owner.refused[name] = f"{failing[name, number]}, above {bound:.0e}, at {site}"
             if worst == float("inf"):
                 owner.refused[name] = f"{site} has not one value to compare"
 
