@@ -266,7 +266,7 @@ class LeakingBlock(Block):
         self.mlp = Leaking(width)
 
 
-def test_a_pattern_that_does_not_mix_all_is_refused_with_its_number():
+def test_a_pattern_that_leaks_is_refused_with_its_number():
     parts = hl.anatomy(Text(LeakingBlock))
     reason = r"no attention: in blocks\.0 a change of one token reaches .* pattern, by \d\.\de-0\d"
     with pytest.raises(hl.SelectionError, match=reason):

@@ -146,12 +146,10 @@ def _prove(
         values = _values(model, sites, each_input)
         for site, value in values.items():
             stack.shapes.setdefault(site, tuple(value.shape))
-        for number, each in claims:
-            worst = _error(each, values)
-            for key in [(name, number) for name in each.names]:
-                if worst > stack.errors.get(key, 0.0):
-                    failing[key] = f"{each.text} is off by {worst:.1e} on input {n_input}"
-                stack.errors[key] = max(worst, stack.errors.get(key, 0.0))
+        for key, text, worst in _measured(claims, values):
+            if worst >= stack.errors.get(key, 0.0):
+                stack.errors[key] = worst
+                failing[key] = f"{text} is off by {worst:.1e} on input {n_input}"
     bound = limit(stack.layers[0].block.pre.tensor.dtype)
     for (name, number), worst in stack.errors.items():
         owner: Any = stack.names if number < 0 else stack.layers[number]
@@ -179,6 +177,15 @@ def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Te
         except (NotRecordedError, AmbiguousError, StructureError):
             continue
     return values
+
+
+def _measured(
+    claims: Sequence[tuple[int, Claim]], values: dict[str, Tensor]
+) -> Iterator[tuple[tuple[str, int], str, float]]:
+    """Yield each name and layer, an identity that it needs, and the error of the identity."""
+    for number, each in claims:
+        worst = _error(each, values)
+        yield from (((name, number), each.text, worst) for name in each.names)
 
 
 def _error(each: Claim, values: dict[str, Tensor]) -> float:
