@@ -73,6 +73,7 @@ from hookline.engine.torch_private.graph.dispatch import (
     without_function_modes,
     without_modes,
 )
+from hookline.engine.torch_private.graph.function_modes import is_exported
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward, kept_by, memory_of, next_number, nodes_below, nodes_of_loss,
     number_of, running_node, saved_by, traced_node, workspace_of,

@@ -154,7 +154,12 @@ def test_the_table_says_what_is_proven_and_what_is_not(parts):
     [
         (("pattern", 2), "the layer must be from 0 to 1, got 2"),
         (("pattern", -3), "the layer must be from 0 to 1, got -3"),
-        ("resid_middle", "the name of a part must be one of .*got 'resid_middle'"),
+        ("resid_middle", r"got 'resid_middle'\. Did you mean 'resid_mid' .*\nProven here: embed"),
+        (("pattern", "1"), r"the number of a layer, got \('pattern', '1'\)"),
+        (("pattern", 1.0), "the number of a layer"),
+        (("pattern", [0, 1]), "the number of a layer"),
+        (("pattern", 0, 1), "the number of a layer"),
+        (0, "a name, or a name and"),
         (("logits", 0), "'logits' belongs to no layer, got layer 0"),
         ("mlp_gate", "'mlp_gate' is not a proven part of Text: the MLP has no gate"),
     ],
@@ -374,3 +379,19 @@ def test_the_encoder_of_torch_is_named():
     assert sites(parts["attn_in", 0]) == ["layers.0.self_attn:input.query"]
     assert sites(parts["mlp_act", 0]) == ["layers.0.linear2:input"]
     assert parts.n_heads == 4
+
+
+def test_what_does_not_divide_into_heads_is_refused(parts):
+    with pytest.raises(hl.StructureError, match=r"2 heads side by side, got \[2, 7\]"):
+        parts.heads(torch.ones(2, 7))
+
+
+def test_a_text_of_one_token_is_refused(model):
+    with pytest.raises(hl.InputError, match=r"at least 3 tokens, got 1 at blocks\.0"):
+        hl.anatomy(model, torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_an_exported_program_is_refused():
+    program = torch.export.export(Mlp(), (torch.ones(1, 16),)).module()
+    with pytest.raises(hl.AttachError, match=r"before torch\.export"):
+        hl.anatomy(program, torch.ones(1, 16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any, final
 
 import torch
@@ -13,6 +14,7 @@ from hookline.display.text import plural
 from hookline.engine import (
     Selection,
     is_compiled,
+    is_exported,
     register_parts,
     require_model,
     select,
@@ -20,7 +22,8 @@ from hookline.engine import (
     unwrapped,
     whole_weights,
 )
-from hookline.errors import AttachError, SelectionError
+from hookline.engine.pytree import describe
+from hookline.errors import AttachError, SelectionError, StructureError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.lens import Lens, lens_of
 from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
@@ -66,7 +69,7 @@ class Anatomy(Result):
 
     def __getitem__(self, name: str | tuple[str, int]) -> Selection:
         """Return the selection of a part, in all layers or in one."""
-        text, layer = (name, None) if isinstance(name, str) else name
+        text, layer = (name, None) if isinstance(name, str) else _name_and_layer(name)
         return select(self._model, self._names.find(text, layer))
 
     def __iter__(self) -> Iterator[str]:
@@ -127,9 +130,15 @@ class Anatomy(Result):
 
         Raises:
             SelectionError: the number of heads is not proven.
+            StructureError: the value does not divide into heads.
         """
         if self.n_heads is None:
             raise SelectionError(self._names.why_not("pattern"))
+        if value.shape[-1] % self.n_heads:
+            raise StructureError(
+                f"value must have a last dimension of {self.n_heads} heads side by side, got"
+                f" {describe.shape(value)}.\nGive run[parts['attn_heads', 0]]."
+            )
         return value.reshape(*value.shape[:-1], self.n_heads, -1).transpose(-3, -2)
 
     def contributions(self, run: Recording, layer: int) -> Tensor:
@@ -235,6 +244,17 @@ class Anatomy(Result):
         return notes
 
 
+def _name_and_layer(key: Any) -> tuple[str, int]:
+    if isinstance(key, tuple) and len(key) == 2:
+        name, layer = key
+        if isinstance(name, str) and isinstance(layer, Integral) and not isinstance(layer, bool):
+            return name, int(layer)
+    raise SelectionError(
+        f"a part must be a name, or a name and the number of a layer, got {key!r}."
+        "\nWrite parts['pattern'] or parts['pattern', 3]."
+    )
+
+
 def _error(error: float | None) -> str:
     """Return the text of an error; the last bits differ between machines."""
     if error is None:
@@ -293,6 +313,12 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
             sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
     """
     require_model(model, "hl.anatomy(model)")
+    if is_exported(model):
+        raise AttachError(
+            "hl.anatomy must be given a model as it was before torch.export, because it follows the"
+            f" calls of modules, got {type(model).__name__}.\nName the parts of the model:"
+            " hl.anatomy(model)."
+        )
     if any(map(is_compiled, model.modules())):
         raise AttachError(
             "hl.anatomy must be given a model that is not compiled, because it follows the calls of"

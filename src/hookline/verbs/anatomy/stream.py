@@ -25,6 +25,7 @@ _LIGHT = SUMS | SCALES | {
     "contiguous", "clone", "dropout", "unsqueeze", "squeeze", "flatten", "unflatten", "size",
     "norm", "vector_norm", "normalize", "half", "bfloat16", "double", "expand", "sum", "std",
     "fused_rms_norm", "clamp_min", "maximum", "neg", "lerp", "addcmul", "detach", "view_as",
+    "get",  # of an attribute: x.mT
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from hookline.errors import (
     AmbiguousError,
     AttachError,
     HooklineWarning,
+    InputError,
     NotRecordedError,
     SelectionError,
     StructureError,
@@ -80,16 +81,31 @@ def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
 
     Raises:
         SelectionError: no stack of the model has a residual stream.
+        InputError: the inputs have fewer than three tokens.
     """
     trace = traced(model, inputs[0])
     stacks = _stacks(model, trace)
     for stack in stacks:
+        _check_tokens(stack)
         Interventions(model, trace, inputs[0], stack.layers).tell_apart()
         claims = list(_name(model, trace, stack, is_last=stack is stacks[-1]))
         _prove(model, stack, claims, inputs)
         if stack.head is not None:
             stack.head.forget_the_trace()
     return stacks
+
+
+def _check_tokens(stack: Stack) -> None:
+    shape = stack.layers[0].block.pre.tensor.shape
+    n_tokens = shape[1] if len(shape) > 2 else shape[0]
+    if n_tokens < _FEWEST_TOKENS:
+        raise InputError(
+            f"inputs must have at least {_FEWEST_TOKENS} tokens, got {n_tokens} at"
+            f" {stack.layers[0].block.path}.\nGive a longer text."
+        )
+
+
+_FEWEST_TOKENS = 3
 
 
 def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
@@ -157,7 +173,7 @@ def _prove(
             site = owner.sites.pop(name)
             owner.refused[name] = f"{failing[name, number]}, above {bound:.0e}, at {site}"
             if worst == float("inf"):
-                owner.refused[name] = f"{site} has not one value to compare"
+                owner.refused[name] = f"{site} cannot be compared: not each value has one site"
 
 
 def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Tensor]:

@@ -106,7 +106,6 @@ def is_of_hook(code: CodeType | None, module: nn.Module) -> bool:
 
 def _code_of(function: Any) -> CodeType | None:
     function = getattr(function, "func", function)  # of a partial
-    function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     return code if code is not None else getattr(type(function).__call__, "__code__", None)
 
