@@ -2,26 +2,88 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from benchmarks import models
-from benchmarks.contenders import bare, contender, recording
-from benchmarks.timing import Plan, Result, run_rounds
+from benchmarks.contenders import Values, always, bare, contender, recording
+from benchmarks.models import Case
+from benchmarks.timing import Contender, Plan, Result, run_rounds
+
+QKV = ("q", "k", "v")
 
 
 def inside_row(parts: tuple[str, ...], target: float) -> Callable[[str, Plan], Result]:
-    """A row: record parts of each attention of the GPT-2, such as `("q", "k", "v")`."""
+    """A row: record parts of each attention of the GPT-2, such as `("q", "k", "v")`.
+
+    nnsight's `.source` stands beside q, k and v. Both must give what the kernel got, to the bit.
+    """
 
     def measure(name: str, plan: Plan) -> Result:
         selector = f"h.*.attn@{{{','.join(parts)}}}"
         case = dataclasses.replace(models.gpt2(), selector=selector)
         title = f"GPT-2: record {', '.join(parts)} of 12 attentions"
         result = Result(name, title, "bare", target, calls=2)
+        truth = _given(case) if parts == QKV else None
+        sites = [f"{path}.attn@{part}" for path in case.paths for part in parts]
         with torch.no_grad():
-            ours = contender("hookline", f"`hl.record(model, {selector!r})`", recording(case))
-            return run_rounds(result, [bare(case), ours], plan)
+            contenders = [bare(case)]
+            if truth is not None:
+                with contextlib.suppress(ImportError):
+                    contenders.append(_nnsight_source(case, truth))
+            how = f"`hl.record(model, {selector!r})`"
+            ours = contender("hookline", how, recording(case), _at(sites), truth)
+            return run_rounds(result, [*contenders, ours], plan)
 
     return measure
+
+
+def _at(sites: list[str]) -> Values:
+    return lambda run: [run[site] for site in sites]
+
+
+class _Kernel(TorchFunctionMode):
+    """Copies the queries, keys and values that torch's attention gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.given += [value.clone() for value in args[:3]]
+        return func(*args, **(kwargs or {}))
+
+
+def _given(case: Case) -> Values:
+    def values(_: object) -> list[Tensor]:
+        with _Kernel() as kernel:
+            case.model(case.inputs)
+        return kernel.given
+
+    return values
+
+
+def _nnsight_source(case: Case, truth: Values) -> Contender:
+    """A model wrapped once; the arguments of the call of the attention function."""
+    import nnsight
+
+    wrapped, inputs = nnsight.NNsight(case.model), case.inputs
+    modules = [wrapped.get(f"{path}.attn") for path in case.paths]
+
+    def step() -> list[Any]:
+        with wrapped.trace(inputs):
+            kept = nnsight.save([])
+            for module in modules:
+                kept.extend(module.source.attention_interface_1.inputs[0][1:4])
+        return kept
+
+    how = "`.source.attention_interface_1.inputs`, `with wrapped.trace(x)` each call"
+    return contender("nnsight", how, always(step), list, truth, every=4)

@@ -26,6 +26,7 @@ BEGIN, END = "<!-- the tables: made by tests/regimes/table.py -->\n", "<!-- end 
 VERBS = (
     "record", "gradients", "statistics", "edit", "edit gradients", "patch", "edit at", "raw hooks",
     "features", "watch", "clip", "check", "monitor", "profile", "sweep", "attribute", "shadow",
+    "anatomy",
 )  # fmt: skip
 
 # Each table's heading, the guides on it, and its rows in their order.

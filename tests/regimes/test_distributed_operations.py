@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -47,16 +49,18 @@ def _largest(model, batch):
 
 
 @pytest.mark.cell(
-    "operations under DDP", "record", "gradients", "edit", "edit gradients", "statistics"
-)
+    "operations under DDP", "record", "gradients", "edit", "edit gradients", "statistics",
+    "anatomy",
+)  # fmt: skip
 @on_ranks
 def test_ddp_shows_operations_of_this_ranks_batch(rank, folder):
     _compare(DistributedDataParallel(_model()), half(tokens(), rank))
 
 
 @pytest.mark.cell(
-    "operations under FSDP2", "record", "gradients", "edit", "edit gradients", "statistics"
-)
+    "operations under FSDP2", "record", "gradients", "edit", "edit gradients", "statistics",
+    "anatomy",
+)  # fmt: skip
 @on_ranks
 def test_fsdp2_shows_operations_of_this_ranks_batch(rank, folder):
     _compare(sharded(_model()), half(tokens(), rank))
@@ -68,11 +72,9 @@ def _compare(model, mine):
     assert_close(_seen(model, mine), _seen(plain, mine), rtol=1e-4, atol=1e-5)
     assert_close(_halved(model, mine), _halved(plain, mine), rtol=1e-4, atol=1e-5)
     assert_close(_largest(model, mine), _largest(plain, mine))
-    if not isinstance(model, DistributedDataParallel):
-        with pytest.raises(hl.AttachError, match="whose weights each rank has whole"):
-            hl.anatomy(model)
-        return
+    shards = list(model.parameters())
     here = hl.anatomy(model, {"input_ids": mine, "use_cache": False})
+    assert all(map(operator.is_, shards, model.parameters()))
     assert [str(site) for site in here["resid_mid"]] == [str(site) for site in parts["resid_mid"]]
     assert set(here) == set(parts)
     with hl.record(model, here["resid_post", 1]) as run, torch.no_grad():
@@ -80,12 +82,17 @@ def _compare(model, mine):
     with hl.record(plain, ".resid_post.1") as wanted, torch.no_grad():
         plain(input_ids=mine)
     assert_close(run[".resid_post.1"], wanted[".resid_post.1"])
+    assert_close(here.lens(run).logits[1], parts.lens(wanted).logits[1])
+    with pytest.raises(IndexError):  # in the middle of a forward
+        hl.anatomy(model, {"input_ids": mine, "attention_mask": torch.ones(1, 2, 3, 4, 5)})
+    assert all(map(operator.is_, shards, model.parameters()))
 
 
 @pytest.mark.cell(
     "operations under tensor parallelism", "record", "gradients", "edit", "edit gradients",
     "statistics", note="The parts of attention are those of this rank's heads.",
 )  # fmt: skip
+@pytest.mark.cell("operations under tensor parallelism", "anatomy", refused="AttachError")
 @on_ranks
 def test_split_attention_shows_the_heads_of_this_rank(rank, folder):
     model, plain, batch = split(_model()), _model(), tokens()
@@ -97,5 +104,5 @@ def test_split_attention_shows_the_heads_of_this_rank(rank, folder):
             assert_close(value, own, rtol=1e-4, atol=1e-5)
     assert_close(_halved(model, batch), _halved(plain, batch), rtol=1e-4, atol=1e-5)
     assert_close(_largest(model, batch), _largest(plain, batch)[:, heads])
-    with pytest.raises(hl.AttachError, match="whose weights each rank has whole"):
+    with pytest.raises(hl.AttachError, match="got one by tensor parallelism"):
         hl.anatomy(model)

@@ -9,7 +9,7 @@ modules that `OPEN` names. docs/architecture.md draws the rooms.
 from hookline.engine.autograd.view_hooks import GradHook, hook_value
 from hookline.engine.compile.compiled_modules import Borders, inside_compiled, is_compiled
 from hookline.engine.compile.graph_callback import (
-    Callback, SplitCallback, defaults_by_name, graph_snapshot, snapshot,
+    Callback, InBlocks, SplitCallback, defaults_by_name, graph_snapshot, snapshot,
 )
 from hookline.engine.compile.runs import CompiledRun
 from hookline.engine.distributed.rendezvous import TIMEOUT_S, gather_json, ranks_of, say_by_rank
@@ -52,7 +52,7 @@ from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
     AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, no_callback, walked_over,
 )
-from hookline.engine.taps.forward import BlocksTap, OutputTap
+from hookline.engine.taps.forward import OutputTap
 from hookline.engine.taps.operations import ModeTap
 from hookline.engine.taps.optimizer_steps import OptimizerSteps, closure_of, parameter_ids
 from hookline.engine.torch_private.autograd import (
@@ -62,6 +62,7 @@ from hookline.engine.torch_private.autograd import (
 from hookline.engine.torch_private.distributed import (
     calls_of_sharded, clone_locally, default_store, full_value, gathered, is_dtensor,
     is_grouped, layout_of, local_part, reshard, sharding, split_over, split_parameters, unwrapped,
+    whole_weights,
 )
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, has_compiled, while_tracing,
@@ -72,6 +73,7 @@ from hookline.engine.torch_private.graph.dispatch import (
     without_function_modes,
     without_modes,
 )
+from hookline.engine.torch_private.graph.function_modes import is_exported
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward, kept_by, memory_of, next_number, nodes_below, nodes_of_loss,
     number_of, running_node, saved_by, traced_node, workspace_of,

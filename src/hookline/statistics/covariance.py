@@ -70,6 +70,8 @@ class CovarianceStatistic:
     products of deviations from these means.
     """
 
+    takes_blocks = True
+
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
 

@@ -95,6 +95,8 @@ class Histogram:
 class HistogramStatistic:
     """A `Statistic` whose result is a `Histogram`."""
 
+    takes_blocks = True
+
     def __init__(self, low: float, high: float, per_octave: int) -> None:
         self.options: dict[str, Any] = {"low": low, "high": high, "per_octave": per_octave}
         self._bins = bins = LogBins(low, high, per_octave)

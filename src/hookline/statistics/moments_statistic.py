@@ -52,6 +52,7 @@ class MomentsStatistic:
     """A `Statistic` whose result is `Moments`."""
 
     n_slots: int = len(_EMPTY)
+    takes_blocks = True
 
     def __init__(self, compile: bool | None) -> None:
         self.options: dict[str, Any] = {}  # how it is compiled is not what it measures

@@ -83,6 +83,8 @@ class Quantiles:
 class QuantilesStatistic:
     """A `Statistic` whose result is `Quantiles`."""
 
+    takes_blocks = True
+
     def __init__(self, q: Sequence[float], error: float, low: float, high: float) -> None:
         if not isinstance(q, Iterable) or not q or not all(map(_is_from_0_to_1, q)):
             raise InputError(

@@ -26,6 +26,10 @@ class Statistic(Protocol[ResultT_co]):
     - `merge(slots, other)` returns the slots of all values of both slots.
     - `result(slots)` returns what the user reads, from slots on the CPU.
 
+    If the slots of a value are those of its rows (the last dimension) merged, the object may have
+    the attribute `takes_blocks = True`. `hl.monitor` then computes the attention patterns of long
+    texts in blocks of queries, and never makes a whole one. The statistics of `hl.stats` have it.
+
     The statistic of this example keeps the least and the greatest element, which a quantisation
     needs:
 

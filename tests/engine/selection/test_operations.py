@@ -97,8 +97,12 @@ def test_a_module_named_with_the_sign_is_that_module():
 
 def test_scripted_and_exported_models_are_refused_by_name(net):
     scripted = torch.jit.script(nn.Sequential(nn.ReLU()))
-    with pytest.raises(hl.AttachError, match="ScriptModule"):
+    with pytest.raises(
+        hl.AttachError, match=r"^0 is a ScriptModule.*\n.*before torch.jit.script; or a module"
+    ):
         hl.record(scripted, "0@relu")
+    with pytest.raises(hl.AttachError, match=r"1\.0 is a ScriptModule.*\n.*a module around it"):
+        hl.record(nn.Sequential(nn.ReLU(), scripted), "1.0@relu")
     exported = torch.export.export(net, (torch.ones(1, 2),)).module()
     with pytest.raises(hl.SelectionError, match="exported program"):
         hl.record(exported, "@relu")
@@ -108,6 +112,10 @@ def test_a_function_that_is_never_called_is_explained(net):
     said = r"blocks.0 calls no `gelu` itself.*hl.operations\(model, x, 'blocks.0'\)"
     with pytest.warns(hl.HooklineWarning, match=said):
         with hl.record(net, "blocks.0@gelu"):
+            net(torch.ones(1, 2))
+    said = r"itself computes no attention .*; 'blocks\.0\.\*\*@pattern' matches the modules inside"
+    with pytest.warns(hl.HooklineWarning, match=said):
+        with hl.record(net, "blocks.0@pattern"):
             net(torch.ones(1, 2))
 
 

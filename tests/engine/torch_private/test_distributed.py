@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,28 @@ def test_the_parameters_that_are_sharded_are_known_in_both_forms(mesh):
     assert found[0][1] is model.weight
     internals.reshard(model)
     assert model.weight is shards[0]
+
+
+def test_whole_weights_stay_whole_until_the_block_ends(mesh):
+    """If the mesh of a group moves, anatomy reads freed memory and crashes."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    whole = [parameter.detach().clone() for parameter in model.parameters()]
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    shards = list(model.parameters())
+    groups = [group for module in (model[0], model) for group in internals._groups(module)]
+    with torch.no_grad():
+        for _ in range(2):  # before the first forward, and after
+            meshes = [group.post_forward_mesh_info for group in groups[:1]]
+            with internals.whole_weights(model):
+                model(torch.ones(1, 2))
+                internals.reshard(model)  # as after an interrupted forward
+                assert all(map(torch.equal, model.parameters(), whole))
+                assert not any(map(internals.is_dtensor, model.parameters()))
+            assert all(map(operator.is_, model.parameters(), shards))
+            assert [group.post_forward_mesh_info for group in groups[:1]] == meshes
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in shards)
 
 
 class Seeing(nn.Linear):

@@ -154,7 +154,12 @@ def test_the_table_says_what_is_proven_and_what_is_not(parts):
     [
         (("pattern", 2), "the layer must be from 0 to 1, got 2"),
         (("pattern", -3), "the layer must be from 0 to 1, got -3"),
-        ("resid_middle", "the name of a part must be one of .*got 'resid_middle'"),
+        ("resid_middle", r"got 'resid_middle'\. Did you mean 'resid_mid' .*\nProven here: embed"),
+        (("pattern", "1"), r"the number of a layer, got \('pattern', '1'\)"),
+        (("pattern", 1.0), "the number of a layer"),
+        (("pattern", [0, 1]), "the number of a layer"),
+        (("pattern", 0, 1), "the number of a layer"),
+        (0, "a name, or a name and"),
         (("logits", 0), "'logits' belongs to no layer, got layer 0"),
         ("mlp_gate", "'mlp_gate' is not a proven part of Text: the MLP has no gate"),
     ],
@@ -226,8 +231,67 @@ class Gate(nn.Module):
 
 
 def test_a_stream_behind_a_nonlinearity_is_refused():
-    with pytest.raises(hl.SelectionError, match=r"on the way is blocks\.\d@relu"):
+    number = r"@relu, off by \d\.\de-01 from a scale or a norm on input 1"
+    with pytest.raises(hl.SelectionError, match=r"on the way is blocks\.\d" + number):
         hl.anatomy(Text(Gate))
+
+
+class OtherSum(Block):
+    """A block that adds something else to texts of seven tokens, as the second input has."""
+
+    def forward(self, x):
+        middle = x + self.mlp(self.first(x)) * (1.5 if x.shape[1] == 7 else 1.0)
+        return middle + self.attn(self.second(middle))
+
+
+def test_a_sum_of_one_input_alone_is_refused_with_its_number():
+    parts = hl.anatomy(Text(OtherSum))
+    reason = r"resid_mid.* is off by \d\.\de-0\d on input 2, above 1e-05, at blocks\.1@add"
+    assert "attn_out" not in parts
+    with pytest.raises(hl.SelectionError, match=reason):
+        parts["resid_mid", 1]
+
+
+class Leaking(nn.Module):
+    """Adds the values of the token before to what its pattern mixes."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.attention = Attention(width)
+
+    def forward(self, x):
+        return self.attention(x) + 0.1 * x.roll(1, 1)
+
+
+class LeakingBlock(Block):
+    """A block whose attention is none."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.mlp = Leaking(width)
+
+
+def test_a_pattern_that_leaks_is_refused_with_its_number():
+    parts = hl.anatomy(Text(LeakingBlock))
+    reason = r"no attention: in blocks\.0 a change of one token reaches .* pattern, by \d\.\de-0\d"
+    with pytest.raises(hl.SelectionError, match=reason):
+        parts["attn_out"]
+
+
+class Curved(Text):
+    """The first stream is no sum, norm or scale of what the embedding returns."""
+
+    def forward(self, x):
+        x = self.embed(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return self.unembed(self.norm(x))
+
+
+def test_an_embedding_that_is_bent_is_refused_with_its_number():
+    reason = r"gives the first stream: the closest is off by \d\.\de-0\d on input 1"
+    with pytest.raises(hl.SelectionError, match=reason):
+        hl.anatomy(Curved())["embed"]
 
 
 class Swap(nn.Module):
@@ -315,3 +379,19 @@ def test_the_encoder_of_torch_is_named():
     assert sites(parts["attn_in", 0]) == ["layers.0.self_attn:input.query"]
     assert sites(parts["mlp_act", 0]) == ["layers.0.linear2:input"]
     assert parts.n_heads == 4
+
+
+def test_what_does_not_divide_into_heads_is_refused(parts):
+    with pytest.raises(hl.StructureError, match=r"2 heads side by side, got \[2, 7\]"):
+        parts.heads(torch.ones(2, 7))
+
+
+def test_a_text_of_one_token_is_refused(model):
+    with pytest.raises(hl.InputError, match=r"at least 3 tokens, got 1 at blocks\.0"):
+        hl.anatomy(model, torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_an_exported_program_is_refused():
+    program = torch.export.export(Mlp(), (torch.ones(1, 16),)).module()
+    with pytest.raises(hl.AttachError, match=r"before torch\.export"):
+        hl.anatomy(program, torch.ones(1, 16))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookline as hl
+from alive import Alive
 from hookline.engine.operations import pattern
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 100, 8
@@ -76,34 +74,6 @@ def test_what_is_empty_has_an_empty_result(shape):
     with hl.record(model, "@pattern", keep=hl.by_query(entropy)) as run:
         model(*torch.randn(3, *shape))
     assert run["@pattern"].shape == shape[:3]
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of the memory that lives at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self._known = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self._see(tensor.untyped_storage())
-        return made
-
-    def _see(self, storage):
-        address = storage.data_ptr()
-        if address not in self._known:
-            self._known.add(address)
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, address, storage.nbytes())
-
-    def _drop(self, address, size):
-        self._known.discard(address)
-        self.now -= size
 
 
 def test_a_long_text_takes_the_memory_of_two_blocks(monkeypatch):

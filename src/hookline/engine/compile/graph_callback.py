@@ -30,6 +30,12 @@ class SplitCallback(NamedTuple):
     after: Callback  # the other half, which runs on the kept result
 
 
+class InBlocks(NamedTuple):
+    """A callback that takes an attention pattern whole or in blocks of queries."""
+
+    bound: Callback | SplitCallback
+
+
 class GraphCapture:
     """A capture at one site in compiled code, with the values that it holds.
 

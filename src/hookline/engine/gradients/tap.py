@@ -137,6 +137,7 @@ class GradientTap(Tap):
 
     def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
         super().__init__(site, passes, no_callback, rank)
+        self.takes_blocks = True  # if no graph is there: a graph needs the whole pattern
         self.part: Callable[..., Any] = _part(site)
         self.on: GradientCallback = on
         self.placed: int = 0

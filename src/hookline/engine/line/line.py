@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
-from hookline.engine.compile.graph_callback import Callback, SplitCallback
+from hookline.engine.compile.graph_callback import Callback, InBlocks, SplitCallback
 from hookline.engine.gradients.port_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import GradientCallback
 from hookline.engine.line.attachment import Attachment, surely
@@ -47,7 +47,7 @@ from hookline.errors import AttachError, Place, caller, warn, warn_at
 from hookline.util.hidden import hides
 from hookline.util.locks import fork_safe_lock
 
-Bound = Callback | SplitCallback | Tap | GradientCallback
+Bound = Callback | SplitCallback | InBlocks | Tap | GradientCallback
 
 
 @final
@@ -218,18 +218,20 @@ class Line:
         tap.off += 1  # a frozen parameter
         return False
 
-    def _make(
-        self, site: Site, bound: Callback | SplitCallback | GradientCallback, rank: Order
-    ) -> Tap:
-        if isinstance(bound, SplitCallback):
-            tap = self._make(site, bound.callback, rank)
-            tap.halves = bound
-            return tap
+    def _make(self, site: Site, bound: Any, rank: Order) -> Tap:
         if isinstance(bound, GradientCallback):
             kinds = {"grad_input": GradInputTap, "grad_output": GradOutputTap}
             return kinds.get(site.port, ParameterTap)(
                 site, self.passes, bound, GRADIENT_ORDERS[rank]
             )
+        if isinstance(bound, InBlocks):
+            tap = self._make(site, bound.bound, rank)
+            tap.takes_blocks = not site.leaf
+            return tap
+        if isinstance(bound, SplitCallback):
+            tap = self._make(site, bound.callback, rank)
+            tap.halves = bound
+            return tap
         kind = InputTap if site.port == "input" else OutputTap
         return kind(site, self.passes, bound, rank)
 

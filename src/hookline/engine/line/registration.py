@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.compile.guards import follow
 from hookline.engine.line.attachment import Attachment, surely
-from hookline.engine.operations.mode import drop_left, mode_of
+from hookline.engine.operations.mode import OperationMode, drop_left, mode_of
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
 from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, walked_over
 from hookline.engine.taps.operations import ModeTap, choose_first
@@ -59,12 +60,13 @@ class Registrations(Attachment):
         placed: the entries of the hooks, in the order of registration.
     """
 
-    __slots__ = ("_watched", "placed")
+    __slots__ = ("_stale", "_watched", "placed")
 
     def __init__(self) -> None:
         self.placed: list[Entry] = []
         # The modules that watch for calls of operations, by id, each with the place of its entries.
         self._watched: dict[int, tuple[nn.Module, int]] = {}
+        self._stale: dict[int, OperationMode] = {}  # the modes whose operations have got hooks
 
     @property
     def has_hooks(self) -> bool:
@@ -83,7 +85,7 @@ class Registrations(Attachment):
         """
         name = HOOK_DICTS["forward"]
         plain: set[type] = set()  # the classes of modules that are not scripted
-        with _lock:
+        with _lock, self._updating():
             for tap, node in taps:
                 # A line has many taps. Most modules have no other hook, so no order must be kept.
                 if tap.hooks is not ON_OUTPUT or type(node) is not ModuleNode:
@@ -131,7 +133,16 @@ class Registrations(Attachment):
             self._watched[id(host.module)] = host.module, len(self.placed)
             self._place(ModeTap(mode), host, prepend=False)
             choose_first(host.module, mode)
-        mode.update()
+        self._stale[id(mode)] = mode
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Update the modes whose operations get hooks in the block, each once."""
+        try:
+            yield
+        finally:
+            while self._stale:
+                self._stale.popitem()[1].update()
 
     def _place_on_module(
         self, module: nn.Module, spec: HookSpec, hook: Hook, order: Order, *, prepend: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -43,6 +43,26 @@ class QueryBlocks:
 
     given: KernelArguments
     is_pattern: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of all blocks joined: [..., head, query, key]."""
+        return torch.Size((*self.given.query.shape[:-1], self.given.key.shape[-2]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the blocks."""
+        dtype = self.given.query.dtype
+        return torch.float32 if dtype in _NARROW and not self.is_pattern else dtype
+
+    def detached(self) -> QueryBlocks:
+        """Return the blocks without the graph of autograd."""
+        tensors: dict[str, Any] = {
+            name: part.detach()
+            for name, part in self.given._asdict().items()
+            if isinstance(part, Tensor)
+        }
+        return QueryBlocks(self.given._replace(**tensors), self.is_pattern)
 
     @property
     def dim(self) -> int:

@@ -100,7 +100,7 @@ def shape_or_structure(value: Any) -> str:
     return shape(value) if isinstance(value, Tensor) else in_words(value)
 
 
-def shape(tensor: Tensor) -> str:
+def shape(tensor: Any) -> str:
     """Write a tensor's shape: `[2, 3]`; a strided nested tensor has no shape."""
     try:  # an f-string, because dynamo cannot call `str` on a dynamic size
         return f"[{', '.join([f'{size}' for size in tensor.shape])}]"

@@ -279,7 +279,6 @@ class _Search:
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
-        self._by_path = {path: node for node in tree.nodes for path in node.paths}
         self._is_functional = in_functional_call()
 
     def loss(self, site: Site, node: Node) -> Loss | None:
@@ -301,7 +300,7 @@ class _Search:
             if not self._is_there(above):
                 outermost = above
             above = above.parent
-        successor, event = self._by_path.get(outermost.path), "removed"
+        successor, event = self._tree.by_path.get(outermost.path), "removed"
         if successor is not None:
             event = _replaced(outermost.type_name, successor.type_name)
         return Loss(site, "module", path_text(outermost.path), event, _moved(site, now))

@@ -138,7 +138,11 @@ def not_its_own(node: OperationNode, or_else: str = "") -> Why:
     what = f"calls no `{node.name}` itself"
     if node.name in PARTS:
         what = "itself computes no attention whose parts are known"
-    return Why(f"{path} {what}{or_else}", f"hl.operations(model, x, {path!r}) lists what it calls")
+    fix = f"hl.operations(model, x, {path!r}) lists what it calls"
+    if any(child is not None for child in node.host.children):
+        inside = f"{node.host.path}.**" if node.host.path else "**"
+        fix += f"; '{inside}@{node.name}' matches the modules inside"
+    return Why(f"{path} {what}{or_else}", fix)
 
 
 def _not_its_own(silent: Silent) -> Why | None:

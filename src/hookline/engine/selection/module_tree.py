@@ -6,6 +6,7 @@ their aliases, and ends for a module that contains itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
@@ -145,7 +146,7 @@ class ParameterNode:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class ModuleTree:
     """The modules of a model, and its parameters when asked for, from which a line selects.
 
@@ -161,8 +162,6 @@ class ModuleTree:
     _tensors: list[ParameterNode] | None = None
     kinds: frozenset[type] = frozenset()
     compiled: list[nn.Module] = field(default_factory=list)
-    _modules_by_id: dict[int, ModuleNode] | None = None
-    _tensors_by_id: dict[int, ParameterNode] | None = None
 
     @property
     def tensors(self) -> list[ParameterNode]:
@@ -171,19 +170,20 @@ class ModuleTree:
             self._tensors = _parameters(self.nodes)
         return self._tensors
 
-    @property
+    @functools.cached_property
+    def by_path(self) -> dict[str, ModuleNode]:
+        """Return the nodes of the modules by each of their paths."""
+        return {path: node for node in self.nodes for path in node.paths}
+
+    @functools.cached_property
     def modules_by_id(self) -> dict[int, ModuleNode]:
         """Return the nodes of the modules by the modules' ids."""
-        if self._modules_by_id is None:
-            self._modules_by_id = {id(node.module): node for node in self.nodes}
-        return self._modules_by_id
+        return {id(node.module): node for node in self.nodes}
 
-    @property
+    @functools.cached_property
     def tensors_by_id(self) -> dict[int, ParameterNode]:
         """Return the nodes of the parameters by the parameters' ids."""
-        if self._tensors_by_id is None:
-            self._tensors_by_id = {id(node.tensor): node for node in self.tensors}
-        return self._tensors_by_id
+        return {id(node.tensor): node for node in self.tensors}
 
 
 def module_tree(model: nn.Module) -> ModuleTree:

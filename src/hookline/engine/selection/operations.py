@@ -7,9 +7,8 @@ from hookline.engine.operations.names import close_names, functions, is_attribut
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import glob, path_text
 from hookline.engine.torch_private.graph.function_modes import is_exported
-from hookline.errors import SelectionError
-
-_LIST = "\nhl.operations(model, x, {path!r}) lists what a module calls."
+from hookline.engine.torch_private.modules import is_scripted
+from hookline.errors import AttachError, SelectionError
 
 
 def operation_names(text: str, host: str) -> list[str]:
@@ -23,14 +22,13 @@ def operation_names(text: str, host: str) -> list[str]:
         SelectionError: torch has no such function.
     """
     known = [*PARTS, *functions()]
-    if text in PARTS or text in functions():
+    if text in known:
         return [text]
     if "{" in text or "*" in text or "?" in text:
         matches = glob(text).fullmatch
-        names = [name for name in known if matches(name)]
-        if names:
+        if names := [name for name in known if matches(name)]:
             return names
-    list_them = _LIST.format(path=host or "(root)")
+    list_them = f"\nhl.operations(model, x, {host or '(root)'!r}) lists what a module calls."
     if is_attribute(text):
         raise SelectionError(
             f"{text!r} in '{host}@{text}' is an attribute of tensors, and no function that is"
@@ -43,15 +41,21 @@ def operation_names(text: str, host: str) -> list[str]:
     )
 
 
-def refuse_exported(node: ModuleNode) -> None:
-    """Refuse the operations of an exported program.
+def refuse_graph(node: ModuleNode) -> None:
+    """Refuse the operations of a module that calls no function of torch by its name.
 
     Raises:
-        SelectionError: the module runs a graph of `torch.ops`, which no name of torch stands for.
+        SelectionError: the module is an exported program.
+        AttachError: it is scripted.
     """
+    path = path_text(node.path)
     if is_exported(node.module):
         raise SelectionError(
-            f"{path_text(node.path)} is an exported program: it calls torch.ops, and none of the"
-            " functions that selectors name."
-            "\nSelect the operations of the model, before torch.export."
+            f"{path} is an exported program: it calls torch.ops, and none of the functions that"
+            " selectors name.\nSelect the operations of the model, before torch.export."
+        )
+    if is_scripted(node.module):
+        raise AttachError(
+            f"{path} is a ScriptModule: it runs in C++, where no hook sees its calls.\nSelect the"
+            " operations of the model, before torch.jit.script; or a module around it."
         )

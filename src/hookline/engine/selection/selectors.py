@@ -27,7 +27,7 @@ from hookline.engine.selection.module_tree import (
     module_tree,
     require_model,
 )
-from hookline.engine.selection.operations import operation_names, refuse_exported
+from hookline.engine.selection.operations import operation_names, refuse_graph
 from hookline.engine.selection.part_names import sites_of_part
 from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse
 from hookline.engine.selection.suggestions import Query, explain_no_match
@@ -404,17 +404,14 @@ def _is_below(path: str, above: set[str]) -> bool:
 def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleNode]]:
     # A ModuleDict may hold names such as "a:b", so a text that is a path as it stands is that path.
     nodes = tree.nodes
-    exact = [node for node in nodes if node.path == selector or selector in node.aliases]
-    if exact:
-        return SiteText(selector, None, (), None), exact
+    if (exact := tree.by_path.get(selector)) is not None:
+        return SiteText(selector, None, (), None), [exact]
     paths: set[str] = set()
     if selector.startswith(ROOT):
         paths = {path for node in nodes or tree.tensors for path in node.paths}
     text = parse(selector, paths)
-    if text.path not in ("", selector):  # else it was searched for above
-        exact = [node for node in nodes if text.path in node.paths]
-        if exact:  # a name may contain characters of the grammar
-            return text, exact
+    if text.path in tree.by_path and text.path:  # a name may contain characters of the grammar
+        return text, [tree.by_path[text.path]]
     host, sign, name = text.path.rpartition("@")
     if sign:
         return _match_operations(tree, text, host, name)
@@ -441,7 +438,7 @@ def _match_operations(
     if not any(has_forward(node.module) for node in hosts):
         return text, hosts
     for node in hosts:
-        refuse_exported(node)
+        refuse_graph(node)
     glob = f"{host}@{name}" if is_glob else ""
     return text, [OperationNode.of(node, name, glob) for node in hosts for name in names]
 

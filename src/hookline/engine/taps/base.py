@@ -102,7 +102,7 @@ class HookOwner:
 
     __slots__ = ()
     needs_graph: ClassVar[bool] = False
-    takes_blocks: ClassVar[bool] = False
+    takes_blocks: bool = False
     hooks: tuple[HookSpec, ...] = ON_OUTPUT
     rank: Order
 
@@ -154,7 +154,7 @@ class Tap(HookOwner):
 
     __slots__ = (
         "__weakref__", "active", "callback", "change", "fired", "halves", "in_thread", "passes",
-        "ran", "rank", "site", "traced",
+        "ran", "rank", "site", "takes_blocks", "traced",
     )  # fmt: skip
     is_on_calls: ClassVar[bool] = True  # whether the call of a module fires the tap
 
@@ -165,6 +165,7 @@ class Tap(HookOwner):
         self.rank: Order = rank
         self.fired: int = 0
         self.ran: int = 0
+        self.takes_blocks: bool = False
         # In compiled code the capture counts the calls, so `change` does not.
         self.change: Callback = callback
         self.callback: Callback = callback

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -37,14 +37,6 @@ class OutputTap(Tap):
         except Exception as error:
             self._note(error)
             raise
-
-
-@final
-class BlocksTap(OutputTap):
-    """A tap on an output, which may be an attention pattern in blocks of queries."""
-
-    __slots__ = ()
-    takes_blocks = True
 
 
 class InputTap(Tap):

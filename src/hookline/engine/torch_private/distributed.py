@@ -195,7 +195,39 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         for group in _groups(module):
             group._training_state = type(group._training_state).IDLE  # the state after a forward
-            group.reshard()
+            if id(group) not in _whole:
+                group.reshard()
+
+
+_whole: set[int] = set()  # the ids of the groups whose weights `whole_weights` holds
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """Hold the whole weights that FSDP2 shards on each rank, also after forwards.
+
+    Entering is a collective of all ranks. What runs in the block gathers nothing.
+    """
+    modules = [module for module in model.modules() if _groups(module)]
+    for module in modules:
+        module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+    groups = [group for module in modules for group in _groups(module)]
+    before = [(group, group.post_forward_mesh_info, group.is_sharded) for group in groups]
+    held = {id(group) for group in groups} - _whole
+    _whole.update(held)
+    try:
+        for group in groups:
+            group.post_forward_mesh_info = None  # a forward then leaves the weights whole
+        for module in modules:
+            module.unshard()  # type: ignore[operator]
+        yield
+    finally:
+        _whole.difference_update(held)
+        for group, mesh, was_sharded in before:
+            group.post_forward_mesh_info = mesh
+            group._training_state = type(group._training_state).IDLE
+            if was_sharded:
+                group.reshard()
 
 
 def own_class(module: nn.Module) -> type:

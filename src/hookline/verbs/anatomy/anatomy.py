@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any, final
 
 import torch
@@ -13,13 +14,16 @@ from hookline.display.text import plural
 from hookline.engine import (
     Selection,
     is_compiled,
+    is_exported,
     register_parts,
     require_model,
     select,
     sharding,
     unwrapped,
+    whole_weights,
 )
-from hookline.errors import AttachError, SelectionError
+from hookline.engine.pytree import describe
+from hookline.errors import AttachError, SelectionError, StructureError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.lens import Lens, lens_of
 from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
@@ -65,7 +69,7 @@ class Anatomy(Result):
 
     def __getitem__(self, name: str | tuple[str, int]) -> Selection:
         """Return the selection of a part, in all layers or in one."""
-        text, layer = (name, None) if isinstance(name, str) else name
+        text, layer = (name, None) if isinstance(name, str) else _name_and_layer(name)
         return select(self._model, self._names.find(text, layer))
 
     def __iter__(self) -> Iterator[str]:
@@ -112,7 +116,8 @@ class Anatomy(Result):
         if self._head is None or "logits" not in self:
             raise SelectionError(self._names.why_not("logits"))
         streams = {layer: self._site("resid_post", layer) for layer in range(self.n_layers)}
-        return lens_of(self._head, streams, run, n)
+        with whole_weights(self._model):
+            return lens_of(self._head, streams, run, n)
 
     def _site(self, name: str, layer: int) -> str:
         return self._names.find(name, layer)[0]
@@ -125,9 +130,15 @@ class Anatomy(Result):
 
         Raises:
             SelectionError: the number of heads is not proven.
+            StructureError: the value does not divide into heads.
         """
         if self.n_heads is None:
             raise SelectionError(self._names.why_not("pattern"))
+        if value.shape[-1] % self.n_heads:
+            raise StructureError(
+                f"value must have a last dimension of {self.n_heads} heads side by side, got"
+                f" {describe.shape(value)}.\nGive run[parts['attn_heads', 0]]."
+            )
         return value.reshape(*value.shape[:-1], self.n_heads, -1).transpose(-3, -2)
 
     def contributions(self, run: Recording, layer: int) -> Tensor:
@@ -146,7 +157,7 @@ class Anatomy(Result):
         value = run.tensor(self._site("attn_heads", layer))
         projection = self._model.get_submodule(self._projections[layer])
         width = value.shape[-1] // self._names.shapes[self._site("z", layer)][-3]
-        with torch.no_grad():
+        with torch.no_grad(), whole_weights(self._model):
             bias = projection(torch.zeros_like(value[..., :1, :]))
             parts = []
             for begin in range(0, value.shape[-1], width):
@@ -233,6 +244,17 @@ class Anatomy(Result):
         return notes
 
 
+def _name_and_layer(key: Any) -> tuple[str, int]:
+    if isinstance(key, tuple) and len(key) == 2:
+        name, layer = key
+        if isinstance(name, str) and isinstance(layer, Integral) and not isinstance(layer, bool):
+            return name, int(layer)
+    raise SelectionError(
+        f"a part must be a name, or a name and the number of a layer, got {key!r}."
+        "\nWrite parts['pattern'] or parts['pattern', 3]."
+    )
+
+
 def _error(error: float | None) -> str:
     """Return the text of an error; the last bits differ between machines."""
     if error is None:
@@ -250,6 +272,9 @@ def _layers(layers: list[int], n_layers: int) -> str:
     return ", ".join(map(str, layers))
 
 
+_SHARDINGS = {"FSDP1": "FullyShardedDataParallel", "split": "tensor parallelism"}
+
+
 def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
     """Name the parts of a transformer, and prove each name on two inputs in every block.
 
@@ -265,8 +290,11 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         >>> [str(site) for site in parts["mlp_out"]]
         ['layers.0.linear2', 'layers.1.linear2']
 
-    The model runs about eight times, in eval mode and without gradients. Afterwards its mode, its
+    The model runs six times, in eval mode and without gradients. Afterwards its mode, its
     buffers and torch's random state are as before.
+
+    Under FSDP2, every rank calls this, and holds the whole weights meanwhile. The same is true of
+    `parts.lens` and `parts.contributions`.
 
     Args:
         model: a transformer, or another model with a residual stream.
@@ -278,26 +306,35 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         The parts by name. Print them. `parts["pattern", 3]` is a selection.
 
     Raises:
-        AttachError: `model` is not a model, or compiled; or its weights are split over ranks.
+        AttachError: `model` is not a model, or compiled; or tensor parallelism or FSDP1 splits its
+            weights over ranks.
         InputError: None was given for `inputs`, and no input can be made.
         SelectionError: the model has no residual stream that can be proven: its blocks are not a
             sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
     """
     require_model(model, "hl.anatomy(model)")
+    if is_exported(model):
+        raise AttachError(
+            "hl.anatomy must be given a model as it was before torch.export, because it follows the"
+            f" calls of modules, got {type(model).__name__}.\nName the parts of the model:"
+            " hl.anatomy(model)."
+        )
     if any(map(is_compiled, model.modules())):
         raise AttachError(
             "hl.anatomy must be given a model that is not compiled, because it follows the calls of"
             " torch's functions.\nCall parts = hl.anatomy(model) before torch.compile."
         )
-    if sharding(model):
+    if sharding(model) not in ("", "FSDP2"):
         raise AttachError(
-            "hl.anatomy must be given a model whose weights each rank has whole, got one by"
-            f" {sharding(model)}.\nName the parts before: parts = hl.anatomy(model). Their sites"
-            " stay the same: [str(site) for site in parts['pattern']]."
+            "hl.anatomy must be given a model whose weights each rank has whole, or that FSDP2"
+            f" shards, got one by {_SHARDINGS[sharding(model)]}.\nName the parts before: parts ="
+            " hl.anatomy(model). Their sites stay the same: [str(site) for site in"
+            " parts['pattern']]."
         )
     model = unwrapped(model)
-    both = trial_inputs(model, inputs)
-    with eval_without_side_effects(model), quiet():
-        parts = Anatomy(model, structure_of(model, both))
+    with whole_weights(model):
+        both = trial_inputs(model, inputs)
+        with eval_without_side_effects(model), quiet():
+            parts = Anatomy(model, structure_of(model, both))
     register_parts(model, parts._names.find)
     return parts

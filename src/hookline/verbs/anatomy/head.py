@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -47,7 +47,9 @@ def name_embeddings(trace: Trace, first: Layer, names: Names) -> None:
     positions = [value for value in addends if _counts_up(value)]
     positions += [value for value in addends if _is_table(value, start)]
     if not words:
-        why = "no sum, norm or scale of what an embedding returns gives the first stream"
+        off = min(_embedding_errors(trace, start, first.block.call.begin), default=0.0)
+        by = f": the closest is off by {off:.1e} on input 1" if off else ""
+        why = f"no sum, norm or scale of what an embedding returns gives the first stream{by}"
         names.refused.update({"embed": why, "pos_embed": why})
         return
     sites = [site_of(trace, value, "") for value in addends]
@@ -57,6 +59,15 @@ def name_embeddings(trace: Trace, first: Layer, names: Names) -> None:
             names.claims.append(claim("the first stream", (name,), needed, _first_error))
         elif not values:
             names.refused[name] = "nothing that counts up with the tokens is added"
+
+
+def _embedding_errors(trace: Trace, start: Value, begin: int) -> Iterator[float]:
+    """Yield how far the first stream is from a scale or norm of what each embedding returns."""
+    for event in trace.events[:begin]:
+        if event.name == "embedding" and event.outputs:
+            value = event.outputs[0].tensor
+            if value.numel() == start.tensor.numel():
+                yield min(error(value, start.tensor), error_of_rescale(value, start.tensor))
 
 
 def _below_rescales(value: Value) -> Value:

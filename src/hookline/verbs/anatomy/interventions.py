@@ -17,8 +17,7 @@ from hookline.verbs.anatomy.numbers import CLOSE
 from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of, stream_site
 from hookline.verbs.anatomy.trace import Event, Trace
 from hookline.verbs.edit.edit import edit
-from hookline.verbs.record.record import record
-from hookline.verbs.shared.run_model import call
+from hookline.verbs.record.features import features
 
 _TOKEN = 1  # the token that is changed
 
@@ -52,10 +51,7 @@ class Interventions:
             self._core_site(core) for layer in layers for part in layer.parts for core in part.cores
         ]
         self._cores = sorted({site for site in cores if site is not None})
-        sites = [*self._reads, *self._cores, *filter(None, self._term_sites.values())]
-        with record(model, sites, copy=True) as run:
-            call(model, inputs)
-        self._run = run
+        self._undisturbed = trace.by_site()
 
     def tell_apart(self) -> None:
         """Give each part its kind.
@@ -80,20 +76,19 @@ class Interventions:
         """Run the model with changed values, and record the terms."""
         changes = {site: change(site) for site, change in changed.items()}
         terms = sorted(set(filter(None, self._term_sites.values())))
-        with edit(self._model, changes), record(self._model, terms, copy=True) as run:
-            call(self._model, self._inputs)
-        return run
+        with edit(self._model, changes):
+            return features(self._model, self._inputs, terms, copy=True)
 
     def _kept(self, site: str) -> Callable[[Tensor], Tensor]:
-        return lambda value: self._run[site].to(value.dtype).clone()
+        return lambda value: self._undisturbed[site].to(value.dtype).clone()
 
     def _disturbed(self, site: str) -> Callable[[Tensor], Tensor]:
-        stream = self._run[site].clone()
+        stream = self._undisturbed[site].clone()
         _disturb(self._by_token(stream)[_TOKEN])
         return lambda value: stream.clone()
 
     def _disturbed_core(self, site: str) -> Callable[[Tensor], Tensor]:
-        mixed = self._run[site].clone()
+        mixed = self._undisturbed[site].clone()
         n_tokens = len(self._by_token(self._layers[0].block.pre.tensor))
         dims = [dim for dim in (-2, 1, 0) if mixed.shape[dim] == n_tokens]
         _disturb(mixed.select(dims[0], _TOKEN) if dims else mixed)
@@ -112,24 +107,24 @@ class Interventions:
         if site is None or not part.term.reads:
             return "side"
         by_token, by_core, kept_core = runs
-        is_mixing = self._reaches_others(by_token, site, layer)
+        is_mixing = self._reach(by_token, site, layer) > CLOSE
         if part.cores and by_core is not None:
-            is_moved = not torch.equal(by_core[site], self._run[site])
-            leaks = any(self._reaches_others(run, site, layer) for run in (by_core, kept_core))
-            if is_moved and not leaks:
+            is_moved = not torch.equal(by_core[site], self._undisturbed[site])
+            part.leak = max(self._reach(run, site, layer) for run in (by_core, kept_core))
+            if is_moved and part.leak <= CLOSE:
                 begin = self._layers[0].block.call.begin
                 return "cross" if is_cross(part, layer.block, begin) else "attention"
         if is_mixing:
             return "mixer"
         return "side" if side_inputs(part, layer.block) else "mlp"
 
-    def _reaches_others(self, run: Recording, site: str, layer: Layer) -> bool:
-        """Tell whether the change of one token reaches other tokens of a term."""
+    def _reach(self, run: Recording, site: str, layer: Layer) -> float:
+        """Return how far the change of one token reaches other tokens of a term."""
         shape = layer.block.pre.tensor.shape
-        before = self._by_token(self._run[site].reshape(shape)).double().flatten(1)
+        before = self._by_token(self._undisturbed[site].reshape(shape)).double().flatten(1)
         after = self._by_token(run[site].reshape(shape)).double().flatten(1)
         off = (after - before).abs().amax(1) / before.abs().max()
-        return bool(torch.cat([off[:_TOKEN], off[_TOKEN + 1 :]]).max() > CLOSE)
+        return float(torch.cat([off[:_TOKEN], off[_TOKEN + 1 :]]).max())
 
 
 def _disturb(numbers: Tensor) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 CLOSE = 1e-5
-# What norms add to the square before they divide by its root.
-_EPS = (1e-30, 1e-12, 1e-8, 1.1920929e-07, 1.5625e-07, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+# What norms add to the square before they divide by its root, the most frequent first.
+_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1.1920929e-07, 1.5625e-07, 1e-7, 1e-30, 1e-4, 1e-3, 1e-2)
+_EQUAL = CLOSE / 10  # no better form is looked for
 _WORSE = float("inf")
 
 
@@ -52,11 +54,20 @@ def error_of_rescale(before: Tensor, after: Tensor) -> float:
     x, y = before.double().flatten(0, -2), after.double().flatten(0, -2)
     if len(x) < 4:
         return _WORSE
-    errors = [_affine(x, y)]
-    for values in (x, x - x.mean(-1, keepdim=True)):
+    least = _WORSE
+    for values in _rescaled(x):
+        least = min(least, _affine(values, y))
+        if least < _EQUAL:
+            break
+    return least
+
+
+def _rescaled(x: Tensor) -> Iterator[Tensor]:
+    """Yield the numbers themselves, and their norms."""
+    yield x
+    for values in (x - x.mean(-1, keepdim=True), x):
         square = (values * values).mean(-1, keepdim=True)
-        errors += [_affine(values / (square + eps).sqrt(), y) for eps in _EPS]
-    return min(errors)
+        yield from (values / (square + eps).sqrt() for eps in _EPS)
 
 
 def _affine(x: Tensor, y: Tensor) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from hookline.errors import SelectionError, one_of
+from hookline.errors import SelectionError
 
 NAMES = (
     "embed", "pos_embed", "resid_pre", "attn_in", "q", "k", "v", "q_norm", "k_norm", "scores",
@@ -67,8 +68,13 @@ class PartNames:
         Raises:
             SelectionError: the name is unknown or not proven, or the layer does not exist.
         """
-        one_of("the name of a part", name, NAMES, "print(parts) shows the proven ones.",
-               SelectionError)  # fmt: skip
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=3)
+            close = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise SelectionError(
+                f"a part must have one of the names of hl.anatomy, got {name!r}.{close}"
+                f"\nProven here: {', '.join(self)}."
+            )
         layers = self.layers_of(name)
         if (name, _WHOLE) in self.sites:
             if layer is None:

@@ -24,12 +24,15 @@ class Part:
             or the product of a softmax and the values. None where no attention is.
         softmax: the call that computes the pattern, if it is a call of its own.
         kind: "attention", "cross", "mixer", "mlp" or "side", once the interventions are done.
+        leak: how far a change of one token reaches others past the pattern, of their largest
+            number; 0 for an attention.
     """
 
     term: Term
     cores: list[Event]
     softmax: Event | None = None
     kind: str = ""
+    leak: float = 0.0
 
 
 @final
@@ -90,9 +93,15 @@ def _product_with(softmax: Event, term: Term) -> Event | None:
 
 
 def is_cross(part: Part, block: Block, stack_begin: int) -> bool:
-    """Tell whether an attention's values come from before the stack, such as from an encoder."""
-    if not part.cores or len(part.cores[0].data) < 2:
-        return False
+    """Tell whether an attention's values come from before the stack, such as from an encoder.
+
+    Args:
+        part: a part with cores.
+        block: its block.
+        stack_begin: the number of the first event in the stack.
+    """
+    if len(part.cores[0].data) < 2:
+        return False  # queries, keys and values are one
     stop = [id(value) for value in (block.pre, *(step.after for step in block.steps))]
     events, reads = before(part.cores[0].data[-1], stop, stack_begin)
     is_local = any(event.index < block.call.begin for event in events)
@@ -236,7 +245,7 @@ def name_layer(trace: Trace, layer: Layer) -> None:
     for kind, prefix in KINDS.items():
         parts = layer.of_kind(kind)
         if len(parts) != 1:
-            why = f"the block has no {WORDS[kind]}"
+            why = f"the block has no {WORDS[kind]}{_leak_text(layer, kind)}"
             if parts:
                 why = f"the block has {len(parts)} parts of the kind {WORDS[kind]}"
             layer.refused.update({f"{prefix}_{end}": why for end in ("in", "out", "out_raw")})
@@ -250,6 +259,17 @@ def name_layer(trace: Trace, layer: Layer) -> None:
         _put(layer, f"{prefix}_out_raw", site_of(trace, raw, block.path), why)
         _put(layer, f"{prefix}_out", site_of(trace, term.value, block.path), why)
     _name_mid(trace, layer)
+
+
+def _leak_text(layer: Layer, kind: str) -> str:
+    """Say why a part with a pattern is no attention, if the block has one."""
+    leak = max((part.leak for part in layer.parts if part.cores), default=0.0)
+    if kind != "attention" or not leak:
+        return ""
+    return (
+        f": in {layer.block.path} a change of one token reaches others past the pattern, by"
+        f" {leak:.1e}"
+    )
 
 
 KINDS = {"attention": "attn", "cross": "cross_attn", "mixer": "mixer", "mlp": "mlp"}

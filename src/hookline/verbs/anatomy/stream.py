@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from hookline.verbs.anatomy.numbers import error_of_rescale
 from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value
 
 SUMS = {"add", "add_", "iadd", "radd"}
@@ -23,6 +25,7 @@ _LIGHT = SUMS | SCALES | {
     "contiguous", "clone", "dropout", "unsqueeze", "squeeze", "flatten", "unflatten", "size",
     "norm", "vector_norm", "normalize", "half", "bfloat16", "double", "expand", "sum", "std",
     "fused_rms_norm", "clamp_min", "maximum", "neg", "lerp", "addcmul", "detach", "view_as",
+    "get",  # of an attribute: x.mT
 }  # fmt: skip
 
 
@@ -115,8 +118,15 @@ def _why_none(call: ModuleCall, begins: list[Value], ends: list[Value]) -> str:
     if not begins or not ends:
         return f"{call.path} gets or returns no stream of floating numbers"
     last = next((_last_heavy(end, call.begin) for end in ends), None)
-    by = f"; on the way is {last.path}@{last.name}" if last is not None else ""
+    by = "" if last is None else f"; on the way is {last.path}@{last.name}{_bend_text(last)}"
     return f"no sums, norms and scales alone lead from the input of {call.path} to its output{by}"
+
+
+def _bend_text(event: Event) -> str:
+    """Say how far a call is from a scale or a norm, if it returns as many numbers as it gets."""
+    before, after = event.data[0].tensor, event.outputs[0].tensor
+    off = error_of_rescale(before, after) if after.dim() > 1 else math.inf
+    return f", off by {off:.1e} from a scale or a norm on input 1" if off < math.inf else ""
 
 
 def _last_heavy(end: Value, begin: int) -> Event | None:

@@ -15,6 +15,7 @@ from hookline.errors import (
     AmbiguousError,
     AttachError,
     HooklineWarning,
+    InputError,
     NotRecordedError,
     SelectionError,
     StructureError,
@@ -80,16 +81,31 @@ def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
 
     Raises:
         SelectionError: no stack of the model has a residual stream.
+        InputError: the inputs have fewer than three tokens.
     """
     trace = traced(model, inputs[0])
     stacks = _stacks(model, trace)
     for stack in stacks:
+        _check_tokens(stack)
         Interventions(model, trace, inputs[0], stack.layers).tell_apart()
         claims = list(_name(model, trace, stack, is_last=stack is stacks[-1]))
         _prove(model, stack, claims, inputs)
         if stack.head is not None:
             stack.head.forget_the_trace()
     return stacks
+
+
+def _check_tokens(stack: Stack) -> None:
+    shape = stack.layers[0].block.pre.tensor.shape
+    n_tokens = shape[1] if len(shape) > 2 else shape[0]
+    if n_tokens < _FEWEST_TOKENS:
+        raise InputError(
+            f"inputs must have at least {_FEWEST_TOKENS} tokens, got {n_tokens} at"
+            f" {stack.layers[0].block.path}.\nGive a longer text."
+        )
+
+
+_FEWEST_TOKENS = 3
 
 
 def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
@@ -141,23 +157,23 @@ def _prove(
 ) -> None:
     """Measure every identity on every input, and refuse the names whose identities fail."""
     sites = sorted({site for _, each in claims for site in each.sites})
-    for each_input in inputs:
+    failing: dict[tuple[str, int], str] = {}
+    for n_input, each_input in enumerate(inputs, 1):
         values = _values(model, sites, each_input)
         for site, value in values.items():
             stack.shapes.setdefault(site, tuple(value.shape))
-        for number, each in claims:
-            worst = _error(each, values)
-            for name in each.names:
-                key = name, number
-                stack.errors[key] = max(worst, stack.errors.get(key, 0.0))
+        for key, text, worst in _measured(claims, values):
+            if worst >= stack.errors.get(key, 0.0):
+                stack.errors[key] = worst
+                failing[key] = f"{text} is off by {worst:.1e} on input {n_input}"
     bound = limit(stack.layers[0].block.pre.tensor.dtype)
     for (name, number), worst in stack.errors.items():
         owner: Any = stack.names if number < 0 else stack.layers[number]
         if worst > bound and name in owner.sites:
             site = owner.sites.pop(name)
-            owner.refused[name] = f"its identity is off by {worst:.1e}, above {bound:.0e}"
+            owner.refused[name] = f"{failing[name, number]}, above {bound:.0e}, at {site}"
             if worst == float("inf"):
-                owner.refused[name] = f"{site} has not one value to compare"
+                owner.refused[name] = f"{site} cannot be compared: not each value has one site"
 
 
 def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Tensor]:
@@ -177,6 +193,15 @@ def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Te
         except (NotRecordedError, AmbiguousError, StructureError):
             continue
     return values
+
+
+def _measured(
+    claims: Sequence[tuple[int, Claim]], values: dict[str, Tensor]
+) -> Iterator[tuple[tuple[str, int], str, float]]:
+    """Yield each name and layer, an identity that it needs, and the error of the identity."""
+    for number, each in claims:
+        worst = _error(each, values)
+        yield from (((name, number), each.text, worst) for name in each.names)
 
 
 def _error(each: Claim, values: dict[str, Tensor]) -> float:

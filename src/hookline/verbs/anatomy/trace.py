@@ -84,6 +84,7 @@ class Event:
         outputs: the values that it makes.
         function: the function; None for a module.
         arguments: its arguments, with values in place of tensors.
+        writes: whether it writes to one of its inputs.
     """
 
     index: int
@@ -93,6 +94,7 @@ class Event:
     outputs: list[Value] = field(default_factory=list)
     function: Any = None
     arguments: Any = ()
+    writes: bool = False
 
     @property
     def data(self) -> list[Value]:
@@ -175,7 +177,7 @@ class Trace(TorchFunctionMode):
         made = [(leaf, t) for leaf, t in tree.tensors(result)]
         if made or written:
             event = self._note(func, inputs, made, written)
-            event.function, event.arguments = func, arguments
+            event.function, event.arguments, event.writes = func, arguments, bool(written)
         return result
 
     def _note(self, func: Any, inputs: list[Value], made: Any, written: list[Tensor]) -> Event:
@@ -250,6 +252,14 @@ class Trace(TorchFunctionMode):
             value.places.append(Place(kind, site.path, leaf, number))
             yield leaf, value
 
+    def by_site(self) -> dict[str, Tensor]:
+        """Return the numbers that each site had."""
+        return {
+            self.text(place): value.tensor
+            for value in self._values.values()
+            for place in value.places
+        }
+
     def text(self, place: Place) -> str:
         """Return the text of a site; the number of the call only where there are several."""
         path, _, name = place.path.rpartition("@")
@@ -271,12 +281,13 @@ def replay(events: Iterable[Event], given: dict[int, Tensor], wanted: Value) -> 
     numbers = dict(given)
 
     def number(part: Any) -> Any:
-        if not isinstance(part, Value):
-            return part
-        return numbers[id(part)] if id(part) in numbers else part.tensor.clone()
+        return numbers.get(id(part), part.tensor) if isinstance(part, Value) else part
+
+    def copied(part: Any) -> Any:
+        return number(part).clone() if isinstance(part, Value) else part
 
     for event in events:
-        args, kwargs = _mapped(number, event.arguments)
+        args, kwargs = _mapped(copied if event.writes else number, event.arguments)
         result = event.function(*args, **kwargs)
         made = [tensor for _, tensor in tree.tensors(result)]
         for value in event.outputs:

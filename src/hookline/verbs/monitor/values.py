@@ -14,10 +14,12 @@ from hookline.engine import (
     GradientCallback,
     GradInputTap,
     GradOutputTap,
+    InBlocks,
     Order,
     Pass,
     Passes,
     PendingGradient,
+    QueryBlocks,
     Site,
     SplitCallback,
     is_inert,
@@ -44,6 +46,9 @@ class ValueSites:
         self._passes = passes
         self._scaling = scaling
         self._inside = graph_slots(slots.statistics)
+        self._takes_blocks = all(
+            getattr(statistic, "takes_blocks", False) for statistic in slots.statistics
+        )
         self._n = 0
 
     def bind(self, site: Site) -> Bound:
@@ -58,7 +63,8 @@ class ValueSites:
             return _MeasuringGradInputTap(
                 site, self._passes, _GradientMeasure(at, self._slots, self._scaling)
             )
-        return SplitCallback(_measure(at, self._slots), self._inside, _merge(at, self._slots))
+        halves = SplitCallback(_measure(at, self._slots), self._inside, _merge(at, self._slots))
+        return InBlocks(halves) if self._takes_blocks and site.port == "output" else halves
 
 
 @final
@@ -92,6 +98,11 @@ def _measure(at: _AtLeaves, slots: Slots) -> Any:
             return
         if type(value) is Tensor:
             whole.add(value)
+            return
+        if isinstance(value, QueryBlocks):
+            for block in value.detached():
+                whole.add(block)
+                del block  # frees it, before the next is made
             return
         for leaf, tensor in tree.tensors(value):
             at.at(leaf).add(tensor)

@@ -107,6 +107,8 @@ def by_query(function: Callable[[Tensor], Any]) -> ByQuery:
         >>> run["@pattern"].shape
         torch.Size([1, 2, 4])
 
+    `hl.monitor` and `hl.watch` take patterns in blocks without this.
+
     The blocks hold about 4 million scores, 16 MB, and at least 16 queries. The pattern is computed
     whole where it is no longer than a block, in compiled code, in a model that computes attention
     step by step, and where another hook takes the whole pattern.

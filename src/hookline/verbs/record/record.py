@@ -14,10 +14,10 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
     LINE,
-    BlocksTap,
     Bound,
     Callback,
     CompiledRun,
+    InBlocks,
     Line,
     Order,
     OutputTap,
@@ -293,11 +293,8 @@ class _Recorder:
         callback = _keep(number, self._kept, site)
         if self._after is not None:
             callback = _then(callback, self._after, site)
-        if self._takes_blocks and site.port == "output" and not site.leaf:
-            tap = BlocksTap(site, self._passes, callback, Order.RECORD)
-            tap.halves = self._halves(number, callback, site)
-            return tap
-        return self._halves(number, callback, site) or callback
+        bound = self._halves(number, callback, site) or callback
+        return InBlocks(bound) if self._takes_blocks else bound
 
     def _halves(self, number: int, callback: Callback, site: Site) -> SplitCallback | None:
         """Return a callback in two halves for compiled code; None if it has no half in a graph."""

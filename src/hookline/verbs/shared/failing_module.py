@@ -6,13 +6,14 @@ The traceback names the module, so nothing needs to be attached beforehand.
 from __future__ import annotations
 
 import re
+from functools import partial
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from hookline.display.text import listed, type_and_line
-from hookline.engine import path_text, walk
+from hookline.engine import Operation, path_text, walk
 from hookline.engine.pytree import describe
 from hookline.errors import HooklineError
 
@@ -22,10 +23,13 @@ _MOST_KINDS = 3
 
 
 class FailingModule(NamedTuple):
-    """The innermost module that was running when an exception was raised."""
+    """The innermost module that was running when an exception was raised.
+
+    An operation with hooks is a module, too. Its path is that of its site: `h.3.attn@softmax`.
+    """
 
     path: str  # the module's path
-    module_type: str  # the name of its class
+    module_type: str  # the name of its class; "operation"
     arguments: str  # its arguments, with dtypes and devices if the exception is about these
     parameters: str = ""  # theirs, if the exception is about these
 
@@ -50,14 +54,20 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
     paths = {id(node.module): node.path for node in walk(model)}
     is_about_kinds = _ABOUT_KINDS.search(str(error)) is not None
     innermost: FailingModule | None = None
+    host = ""  # the innermost module of the model
     for frame, _ in walk_tb(error.__traceback__):
         local = frame.f_locals
         module: Any = local.get("self")
         # torch's own name for the method that every call of a module goes through.
-        if frame.f_code.co_name == "_call_impl" and id(module) in paths:
-            arguments = _arguments(local, in_full=is_about_kinds)
+        if frame.f_code.co_name != "_call_impl":
+            continue
+        arguments = partial(_arguments, local, in_full=is_about_kinds)
+        if id(module) in paths:
+            host, kind = paths[id(module)], type(module).__name__
             kinds = _kinds_of_parameters(module) if is_about_kinds else ""
-            innermost = FailingModule(paths[id(module)], type(module).__name__, arguments, kinds)
+            innermost = FailingModule(host, kind, arguments(), kinds)
+        elif isinstance(module, Operation) and innermost is not None:
+            innermost = FailingModule(f"{host}@{module.name}", "operation", arguments())
     return innermost
 
 

@@ -104,6 +104,7 @@ class ClockTap(Tap):
 
     def __init__(self, passes: Passes, running: Running, stopwatch: Stopwatch) -> None:
         super().__init__(Site(""), passes, no_callback, Order.RECORD)
+        self.takes_blocks = True  # the clock looks at no value
         self.running: Running = running
         self.stopwatch: Stopwatch = stopwatch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self, TextIO, final
 
@@ -15,11 +15,13 @@ from hookline.display.results import fold_line
 from hookline.display.text import listed, type_and_line
 from hookline.engine import (
     GradientCallback,
+    InBlocks,
     Line,
     ModuleNode,
     Order,
     Pass,
     PendingGradient,
+    QueryBlocks,
     Report,
     Selection,
     Selector,
@@ -98,10 +100,9 @@ class Watch(VerbLine[Line]):
             if site.is_gradient:
                 return _GradientPrinter(printer, site, label_width, optional)
             if site.port == "input":
-                return SplitCallback(printer.enter, _nothing, _see_nothing)
-            return SplitCallback(
-                printer.leave(site, label_width), snapshot, printer.compiled(site, label_width)
-            )
+                return InBlocks(SplitCallback(printer.enter, _nothing, _see_nothing))
+            compiled = printer.compiled(site, label_width)
+            return InBlocks(SplitCallback(printer.leave(site, label_width), snapshot, compiled))
 
         line = self._line
         with line.all_or_nothing() as placements:
@@ -126,7 +127,7 @@ class _Printer:
         """Note the structure of the inputs of the call that has just begun."""
         if self.running.calls:
             call = self.running.calls[-1]
-            call.inputs = describe.shape_or_structure(local_shards(value))
+            call.inputs = _structure_text(value)
             call.n_bytes = sum(
                 tensor.numel() * tensor.itemsize
                 for _, tensor in tree.tensors(value)
@@ -141,7 +142,7 @@ class _Printer:
             calls = self.running.calls
             call = calls[-1] if calls and calls[-1].has_run else None
             label = "  " * (len(calls) - (call is not None)) + name
-            if _is_on_accelerator(value):
+            if _is_on_accelerator(value.given if isinstance(value, QueryBlocks) else value):
                 for running in calls:
                     running.launches = True
             with aside(current.region):
@@ -260,11 +261,20 @@ def _see_nothing(current: Pass, value: Any) -> None:
     """Print nothing of an input of compiled code."""
 
 
+def _structure_text(value: Any) -> str:
+    blocks = value.get("value") if isinstance(value, dict) else None
+    if isinstance(blocks, QueryBlocks):  # of `@pattern` or `@scores`
+        return describe.shape(blocks)
+    return describe.shape_or_structure(local_shards(value))
+
+
 def _value_text(value: Any) -> str:
     """Describe a value: its shape and dtype, and the mean and std of its first floating tensor.
 
     Other tensors of it are named if they hold NaN or infinities.
     """
+    if isinstance(value, QueryBlocks):
+        return _text_of_blocks(value)
     value = local_shards(value)  # nothing here communicates with other ranks
     text = describe.shape_or_structure(value)
     floating = [
@@ -288,6 +298,28 @@ def _value_text(value: Any) -> str:
         return f"{text} {dtype}"
     where = f"  NaN or inf in {listed(broken, _N_BROKEN)}"
     return f"{text} {dtype}  mean {mean:.4g}  std {std:.4g}" + where * bool(broken)
+
+
+def _text_of_blocks(blocks: QueryBlocks) -> str:
+    """Describe scores or a pattern, which are computed in blocks of queries."""
+    text = f"{describe.shape(blocks)} {str(blocks.dtype).removeprefix('torch.')}"
+    means = []
+
+    def parts() -> Iterator[Tensor]:
+        for block in blocks:
+            numbers = innermost(local_shards(block)).reshape(-1)
+            means.append(numbers.mean(dtype=torch.float64).item())
+            yield from map(Tensor.double, torch.split(numbers, BLOCK_NUMEL))
+            del block, numbers  # frees them, before the next block is made
+
+    try:
+        with torch.no_grad():
+            mean, std = mean_and_std(parts())
+    except Exception:  # a fake tensor has no numbers to show; the model must go on
+        return text
+    if not math.isfinite(mean):
+        mean, std = sum(means), math.nan  # masked scores are -inf
+    return f"{text}  mean {mean:.4g}  std {std:.4g}"
 
 
 _N_BROKEN = 3  # leaves that are named

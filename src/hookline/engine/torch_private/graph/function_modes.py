@@ -73,16 +73,23 @@ def runs_graph(frame: FrameType | None, outermost: FrameType) -> bool:
         outermost: the outer frame.
     """
     while frame is not None and frame is not outermost:
-        # Dynamo calls a graph by a function that turns dynamo off, and that holds the reason.
-        if frame.f_code.co_name == "_fn":
-            reason = getattr(frame.f_locals.get("self"), "msg", None)
-            if reason == _IN_GRAPH:
-                return True
+        if frame.f_code.co_name == "_fn" and _is_graph(frame.f_locals.get("fn"), frame.f_back):
+            return True
         frame = frame.f_back
     return False
 
 
-_IN_GRAPH = "do not trace Dynamo-compiled graph"
+def _is_graph(function: object, caller: FrameType | None) -> bool:
+    """Tell whether a function is a graph that dynamo has compiled of the caller's code.
+
+    Such code calls its graphs by global names. Each holds a function that turns dynamo off around
+    the graph, as `torch.compiler.disable` does around a function of the user.
+    """
+    return caller is not None and any(
+        getattr(caller.f_globals.get(name), "_torchdynamo_orig_callable", None) is function
+        for name in caller.f_code.co_names
+        if name.startswith("__compiled_fn")
+    )
 
 
 def is_of_hook(code: CodeType | None, module: nn.Module) -> bool:
@@ -99,7 +106,6 @@ def is_of_hook(code: CodeType | None, module: nn.Module) -> bool:
 
 def _code_of(function: Any) -> CodeType | None:
     function = getattr(function, "func", function)  # of a partial
-    function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     return code if code is not None else getattr(type(function).__call__, "__code__", None)
 
