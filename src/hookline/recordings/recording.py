@@ -137,12 +137,6 @@ class Recording(Lookups, Result):
         if callable(model):
             self._log.sites_of_part = partial(_sites_of_part, model)
 
-    def has_model_of(self, other: Recording) -> bool:
-        """Tell whether two recordings are of one model that is alive, without reading weights."""
-        references = [source._model for source in (self, other)]
-        models = [reference() for reference in references if callable(reference)]
-        return len(models) == 2 and models[0] is not None and models[0] is models[1]
-
     def take(self) -> list[PassRecord]:
         """Remove all passes from the recording, and return them."""
         return [PassRecord(self._log, current) for current in self._log.take()]
@@ -635,3 +629,10 @@ def _sites_of_part(model: Callable[[], nn.Module | None], text: str) -> list[str
     if live is None or not has_parts(live := unwrap(live)):
         return [text]
     return sites_of_part(live, text)
+
+
+def are_of_one_model(a: Recording, b: Recording) -> bool:
+    """Tell whether two recordings are of one model that is alive, without reading its weights."""
+    references = [source._model for source in (a, b)]
+    models = [reference() for reference in references if callable(reference)]
+    return len(models) == 2 and models[0] is not None and models[0] is models[1]

@@ -25,6 +25,7 @@ from hookline.errors import InputError
 from hookline.models.checkpoints import read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
+from hookline.recordings.recording import are_of_one_model
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
 from hookline.verbs.compare.floor import Kind
@@ -116,7 +117,7 @@ class Side:
     def is_of_model_of(self, other: Side) -> bool:
         """Tell whether both were recorded from one model that is alive."""
         a, b = self.source, other.source
-        return isinstance(a, Recording) and isinstance(b, Recording) and a.has_model_of(b)
+        return isinstance(a, Recording) and isinstance(b, Recording) and are_of_one_model(a, b)
 
     @property
     def of_ranks(self) -> list[tuple[str, str]]:
