@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hookline.curves.layout import NO_TURN
 from hookline.curves.step_reports import StepReport
 from hookline.curves.table import RECENT, CurveTable
-from hookline.display.text import escape_invisible, plural
+from hookline.display.text import escape_invisible, listed, plural
 from hookline.statistics.covariance import Covariance, CovarianceStatistic
 
 _TIMES = 100.0  # the norm, by its median
@@ -197,7 +197,7 @@ def _dead_units(table: CurveTable, recent: Sequence[StepReport]) -> Alert | None
         if len(masks) == RECENT and len({mask.shape for mask in masks}) == 1:
             units = np.flatnonzero(np.all(masks, axis=0)).tolist()
             n_units += len(units)
-            text = ", ".join(map(str, units[:_MOST_UNITS])) + ", …" * (len(units) > _MOST_UNITS)
+            text = listed(units, _MOST_UNITS)
             sites += [(at, text)] * bool(units)
     return Alert(
         "Dead units",
