@@ -9,6 +9,7 @@
 #   make docs    the documentation as a site, in site/
 #   make dist    the wheel and the sdist, in dist/: built twice, checked, installed and used bare
 #   make extras  the same, and each extra installed alone and used
+#   make matrix  a selection of the tests on other versions of torch, Python and NumPy
 #   make types   how much of the public interface has known types, by pyright
 #   make clean   remove what the others made
 
@@ -26,7 +27,7 @@ JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --maxprocesses=8 \
   --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick full check mutants bench docs dist extras types clean
+.PHONY: demo test quick full check mutants bench docs dist extras matrix types clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -116,10 +117,14 @@ extras: $(DIST_VENV)/.dist
 	$(DIST_VENV)/bin/python release/dist.py
 	$(PYTHON) release/install.py --extras
 
+# The environments that are in .venv-matrix/ are used as they are.
+matrix:
+	$(PYTHON) release/matrix.py
+
 # pyright looks for the package where the first python of the path does.
 types: $(DIST_VENV)/.dist $(VENV)/.test
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(DIST_VENV)/bin/python release/typed.py
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(DIST_VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(DIST_VENV) .venv-matrix runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

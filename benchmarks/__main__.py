@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure all rows, print them, and write them to `benchmarks/results/`."""
+"""`python -m benchmarks`: measure all rows, print them, and keep them in `benchmarks/results/`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from time import monotonic
 
 import torch
 
-from benchmarks import report
+from benchmarks import history, report
 from benchmarks.models import Placement
 from benchmarks.rows import ROWS, measure
 from benchmarks.timing import CLOCKS, Plan
@@ -41,13 +41,15 @@ def main(arguments: list[str] | None = None) -> int:
         results.append(measure(row, Plan(rounds, CLOCKS[clock])))
         print(f"\n{report.as_text(results[-1])}")
         print(f"  {rounds} rounds, {monotonic() - start:.0f} s", flush=True)
-    print(f"\n{report.as_markdown(results, about)}")
-    # Only a whole run at full length replaces the table that the README quotes.
-    stem = "quick" if options.quick or options.rounds else "partial" if options.only else "latest"
-    stem += "" if clock != "device" else "-device"
-    kind = "quick" if options.quick else str(options.rounds or "full")
-    for path in report.write(results, about, stem, kind):
-        print(f"written: {path.relative_to(report.RESULTS.parent.parent)}")
+    if options.quick:  # few rounds say whether it runs, and are not kept
+        return 0
+    path = history.keep(results, about, str(options.rounds or "full"))
+    history.write()
+    print(f"\nwritten: {path.relative_to(history.HERE.parent)}, and the table of README.md")
+    kept = history.files()
+    newest = next(file for file in kept if path.name.startswith(f"{file['hookline']}-"))
+    for line in history.regressions(newest, kept):
+        print(f"slower than before: {line}")
     return 0
 
 

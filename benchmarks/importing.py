@@ -1,4 +1,4 @@
-"""`import hookline` on top of `import torch`, each in a fresh Python."""
+"""`import hookline` on top of `import torch`, in a fresh Python; and the package's size."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,20 @@ def import_row(name: str, plan: Plan) -> Result:
     run_rounds(result, contenders, plan)
     result.notes += _explain(plan.clock)
     return result
+
+
+def size_row(name: str, plan: Plan) -> Result:
+    """The size of the package's files, packed as in a wheel."""
+    result = Result(name, "the package, packed", None, 1.6e6, unit="B")
+    folder = _ROOT / "src" / "hookline"
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in str(path)
+    ]
+    texts = [path.read_bytes() for path in paths]
+    packed = float(sum(len(zlib.compress(text)) for text in texts))
+    result.notes.append(f"{len(texts)} files, unpacked {sum(map(len, texts)) / 1e6:.2f} MB")
+    hookline = Contender("hookline", "all files but compiled ones", lambda _, __: packed)
+    return run_rounds(result, [hookline], plan)
 
 
 def _explain(clock: Clock) -> list[str]:

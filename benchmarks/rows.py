@@ -16,7 +16,7 @@ from benchmarks.compiling import compiled_row
 from benchmarks.drawing import drawing_row
 from benchmarks.engines import ray_row
 from benchmarks.extracting import extracting_row
-from benchmarks.importing import import_row
+from benchmarks.importing import import_row, size_row
 from benchmarks.inside import inside_row
 from benchmarks.measuring import measuring_row
 from benchmarks.models import Case
@@ -423,6 +423,7 @@ ROWS = (
         opening_row(10_000, 5, "open a store of 10,000 shards and 5 sites", 0.05),
     ),
     Row("import", 20, 4, import_row),
+    Row("size", 1, 1, size_row),
     Row("select", 15, 3, select_row),
     Row("plots", 20, 5, drawing_row),
     Row(

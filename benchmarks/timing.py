@@ -104,7 +104,7 @@ class Result:
         title: the row in words.
         base: the contender against which the target is set; None where the target is absolute.
         target: at most this, as a ratio to the base.
-        unit: what one measurement is: "s" for seconds a call.
+        unit: what one measurement is: "s" for seconds a call, "B" for bytes.
         calls: how many calls one measurement takes the mean of.
         seconds: for each contender one measurement a round; None in rounds that it sat out.
         hows: what each contender does, in words.

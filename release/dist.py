@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -82,8 +83,29 @@ def checksum(path: Path) -> str:
 def check(paths: list[Path]) -> None:
     """Have twine and check-wheel-contents look at what was built."""
     _run(sys.executable, "-m", "twine", "check", "--strict", *map(str, paths), cwd=ROOT)
-    wheels = [str(path) for path in paths if path.suffix == ".whl"]
-    _run(sys.executable, "-m", "check_wheel_contents", *wheels, cwd=ROOT)
+    wheels = [path for path in paths if path.suffix == ".whl"]
+    _run(sys.executable, "-m", "check_wheel_contents", *map(str, wheels), cwd=ROOT)
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+            refuse_relative_links(archive.read(name).decode())
+
+
+def refuse_relative_links(text: str) -> None:
+    """Refuse a description whose links need files beside it.
+
+    Raises:
+        DistError: a link is relative.
+    """
+    links = re.findall(
+        r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.DOTALL)
+    )
+    relative = [link for link in links if not re.match(r"[a-z]+:|#", link)]
+    if not links or relative:
+        raise DistError(
+            f"the description must have absolute links, got {relative[:3] or 'none'}."
+            "\nrelease/long_description.py makes them."
+        )
 
 
 def refuse_unready(pyproject: str, changelog: str, version: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 import hookline as hl
@@ -9,6 +11,7 @@ from hookline.engine.pytree import tree
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.compare.alignment import align
 from hookline.verbs.compare.tokens import tokens_of
+from hookline.verbs.shared.token_inputs import CACHES
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
 
@@ -60,9 +63,10 @@ def recorded(made, *inputs, sites=("**", "(root):input")):
 def chunked(made, rows, *sizes, **given):
     """The run of a causal model on chunks of its input, with a cache."""
     with torch.no_grad(), hl.record(made, ["**", "(root):input"]) as run:
+        name = next(name for name in CACHES if name in inspect.signature(made.forward).parameters)
         cache = None
         for part in rows.split(sizes, 1):
-            cache = made(input_ids=part, past_key_values=cache, use_cache=True).past_key_values
+            cache = made(input_ids=part, use_cache=True, **{name: cache})[name]
     return run
 
 
@@ -72,7 +76,7 @@ def tensors(run):
     for record in run.passes:
         for key in record.order:
             for leaf, tensor in tree.tensors(record[key]):
-                if key != "(root):input" and "past_key_values" not in leaf:
+                if key != "(root):input" and not any(name in leaf for name in CACHES):
                     sites.setdefault((key, leaf), {})[record.number] = tensor
     return sites
 

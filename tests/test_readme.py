@@ -141,6 +141,38 @@ def test_the_table_of_costs_is_made_from_the_measurements():
     assert text == maker["page"](text, measured), "run python benchmarks/summary.py"
 
 
+def test_the_tables_by_version_are_made_from_what_was_kept(monkeypatch):
+    matrix = runpy.run_path(str(ROOT / "release" / "matrix.py"))
+    text = matrix["PAGE"].read_text("utf-8")
+    assert text == matrix["page"](text, matrix["kept"]()), "run python release/matrix.py --table"
+    monkeypatch.syspath_prepend(str(ROOT))
+    history = runpy.run_path(str(ROOT / "benchmarks" / "history.py"))
+    text = history["PAGE"].read_text("utf-8")
+    assert text == history["page"](text, history["files"]()), "run python -m benchmarks.history"
+
+
+def test_a_row_beyond_the_interval_of_the_last_version_is_told(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    history = runpy.run_path(str(ROOT / "benchmarks" / "history.py"))
+    row = {
+        "title": "record", "base": "bare", "unit": "", "target": 1.2, "verdict": "met",
+        "clock": "cpu", "load": 0.1, "date": "2026-11-27",
+    }  # fmt: skip
+    files = [
+        {"hookline": version, "machine": {"processor": "p", "cores": 2, "threads": 1,
+         "device": "the CPU"}, "rows": {"tiny": {**row, "held": held}}}
+        for version, held in (("0.1.0", [1.0, 0.9, 1.1]), ("0.2.0", [1.3, 1.2, 1.4]))
+    ]  # fmt: skip
+    assert history["regressions"](files[1], files) == [
+        "tiny: 1 (0.9 to 1.1) in 0.1.0, 1.3 (1.2 to 1.4) in 0.2.0"
+    ]
+    assert "| record | bare | 1 (0.9 to 1.1) | 1.3 (1.2 to 1.4) | ≤ 1.2: met |" in history["table"](
+        files
+    )
+    files[1]["rows"]["tiny"]["held"] = [1.1, 1.05, 1.2]
+    assert history["regressions"](files[1], files) == []
+
+
 def test_the_layout_in_the_docs_is_that_of_the_test_of_layers():
     maker = runpy.run_path(str(ROOT / "docs" / "_site" / "layout.py"))
     text = maker["PAGE"].read_text()

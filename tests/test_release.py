@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,24 @@ def test_each_extra_for_users_is_installed_alone_and_used():
 
 def test_what_the_bare_package_is_smoke_tested_for_works(tmp_path):
     script("smoke").bare(tmp_path)
+
+
+def test_the_description_of_the_package_has_absolute_links(monkeypatch):
+    plugin = SimpleNamespace(MetadataHookInterface=object)  # hatchling is there where it builds
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", plugin)
+    hook = script("long_description").LongDescription()
+    hook.root, metadata = str(ROOT), {"urls": PROJECT["project"]["urls"]}
+    hook.update(metadata)
+    readme, text = (ROOT / "README.md").read_text("utf-8"), metadata["readme"]["text"]
+    base = f"{PROJECT['project']['urls']['Source']}"
+    tag = f"v{hl.__version__}"
+    assert f"]({base}/raw/{tag}/docs/overview.png)" in text
+    assert f"]({base}/blob/{tag}/docs/where-it-works.md#torchcompile)" in text
+    assert re.sub(rf"{base}/(raw|blob)/{tag}/", "", text) == readme
+    dist = script("dist")
+    dist.refuse_relative_links(text)
+    with pytest.raises(dist.DistError, match=r"absolute links, got \['docs/traps.md'"):
+        dist.refuse_relative_links(readme)
 
 
 def test_placeholders_and_an_undated_version_are_not_published():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 
 import pytest
@@ -20,6 +21,7 @@ from by_torch import (
     tripled,
 )
 from hookline.models.torchvision_import import import_torchvision
+from hookline.verbs.shared.token_inputs import CACHES
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
 
@@ -179,19 +181,20 @@ def test_attention_patterns_are_there_under_eager_not_under_sdpa(llama):
 @pytest.mark.cell("models of transformers", "gradients", "statistics")
 def test_model_outputs_keep_their_form_with_caches_as_they_were(llama):
     by_hand = []
+    name = next(name for name in CACHES if name in inspect.signature(llama.forward).parameters)
     handle = llama.model.register_forward_hook(
-        lambda module, args, output: by_hand.append(output.past_key_values)
+        lambda module, args, output: by_hand.append(output[name])
     )
     with (
-        hl.record(llama, "model:output.past_key_values") as caches,
+        hl.record(llama, f"model:output.{name}") as caches,
         hl.record(llama, ["", "model"], ports=("output", "grad_output")) as run,
         hl.record(llama, "model.layers.*", keep=lambda t: t.norm()) as norms,
     ):
         first = llama(IDS, labels=IDS, use_cache=True)
         first.loss.backward()
         with torch.no_grad():
-            llama(IDS, past_key_values=first.past_key_values)
-    lengths = [one["model:output.past_key_values"].get_seq_length() for one in caches.passes]
+            llama(IDS, **{name: first[name]})
+    lengths = [one[f"model:output.{name}"].get_seq_length() for one in caches.passes]
     assert lengths == [4, 8]
     handle.remove()
     assert [one.get_seq_length() for one in by_hand] == [8, 8]  # the live one, which has grown

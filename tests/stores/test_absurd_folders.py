@@ -174,6 +174,8 @@ def test_any_field_of_a_layout_may_hold_anything(folders, data):
         (("shards", "sizes"), [], r"shards must be lists with an entry for each shard"),
         (("shards", "sizes", 0), 0, r"shards\.sizes must add up to [\d,]+ bytes"),
         (("environment",), None, r"environment must be an object, got None"),
+        (("environment", "origin", "flags"), [], r"environment\.origin\.flags must be an object"),
+        (("environment", "origin", "versions", "torch"), 2, r"origin\.versions must be a list of"),
     ],
 )
 def test_a_field_of_a_store_that_lies_is_named(folders, path, value, field):

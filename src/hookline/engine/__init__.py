@@ -99,5 +99,5 @@ from hookline.util.hidden import hides
 OPEN = (
     "autograd.aliases", "autograd.module_backward", "model_fingerprint", "operations.names",
     "provenance", "pytree.describe", "pytree.leaves", "pytree.outlines", "pytree.tree",
-    "report.why_silent", "run_settings", "taps.fast_path",
+    "report.known_faults", "report.why_silent", "run_settings", "taps.fast_path",
 )

@@ -21,6 +21,7 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from hookline.display.text import first_line
+from hookline.engine.provenance import flags_here, versions_here
 from hookline.errors import FolderError
 from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, reading
@@ -207,6 +208,15 @@ def environment() -> dict[str, Any]:
     }
 
 
+def made_here() -> dict[str, Any]:
+    """Return the environment, and what a manifest tells of its origin besides.
+
+    The origin is not compared when a store is resumed: a seed may differ, and each package that
+    was imported is named.
+    """
+    return {**environment(), "origin": {"versions": versions_here(), "flags": flags_here()}}
+
+
 @cache
 def _machine() -> str:
     """Return the type of the processor, and the vector instructions that torch uses."""
@@ -229,7 +239,7 @@ def write_manifest(
 ) -> None:
     """Write a store's manifest, durably; an older one is replaced.
 
-    `job` is `Job.as_json`, and `made_on` is `environment`. `shards` has all shards, in order; None
+    `job` is `Job.as_json`, and `made_on` is `made_here`. `shards` has all shards, in order; None
     for a store that is not finished.
 
     Raises:

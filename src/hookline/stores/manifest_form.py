@@ -23,7 +23,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a field is missing or of another form. The message names it.
     """
-    _part(manifest, "environment", dict)
+    _check_origin(_part(manifest, "environment", dict))
     is_finished = manifest.get("shards") is not None
     columns = _checked_job(_part(manifest, "job", dict), is_finished=is_finished)
     if not is_finished:
@@ -33,6 +33,16 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     _check_counts(shards, columns)
     _part(manifest, "statistics", dict)
     _part(manifest, "skipped", list)
+
+
+def _check_origin(environment: Mapping[str, Any]) -> None:
+    """Check the versions and flags, which older hookline did not write."""
+    if "origin" not in environment:
+        return
+    origin = _part(environment, "origin", dict, "environment.")
+    for name in ("versions", "flags"):
+        texts = _part(origin, name, dict, "environment.origin.")
+        _check_texts(list(texts.values()), f"environment.origin.{name}")
 
 
 def _checked_job(job: Mapping[str, Any], *, is_finished: bool) -> list[dict[str, Any]]:

@@ -216,6 +216,7 @@ class Store(Result):
         """
         self._check_single("provenance")
         made_on = self._manifest["environment"]
+        origin = made_on.get("origin", {"versions": {}, "flags": {}})  # older hookline wrote none
         versions = {"hookline": str(self._manifest["hookline"])}
         versions |= {name: str(made_on[name]) for name in ("python", "torch") if name in made_on}
         device = next(
@@ -228,7 +229,10 @@ class Store(Result):
             if name in ("threads", "autocast", "matmul_precision")
         }
         return Provenance(
-            versions, str(device), str(self._manifest["job"]["model"].get("weights", "")), flags
+            {**origin["versions"], **versions},
+            str(device),
+            str(self._manifest["job"]["model"].get("weights", "")),
+            {**origin["flags"], **flags},
         )
 
     @cached_property

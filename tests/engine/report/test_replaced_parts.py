@@ -293,7 +293,8 @@ def test_compiled_models_are_looked_at_too(fresh_dynamo, where):
         with pytest.warns(hl.HooklineWarning, match="so the edit of 0 no longer happens") as told:
             runs(X)
         runs(X)
-    assert len(told) == 1
+    # dynamo warns, too: of Python 3.13.0
+    assert sum(issubclass(warning.category, hl.HooklineWarning) for warning in told) == 1
 
 
 def test_each_thread_looks_and_one_tells():

@@ -284,7 +284,9 @@ def test_the_environment_is_told():
 
 def test_a_torch_that_is_too_old_is_noted(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.4.1")
-    ((what, remedy),) = said(hl.doctor(nn.Linear(2, 2)), "torch")
+    with pytest.warns(hl.HooklineWarning, match=r"^torch 2\.4\.1 is older"):
+        diagnosis = hl.doctor(nn.Linear(2, 2))
+    ((what, remedy),) = said(diagnosis, "torch")
     assert what == "2.4.1 is older than the versions that hookline is tested with"
     assert remedy == "pip install 'torch>=2.11'"
 

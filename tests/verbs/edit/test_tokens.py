@@ -44,6 +44,7 @@ def test_padding_on_either_side_is_no_token(rows):
     [
         {"attention_mask": torch.ones(2, 9)},
         {"past_key_values": Cache(5)},
+        {"cache": Cache(5)},
         {"past_key_values": ((torch.ones(2, 1, 5, 3), torch.ones(2, 1, 5, 3)),)},
         {"cache_position": torch.arange(5, 9)},
         {"position_ids": torch.arange(5, 9)[None]},

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from hookline.files.place import place_of
 from hookline.files.sealed_json import sealed
 from hookline.stores import job as manifest_module
 from hookline.stores.job import environment, write_manifest
+from hookline.stores.merging import merge
 from thoroughness import tries
 from zoo import SmallNet
 
@@ -632,6 +634,25 @@ def test_other_threads_are_warned_of(model, tmp_path):
             hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_store_tells_versions_and_the_seed_as_recordings_do(model, tmp_path, monkeypatch):
+    for name, version in (("timm", "9.9"), ("transformers", "8.8")):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__=version))
+    torch.manual_seed(7)
+    with hl.record(model, "stem") as run:
+        model(ROWS)
+    recorded = hl.open(run.save(tmp_path / "run")).provenance
+    told = hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL).provenance
+    assert told.versions == recorded.versions
+    assert (told.versions["timm"], told.versions["transformers"]) == ("9.9", "8.8")
+    assert recorded.flags.items() <= told.flags.items()
+    assert told.flags["seed"] == "7"
+    torch.manual_seed(8)  # not compared: no warning
+    (tmp_path / "s" / "shard-00000000.safetensors").unlink()
+    again = hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
+    assert again.provenance.flags["seed"] == "8"
+    assert merge([tmp_path / "s"], tmp_path / "merged").provenance == again.provenance
 
 
 def test_another_processor_is_warned_of(model, tmp_path, monkeypatch):

@@ -76,7 +76,8 @@ class Borders:
     def remove(self) -> None:
         """Stop reporting and restore torch's class and the modules."""
         with Borders._lock:
-            Borders._all[:] = [border for border in Borders._all if border is not self]
+            if self in Borders._all:  # Ctrl-C in a comprehension keeps the lock in Python 3.13
+                Borders._all.remove(self)
             for module, (watchers, compiled, replacement) in Borders._replaced_calls.items():
                 watchers.discard(id(self))
                 if watchers:

@@ -27,6 +27,7 @@ from hookline.engine.line.registration import Node, Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
 from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree import describe
+from hookline.engine.report.known_faults import warn_of_known_faults
 from hookline.engine.report.replaced_parts import Originals
 from hookline.engine.report.report import Report
 from hookline.engine.report.why_silent import Silent, explain, gathered
@@ -112,6 +113,7 @@ class Line:
                 f"every_thread= must be True or False, got {describe.in_words(every_thread)}."
                 "\nGive every_thread=True to see every thread and async task."
             )
+        warn_of_known_faults()
         self.name = name
         self.options: LineOptions = LineOptions(lenient=lenient)
         self.passes: Passes = Passes(every_thread=every_thread)

@@ -47,7 +47,7 @@ class Plain:
     """A function without an operation."""
 
     def __init__(self, function: Function) -> None:
-        self.function = by_method(function)
+        self.function: Function = by_method(function)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function."""
@@ -68,7 +68,9 @@ class Progress:
     __slots__ = ("layout", "n_keys", "n_scores", "step")
 
     def __init__(self) -> None:
-        self.step = self.n_keys = self.n_scores = 0
+        self.step: int = 0
+        self.n_keys: int = 0
+        self.n_scores: int = 0
         self.layout: Matrices | Letters | None = None
 
 
@@ -99,11 +101,11 @@ class Attention:
     def __init__(self, module: nn.Module) -> None:
         self.parts: dict[str, Operation] = {}
         self.path = ""
-        self.n_heads = _n_heads(module)
+        self.n_heads: int | None = _n_heads(module)
         self.n_groups: int = getattr(module, "num_key_value_groups", 1)
         self.squares: list[Operation] = []
-        self.takes_blocks = False
-        self.traced = Progress()
+        self.takes_blocks: bool = False
+        self.traced: Progress = Progress()
         self._here = _Stack()
 
     def update(self, parts: dict[str, Operation]) -> None:
@@ -226,7 +228,9 @@ class ProductCall:
     """A product: of queries and keys, of pattern and values, or of something else."""
 
     def __init__(self, attention: Attention, product: Product, inner: Call) -> None:
-        self.attention, self.product, self.inner = attention, product, inner
+        self.attention: Attention = attention
+        self.product: Product = product
+        self.inner: Call = inner
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function."""
@@ -270,7 +274,8 @@ class SoftmaxCall:
     """A softmax, of scores or of something else."""
 
     def __init__(self, attention: Attention, inner: Call) -> None:
-        self.attention, self.inner = attention, inner
+        self.attention: Attention = attention
+        self.inner: Call = inner
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function."""
@@ -319,7 +324,8 @@ class KernelCall:
     """A call of `scaled_dot_product_attention`, which hides its pattern."""
 
     def __init__(self, attention: Attention, inner: Call) -> None:
-        self.attention, self.inner = attention, inner
+        self.attention: Attention = attention
+        self.inner: Call = inner
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function."""
@@ -398,7 +404,9 @@ class MultiheadCall:
 
     def __init__(self, mode: Any, inner: Operation | None) -> None:
         self.mode = mode
-        self.function = _see_through if inner is None else inner.calling(_see_through)
+        self.function: Function | Operation = (
+            _see_through if inner is None else inner.calling(_see_through)
+        )
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the function, and watch for the functions that it calls."""

@@ -89,6 +89,9 @@ def argument_names(function: Function) -> ArgumentNames:
         >>> argument_names(Tensor.matmul).names
         ('input', 'other')
     """
+    inner = getattr(function, "__wrapped__", None)  # of a stand-in that dynamo can trace
+    if isinstance(inner, MethodDescriptorType):
+        function = inner
     if isinstance(function, _OF_C):
         return _names_of_c(function)
     try:

@@ -36,7 +36,9 @@ class Operation(nn.Module):
         super().__init__()
         self.name = name
         self.writes = False
-        self.may_change = self.needs_graph = self.takes_blocks = False
+        self.may_change: bool = False
+        self.needs_graph: bool = False
+        self.takes_blocks: bool = False
         self.place_of_inplace: int | None = None
         self._on_graph: list[Any] = []  # the owners of the hooks that need the graph
 

@@ -33,8 +33,8 @@ class OwnCalls:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module_id = id(module)
-        self.has_graph = False
+        self.module_id: int = id(module)
+        self.has_graph: bool = False
         self._module = weakref.ref(module)
         self._parts: WeakIdentityMap[bool] = WeakIdentityMap()
 

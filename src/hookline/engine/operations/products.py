@@ -41,7 +41,8 @@ class Product:
         self.is_einsum: bool = name == "einsum"
         self.place = 1 if name == "baddbmm" else 0
         names = argument_names(function).names
-        self.first, self.second = "", ""
+        self.first: str = ""
+        self.second: str = ""
         if not self.is_einsum:
             self.first, self.second = names[self.place : self.place + 2]
 

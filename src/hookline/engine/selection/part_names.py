@@ -14,7 +14,8 @@ from hookline.util.weak_map import WeakIdentityMap
 PartSites = Callable[[str, int | None], Iterable[str]]
 
 _parts: WeakIdentityMap[PartSites] = WeakIdentityMap()
-has_parts = _parts.__contains__  # tells whether the parts of a model have been found
+# Tells whether the parts of a model have been found.
+has_parts: Callable[[nn.Module], bool] = _parts.__contains__
 
 
 def register_parts(model: nn.Module, sites: PartSites) -> None:

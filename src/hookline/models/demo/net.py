@@ -19,10 +19,14 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False)
+        self.conv1: nn.Module = nn.Conv2d(
+            channels_in, channels_out, kernel_size=3, padding=1, bias=False
+        )
         self.norm1: nn.Module = nn.BatchNorm2d(channels_out)
         self.relu1: nn.Module = nn.ReLU()
-        self.conv2 = nn.Conv2d(channels_out, channels_out, kernel_size=3, padding=1, bias=False)
+        self.conv2: nn.Module = nn.Conv2d(
+            channels_out, channels_out, kernel_size=3, padding=1, bias=False
+        )
         self.norm2: nn.Module = nn.BatchNorm2d(channels_out)
         self.shortcut: nn.Module = (
             nn.Identity()

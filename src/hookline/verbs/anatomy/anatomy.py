@@ -62,10 +62,10 @@ class Anatomy(Result):
         for stack in stacks:
             parts = Anatomy(model, [stack]) if len(stacks) > 1 else self
             self.stacks[stack.path] = parts
-        self.n_layers = len(self._names.blocks)
-        self.width = self._names.width
-        self.n_heads = self._names.n_heads()
-        self.n_key_value_heads = self._names.n_key_value_heads()
+        self.n_layers: int = len(self._names.blocks)
+        self.width: int = self._names.width
+        self.n_heads: int | None = self._names.n_heads()
+        self.n_key_value_heads: int | None = self._names.n_key_value_heads()
 
     def __getitem__(self, name: str | tuple[str, int]) -> Selection:
         """Return the selection of a part, in all layers or in one."""

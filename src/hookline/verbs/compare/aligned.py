@@ -31,7 +31,7 @@ _PASS = re.compile(r"#pass(\d+)$")
 # Inputs that say where tokens lie, and not what they are. The tokens themselves are matched.
 _PLACES = re.compile(
     r"(decoder_)?(input_ids|inputs_embeds|attention_mask|position_ids)|cache_position"
-    r"|past_key_values|cu_seq_?lens?(_[qk])?|max_length_[qk]|input"
+    r"|past_key_values|cache|cu_seq_?lens?(_[qk])?|max_length_[qk]|input"
 )
 
 

@@ -16,7 +16,7 @@ from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.recordings import PassRecord, Recording
-from hookline.verbs.shared.token_inputs import token_inputs
+from hookline.verbs.shared.token_inputs import CACHES, token_inputs
 
 INPUT = "(root):input"
 ROWS = "rows"  # the stream of inputs that are rows without tokens, such as images
@@ -251,7 +251,7 @@ class _Stream:
         past, n_rows = self._past_given(), self.tokens.shape[0]
         held = 0 if before is None else before.key_owner.shape[1]
         if past is None:
-            has_cache = self._inputs.get("past_key_values") is not None
+            has_cache = self._cache is not None
             is_same_batch = before is not None and len(before.owner) == n_rows
             past = held if has_cache and is_same_batch else 0
         if past and (before is None or past != held or len(before.owner) != n_rows):
@@ -261,6 +261,11 @@ class _Stream:
             )
         return past
 
+    @property
+    def _cache(self) -> Any:
+        """Return the argument that holds a cache; None without one."""
+        return next((self._inputs[name] for name in CACHES if name in self._inputs), None)
+
     def _past_given(self) -> int | None:
         """Return the number of tokens in the cache as far as the inputs tell it."""
         tokens = self.tokens
@@ -268,7 +273,7 @@ class _Stream:
             return tokens.n_cached
         cache = [
             tensor
-            for leaf, tensor in tree.tensors(self._inputs.get("past_key_values"))
+            for leaf, tensor in tree.tensors(self._cache)
             if tensor.ndim == 4 and "cross_attention_cache" not in leaf
         ]
         if cache:

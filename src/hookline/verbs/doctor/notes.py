@@ -6,7 +6,6 @@ Each fact has a function, which yields no note if the fact does not apply.
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,12 +16,12 @@ from torch import nn
 
 from hookline.display.text import plural
 from hookline.engine import ModuleNode, dynamo_config, has_compiled, is_compiled, path_text
+from hookline.engine.report.known_faults import known_faults_here
 from hookline.verbs.doctor.causes import Facts, not_repeated
 from hookline.verbs.doctor.diagnosis import Note, SiteVerdict
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.inventory import inventory
 
-_OLDEST_TORCH = (2, 11)  # as in pyproject.toml; older versions are not tested
 _N_SHOWN = 3
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DROPOUTS = (
@@ -95,14 +94,8 @@ def _repetition(facts: Facts) -> Iterator[Note]:
 
 
 def _versions() -> Iterator[Note]:
-    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if version and (int(version[1]), int(version[2])) < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        yield Note(
-            "torch",
-            f"{torch.__version__} is older than the versions that hookline is tested with",
-            f"pip install 'torch>={oldest}'",
-        )
+    for fault, version in known_faults_here():
+        yield Note(fault.package, f"{version} {fault.wrong}", fault.fix)
 
 
 def _compiled(model: nn.Module) -> Iterator[Note]:

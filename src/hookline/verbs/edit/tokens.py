@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hookline.errors import StructureError
 from hookline.verbs.edit.indices import Indices
-from hookline.verbs.shared.token_inputs import MASKS, TokenInputs, token_inputs
+from hookline.verbs.shared.token_inputs import CACHES, MASKS, TokenInputs, token_inputs
 
 # The arguments that hold a cache.
-_CACHES = ("past_key_values", "cache_params")
+_CACHES = (*CACHES, "cache_params")
 # The method by which a cache of states tells whether it is in use.
 _STATE = "has_previous_state"
 

@@ -26,6 +26,7 @@ from hookline.stores.job import (
     Job,
     batches_per_shard,
     environment,
+    made_here,
     read_manifest,
     write_manifest,
 )
@@ -248,7 +249,7 @@ class Extraction:
                 " the first batch: changes of hooks, attributes and code are not noticed."
             )
             return []
-        is_same_place = was == environment()
+        is_same_place = {**was, **environment()} == was
         try:
             values = difference(
                 begun.first_batch, self._job.first_batch, is_same_place=is_same_place
@@ -272,7 +273,7 @@ class Extraction:
         _check_space(self._place, self._batch_bytes * (self._job.n_batches or 1))
         if self._worker.source.names is not None:
             self._place.write("names.json", [_json(self._worker.source.names)])
-        write_manifest(self._place, self._job.as_json(), environment())
+        write_manifest(self._place, self._job.as_json(), made_here())
 
     def _finish(self, pulse: Pulse) -> None:
         """Write the manifest of a store whose shards are all there, made by whichever process.
@@ -292,7 +293,7 @@ class Extraction:
 
         _in_threads(read, missing)
         shards = [self._shards[number] for number in range(n_shards)]
-        write_manifest(self._place, self._job.as_json(), environment(), shards)
+        write_manifest(self._place, self._job.as_json(), made_here(), shards)
         _say(shards)
 
     def _resume(self, manifest: Mapping[str, Any], *, resume: bool) -> None:

@@ -16,9 +16,9 @@ from hookline.verbs.invariance.feed import DECODED, IDS, MASK, POSITIONS, NotApp
 from hookline.verbs.invariance.trials import Run, Trials
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.shared.run_model import call
+from hookline.verbs.shared.token_inputs import CACHES
 
 Pair = tuple[Run, Run]
-_CACHE = "past_key_values"
 _MOST_ALONE = 4  # rows that run alone
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
@@ -69,8 +69,9 @@ def chunked(trials: Trials) -> Pair:
     """Run the first half of the tokens, then the second with the cache of the first."""
     feed = trials.feed.decoded
     half = feed.n_tokens // 2
-    if not {_CACHE, "use_cache"} <= feed.accepted:
-        raise NotApplicable(f"the forward takes no {_CACHE}")
+    name = next((name for name in CACHES if name in feed.accepted), "")
+    if not name or "use_cache" not in feed.accepted:
+        raise NotApplicable(f"the forward takes no {CACHES[-1]}")
     if not half:
         raise NotApplicable("the rows have one token")
     parts = [
@@ -83,9 +84,9 @@ def chunked(trials: Trials) -> Pair:
 
     def passes(root: nn.Module) -> None:
         first = call(root, copied(parts[0].inputs))
-        if getattr(first, _CACHE, None) is None:
+        if getattr(first, name, None) is None:
             raise NotApplicable("the model returns no cache")
-        more = {_CACHE: first[_CACHE]}
+        more = {name: first[name]}
         if feed.ids == DECODED:
             more |= {"encoder_outputs": (first.encoder_last_hidden_state,)}
         call(root, parts[1].with_named(**more).without(IDS if feed.ids == DECODED else "").inputs)

@@ -17,6 +17,7 @@ from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.checks import BATCH_NORM, CHECKS, run_without_draws
 from hookline.verbs.invariance.feed import MASK, POSITIONS, Feed, NotApplicable
 from hookline.verbs.invariance.trials import Trials, compared
+from hookline.verbs.shared.token_inputs import CACHES
 
 _MOST_NAMED = 3
 _DROPOUT = nn.modules.dropout._DropoutNd
@@ -48,7 +49,7 @@ def outputs_of(comparison: Comparison) -> list[ComparedSite]:
         row
         for row in rows
         if row.site.endswith(":grad")
-        or (row.site.startswith("(root)") and "past_key_values" not in row.site)
+        or (row.site.startswith("(root)") and not any(f".{name}" in row.site for name in CACHES))
     ]
     return outputs or rows
 

@@ -28,7 +28,7 @@ class ByQuery:
     __slots__ = ("function",)
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
-        self.function = function
+        self.function: Callable[[Any], Any] = function
 
     def __call__(self, value: Any) -> Any:
         """Return what the function makes of all rows.

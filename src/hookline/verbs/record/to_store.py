@@ -17,7 +17,7 @@ from hookline.files.place import Place, place_of
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
 from hookline.stores.batch_columns import Offload, columns_of
-from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard, environment, write_manifest
+from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard, made_here, write_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard, Writer
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.record.keep import Keep
@@ -118,7 +118,7 @@ class StoreSink:
                 self._put()
         if self._forms is not None:
             shards = [self._shards[number] for number in range(len(self._shards))]
-            write_manifest(self.place, self._job.as_json(), environment(), shards)
+            write_manifest(self.place, self._job.as_json(), made_here(), shards)
         if problem is not None:
             raise problem
 
@@ -150,7 +150,7 @@ class StoreSink:
             self._forms = forms
             n_passes = batches_per_shard(chunk, SHARD_BYTES)
             self._job = self._job.planned(n_passes, tuple(forms.values()))
-            write_manifest(self.place, self._job.as_json(), environment())
+            write_manifest(self.place, self._job.as_json(), made_here())
         self._n_passes += 1
         self._n_items += n_items
         return chunk

@@ -62,8 +62,8 @@ class PageState:
         self, contents: FolderContents, other: FolderContents | None, names: tuple[str, str]
     ) -> None:
         self._contents = contents
-        self.recording = contents.recording
-        self.other = None if other is None else other.recording
+        self.recording: Recording = contents.recording
+        self.other: Recording | None = None if other is None else other.recording
         self.names = names
         # One reader at a time: values are large, and reading ends by closing the files.
         self._lock = threading.Lock()

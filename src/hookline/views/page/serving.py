@@ -141,7 +141,7 @@ class Serving:
         self.wanted_port = port
         name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
         name = f"[{name}]" if ":" in name else name
-        self.address = f"http://{name}:{self.port}/" + (f"?token={token}" if token else "")
+        self.address: str = f"http://{name}:{self.port}/" + (f"?token={token}" if token else "")
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
                                 server_header=False, timeout_graceful_shutdown=1, ws="none",
                                 http=protocol(waiting or Waiting()))  # fmt: skip

@@ -40,8 +40,8 @@ class FolderSource:
     """
 
     def __init__(self, folder: str | os.PathLike[str], items: Sequence[int] | None = None) -> None:
-        self.folder = Path(folder)
-        self.name = os.fspath(folder)
+        self.folder: Path = Path(folder)
+        self.name: str = os.fspath(folder)
         self._items = items
 
     def state(self) -> str:

@@ -17,6 +17,7 @@ from hookline.views.plots.sheet import GREY, PLAIN, SMALL, TEXT, Sheet, text_wid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _ROW = 0.17  # inches
 _MOST = 12.0  # the most inches of rows; beyond it, rows stand closer together
@@ -51,7 +52,7 @@ class RowSheet:
         left = text_width(texts) + 0.15
         width = max(left + len(columns) * (column_width + _GAP), 4.5)
         self.sheet: Sheet = Sheet(width, height + 0.5 + space[1] + space[0], title, lines)
-        self.figure = self.sheet.figure
+        self.figure: Figure = self.sheet.figure
         self.height: float = height
         self.left: float = left
         self.axes: list[Axes] = []

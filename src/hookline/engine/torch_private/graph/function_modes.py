@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MethodDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+
+from hookline.engine.torch_private.dynamo import OLD_DYNAMO
 
 # The code of a module's call: the outer function, and the inner one that calls hooks and forward.
 _CALL = nn.Module._call_impl.__code__
@@ -140,8 +142,11 @@ def _value_of(frame: Any, name: str) -> object:
 def method_name(function: Callable[..., Any]) -> str:
     """Return the name of a tensor's method that calls `super()`; "" for other functions.
 
-    Dynamo traces such a method only if it is called by its name.
+    Dynamo traces such a method only if it is called by its name. Dynamo before torch 2.13 traces no
+    method in C otherwise, either.
     """
+    if OLD_DYNAMO and isinstance(function, MethodDescriptorType):
+        return function.__name__
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     name: str = getattr(function, "__name__", "")
     return name if "__class__" in names and vars(Tensor).get(name) is function else ""

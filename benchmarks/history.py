@@ -1,0 +1,152 @@
+"""Results of each version on each machine, kept in `results/`, and the table made of them.
+
+`python -m benchmarks` keeps what it has measured; `python -m benchmarks.history` writes the table
+of README.md anew. A row that was measured again takes the place of its older result.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import verdict
+from benchmarks.timing import Result, Spread
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+PAGE = HERE / "README.md"
+BEGIN, END = "<!-- the table: made by benchmarks/history.py -->\n", "<!-- end -->\n"
+
+File = dict[str, Any]  # of one version on one machine: hookline, machine, rows by name
+
+
+def keep(results: list[Result], about: dict[str, Any], rounds: str) -> Path:
+    """Keep results in the file of this version and machine; return the file."""
+    RESULTS.mkdir(exist_ok=True)
+    machine = {name: about[name] for name in ("processor", "cores", "threads", "device")}
+    words = f"{machine['processor']} {machine['device']}".lower()
+    path = RESULTS / f"{about['hookline']}-{re.sub('[^a-z0-9]+', '-', words).strip('-')}.json"
+    file = {"hookline": about["hookline"], "machine": machine, "rows": {}}
+    if path.exists():
+        file = json.loads(path.read_text("utf-8"))
+    told = {name: about[name] for name in ("date", "clock", "load", "python", "torch")}
+    for result in results:
+        file["rows"][result.name] = {**_row(result), **told, "rounds": rounds}
+    # A line for each row, so that a change of one shows as one.
+    lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in file["rows"].items()]
+    head = json.dumps({**file, "rows": {}}).removesuffix("}}")
+    path.write_text(head + "\n" + ",\n".join(lines) + "\n}}\n", "utf-8")
+    return path
+
+
+def _row(result: Result) -> dict[str, Any]:
+    held = result.held()
+    return {
+        "title": result.title,
+        "base": result.base,
+        "unit": "" if result.base else result.unit,
+        "target": result.target,
+        "verdict": verdict(result),
+        "held": None if held is None else _numbers(held),
+        "measured": {name: _numbers(result.spread(name)) for name in result.seconds},
+        "notes": result.notes,
+        "skipped": result.skipped,
+    }
+
+
+def _numbers(spread: Spread) -> list[float]:
+    """Return the median and its interval, to four digits."""
+    return [float(f"{number:.4g}") for number in (spread.median, *spread.interval)]
+
+
+def files() -> list[File]:
+    """Return all files, older versions first."""
+    read = [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    return sorted(read, key=lambda file: [int(n) for n in file["hookline"].split(".")])
+
+
+def regressions(file: File, all_files: Iterable[File]) -> list[str]:
+    """Name the rows whose interval lies above that of the last version on the machine."""
+    version = file["hookline"]
+    before = [
+        other
+        for other in all_files
+        if other["machine"] == file["machine"] and other["hookline"] != version
+    ]
+    lines = []
+    for name, row in file["rows"].items():
+        older = next((other for other in reversed(before) if name in other["rows"]), None)
+        was = None if older is None else older["rows"][name]
+        if was is None or not (was["held"] and row["held"]) or was["base"] != row["base"]:
+            continue
+        if row["held"][1] > was["held"][2] and row["clock"] == was["clock"]:
+            lines.append(f"{name}: {_cell(was)} in {older['hookline']}, {_cell(row)} in {version}")
+    return lines
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None or row["held"] is None:
+        return ""
+    scale, unit = {"": (1, ""), "s": (1e-3, " ms"), "B": (1e6, " MB")}.get(
+        row["unit"], (1e-6, " µs")
+    )
+    median, low, high = (f"{number / scale:.3g}" for number in row["held"])
+    return f"{median}{unit}" + (f" ({low} to {high})" if low != high else "")
+
+
+def table(all_files: list[File]) -> str:
+    """Return a table for each machine: a row a benchmark, a column a version."""
+    parts = []
+    machines = [file["machine"] for file in all_files]
+    for machine in [m for number, m in enumerate(machines) if m not in machines[:number]]:
+        here = [file for file in all_files if file["machine"] == machine]
+        names = dict.fromkeys(name for file in here for name in file["rows"])
+        lines = [
+            f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} thread,"
+            f" models on {machine['device']}:",
+            "",
+            f"| work | held against | {' | '.join(file['hookline'] for file in here)} | target |",
+            "|---" * (len(here) + 3) + "|",
+        ]
+        for name in names:
+            rows = [file["rows"].get(name) for file in here]
+            last = next(row for row in reversed(rows) if row is not None)
+            target = _cell({**last, "held": [last["target"]] * 3})
+            cells = [last["title"], last["base"] or "a limit", *map(_cell, rows)]
+            lines.append(f"| {' | '.join(cells)} | ≤ {target}: {last['verdict']} |")
+        days = sorted({row["date"][:10] for file in here for row in file["rows"].values()})
+        loads = [row["load"] for file in here for row in file["rows"].values()]
+        clocks = sorted({row["clock"] for file in here for row in file["rows"].values()})
+        lines += [
+            "",
+            f"Measured from {days[0]} to {days[-1]} (clock: {', '.join(clocks)}), at a load of"
+            f" {min(loads)} to {max(loads)} by all programs.",
+        ]
+        n_common = sum(any(name in file["rows"] for file in here[:-1]) for name in here[-1]["rows"])
+        if n_common:
+            slower = "; ".join(regressions(here[-1], here))
+            lines += [
+                "",
+                f"Slower than before beyond both intervals, of {n_common} rows measured in an"
+                f" earlier version, too: {slower or 'none'}.",
+            ]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def page(text: str, all_files: list[File]) -> str:
+    """Return the page with the table in its place."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + "\n" + table(all_files) + "\n" + END + rest.partition(END)[2]
+
+
+def write() -> None:
+    """Write the table of README.md anew."""
+    PAGE.write_text(page(PAGE.read_text("utf-8"), files()), "utf-8")
+
+
+if __name__ == "__main__":
+    write()

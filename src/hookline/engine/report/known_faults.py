@@ -1,0 +1,68 @@
+"""Warn once of versions of other packages that are known to be wrong.
+
+`KNOWN_FAULTS` is the one place for them. An entry needs a measurement, or a rule of the project.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import final
+
+from hookline.errors import warn
+from hookline.util.optional import imported
+
+
+@final
+@dataclass(frozen=True)
+class KnownFault:
+    """A fault of the versions of a package before one that is right.
+
+    Attributes:
+        package: the name of the package, which is that of its module.
+        right: the first version that is right, as (major, minor).
+        wrong: what is wrong, after the package and its version.
+    """
+
+    package: str
+    right: tuple[int, int]
+    wrong: str
+
+    @property
+    def fix(self) -> str:
+        """Return the command that installs a version that is right."""
+        return f"pip install '{self.package}>={'.'.join(map(str, self.right))}'"
+
+    def holds_for(self, version: str) -> bool:
+        """Tell whether a version has the fault."""
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        return numbers is not None and tuple(map(int, numbers.groups())) < self.right
+
+
+_UNTESTED = "is older than the versions that hookline is tested with"
+KNOWN_FAULTS = (
+    KnownFault("torch", (2, 11), _UNTESTED),
+    # Measured on 4.57.1, which makes its masks under vmap: NotImplementedError.
+    KnownFault("transformers", (5, 0), f"{_UNTESTED}: hl.anatomy fails on its models"),
+)
+
+
+def known_faults_here() -> Iterator[tuple[KnownFault, str]]:
+    """Yield the faults of the packages that are imported, each with the package's version."""
+    for fault in KNOWN_FAULTS:
+        version = getattr(imported(fault.package), "__version__", None)
+        if version is not None and fault.holds_for(str(version)):
+            yield fault, str(version)
+
+
+def warn_of_known_faults() -> None:
+    """Warn of each fault of a package that is imported, once in a process."""
+    for fault, version in known_faults_here():
+        _warn_once(fault, version)
+
+
+@cache
+def _warn_once(fault: KnownFault, version: str) -> None:
+    warn(f"{fault.package} {version} {fault.wrong}.\nRun {fault.fix}.")
