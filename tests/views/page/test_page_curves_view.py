@@ -82,7 +82,7 @@ def test_a_run_of_no_steps_has_a_page(served, tmp_path):
     server = served(tmp_path / "run")
     assert server.get().status == 200
     answer = asked(server)
-    assert (answer["n_steps"], answer["sites"], answer["alerts"]) == (0, [], [])
+    assert (answer["n_steps"], answer["sites"], answer["findings"]) == (0, [], [])
 
 
 def test_a_folder_is_waited_for_until_its_first_step(served, tmp_path):
@@ -92,7 +92,7 @@ def test_a_folder_is_waited_for_until_its_first_step(served, tmp_path):
     assert server.get().status == 503
     writer.add([1.0])
     assert json.loads(server.get("state").text)["state"].startswith("run-")
-    assert "Sites by steps" in server.get().text
+    assert 'id="chart"' in server.get().text
 
 
 def test_a_run_that_was_killed_opens_up_to_its_last_whole_step(served, run):

@@ -181,14 +181,26 @@ def findings_data(
     }
 
 
-def _finding_data(finding: Finding, row: Any, values: ValuesByKey) -> dict[str, Any]:
+def _finding_data(
+    finding: Finding, row: Callable[[str], int | None], values: ValuesByKey
+) -> dict[str, Any]:
     entry = values.get(finding.site)
+    return finding_data(finding, row) | {"pass": None if entry is None else entry.place.pass_number}
+
+
+def finding_data(finding: Finding, row: Callable[[str], int | None]) -> dict[str, Any]:
+    """Return a finding as plain data: its texts, and the rows that it names.
+
+    Args:
+        finding: the finding.
+        row: returns the row of a site; None if the page has no such row.
+    """
     following = (row(site) for site in finding.follows[:_MOST_FOLLOWING])
     texts = {name: escape_invisible(getattr(finding, name)) for name in _TEXTS}
     return texts | {
         "row": row(finding.site),
-        "pass": None if entry is None else entry.place.pass_number,
-        "also": sorted({index for index in following if index is not None}),
+        "step": finding.step,
+        "also": list(dict.fromkeys(index for index in following if index is not None)),
         "follows": len(finding.follows),
     }
 

@@ -16,22 +16,30 @@ from hookline.views.page.site_view import facts_of, zero_of
 from hookline.views.pixels import PAGE_NEEDS
 
 FOLDER = Path(__file__).parent / "templates"
-# What each kind of page is made of. The recording fills the window, so its style is its own.
-_SHARED = ("page.js", "page.css")
-_OF_RESULTS = (*_SHARED, "elements.js", "result.css")
+# What each kind of page is made of.
+_SHARED = ("shared/page.js", "page.css")
+_OF_RESULTS = (*_SHARED, "shared/elements.js", "result.css")
+_FRAME = (
+    "shared/page.js", "shared/elements.js", "shared/packed.js", "shared/colours.js",
+    "shared/canvas.js", "shared/findings.js", "shared/frame.css",
+)  # fmt: skip
 _OF_RECORDING = (
-    "colours.js", "rows.js", "recording/data.js", "recording/canvas.js", "recording/findings.js",
-    "recording/strip.js", "recording/tree.js", "recording/pictures.js", "recording/pane.js",
-    "recording/main.js",
+    "shared/rows.js", "shared/rows.css", "recording/data.js", "recording/strip.js",
+    "recording/tree.js", "recording/pictures.js", "recording/pane.js", "recording/main.js",
+    "recording/recording.css",
+)  # fmt: skip
+_OF_TRAINING = (
+    "training/data.js", "training/chart.js", "training/curves.js", "training/main.js",
+    "training/training.css",
 )  # fmt: skip
 _PARTS = {
-    "recording": ("page.js", "elements.js", *_OF_RECORDING, "recording/recording.css"),
+    "recording": (*_FRAME, *_OF_RECORDING),
+    "training": (*_FRAME, *_OF_TRAINING),
     "site": _SHARED,
-    "curves": (*_SHARED, "curves.js", "curves.css"),
-    "comparison": (*_OF_RESULTS, "rows.js", "depth_curve.js", "comparison.js"),
-    "sweep": (*_OF_RESULTS, "colours.js", "heat_map.js", "sweep.js"),
+    "comparison": (*_OF_RESULTS, "shared/rows.js", "depth_curve.js", "comparison.js"),
+    "sweep": (*_OF_RESULTS, "shared/colours.js", "heat_map.js", "sweep.js"),
 }
-_SERVED = ("recording", "site", "curves", "comparison")
+_SERVED = ("recording", "site", "training", "comparison")
 
 
 def environment(kind: str = "site") -> Any:
@@ -40,7 +48,7 @@ def environment(kind: str = "site") -> Any:
     Texts are escaped, and unknown names raise.
 
     Args:
-        kind: "recording", "site", "curves", "comparison" or "sweep".
+        kind: "recording", "site", "training", "comparison" or "sweep".
     """
     jinja2 = load("jinja2", *PAGE_NEEDS)
     templates = jinja2.Environment(

@@ -1,17 +1,5 @@
 // The data of a recording: unpacked, with rows and values that know each other.
 
-function bytesOf(text) {
-  const raw = atob(text);
-  const bytes = new Uint8Array(raw.length);
-  for (let index = 0; index < raw.length; index += 1) bytes[index] = raw.charCodeAt(index);
-  return bytes;
-}
-
-function unpack(text) {
-  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).json();
-}
-
 function sums(differences) {
   let sum = 0;
   return differences.map((difference) => (sum += difference));

@@ -5,8 +5,20 @@
 
 const byId = (id) => document.getElementById(id);
 
-const kept = (name) => { try { return sessionStorage.getItem(name) ?? ""; } catch { return ""; } };
-const keep = (name, text) => { try { sessionStorage.setItem(name, text); } catch { /* a file has no store */ } };
+const kept = (name) => {
+  try {
+    return sessionStorage.getItem(name) ?? "";
+  } catch {
+    return "";
+  }
+};
+const keep = (name, text) => {
+  try {
+    sessionStorage.setItem(name, text);
+  } catch {
+    /* a file has no store */
+  }
+};
 const state = document.body.dataset.state; // only a served page has one
 const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
@@ -23,7 +35,8 @@ async function fetchJson(address) {
   try {
     const response = await fetch(address, { cache: "no-store" });
     if (response.ok) return await response.json();
-    if (response.status === 403 || response.status === 421) say("The server was started again with another address. Open the address that it printed.");
+    if (response.status === 403 || response.status === 421)
+      say("The server was started again with another address. Open the address that it printed.");
     else say("The server cannot answer now: its terminal says why. The page goes on as soon as it can.");
   } catch {
     say("hookline view has ended. Start it again to go on.");
@@ -34,9 +47,21 @@ async function fetchJson(address) {
 (() => {
   // -- light and dark ------------------------------------------------------------------------
 
-  const remembered = () => { try { return localStorage.getItem("hookline-theme"); } catch { return null; } };
-  const remember = (theme) => { try { localStorage.setItem("hookline-theme", theme); } catch { /* a file has no store */ } };
-  const showTheme = () => byId("theme").textContent = isDark() ? "Light" : "Dark";
+  const remembered = () => {
+    try {
+      return localStorage.getItem("hookline-theme");
+    } catch {
+      return null;
+    }
+  };
+  const remember = (theme) => {
+    try {
+      localStorage.setItem("hookline-theme", theme);
+    } catch {
+      /* a file has no store */
+    }
+  };
+  const showTheme = () => (byId("theme").textContent = isDark() ? "Light" : "Dark");
   if (remembered() === "dark" || remembered() === "light") document.documentElement.dataset.theme = remembered();
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
@@ -55,11 +80,15 @@ async function fetchJson(address) {
       const now = await fetchJson("state");
       if (!now) continue;
       if (now.state && now.state !== state) return location.reload();
-      say(now.state || !state ? "" : `${now.gone} The page shows an earlier state and updates when the recording is back.`);
+      say(
+        now.state || !state
+          ? ""
+          : `${now.gone} The page shows an earlier state and updates when the recording is back.`,
+      );
     }
   }
 
-  if (state !== undefined && !byId("curves")) follow(); // the page of a run follows it itself
+  if (state !== undefined && !byId("chart")) follow(); // the page of a run follows it itself
 
   // -- a site's own page ---------------------------------------------------------------------
 
@@ -69,8 +98,12 @@ async function fetchJson(address) {
   for (const place of document.querySelectorAll("[data-later]")) {
     fetch(place.dataset.later)
       .then((answer) => answer.text())
-      .then((html) => { place.innerHTML = html; }) // safe: the server's templates escape every name
-      .catch(() => { place.querySelector(".waiting").textContent = "The value could not be measured: the server has ended."; });
+      .then((html) => {
+        place.innerHTML = html;
+      }) // safe: the server's templates escape every name
+      .catch(() => {
+        place.querySelector(".waiting").textContent = "The value could not be measured: the server has ended.";
+      });
   }
   for (const input of document.querySelectorAll(".step input[type=number]")) {
     input.addEventListener("change", () => input.form.requestSubmit());
