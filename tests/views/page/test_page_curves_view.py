@@ -211,7 +211,7 @@ def test_a_run_and_a_recording_are_not_compared(served, runs, run):
 
 
 def test_the_addresses_of_recordings_and_runs_do_not_mix(served, runs, run):
-    assert served(run.folder.path).get("site?at=a").status == 503
+    assert served(run.folder.path).get("maps?at=a").status == 503
     server = served(runs / "a")
     assert "values" not in json.loads(server.get("new").text)
     assert server.get("ranks?site=0").status == 404

@@ -5,7 +5,8 @@
      rows:   {parent*, name, type, call (-1: the only one), alias: {row: text}},
      values: {row*, order*, port, pass, backward, leaf: {value: text}, shape, dtype, numel,
               mean, std, min, max, zeros, hist, bad: {value: count}, leaves: {value: text},
-              problem: {value: text}, waits: [value]},
+              problem: {value: text}, waits: [value],
+             parts: {value: [{leaf, shape, dtype, numel, mean, std, min, max, zeros, bad, hist}]}},
      trunk: [row], passes: [number], ports: [text]}
 
 Columns with `*` are differences of neighbours. `type`, `shape`, `dtype` and `port` are indices. A
@@ -28,7 +29,7 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import AmbiguousError, FolderError
 from hookline.findings import Finding, Findings
 from hookline.recordings import Recording
-from hookline.views.page.entries import ValueEntry
+from hookline.views.page.entries import Part, ValueEntry
 from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.rows import Row, trunk_of
 
@@ -37,6 +38,9 @@ _LEVELS = 63
 _FIRST = ord("0")
 _BACKSLASH, _TILDE = "\\", "~"  # JSON writes a backslash as two
 _DIGITS, _STD_DIGITS = 4, 5  # the norm is computed from the mean and the standard deviation
+_DIGITS_OF = {
+    "mean": _DIGITS, "std": _STD_DIGITS, "min": _DIGITS, "max": _DIGITS, "zeros": _DIGITS,
+}  # fmt: skip
 _MOST_FOLLOWING = 400
 
 
@@ -126,10 +130,9 @@ def silent_data(recording: Recording) -> list[list[str]]:
 def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
     """Return the statistics of values as columns; keys of dicts are positions in firing order."""
     numbers = [entry.whole or entry.statistics for entry in entries]
-    digits = {"mean": _DIGITS, "std": _STD_DIGITS, "min": _DIGITS, "max": _DIGITS, "zeros": _DIGITS}
     columns: dict[str, Any] = {
         name: [_rounded(getattr(statistics, name, None), kept) for statistics in numbers]
-        for name, kept in digits.items()
+        for name, kept in _DIGITS_OF.items()
     }
     return columns | {
         "hist": "".join(_histogram_text(entry.counts) for entry in entries),
@@ -137,6 +140,20 @@ def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
         "leaves": _some(entries, lambda entry: entry.non_finite_text if entry.non_finite else None),
         "problem": _some(entries, lambda entry: escape_invisible(entry.problem) or None),
         "waits": [entry.order for entry in entries if _waits(entry)],
+        "parts": {str(e.order): [*map(_part_data, e.parts)] for e in entries if e.parts},
+    }
+
+
+def _part_data(part: Part) -> dict[str, Any]:
+    statistics = part.statistics
+    numbers = {name: _rounded(getattr(statistics, name), kept) for name, kept in _DIGITS_OF.items()}
+    return numbers | {
+        "leaf": escape_invisible(part.leaf),
+        "shape": statistics.shape,
+        "dtype": statistics.dtype,
+        "numel": statistics.numel,
+        "bad": statistics.non_finite,
+        "hist": _histogram_text(part.counts),
     }
 
 

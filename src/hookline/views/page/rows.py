@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import final
 
 from hookline.engine import Site
-from hookline.engine.pytree.describe import leaf_text
 from hookline.findings.survey import template_of
 from hookline.recordings import Recording
 from hookline.views.page.entries import ValueEntry
@@ -58,26 +56,6 @@ def rows_of(recording: Recording, entries: Sequence[ValueEntry]) -> list[Row]:
     for top in tree.children(None):
         _append(rows, tree, top, None)
     return rows
-
-
-def label_of(entry: ValueEntry, n_calls: int) -> str:
-    """Return a value's full name, as in a look-up.
-
-    Args:
-        n_calls: how many calls of its site one pass has; with several, the name has the number.
-    """
-    site = entry.site
-    is_whole_output = site.port == "output" and not site.leaf
-    port = "" if is_whole_output else f":{site.port}{leaf_text(site.leaf)}"
-    call = entry.place.call if n_calls > 1 else site.call
-    return str(Site(site.path)) + port + ("" if call is None else f"#{call}")
-
-
-def labels_of(entries: Sequence[ValueEntry]) -> list[str]:
-    """List the full names of values."""
-    turns = [(entry.site, entry.place.pass_number, entry.place.backward) for entry in entries]
-    counts = Counter(turns)
-    return [label_of(entry, counts[turn]) for entry, turn in zip(entries, turns, strict=True)]
 
 
 def trunk_of(rows: Sequence[Row]) -> list[int]:

@@ -67,16 +67,18 @@ function tableOf(core, pass) {
 
 // The root of the sum of squares of the finite elements.
 function normOf({ values }, value) {
-  if (value === undefined || values.std[value] === null) return null;
-  const finite = values.numel[value] - (values.bad[value] ?? 0);
-  return Math.sqrt(finite * (values.std[value] ** 2 + values.mean[value] ** 2));
+  if (value === undefined) return null;
+  const { numel, std, mean, bad } = values;
+  return normOfNumbers({ numel: numel[value], std: std[value], mean: mean[value], bad: bad[value] ?? 0 });
 }
+const normOfNumbers = ({ numel, std, mean, bad }) =>
+  std === null || std === undefined ? null : Math.sqrt((numel - bad) * (std ** 2 + mean ** 2));
 
-// The heights of the bars of a value's histogram, from 0 to 1.
-function barsOf({ values }, value) {
+// The heights of the bars of a histogram in a text of several, from 0 to 1.
+function barsOf(text, place) {
   const bars = [];
   for (let bin = 0; bin < BINS; bin += 1) {
-    const code = values.hist.charCodeAt(value * BINS + bin);
+    const code = text.charCodeAt(place * BINS + bin);
     bars.push(((code === 126 ? 92 : code) - 48) / LEVELS); // "~" stands for a backslash
   }
   return bars;
@@ -93,7 +95,7 @@ function takeMeasured(core, at, columns) {
   });
   values.histList = hist;
   values.hist = hist.join("");
-  for (const name of ["bad", "leaves", "problem"]) Object.assign(values[name], columns[name]);
+  for (const name of ["bad", "leaves", "problem", "parts"]) Object.assign(values[name], columns[name]);
 }
 
 // What flows into what: an input that equals an earlier output came from it. [from row, to row].

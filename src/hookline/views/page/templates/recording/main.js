@@ -19,6 +19,7 @@
     table: null,
     columns: keptColumns(),
     note: noteAddress,
+    choice: { sample: 0, order: "largest", first: 0, part: 0 }, // of the maps in the pane
   };
   view.table = tableOf(core, view.pass);
 
@@ -173,7 +174,6 @@
       /* a name that no address can hold */
     }
     history.replaceState(null, "", text + at);
-    if (isServed) keep("hookline-table", location.search);
   }
 
   // Choose what the address names; false if it names nothing.

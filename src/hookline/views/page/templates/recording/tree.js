@@ -76,7 +76,7 @@ function barsPath(bars, width, height) {
 
 function spark(core, value) {
   if (value === undefined || !core.values.std[value]) return "";
-  const path = shape("path", { d: barsPath(barsOf(core, value), 48, 16) });
+  const path = shape("path", { d: barsPath(barsOf(core.values.hist, value), 48, 16) });
   return shape("svg", { class: "spark", viewBox: "0 0 48 16", "aria-hidden": "true" }, path);
 }
 

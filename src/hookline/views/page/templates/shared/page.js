@@ -1,24 +1,10 @@
 "use strict";
 
-// The script of every page: light and dark, following the recording, a value's own page. It also
-// defines the names that both parts of the script share.
+// The script of every page: light and dark, following the recording. It also defines the names that
+// all parts of the script share.
 
 const byId = (id) => document.getElementById(id);
 
-const kept = (name) => {
-  try {
-    return sessionStorage.getItem(name) ?? "";
-  } catch {
-    return "";
-  }
-};
-const keep = (name, text) => {
-  try {
-    sessionStorage.setItem(name, text);
-  } catch {
-    /* a file has no store */
-  }
-};
 const state = document.body.dataset.state; // only a served page has one
 const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
@@ -89,27 +75,4 @@ async function fetchJson(address) {
   }
 
   if (state !== undefined && !byId("chart")) follow(); // the page of a run follows it itself
-
-  // -- a site's own page ---------------------------------------------------------------------
-
-  // Keep the table's sorting and search in the link back to it.
-  const up = byId("up");
-  if (up) up.href = `./${kept("hookline-table")}${up.hash}`;
-  for (const place of document.querySelectorAll("[data-later]")) {
-    fetch(place.dataset.later)
-      .then((answer) => answer.text())
-      .then((html) => {
-        place.innerHTML = html;
-      }) // safe: the server's templates escape every name
-      .catch(() => {
-        place.querySelector(".waiting").textContent = "The value could not be measured: the server has ended.";
-      });
-  }
-  for (const input of document.querySelectorAll(".step input[type=number]")) {
-    input.addEventListener("change", () => input.form.requestSubmit());
-  }
-  document.addEventListener("keydown", (event) => {
-    if (event.target.matches("input") || event.altKey || event.ctrlKey || event.metaKey) return;
-    byId({ ArrowLeft: "before", ArrowRight: "after", Escape: "up" }[event.key])?.click();
-  });
 })();
