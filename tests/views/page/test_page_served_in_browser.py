@@ -136,6 +136,38 @@ def test_a_pass_is_chosen_and_kept_in_the_address(visit, runs):
     expect(page.get_by_label("Pass")).to_have_value("1")
 
 
+def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+    model = nn.Sequential(*layers).eval()
+    x = torch.rand(2, 6, 8)
+    for name in ("a", "b"):
+        with hl.record(model, ports=("output", "grad_output"), copy=True) as run:
+            model(x).sum().backward()
+        run.save(tmp_path / name)
+        with torch.no_grad():
+            model[1].linear2.weight *= 1.5
+    page = visit(tmp_path / "a")
+    is_measured(page)
+    page.get_by_role("button", name="Tokens").press("Enter")
+    grid = page.get_by_role("grid", name="Tokens")
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
+        grid.press(key)
+    norm = float(hl.open(tmp_path / "a")["1"][0, 2].norm())
+    expect(page.locator("#cell")).to_contain_text(f"token 2: norm {norm:.4g}")
+    expect(page.locator("#pane-heading")).to_have_text("1")
+    assert faults(page) == []
+    page.get_by_role("button", name="Tree").click()
+    expect(page.get_by_role("treegrid")).to_be_visible()
+    two = visit(tmp_path / "a", tmp_path / "b")
+    grid = two.get_by_role("grid", name="Tokens")
+    grid.press("Control+End")
+    a, b = (hl.open(tmp_path / name)["2"][0, 5].double() for name in ("a", "b"))
+    error = float((a - b).norm() / b.norm())
+    expect(two.locator("#cell")).to_contain_text(f"token 5: relative error {error:.4g}")
+    assert faults(two) == []
+
+
 def test_on_a_phone_the_sorted_column_is_on_the_screen(visit, runs):
     page = visit(runs / "a", path="?sort=max", viewport=PHONE)
     is_measured(page)

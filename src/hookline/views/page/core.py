@@ -7,7 +7,9 @@
               mean, std, min, max, zeros, hist, bad: {value: count}, leaves: {value: text},
               problem: {value: text}, waits: [value],
              parts: {value: [{leaf, shape, dtype, numel, mean, std, min, max, zeros, bad, hist}]}},
-     trunk: [row], passes: [number], ports: [text]}
+     trunk: [row], passes: [number], ports: [text],
+     tokens: [the passes with one row a token in each block],
+     flow: {pass: [[from row, to row, whether it is added to another]]}}
 
 Columns with `*` are differences of neighbours. `type`, `shape`, `dtype` and `port` are indices. A
 histogram is 24 characters of 64 levels, with logarithmic heights.
@@ -32,6 +34,7 @@ from hookline.recordings import Recording
 from hookline.views.page.entries import Part, ValueEntry
 from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.rows import Row, trunk_of
+from hookline.views.page.token_norms import token_rows
 
 BINS = 24
 _LEVELS = 63
@@ -69,6 +72,7 @@ def core_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> dict[str, A
     """
     types, shapes, dtypes, ports = _Words(), _Words(), _Words(), _Words()
     row_of = _row_of(rows)
+    passes = sorted({entry.place.pass_number for entry in entries})
     values = {
         "row": _differences(row_of[entry.order] for entry in entries),
         "order": _differences(entry.order for entry in entries),
@@ -90,7 +94,8 @@ def core_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> dict[str, A
         "dtypes": dtypes.texts,
         "ports": ports.texts,
         "trunk": trunk_of(rows),
-        "passes": sorted({entry.place.pass_number for entry in entries}),
+        "passes": passes,
+        "tokens": [number for number in passes if token_rows(rows, entries, number)],
     }
 
 

@@ -21,6 +21,7 @@ from hookline.recordings import Recording
 from hookline.statistics.of_values import Statistics, main_tensor
 from hookline.views.page.core import findings_data, judged
 from hookline.views.page.entries import Place, ValueEntry, list_values, measured
+from hookline.views.page.flow import Edge, flow_of
 from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.links import text_of
 from hookline.views.page.rows import Row, rows_of
@@ -201,6 +202,11 @@ class PageState:
             return findings_data(*judged(recording), self.rows, self.values)
         finally:
             recording.release()
+
+    def flow(self, pass_number: int) -> list[Edge]:
+        """Return what flows into what in a pass, as far as its values are measured."""
+        with self.reading():
+            return flow_of(self.rows, self.values, pass_number)
 
     def is_measured(self, entry: ValueEntry) -> bool:
         """Return whether a value needs no more measuring."""

@@ -22,7 +22,8 @@ _FRAME = (
     "shared/colours.js", *_OF_MAPS, "shared/findings.js",
 )  # fmt: skip
 _OF_RECORDING = (
-    "shared/rows.js", "shared/rows.css", "recording/data.js", "recording/strip.js",
+    "shared/rows.js", "shared/rows.css", "shared/heat_map.js", "shared/tokens.js",
+    "recording/data.js", "recording/strip.js",
     "recording/tree.js", "recording/pane.js", "recording/main.js",
     "recording/recording.css",
 )  # fmt: skip
@@ -34,9 +35,12 @@ _PARTS = {
     "recording": (*_FRAME, *_OF_RECORDING),
     "training": (*_FRAME, *_OF_TRAINING),
     "message": _SHARED,
-    "comparison": (*_OF_RESULTS, *_OF_MAPS, "shared/rows.js", "depth_curve.js", "comparison.js"),
-    "sweep": (*_OF_RESULTS, "heat_map.js", "sweep.js"),
-}
+    "comparison": (
+        *_OF_RESULTS, *_OF_MAPS, "shared/rows.js", "shared/heat_map.js", "shared/tokens.js",
+        "depth_curve.js", "comparison.js",
+    ),
+    "sweep": (*_OF_RESULTS, "shared/maps.css", "shared/heat_map.js", "sweep.js"),
+}  # fmt: skip
 _SERVED = ("recording", "message", "training", "comparison")
 
 

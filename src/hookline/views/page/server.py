@@ -2,7 +2,8 @@
 
     /           a recording                     /measure   statistics of some values, as JSON
     /findings   what is wrong with it, as JSON  /maps      one value's maps of numbers, as JSON
-    /state      the state of the recording, as JSON
+    /tokens     norms by token and block, as JSON
+    /state      the state of the recording      /flow      what flows into what in a pass, as JSON
 
 The page of two recordings is `/`, too. It asks for this:
 
@@ -37,7 +38,8 @@ from hookline.views.page.page_state import PageState, notices_of
 from hookline.views.page.render import environment, script_hashes
 from hookline.views.page.results import comparison_data, comparison_title, last_part
 from hookline.views.page.sources import OpenRecordings
-from hookline.views.page.value_maps import value_maps
+from hookline.views.page.token_norms import token_rows
+from hookline.views.page.value_maps import tokens_of, value_maps
 from hookline.views.pixels import PAGE_NEEDS
 
 _NEEDS = "hookline view needs starlette and uvicorn"
@@ -111,7 +113,7 @@ class Pages:
             home="",
             state=state,
             names=page.names,
-            data={},
+            data={"tokens": _passes_with_tokens(page)},
             of_what=f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}",
         )
         return "text/html", str(text)
@@ -135,6 +137,17 @@ class Pages:
         entry = _named(page, parameters)
         answer = value_maps(page, entry, choice_of(parameters))
         return "application/json", json.dumps(answer)
+
+    def flow(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Return what flows into what in a pass as JSON, as far as values are measured."""
+        page, _ = self._page(parameters)
+        return "application/json", json.dumps(page.flow(number(parameters, "pass") or 0))
+
+    def tokens(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Return the norms of each token in each block of a pass as JSON."""
+        page, _ = self._page(parameters)
+        chosen = (number(parameters, name) or 0 for name in ("pass", "sample"))
+        return "application/json", json.dumps(tokens_of(page, *chosen))
 
     def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Measure some values and return their columns as JSON."""
@@ -249,6 +262,7 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
 
     routes = [
         route("/", pages.index), route("/maps", pages.maps), route("/measure", pages.measure),
+        route("/flow", pages.flow), route("/tokens", pages.tokens),
         route("/findings", pages.findings), route("/comparison", pages.comparison),
         route("/state", pages.state), route("/new", pages.new), route("/ranks", pages.ranks),
     ]  # fmt: skip
@@ -274,6 +288,11 @@ def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
         raise InputError(f"there are {len(page.values)} values.\nGo to the start page.")
     where = (number(parameters, name) for name in ("pass", "call", "backward"))
     return page.find(parameters.get("at", ""), *where)
+
+
+def _passes_with_tokens(page: PageState) -> list[int]:
+    numbers = sorted({entry.place.pass_number for entry in page.values})
+    return [number for number in numbers if token_rows(page.rows, page.values, number)]
 
 
 def _bytes_shown(page: PageState) -> str:

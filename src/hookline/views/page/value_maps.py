@@ -15,6 +15,7 @@ from hookline.views.page.entries import Place, ValueEntry
 from hookline.views.page.page_state import PageState
 from hookline.views.page.pictures import Choice, class_maps, is_picture
 from hookline.views.page.tiles import ASKED_FOR, tiles_of, with_channels
+from hookline.views.page.token_norms import ids_of, token_data, token_rows
 
 _TWINS = {
     "output": "grad_output", "input": "grad_input",
@@ -46,6 +47,26 @@ def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, 
             pair = [page.measure(entry), page.measure(other, of_other=True)]
             answer["numbers"] = [dict(facts_of(value)) for value in pair]
     return answer
+
+
+def tokens_of(page: PageState, number: int, sample: int) -> dict[str, Any]:
+    """Return the norms of each token in each block of a pass, as plain data.
+
+    Raises:
+        InputError: no block of the pass has one row a token.
+    """
+    chosen = token_rows(page.rows, page.values, number)
+    if chosen is None:
+        raise InputError(f"pass {number} has no tokens.\nGo to the start page.")
+    outputs = [entry for _, entry in chosen.blocks]
+    twins = {entry.order: gradient_of(page, entry) for entry in outputs}
+    others = {"gradient": {order: twin for order, twin in twins.items() if twin is not None}}
+    if page.other is not None:
+        pairs = {entry.order: page.twin(entry.place) for entry in outputs}
+        others["other"] = {order: other for order, other in pairs.items() if other is not None}
+    ids = ids_of(page.values, number, chosen.n_tokens)
+    with page.reading():
+        return token_data(chosen, page.rows, others, ids, sample)
 
 
 def facts_of(entry: ValueEntry) -> list[tuple[str, str]]:

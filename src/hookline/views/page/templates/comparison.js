@@ -33,6 +33,13 @@
     byId("status").hidden = true;
     byId("result").hidden = false;
     show(data);
+    if (data.tokens?.length) showTokens(data.tokens.at(-1));
+  }
+
+  async function showTokens(pass) {
+    byId("tokens-section").hidden = false;
+    const ask = (sample) => fetchJson(`tokens?pass=${pass}&sample=${sample}`);
+    await makeTokens(byId("tokens"), { ask }).show();
   }
 
   function complain(lines) {

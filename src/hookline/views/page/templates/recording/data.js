@@ -97,29 +97,3 @@ function takeMeasured(core, at, columns) {
   values.hist = hist.join("");
   for (const name of ["bad", "leaves", "problem", "parts"]) Object.assign(values[name], columns[name]);
 }
-
-// What flows into what: an input that equals an earlier output came from it. [from row, to row].
-function edgesOf(core, table) {
-  const { rows, values } = core;
-  const keyOf = (value) => {
-    const numbers = ["shape", "mean", "std", "min", "max"].map((name) => values[name][value]);
-    return `${numbers} ${values.hist.substr(value * BINS, BINS)}`;
-  };
-  const isLeaf = (row) => rows.children[row].every((child) => rows.name[child].startsWith("@"));
-  const events = [];
-  table.main.forEach(({ input, output }, row) => {
-    if (!isLeaf(row)) return;
-    if (input !== undefined) events.push([values.order[input], input, row, true]);
-    if (output !== undefined) events.push([values.order[output], output, row, false]);
-  });
-  events.sort((a, b) => a[0] - b[0]);
-  const source = new Map();
-  const edges = [];
-  for (const [, value, row, isInput] of events) {
-    if (values.std[value] === null) continue;
-    const from = source.get(keyOf(value));
-    if (!isInput) source.set(keyOf(value), row);
-    else if (from !== undefined && from !== row) edges.push([from, row]);
-  }
-  return edges;
-}

@@ -40,6 +40,7 @@
   if (address.get("sort")) tree.setSort({ key: address.get("sort"), isDown: address.get("up") === null });
   tree.search(byId("search").value);
   offerPasses();
+  offerTokens();
   offerColumns();
   fromAddress() || beginAtWorst();
   document.body.dataset.ready = "1";
@@ -103,8 +104,13 @@
     if (answer.findings) showFindings(answer, (index) => chooseFinding(index));
   }
 
-  function findEdges() {
-    view.edges = values.waiting.size ? [] : edgesOf(core, view.table);
+  // What flows into what: [from row, to row, whether it is added to another].
+  async function findEdges() {
+    const { pass } = view;
+    core.flow ??= {};
+    if (isServed && !core.flow[pass] && !values.waiting.size) core.flow[pass] = await fetchJson(`flow?pass=${pass}`);
+    view.edges = core.flow[pass] ?? [];
+    if (view.edges.length && view.pass === pass) tree.layOut();
   }
 
   function showPass(pass) {
@@ -115,7 +121,33 @@
     strip.draw(view.table, view.findings);
     tree.refresh();
     pane.draw();
+    view.offerTokens?.();
     noteAddress();
+  }
+
+  // The tree, or the map of tokens × depth where the blocks of a pass hold tokens.
+  function offerTokens() {
+    const tokens = makeTokens(byId("tokens"), {
+      ask: async (sample) =>
+        isServed ? fetchJson(`tokens?pass=${view.pass}&sample=${sample}`) : (core.norms ?? {})[view.pass],
+      onChoose: (row) => row !== view.row && chosen(row, { notes: false }),
+    });
+    const has = (pass) => core.tokens.includes(pass) && (isServed || Boolean(core.norms?.[pass]));
+    const turn = (isTokens) => {
+      byId("view-tokens").setAttribute("aria-pressed", String(isTokens));
+      byId("view-tree").setAttribute("aria-pressed", String(!isTokens));
+      byId("tokens").hidden = !isTokens;
+      byId("view").hidden = isTokens;
+      if (isTokens) tokens.show();
+      else tree.relayOut();
+    };
+    view.offerTokens = () => {
+      byId("views").hidden = !has(view.pass);
+      if (!byId("tokens").hidden) turn(has(view.pass));
+    };
+    byId("view-tokens").addEventListener("click", () => turn(true));
+    byId("view-tree").addEventListener("click", () => turn(false));
+    view.offerTokens();
   }
 
   function offerPasses() {

@@ -345,6 +345,7 @@ function makeRail(grid, core, view, layout) {
   let edges = [];
   let wires = [];
   let knots = new Set();
+  let joins = new Set(); // the places at which sources are added up
   let width = 0;
 
   // An edge ends at the row that stands for its module: a folded module for all inside it.
@@ -358,8 +359,10 @@ function makeRail(grid, core, view, layout) {
     const now = layout();
     edges = view.edges ?? [];
     const pairs = new Map();
-    for (const [from, to] of now.isFlat ? [] : edges) {
+    joins = new Set();
+    for (const [from, to, isJoin] of now.isFlat ? [] : edges) {
       const [start, end] = [seatOf(from, now), seatOf(to, now)];
+      if (isJoin && start < end && now.shown[end] === to) joins.add(end);
       if (start !== undefined && start < end) pairs.set(`${start} ${end}`, [start, end]);
     }
     knots = new Set([...pairs.values()].flat());
@@ -406,6 +409,7 @@ function makeRail(grid, core, view, layout) {
       pen.stroke();
     }
     for (let place = first; place < last; place += 1) if (knots.has(place)) knot(pen, x, y(place), shown[place]);
+    for (let place = first; place < last; place += 1) if (joins.has(place)) plus(pen, x, y(place) - ROW / 2);
   }
 
   function knot(pen, x, y, row) {
@@ -416,6 +420,21 @@ function makeRail(grid, core, view, layout) {
     const isZero = values.zeros[value] === 1;
     pen.fillStyle = ink(values.bad[value] ? "error" : row === view.row ? "accent" : isZero ? "warning" : "ink-3");
     pen.fill();
+  }
+
+  // Sources are added up before this row.
+  function plus(pen, x, y) {
+    pen.beginPath();
+    pen.arc(x, y, 4.5, 0, 7);
+    pen.fillStyle = ink("panel");
+    pen.fill();
+    pen.strokeStyle = ink("ink-2");
+    pen.lineWidth = 1.2;
+    pen.moveTo(x - 3, y);
+    pen.lineTo(x + 3, y);
+    pen.moveTo(x, y - 3);
+    pen.lineTo(x, y + 3);
+    pen.stroke();
   }
 
   return { layOut, draw };
