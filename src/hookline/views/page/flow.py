@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hookline.errors import HooklineError
@@ -120,9 +119,10 @@ class _Seen:
             return False
         try:
             total, *addends = (_read(value) for value in (entry, first, second))
+            gap = addends[0] + addends[1] - total
         except (HooklineError, RuntimeError, TypeError):
             return False
-        return torch.allclose(sum(addends), total, rtol=_CLOSE, atol=_CLOSE * float(total.std()))
+        return bool((gap.abs() <= _CLOSE * (total.abs() + total.std())).all())
 
 
 def _mean(entry: ValueEntry) -> float:

@@ -14,7 +14,8 @@ from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
 from hookline.recordings.figure_arguments import check_source
-from hookline.views.plots.rows import RowSheet
+from hookline.recordings.walk import walk
+from hookline.views.plots.rows import RowSheet, blocks_of
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 
 if TYPE_CHECKING:
@@ -58,13 +59,13 @@ def gradients(recording: Recording) -> Figure:
             "the recording must be whole, got one of its passes."
             "\nGive the recording: the figure shows means over its passes."
         )
-    sites = recording.gradients().rows
+    sites, order = _in_order(recording)
     has_ratio = any(row.ratio is not None for row in sites)
     headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
     rows = RowSheet(
         "Gradient flow",
         [
-            f"{plural(len(sites), 'site')} in registration order, the first at the top"
+            f"{plural(len(sites), 'site')} in {order} order, the first at the top"
             + _means([row.count for row in sites if row.count]),
             _conspicuous(sites) or "none is dead or exploding",
         ],
@@ -77,6 +78,29 @@ def gradients(recording: Recording) -> Figure:
         _on_logs(rows.axes[1], sites, [row.ratio for row in sites])
     _zeros(rows.axes[-1], sites)
     return rows.figure
+
+
+def _in_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str]:
+    """Return the rows as their modules fired, if that is known; else as they are registered."""
+    rows = recording.gradients().rows
+    turns: dict[str, int] = {}
+    for place, value in enumerate(walk(recording)):
+        if value.site.port in ("output", "grad_output"):
+            # Gradients come in the reverse order; those of outputs that were recorded, later.
+            turn = place if value.site.port == "output" else -place
+            turns.setdefault(value.site.path, turn)
+    paths = [_module_of(row) for row in rows]
+    if not all(path in turns for path in paths):
+        return rows, "registration"
+    ordered = sorted(range(len(rows)), key=lambda k: (turns[paths[k]], k))
+    return tuple(rows[k] for k in ordered), "firing"
+
+
+def _module_of(row: GradientRow) -> str:
+    """Return the path of a row's module; of a parameter, of the module that holds it."""
+    path = row.site.rpartition(":")[0]
+    path = path.rpartition(".")[0] if _port(row) == "grad" else path
+    return "" if path == "(root)" else path
 
 
 def _conspicuous(rows: tuple[GradientRow, ...]) -> str:
@@ -116,10 +140,13 @@ def _port(row: GradientRow) -> str:
 
 
 def _path(axes: Axes, rows: tuple[GradientRow, ...], x: npt.NDArray[np.float64]) -> None:
-    """Draw a thin line from site to site, one for each port."""
+    """Draw a thin line from site to site, one for each port; through repeated blocks if it can."""
     for port in dict.fromkeys(_port(row) for row in rows):
         of_port = [y for y, row in enumerate(rows) if _port(row) == port]
-        axes.plot(x[of_port], of_port, color=GREY, linewidth=0.6, zorder=1)
+        trunk = blocks_of([rows[y].site.rpartition(":")[0] for y in of_port])
+        line = [of_port[place] for place in trunk] or of_port
+        width = 1.2 if trunk else 0.6
+        axes.plot(x[line], line, color=GREY, linewidth=width, zorder=1)
 
 
 def _size(marker: str) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from hookline.display.text import shorten
+from hookline.findings.survey import holders_of, repeated
 from hookline.views.plots.sheet import GREY, PLAIN, SMALL, TEXT, Sheet, text_width, tidy
 
 if TYPE_CHECKING:
@@ -97,3 +98,14 @@ def stretch(axes: Axes, numbers: Sequence[float]) -> None:
         axes.locator_params(axis="x", nbins=3)
         # In full, because matplotlib would write a common power of ten over the heading.
         axes.xaxis.set_major_formatter(lambda place, _: f"{place:.3g}")
+
+
+def blocks_of(labels: Sequence[str]) -> list[int]:
+    """Return the places of repeated blocks: sites that hold other sites; none without three alike.
+
+    >>> blocks_of(["h.0.fc", "h.0", "h.1.fc", "h.1", "h.2.fc", "h.2", "head"])
+    [1, 3, 5]
+    """
+    holders = {holder for label in labels for holder in holders_of(label.partition(":")[0])}
+    places = [place for place, label in enumerate(labels) if label in holders]
+    return [places[place] for place in repeated([labels[place] for place in places])]
