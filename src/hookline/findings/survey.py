@@ -15,6 +15,7 @@ TIMES, DIVIDED = "\u00d7", "\u00f7"
 _NUMBER = re.compile(r"\d+")
 _LEAST_SERIES = 3
 _LEAST_BLOCKS = 3
+PLAIN_HOLDERS = ("Sequential", "ModuleList", "ModuleDict")  # no blocks of their own
 # Modules that pass their input on, or whose zeros are meant.
 _PASSING = re.compile(r"Identity|Dropout|DropPath|StochasticDepth|Flatten|Unflatten")
 _ACTIVATIONS = re.compile(

@@ -303,11 +303,19 @@ def test_a_model_that_did_not_run_has_nothing_to_draw():
 
 
 def test_the_line_joins_repeated_blocks_in_firing_order():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(x).tanh()
+
     class Late(nn.Module):
         def __init__(self):
             super().__init__()
             self.head = nn.Linear(4, 2)  # registered first, fires last
-            self.h = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+            self.h = nn.ModuleList(Block() for _ in range(3))
 
         def forward(self, x):
             for block in self.h:
@@ -323,6 +331,6 @@ def test_the_line_joins_repeated_blocks_in_firing_order():
     axes = hl.plots.gradients(run).axes[0]
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels[-2:] == ["head:grad_output", "(root):grad_output"]
-    assert labels[0] == "h.0.0:grad_output"
+    assert labels[0] == "h.0.fc:grad_output"
     trunk = axes.lines[0].get_ydata().tolist()
     assert [labels[int(place)] for place in trunk] == [f"h.{k}:grad_output" for k in range(3)]

@@ -10,11 +10,9 @@ from itertools import accumulate
 from typing import final
 
 from hookline.engine import Site
-from hookline.findings.survey import repeated
+from hookline.findings.survey import PLAIN_HOLDERS, repeated
 from hookline.recordings import Recording
 from hookline.views.page.entries import ValueEntry
-
-_PLAIN_HOLDERS = ("Sequential", "ModuleList", "ModuleDict")
 
 _Call = tuple[str, int]  # the path of a module, and the number of its call
 
@@ -66,7 +64,7 @@ def trunk_of(rows: Sequence[Row]) -> list[int]:
     blocks = [
         index
         for index, row in enumerate(rows)
-        if index in holders and row.module_type not in _PLAIN_HOLDERS and _has_output(row)
+        if index in holders and row.module_type not in PLAIN_HOLDERS and _has_output(row)
     ]
     places = repeated([rows[index].path for index in blocks])
     if places:

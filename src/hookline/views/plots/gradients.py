@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,6 +61,7 @@ def gradients(recording: Recording) -> Figure:
             "\nGive the recording: the figure shows means over its passes."
         )
     sites, order = _in_order(recording)
+    types = dict(recording.modules)
     has_ratio = any(row.ratio is not None for row in sites)
     headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
     rows = RowSheet(
@@ -73,10 +75,10 @@ def gradients(recording: Recording) -> Figure:
         headings,
         column_width=2.6,
     )
-    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites])
+    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites], types)
     if has_ratio:
-        _on_logs(rows.axes[1], sites, [row.ratio for row in sites])
-    _zeros(rows.axes[-1], sites)
+        _on_logs(rows.axes[1], sites, [row.ratio for row in sites], types)
+    _zeros(rows.axes[-1], sites, types)
     return rows.figure
 
 
@@ -90,9 +92,10 @@ def _in_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str]:
             turn = place if value.site.port == "output" else -place
             turns.setdefault(value.site.path, turn)
     paths = [_module_of(row) for row in rows]
-    if not all(path in turns for path in paths):
+    if not any(path in turns for path in paths):
         return rows, "registration"
-    ordered = sorted(range(len(rows)), key=lambda k: (turns[paths[k]], k))
+    # What never fired comes last.
+    ordered = sorted(range(len(rows)), key=lambda k: (turns.get(paths[k], math.inf), k))
     return tuple(rows[k] for k in ordered), "firing"
 
 
@@ -112,12 +115,12 @@ def _conspicuous(rows: tuple[GradientRow, ...]) -> str:
     )
 
 
-def _zeros(zeros: Axes, rows: tuple[GradientRow, ...]) -> None:
+def _zeros(zeros: Axes, rows: tuple[GradientRow, ...], types: Mapping[str, str]) -> None:
     """Draw the share of zeros of each site."""
     share = np.array(
         [row.zeros * 100 if row.count and row.state != "none" else math.nan for row in rows]
     )
-    _path(zeros, rows, share)
+    _path(zeros, rows, share, types)
     for state in {row.state for row in rows}:  # one call for all: a call costs milliseconds
         some = [y for y, row in enumerate(rows) if row.state == state]
         colour, marker = _STATES.get(state, (GREY, "o"))
@@ -139,11 +142,14 @@ def _port(row: GradientRow) -> str:
     return re.split(r"[.\[#]", row.site.rpartition(":")[2])[0]
 
 
-def _path(axes: Axes, rows: tuple[GradientRow, ...], x: npt.NDArray[np.float64]) -> None:
+def _path(
+    axes: Axes, rows: tuple[GradientRow, ...], x: npt.NDArray[np.float64], types: Mapping[str, str]
+) -> None:
     """Draw a thin line from site to site, one for each port; through repeated blocks if it can."""
     for port in dict.fromkeys(_port(row) for row in rows):
         of_port = [y for y, row in enumerate(rows) if _port(row) == port]
-        trunk = blocks_of([rows[y].site.rpartition(":")[0] for y in of_port])
+        paths = [rows[y].site.rpartition(":")[0] for y in of_port]
+        trunk = blocks_of(paths, [types.get(path, "") for path in paths])
         line = [of_port[place] for place in trunk] or of_port
         width = 1.2 if trunk else 0.6
         axes.plot(x[line], line, color=GREY, linewidth=width, zorder=1)
@@ -153,7 +159,12 @@ def _size(marker: str) -> int:
     return 3 if marker == "o" else 6
 
 
-def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None]) -> None:
+def _on_logs(
+    axes: Axes,
+    rows: tuple[GradientRow, ...],
+    numbers: list[float | None],
+    types: Mapping[str, str],
+) -> None:
     """Draw a marker for each number on a logarithmic axis; words at the edge for the others."""
     sound = [n for n in numbers if n is not None and 0 < n < math.inf]
     low, high = (min(sound), max(sound)) if sound else (1e-3, 1.0)
@@ -165,7 +176,7 @@ def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | No
     axes.set_xlim(left, right)
     x = np.array([math.nan if n is None or not 0 < n < math.inf else n for n in numbers])
     edge = axes.get_yaxis_transform()  # x in fractions of the axes, y in rows
-    _path(axes, rows, x)
+    _path(axes, rows, x, types)
     # One call for all markers of a kind: a call costs milliseconds, and sites may be thousands.
     for (state, place), some in _by_kind(rows, numbers).items():
         colour, marker = _STATES.get(state, (GREY, "o"))

@@ -142,7 +142,7 @@ def _over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
     headings = _headings(names, measured)
     order = "as they fired, the first at the top" if sites is None else "as they were named"
     n_bad = sum(1 for statistics in measured if statistics and statistics.non_finite)
-    trunk = blocks_of([value.label for value in values])
+    trunk = blocks_of([value.label for value in values], [value.module_type for value in values])
     rows = RowSheet(
         "Statistics over depth",
         [
