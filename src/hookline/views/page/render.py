@@ -23,7 +23,7 @@ _FRAME = (
 )  # fmt: skip
 _OF_RECORDING = (
     "shared/rows.js", "shared/rows.css", "shared/heat_map.js", "shared/tokens.js",
-    "recording/data.js", "recording/strip.js",
+    "recording/data.js", "recording/own.js", "recording/export.js", "recording/strip.js",
     "recording/tree.js", "recording/pane.js", "recording/main.js",
     "recording/recording.css",
 )  # fmt: skip

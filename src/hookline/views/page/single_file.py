@@ -142,7 +142,7 @@ def write_contents_page(
         notices=notices,
         n_silent=len(report.silent),
         core=pack(core),
-        pictures=pictures.packed,
+        pictures=pictures.scripts(),
         items=("", 0),
         top="",
     )
@@ -171,6 +171,9 @@ def _evidence(evidence: Evidence) -> dict[str, Any]:
     }
 
 
+_MAPS_A_SCRIPT = 64  # values in firing order: the page parses a script when one is asked for
+
+
 class _Pictures:
     """The maps of values, as many as fit in a file; each pass has an equal share of it."""
 
@@ -179,6 +182,13 @@ class _Pictures:
         self._room = dict[int, int]()
         self._share = _PICTURE_BYTES // max(n_passes, 1)
         self._channels: dict[Place, dict[str, Any]] = {}
+
+    def scripts(self) -> list[tuple[int, str]]:
+        """Return the JSON of each script with its number: the maps of some values by position."""
+        parts: dict[int, list[str]] = {}
+        for order, text in self.packed:
+            parts.setdefault(order // _MAPS_A_SCRIPT, []).append(f'"{order}":{text}')
+        return [(number, "{" + ",".join(texts) + "}") for number, texts in parts.items()]
 
     def draw(self, entry: ValueEntry, tensor: Tensor) -> None:
         """Keep the maps of a value, of the same channels as those of the output if a gradient."""

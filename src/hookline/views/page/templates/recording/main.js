@@ -189,6 +189,23 @@
     );
   }
 
+  async function takeOwn(file) {
+    if (!file) return;
+    try {
+      view.own = numbersOfRows(core, parseNumbers(await file.text()));
+    } catch (error) {
+      byId("own-about").textContent = `${file.name} cannot be read: ${error.message}`;
+      return;
+    }
+    const { byRow, missing } = view.own;
+    const lost = missing ? `; ${counted(missing, "name has", "names have")} no row here` : "";
+    byId("own-about").textContent = `${counted(byRow.size, "number")} from ${file.name}${lost}.`;
+    if (!byRow.size) view.own = null;
+    tree.refresh();
+  }
+  byId("own").addEventListener("change", (event) => takeOwn(event.target.files[0]));
+  byId("save-svg").addEventListener("click", () => saveText("tree.svg", tree.svg(), "image/svg+xml"));
+
   // -- the address: what is searched, sorted and chosen -----------------------------------------
 
   function noteAddress() {

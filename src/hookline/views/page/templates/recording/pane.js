@@ -238,9 +238,13 @@ function makePane(host, core, view, { onClose, onStale }) {
   const nameOf = (value) =>
     isGradient(value) ? "Gradient" : (CARD_NAMES[core.ports[values.port[value]]] ?? "Value");
 
+  // A file has the maps of 64 values in firing order in one script, which is parsed when needed.
+  const scripts = new Map();
   function embeddedMaps(value) {
-    const node = byId(`maps-${values.order[value]}`);
-    return node ? JSON.parse(node.textContent) : null;
+    const order = values.order[value];
+    const number = order >> 6;
+    if (!scripts.has(number)) scripts.set(number, JSON.parse(byId(`maps-${number}`)?.textContent ?? "{}"));
+    return scripts.get(number)[order] ?? null;
   }
 
   function askMaps(value) {

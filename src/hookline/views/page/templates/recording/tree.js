@@ -58,6 +58,18 @@ function columnsOf(core, view) {
       cell: (row) => values.order[forward(row) ?? gradient(row)]?.toLocaleString("en") ?? "",
     },
   ];
+  if (view.own) {
+    const mark = (row) =>
+      element("i", { class: "own-mark", style: `--mark: ${view.own.colourOf(row)}`, "aria-hidden": "true" });
+    list.unshift({
+      key: "own",
+      title: "Yours",
+      width: "82px",
+      isNumber: true,
+      sortKey: (row) => view.own.byRow.get(row) ?? null,
+      cell: (row) => (view.own.byRow.has(row) ? [mark(row), numberText(view.own.byRow.get(row))] : ""),
+    });
+  }
   const hasGradients = core.ports.some((port) => port.startsWith("grad"));
   return list.filter(({ key }) => key !== "gradient" || hasGradients);
 }
@@ -199,7 +211,7 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
 
   function chosenColumns(width) {
     const isNarrow = width < 520;
-    const wanted = new Set(view.columns ?? USUAL_COLUMNS);
+    const wanted = new Set([...(view.columns ?? USUAL_COLUMNS), ...(view.own ? ["own"] : [])]);
     if (isNarrow && !view.columns) for (const key of ["type", "shape", "bars"]) wanted.delete(key);
     if (width < 640 && !view.columns) wanted.delete("type");
     if (sort) wanted.add(sort.key);
@@ -218,7 +230,7 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
   // A value without numbers says why, in the place of its first numbers.
   function problemOf(row, column) {
     const problem = values.problem[view.table.forward[row]];
-    if (!problem || ["type", "dtype", "gradient", "order"].includes(column.key)) return undefined;
+    if (!problem || ["type", "dtype", "gradient", "order", "own"].includes(column.key)) return undefined;
     if (column.key !== "std" && column.key !== "shape") return "";
     return column.key === "std"
       ? element("span", { class: "problem", title: problem }, "none")
@@ -326,6 +338,14 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     get first() {
       return shown[0];
     },
+    // What is shown, as an SVG.
+    svg() {
+      const wanted = chosenColumns(host.clientWidth)
+        .slice(1)
+        .filter(({ key }) => key !== "bars");
+      const plain = wanted.map((column) => ({ ...column, cell: (row) => column.cell({ key: row }) }));
+      return treeSvg({ core, view, shown, ...rail.drawn(), columns: plain, isFlat: isFlat() });
+    },
     get best() {
       return query && sort ? [...shown].sort((a, b) => rankOf(a) - rankOf(b))[0] : shown[0];
     },
@@ -418,7 +438,8 @@ function makeRail(grid, core, view, layout) {
     if (rows.children[row].length) pen.roundRect(x - 4, y - 4, 8, 8, 2);
     else pen.arc(x, y, 3, 0, 7);
     const isZero = values.zeros[value] === 1;
-    pen.fillStyle = ink(values.bad[value] ? "error" : row === view.row ? "accent" : isZero ? "warning" : "ink-3");
+    const name = values.bad[value] ? "error" : row === view.row ? "accent" : isZero ? "warning" : "ink-3";
+    pen.fillStyle = view.own?.colourOf(row) ?? ink(name);
     pen.fill();
   }
 
@@ -437,5 +458,5 @@ function makeRail(grid, core, view, layout) {
     pen.stroke();
   }
 
-  return { layOut, draw };
+  return { layOut, draw, drawn: () => ({ wires, joins }) };
 }
