@@ -66,7 +66,7 @@ def _measure(address: str, pid: int) -> None:
             start = monotonic()
             site = f"layer{k % 20}.block{k % 10}.conv{k % 7}"
             page.evaluate(f"location.hash = 'at={site}'")
-            page.wait_for_function(f"document.querySelector('#pane-heading').innerText == '{site}'")
+            page.wait_for_selector(f"#pane-heading:text-is('{site}')")
             page.wait_for_selector("#pane .waiting", state="detached")
             full.append(1000 * (monotonic() - start))
         print(f"  a site, with statistics: {statistics.median(full):5.0f} ms")

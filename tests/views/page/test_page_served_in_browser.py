@@ -304,6 +304,33 @@ def test_a_new_recording_is_shown_while_the_page_is_open(visit, runs, tmp_path):
     expect(page.get_by_role("searchbox")).to_have_value("head")
 
 
+def test_folds_and_focus_stay_when_a_new_recording_comes(visit, tmp_path):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(30)])
+
+    def save():
+        with torch.no_grad(), hl.record(model, copy=True) as run:
+            model(torch.rand(2, 4))
+        return run.save(tmp_path / "run")
+
+    page = visit(save())
+    is_measured(page)
+    grid = page.get_by_role("treegrid")
+    grid.focus()
+    for key in ("Home", "ArrowDown", "ArrowLeft", "End"):
+        page.keyboard.press(key)
+    page.evaluate("document.body.dataset.old = ''")
+    rows = page.locator("[role=treegrid]").get_attribute("aria-rowcount")
+    top = grid.evaluate("(grid) => grid.scrollTop")
+    name = page.locator("#pane-heading").inner_text()
+    assert top > 0
+    save()
+    expect(page.locator("body[data-ready]:not([data-old])")).to_be_visible()
+    expect(grid).to_be_focused()
+    expect(page.locator("#pane-heading")).to_have_text(name)
+    expect(grid).to_have_attribute("aria-rowcount", rows)
+    assert grid.evaluate("(grid) => grid.scrollTop") == top
+
+
 def test_a_deleted_folder_is_said_one_that_comes_back_is_shown(visit, runs, tmp_path):
     folder = shutil.copytree(runs / "a", tmp_path / "run")
     page = visit(folder)

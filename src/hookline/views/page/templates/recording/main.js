@@ -36,6 +36,8 @@
   const tree = makeTree(byId("view"), core, view, { onChoose: chosen, onEnter: openPane });
   findEdges();
   tree.foldAtFirst();
+  const position = keptPosition();
+  if (position) tree.restoreFolds(position.folded);
   byId("search").value = address.get("q") ?? "";
   if (address.get("sort")) tree.setSort({ key: address.get("sort"), isDown: address.get("up") === null });
   tree.search(byId("search").value);
@@ -43,6 +45,12 @@
   offerTokens();
   offerColumns();
   fromAddress() || beginAtWorst();
+  if (position) {
+    tree.grid.scrollTop = position.scrollTop;
+    byId("pane").scrollTop = position.paneTop;
+    if (position.hasFocus) tree.grid.focus();
+    tree.draw();
+  }
   document.body.dataset.ready = "1";
   if (isServed) measureAll();
 
@@ -160,6 +168,25 @@
   function keptColumns() {
     try {
       return JSON.parse(localStorage.getItem("hookline-columns"));
+    } catch {
+      return null;
+    }
+  }
+
+  // A page that shows a new recording in its place is loaded again: folds, scroll and focus stay.
+  addEventListener("pagehide", () => {
+    try {
+      const kept = { ...tree.position, paneTop: byId("pane").scrollTop };
+      sessionStorage.setItem("hookline-position", JSON.stringify(kept));
+    } catch {
+      /* a file has no store */
+    }
+  });
+
+  function keptPosition() {
+    if (!isServed || performance.getEntriesByType("navigation")[0]?.type !== "reload") return null;
+    try {
+      return JSON.parse(sessionStorage.getItem("hookline-position"));
     } catch {
       return null;
     }

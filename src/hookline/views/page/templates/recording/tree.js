@@ -338,6 +338,19 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     get first() {
       return shown[0];
     },
+    // What is folded, scrolled and focused; `restore` brings it back.
+    get position() {
+      return {
+        folded: [...folded].map((row) => rows.label[row]),
+        scrollTop: grid.grid.scrollTop,
+        hasFocus: document.activeElement === grid.grid,
+      };
+    },
+    restoreFolds(labels) {
+      folded.clear();
+      for (const label of labels) if (core.rowOfLabel.has(label)) folded.add(core.rowOfLabel.get(label));
+      layOut();
+    },
     // What is shown, as an SVG.
     svg() {
       const wanted = chosenColumns(host.clientWidth)
