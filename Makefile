@@ -19,10 +19,11 @@ DIST_VENV := .venv-dist
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-# A worker on each core takes whole files: what a file compiles, starts or loads is made once. Past
-# eight, the longest file is what is waited for.
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --maxprocesses=8 \
+# Workers take whole files: what a file compiles, starts or loads is made once. One more than cores,
+# since some wait for a browser or for ranks; past eight, the longest file is what is waited for.
+JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
+# Tests start hundreds of processes: bytecode is written, so that each need not compile all sources.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --maxprocesses=8 \
   --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick full check mutants bench docs dist extras types clean

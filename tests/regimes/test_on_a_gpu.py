@@ -216,6 +216,13 @@ def test_summary_cam_and_doctor_run():
     assert hl.cam(net, x, "layer2").maps.shape[0] == 4
 
 
+def test_a_copy_on_the_processor_is_compared():
+    net, x = small_net(), images()
+    row = hl.invariance(net, x, only=["other device"])["other device"]
+    assert (row.outcome, row.first) == ("holds", "")
+    assert {tensor.device.type for tensor in net.parameters()} == {"cuda"}
+
+
 class SometimesBad(nn.Module):
     """The square root of what dropout left: its gradient is infinite where that is 0."""
 

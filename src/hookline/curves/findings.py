@@ -17,7 +17,7 @@ from hookline.curves.logged import logged_of
 from hookline.curves.ports import STAGES, path_and_port
 from hookline.curves.step_reports import StepReport
 from hookline.curves.table import RECENT, CurveTable
-from hookline.display.text import plural
+from hookline.display.text import listed, plural
 from hookline.findings.finding import Finding, Findings, Level, in_order
 from hookline.findings.survey import TIMES, template_of, times_text
 
@@ -523,7 +523,7 @@ def _dead_units(training: _Training) -> list[Finding]:
     if not sites:
         return []
     first, units = next(iter(sites.items()))
-    shown = ", ".join(map(str, units[:_MOST_UNITS])) + ", …" * (len(units) > _MOST_UNITS)
+    shown = listed(units, _MOST_UNITS)
     n_units = sum(map(len, sites.values()))
     return [
         Finding(

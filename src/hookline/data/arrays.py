@@ -15,6 +15,7 @@ from xxhash import xxh3_128
 
 from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread
 from hookline.data.loading import RawBatch
+from hookline.display.text import listed
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
 
@@ -167,10 +168,9 @@ class ArrayItems:
             _check(rows, argument + name)
         lengths = {rows.shape[0] for _, rows in parts}
         if len(lengths) != 1:
-            texts = [f"{rows.shape[0]:,} in {argument}{name}" for name, rows in parts[:4]]
-            more = ", …" * (len(parts) > 4)
+            texts = [f"{rows.shape[0]:,} in {argument}{name}" for name, rows in parts]
             raise InputError(
-                f"{argument} must hold arrays of one length, got {', '.join(texts)}{more}."
+                f"{argument} must hold arrays of one length, got {listed(texts, 4)}."
                 "\nCut them to one length, or leave out those that the model does not take."
             )
         self._length = lengths.pop()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection
+from itertools import islice
 
 
 def plural(number: int, noun: str, nouns: str | None = None) -> str:
@@ -22,13 +23,13 @@ def share_text(n_shown: int, total: int, noun: str, nouns: str | None = None) ->
     return whole if n_shown == total else f"{n_shown:,} of {whole}"
 
 
-def listed(names: Sequence[str], most: int) -> str:
-    """Join at most so many names by commas, and mark that there are more.
+def listed(things: Collection[object], most: int) -> str:
+    """Join at most so many things by commas, and mark that there are more.
 
-    >>> listed(["a", "b", "c"], 2)
-    'a, b, …'
+    >>> listed(["a", "b", "c"], 2), listed(range(2), 2)
+    ('a, b, …', '0, 1')
     """
-    return ", ".join(names[:most]) + ", …" * (len(names) > most)
+    return ", ".join(map(str, islice(things, most))) + ", …" * (len(things) > most)
 
 
 def first_line(error: BaseException) -> str:

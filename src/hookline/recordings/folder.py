@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hookline.display.text import first_line
+from hookline.display.text import first_line, listed
 from hookline.engine import (
     PORTS,
     Report,
@@ -421,7 +421,7 @@ def _commit(meeting: _Meeting, draft: Draft, place: Place, sums: list[str]) -> N
             if unseen:
                 raise FolderError(
                     f"rank {first} does not see the folders of other ranks"
-                    f" ({', '.join(unseen[:4])}): the folder must be on a disk that all ranks share"
+                    f" ({listed(unseen, 4)}): the folder must be on a disk that all ranks share"
                 )
             draft.commit(manifest_bytes({"ranks": parts}))
         except (HooklineError, OSError) as caught:
@@ -439,7 +439,7 @@ def _check_sites(meeting: _Meeting, answers: list[dict[str, Any]]) -> None:
         len({answer["model"] for answer in answers}) == 1
         and len({tuple(answer["sites"]) for answer in answers}) > 1
     ):
-        texts = [", ".join(answer["sites"][:8]) for answer in answers]
+        texts = [listed(answer["sites"], 8) for answer in answers]
         raise RanksError(
             f"{meeting.question}: the ranks selected different sites of the same model:"
             f" {say_by_rank(meeting.ranks, texts)}.\nSelect the same sites on every rank, or save"

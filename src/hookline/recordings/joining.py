@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookline.display.text import listed
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AmbiguousError, StructureError
 from hookline.recordings.index import Lookup
@@ -164,4 +165,4 @@ def _all_have(values: Sequence[Any], leaf: tree.Leaf) -> bool:
 
 def _forms(values: Sequence[Any]) -> str:
     forms = list(dict.fromkeys(map(describe.in_words, values)))
-    return ", ".join(forms[:_N_FORMS_SHOWN]) + ", …" * (len(forms) > _N_FORMS_SHOWN)
+    return listed(forms, _N_FORMS_SHOWN)

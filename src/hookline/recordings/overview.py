@@ -6,12 +6,12 @@ The number of rows and the cost are bounded, because a recording may have 100,00
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hookline.display.results import Heading, Printout
-from hookline.display.text import plural
+from hookline.display.text import listed, plural
 from hookline.engine import Pass, Site, local_shards
 from hookline.engine.pytree import describe, tree
 from hookline.errors import FolderError
@@ -146,11 +146,11 @@ def _forms(
             forms[number][describe.shape_or_structure(value)] = None
             for _, tensor in tree.tensors(value):
                 dtypes[number][str(tensor.dtype).removeprefix("torch.")] = None
-    return {number: (_listed([*forms[number]]), _listed([*dtypes[number]])) for number in numbers}
+    return {number: (_forms_text(forms[number]), _forms_text(dtypes[number])) for number in numbers}
 
 
-def _listed(texts: list[str]) -> str:
-    text = ", ".join(texts[:_N_FORMS_SHOWN]) + ", …" * (len(texts) > _N_FORMS_SHOWN)
+def _forms_text(texts: Collection[str]) -> str:
+    text = listed(texts, _N_FORMS_SHOWN)
     return text if len(text) <= _MOST_SIGNS else f"{text[: _MOST_SIGNS - 1]}…"
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hookline.display.text import listed
 from hookline.engine import (
     Site,
     full_value,
@@ -78,7 +79,7 @@ class Collective:
     def _refusal(self, ranks: list[int], answers: list[dict[str, Any]]) -> str:
         errors = [answer["error"] or "has it" for answer in answers]
         message = f"{self.question} needs a value on every rank. {say_by_rank(ranks, errors)}"
-        selected = [", ".join(answer["sites"][:8]) or "nothing" for answer in answers]
+        selected = [listed(answer["sites"], 8) or "nothing" for answer in answers]
         if len(set(selected)) > 1:
             message += f"\nSelected: {say_by_rank(ranks, selected)}."
         return (

@@ -137,6 +137,12 @@ class Recording(Lookups, Result):
         if callable(model):
             self._log.sites_of_part = partial(_sites_of_part, model)
 
+    def has_model_of(self, other: Recording) -> bool:
+        """Tell whether two recordings are of one model that is alive, without reading weights."""
+        references = [source._model for source in (self, other)]
+        models = [reference() for reference in references if callable(reference)]
+        return len(models) == 2 and models[0] is not None and models[0] is models[1]
+
     def take(self) -> list[PassRecord]:
         """Remove all passes from the recording, and return them."""
         return [PassRecord(self._log, current) for current in self._log.take()]

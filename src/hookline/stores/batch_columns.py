@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, final
 import torch
 from torch import Tensor
 
+from hookline.display.text import listed
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, StructureError, warn
@@ -86,11 +87,11 @@ def columns_of(
         )
     if not forms_here:
         raise StructureError(
-            f"a selected site must have a tensor, got none at {', '.join(map(str, sites[:3]))}."
+            f"a selected site must have a tensor, got none at {listed(sites, 3)}."
             "\nSelect a site whose value has tensors; a function keep= must return tensors."
         )
     if without and forms is None:
-        warn(f"{', '.join(without[:3])} has no tensor in the first batch, so it gets no column.")
+        warn(f"{listed(without, 3)} has no tensor in the first batch, so it gets no column.")
     return columns, forms_here
 
 

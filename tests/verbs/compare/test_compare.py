@@ -35,6 +35,17 @@ def mlp():
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
 
 
+def test_weights_of_one_live_model_are_not_read(mlp, monkeypatch):
+    twin = copy.deepcopy(mlp)
+    a, b, other = run_of(mlp, X), run_of(mlp, X), run_of(twin, X)
+    read = []
+    monkeypatch.setattr("hookline.recordings.recording.recorded_model", read.append)
+    assert hl.compare(a, b).ok
+    assert not read
+    assert hl.compare(a, other).ok
+    assert read == [mlp, twin]
+
+
 def test_equal_runs_are_identical_and_nothing_is_said(mlp):
     comparison = hl.compare(run_of(mlp, X), run_of(mlp, X))
     assert comparison.ok

@@ -76,6 +76,41 @@ def test_clean_vision_models_hold(name):
     assert invariance["padded left"].why == "the inputs must be ids of tokens"
 
 
+class Placed(nn.Module):
+    """Computes otherwise on a processor with a number, which stands for another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act = nn.Linear(8, 8), nn.ReLU()
+        self.is_elsewhere = False
+
+    def _apply(self, fn, recurse=True):
+        self.is_elsewhere = True
+        return super()._apply(fn, recurse)
+
+    def forward(self, x):
+        return self.act(self.fc(x)) + self.is_elsewhere
+
+
+@pytest.mark.parametrize(
+    ("net", "outcome", "first"),
+    [
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), "holds", ""),
+        (Placed().eval(), "differs", "(root)"),
+    ],
+)
+def test_a_copy_on_another_device_is_compared(net, outcome, first, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cpu", 0))
+    row = hl.invariance(net, X, only=["other device"])["other device"]
+    assert (row.outcome, row.first) == (outcome, first)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is another device")
+def test_a_missing_accelerator_is_said():
+    row = hl.invariance(nn.Linear(8, 8).eval(), X, only=["other device"])["other device"]
+    assert (row.outcome, row.why) == ("not applicable", "torch finds no accelerator")
+
+
 @pytest.mark.compiles
 def test_a_compiled_model_holds():
     invariance = hl.invariance(model("gpt2"), {"input_ids": ids(2, 6)}, only=["compiled"])

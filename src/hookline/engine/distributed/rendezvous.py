@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hookline.display.text import listed
 from hookline.engine.torch_private.distributed import default_store, is_grouped
 from hookline.errors import RanksError
 
@@ -38,7 +39,7 @@ def ranks_of(group: Any, question: str) -> list[int]:
     ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in ranks:
         raise RanksError(
-            f"{question}: rank {dist.get_rank()} is not in the group of ranks {_listed(ranks)}."
+            f"{question}: rank {dist.get_rank()} is not in the group of ranks {listed(ranks, 8)}."
             "\nCall it on the group's ranks only."
         )
     return ranks
@@ -146,8 +147,4 @@ def say_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks, 8)}"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hookline.display.text import escape_invisible
+from hookline.display.text import escape_invisible, listed
 from hookline.engine.operations.attention import PARTS
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
@@ -170,7 +170,7 @@ def gathered(name: str, model_type: str, nodes: list[ModuleNode]) -> str | None:
         tops[top.path] = None
     if not tops:
         return None
-    names = ", ".join(map(repr, list(tops)[:3])) + ", …" * (len(tops) > 3)
+    names = listed([repr(top) for top in tops], 3)
     first = escape_invisible(next(iter(tops)))
     return (
         f"hl.{name}: {model_type} itself was not called, only modules inside it ({names}), so all"

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from hookline.display.text import plural
+from hookline.display.text import listed, plural
 from hookline.engine.pytree.describe import in_words
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree
 from hookline.engine.selection.output_parts import may_return
@@ -119,7 +119,7 @@ def _inventory(query: Query, nodes: list[Any], noun: str) -> str:
     if not paths:
         advice = "select it with ''" if query.works("") else "give a model with a forward"
         return f"Its only module is the root, {nodes[0].type_name}: {advice}."
-    first = ", ".join(paths[:8]) + (", …" if len(paths) > 8 else "")
+    first = listed(paths, 8)
     n_named = sum(bool(node.path) for node in nodes)  # the root has no name
     return f"Its {plural(n_named, noun)} begin{'s' if n_named == 1 else ''}: {first}."
 

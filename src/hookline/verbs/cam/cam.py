@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from hookline.display.text import plural
+from hookline.display.text import listed, plural
 from hookline.engine import Selector, Site, is_compiled, is_scripted, require_model, unwrap
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import (
@@ -420,7 +420,7 @@ def _check(name: str, maps: Tensor, method: str) -> None:
             if is_zero
             else "every place lowers the score"
         )
-        images = ", ".join(map(str, empty[:8])) + (", …" if len(empty) > 8 else "")
+        images = listed(empty, 8)
         warn(
             f"{method} at {name} finds no place that raises the score of image {images}, so the map"
             f" is 0 everywhere: {why}.\nName another layer= or target=."

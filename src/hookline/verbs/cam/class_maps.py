@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from hookline.display.text import escape_html, plural
+from hookline.display.text import escape_html, listed, plural
 from hookline.engine.pytree import describe
 from hookline.errors import HooklineError, InputError, warn
 from hookline.util.optional import how_to_install, load
@@ -192,7 +192,7 @@ class ClassMaps:
 
     def __repr__(self) -> str:
         n, height, width = self.maps.shape
-        classes = ", ".join(map(str, self.targets[:8])) + (", …" if n > 8 else "")
+        classes = listed(self.targets, 8)
         of = f": classes {classes}" if None not in self.targets else ""
         many = plural(n, "image")
         where = ", ".join(self.layers)

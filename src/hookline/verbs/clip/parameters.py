@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
+from hookline.display.text import listed
 from hookline.engine import (
     TIMEOUT_S,
     Site,
@@ -143,7 +144,7 @@ def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
         return
     question = "hl.clip(model, ...) by a norm over ranks"
     sites_by_rank = gather_json(question, [str(site) for site in sites], sorted(ranks), TIMEOUT_S)
-    texts = [", ".join(map(repr, names[:8])) + ", …" * (len(names) > 8) for names in sites_by_rank]
+    texts = [listed([repr(name) for name in names], 8) for names in sites_by_rank]
     if any(names != sites_by_rank[0] for names in sites_by_rank):
         raise RanksError(
             f"{question} must select the same sites on every rank, got"

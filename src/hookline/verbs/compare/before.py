@@ -161,37 +161,41 @@ def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Finding]:
     return remarks
 
 
-def of_models(a: RecordedModel | None, b: RecordedModel | None) -> list[Finding]:
-    """Say what differs between two models: class, structure, weights, code, versions."""
-    if a is None or b is None:
-        return []
-    remarks = []
+def of_models(side_a: Side, side_b: Side) -> list[Finding]:
+    """Say what differs between two models: class, structure, weights, code, versions.
+
+    Of one model that is alive no weights are read.
+    """
+    a, b = (None, None) if side_a.is_of_model_of(side_b) else (side_a.identify(), side_b.identify())
+    return [] if a is None or b is None else list(_of_identities(a, b))
+
+
+def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
     if a.type != b.type:
-        remarks.append(Finding("model", f"the model is a {a.type} in a, and a {b.type} in b"))
+        yield Finding("model", f"the model is a {a.type} in a, and a {b.type} in b")
     else:
         parts = ("structure", "weights", "code")
         names = [name for name in parts if getattr(a, name) != getattr(b, name)]
         if names:
             are = "differ" if len(names) > 1 or names[0] == "weights" else "differs"
             hint = ": compare two state dicts to see which" * ("weights" in names)
-            remarks.append(Finding("model", f"{' and '.join(names)} of the model {are}{hint}"))
+            yield Finding("model", f"{' and '.join(names)} of the model {are}{hint}")
     versions = [
         f"{name} {a.versions.get(name, 'none')} and {b.versions.get(name, 'none')}"
         for name in dict.fromkeys((*a.versions, *b.versions))
         if a.versions.get(name) != b.versions.get(name)
     ]
     if versions:
-        remarks.append(Finding("versions", f"versions differ: {', '.join(versions)}"))
+        yield Finding("versions", f"versions differ: {', '.join(versions)}")
     if a.device and b.device and a.device != b.device:
-        remarks.append(Finding("device", f"the model was on {a.device} in a, on {b.device} in b"))
+        yield Finding("device", f"the model was on {a.device} in a, on {b.device} in b")
     flags = [
         f"{name} {a.flags[name]} and {b.flags[name]}"
         for name in a.flags.keys() & b.flags.keys() - {"seed"}  # the seed is told by pass
         if a.flags[name] != b.flags[name]
     ]
     if flags:
-        remarks.append(Finding("flags", f"flags differ: {', '.join(sorted(flags))}"))
-    return remarks
+        yield Finding("flags", f"flags differ: {', '.join(sorted(flags))}")
 
 
 def of_forms(rows: list[ComparedSite]) -> list[Finding]:

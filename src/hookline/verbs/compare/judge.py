@@ -9,6 +9,7 @@ from typing import Any, final
 from hookline.display.text import plural
 from hookline.engine import path_text
 from hookline.engine.pytree.describe import leaf_text
+from hookline.engine.pytree.tree import Leaf
 from hookline.errors import OverwrittenError
 from hookline.findings import Finding
 from hookline.statistics.difference import Difference
@@ -19,6 +20,7 @@ from hookline.verbs.compare.aligned import (
     observe,
 )
 from hookline.verbs.compare.alignment import Alignment
+from hookline.verbs.compare.choices import is_flipped_by_noise
 from hookline.verbs.compare.comparison import (
     ComparedSite,
     Comparison,
@@ -55,6 +57,9 @@ class Judge:
         self.coarsest: float = 0.0  # also of values with a measured floor
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
+        self.flipped: list[
+            ComparedSite
+        ] = []  # choices among scores that noise put in another order
 
     def rows(self, a: Side, b: Side) -> Iterator[ComparedSite]:
         """Yield the rows of all pairs, and close files from time to time."""
@@ -80,11 +85,20 @@ class Judge:
             why = "overwritten in place after recording; record with copy=True"
             yield ComparedSite(ours.key, theirs.key, "not comparable", why=why), 0
             return
+        rows: dict[Leaf, tuple[ComparedSite, int]] = {}
         for pair in self._measured(ours, values):
             if pair.alone_in and not ours.is_input:
                 self.alone[pair.alone_in].append(with_leaf(ours, pair.leaf))
             else:
-                yield self._row(pair, ours, theirs), pair.n_bytes
+                rows[pair.leaf] = self._row(pair, ours, theirs), pair.n_bytes
+        noisy = [leaf for leaf, (row, _) in rows.items() if row.verdict == "noise"]
+        for leaf, (row, n_bytes) in rows.items():
+            is_odd = row.verdict == "differs" and bool(noisy)
+            if is_odd and is_flipped_by_noise(*values, leaf, noisy):
+                self.flipped.append(replace(row, verdict="noise", why=f"{row.why}: {_FLIPPED}"))
+                yield self.flipped[-1], n_bytes
+            else:
+                yield row, n_bytes
 
     def _measured(self, entry: Entry, values: tuple[Any, Any]) -> Iterator[Measured]:
         if self._alignment is None:
@@ -141,6 +155,8 @@ class Judge:
         first = next((row for row in rows if row.verdict == "differs"), None)
         if first is None:
             return None, []
+        if self.flipped and rows.index(self.flipped[0]) < rows.index(first):
+            return None, [Finding("choice", _of_choice(self.flipped), self.flipped[0].site)]
         entry = self.entry_of[first.site]
         text = f"first beyond noise: {first.site} ({first.why})"
         if entry.is_input or entry.port not in ("input", "output"):
@@ -156,6 +172,18 @@ class Judge:
         elif entry.n_modules:  # of a recording
             hint = '; record ports=("input", "output") to tell it from the code that feeds it'
         return path, [Finding("site", text + hint, first.site)]
+
+
+_FLIPPED = "their scores are equal up to noise"
+
+
+def _of_choice(flipped: list[ComparedSite]) -> str:
+    first = flipped[0]
+    return (
+        f"noise flipped choices at {first.site} ({first.why}), and what differs behind them may"
+        " follow from it: to rule it out, run b with the choices of a, by"
+        " hl.edit(b, sites, hl.edits.reroute(run_of_a))"
+    )
 
 
 def _why(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:

@@ -96,7 +96,7 @@ class Side:
     Args:
         noun: what it is: "recording", "arrays", "store" or "curves".
         entries: its values, in firing order as far as known.
-        model: the model that made them; None if unknown.
+        identify: returns the model that made them; None if unknown.
         modules: the paths of the model's modules; empty if unknown.
         release: closes the files of what was read.
         source: the recording or pass; None for other things.
@@ -106,12 +106,17 @@ class Side:
 
     noun: str
     entries: Sequence[Entry]
-    model: RecordedModel | None = None
+    identify: Callable[[], RecordedModel | None] = lambda: None
     modules: tuple[str, ...] = ()
     release: Callable[[], None] = lambda: None
     source: Recording | PassRecord | None = None
     settings: tuple[Settings, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
+
+    def is_of_model_of(self, other: Side) -> bool:
+        """Tell whether both were recorded from one model that is alive."""
+        a, b = self.source, other.source
+        return isinstance(a, Recording) and isinstance(b, Recording) and a.has_model_of(b)
 
     @property
     def of_ranks(self) -> list[tuple[str, str]]:
@@ -135,7 +140,7 @@ def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
         entries = [Entry(_path(site), "", partial(given.__getitem__, site)) for site in given.sites]
         side = Side("store", _children_first(entries))
     elif isinstance(given, Curves):
-        side = Side("curves", list(_curve_entries(given)), given.model)
+        side = Side("curves", list(_curve_entries(given)), lambda: given.model)
     elif isinstance(given, Mapping):
         side = Side("arrays", _of_arrays(given, name))
     else:
@@ -195,7 +200,9 @@ def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     paths = tuple(path for path, _ in source.modules)
     settings = _settings(source.passes)
     kinds = dict(source.modules)
-    return Side("recording", entries, source.model, paths, source.release, source, settings, kinds)
+    return Side(
+        "recording", entries, lambda: source.model, paths, source.release, source, settings, kinds
+    )
 
 
 def _of_ranks(source: Recording, dims: Dims | None) -> Side:
@@ -212,7 +219,10 @@ def _of_ranks(source: Recording, dims: Dims | None) -> Side:
             entries.setdefault(entry.key, replace(entry, read=read))
     paths = tuple(path for path, _ in modules)
     settings = _settings([record for rank in source.ranks for record in rank.passes])
-    return Side("recording", list(entries.values()), None, paths, source.release, source, settings)
+    return Side(
+        "recording", list(entries.values()), modules=paths, release=source.release, source=source,
+        settings=settings,
+    )  # fmt: skip
 
 
 def with_rows_of_ranks(side: Side, dims: Dims | None) -> Side:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from hookline.display.results import Cell, Heading, Printout, Result
-from hookline.display.text import plural
+from hookline.display.text import listed, plural
 from hookline.engine import Site, as_written
 
 
@@ -100,7 +100,7 @@ class Diagnosis(Result):
         for verdict in self.sites:
             if str(verdict.site) == as_written(str(site)):
                 return verdict
-        first = ", ".join(str(verdict.site) for verdict in self.sites[:6])
+        first = listed([verdict.site for verdict in self.sites], 6)
         raise KeyError(f"{site} must be a selected site; the sites begin {first}.")
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.curves import ABSENT
-from hookline.display.text import type_and_line
+from hookline.display.text import listed, type_and_line
 from hookline.engine import Pass, Site, has_numbers, is_dtensor, local_part
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
@@ -381,7 +381,7 @@ class Slots:
 
 
 def _named(complaints: list[tuple[str, str]]) -> str:
-    return ", ".join(site for site, _ in complaints[:4]) + (", …" if len(complaints) > 4 else "")
+    return listed([site for site, _ in complaints], 4)
 
 
 def packed(sites: list[SiteSlots], slots_by_site: dict[str, list[Tensor]]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hookline.display.text import type_and_line
+from hookline.display.text import listed, type_and_line
 from hookline.engine import path_text, walk
 from hookline.engine.pytree import describe
 from hookline.errors import HooklineError
@@ -98,4 +98,4 @@ def _arguments(local: dict[str, Any], *, in_full: bool) -> str:
 def _kinds_of_parameters(module: nn.Module) -> str:
     """List the dtypes and devices of a module's parameters: `float32 on cpu`."""
     kinds = list(dict.fromkeys(map(describe.kind, module.parameters())))
-    return ", ".join(kinds[:_MOST_KINDS]) + ", …" * (len(kinds) > _MOST_KINDS)
+    return listed(kinds, _MOST_KINDS)

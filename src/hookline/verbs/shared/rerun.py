@@ -74,11 +74,12 @@ class RandomStates:
 
 def generators_of(modules: Iterable[nn.Module]) -> list[torch.Generator]:
     """Return the random generators that are attributes of modules."""
+    # Not isinstance: torch's metaclass answers it in Python, for each attribute of each module.
     generators = {
         id(value): value
         for module in modules
         for value in vars(module).values()
-        if isinstance(value, torch.Generator)
+        if torch.Generator in type(value).__mro__
     }
     return list(generators.values())
 

@@ -77,7 +77,7 @@ class Effects(Result):
         for axis, label in zip(self.axes, labels, strict=False):
             known = self.labels[axis]
             if label not in known:
-                shown = ", ".join(map(repr, known[:4])) + ", …" * (len(known) > 4)
+                shown = listed([repr(name) for name in known], 4)
                 raise InputError(
                     f"the axis {axis!r} must have the label, got {label!r}."
                     f"\nGive one of its labels: {shown}."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.display.results import fold_line
-from hookline.display.text import type_and_line
+from hookline.display.text import listed, type_and_line
 from hookline.engine import (
     GradientCallback,
     Line,
@@ -286,7 +286,7 @@ def _value_text(value: Any) -> str:
             ]
     except Exception:  # a sparse or fake tensor has no numbers to show; the model must go on
         return f"{text} {dtype}"
-    where = f"  NaN or inf in {', '.join(broken[:_N_BROKEN])}" + ", …" * (len(broken) > _N_BROKEN)
+    where = f"  NaN or inf in {listed(broken, _N_BROKEN)}"
     return f"{text} {dtype}  mean {mean:.4g}  std {std:.4g}" + where * bool(broken)
 
 
