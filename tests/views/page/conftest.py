@@ -16,7 +16,7 @@ import hookline as hl
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 
 # Nothing is to be there within this time; it ends a test that waits for what never comes.
-expect.set_options(timeout=8_000)
+expect.set_options(timeout=60_000)
 
 
 class Windows:
@@ -32,7 +32,7 @@ class Windows:
         if free:
             return free.pop()
         page = self._browser.new_context(**options).new_page()
-        page.set_default_timeout(8_000)
+        page.set_default_timeout(60_000)
         return page
 
     def give_back(self, page, options):
