@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from hookline.views.plots.sheet import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # The heading of each statistic, with its unit.
@@ -158,22 +159,27 @@ def _over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
         list(headings.values()),
         column_width=max(1.25, min(2.4, 7.0 / len(headings))),
     )
-    y = np.arange(len(values))
     bad = np.array([bool(statistics and statistics.non_finite) for statistics in measured])
     for axes, name in zip(rows.axes, headings, strict=True):
         x = np.array([_number(statistics, name) for statistics in measured])
-        axes.plot(x, y, color=BLUE, linewidth=0.8, marker="o", markersize=2.6,
-                  linestyle="" if trunk else "-", alpha=0.5 if trunk else 1)  # fmt: skip
-        if trunk:
-            axes.plot(x[trunk], y[trunk], color=BLUE, linewidth=1.4, marker="o", markersize=3.4)
-        axes.plot(np.where(np.isnan(x), 0, x)[bad], y[bad], color=ORANGE, marker="x",
-                  markersize=6, linestyle="")  # fmt: skip
+        _draw_rows(axes, x, bad, trunk)
         if name == "zeros":
             axes.set_xlim(-4, 104)
         elif np.isfinite(x).any():
             axes.axvline(0, color=GREY, linewidth=0.6, zorder=0)
             stretch(axes, x.tolist())
     return rows.figure
+
+
+def _draw_rows(axes: Axes, x: Array, bad: Array, trunk: list[int]) -> None:
+    """Draw a number of each row: a line through the trunk, or through all without one."""
+    y = np.arange(len(x))
+    style: dict[str, Any] = {"linestyle": "", "alpha": 0.5} if trunk else {"linestyle": "-"}
+    axes.plot(x, y, color=BLUE, linewidth=0.8, marker="o", markersize=2.6, **style)
+    if trunk:
+        axes.plot(x[trunk], y[trunk], color=BLUE, linewidth=1.4, marker="o", markersize=3.4)
+    axes.plot(np.where(np.isnan(x), 0, x)[bad], y[bad], color=ORANGE, marker="x",
+              markersize=6, linestyle="")  # fmt: skip
 
 
 def _over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) -> Figure:

@@ -49,7 +49,7 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
     map.show({ rows: data.names, columns, values, marks: [] });
     const most = 10 ** map.largest;
     const times = Number.isFinite(most) ? numberText(most, 2) : "1";
-    legend.replaceChildren(colourKey("signed", `÷ ${times}`, `× ${times}`), soft("of the median"));
+    legend.replaceChildren(colourKey("signed", `÷ ${times}`, `× ${times}`), soft(" of the median"));
   }
 
   const legend = element("span", { class: "legend" });
