@@ -142,7 +142,8 @@ def _over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
     measured = [site_statistics(value.tensor) for value in values]
     headings = _headings(names, measured)
     order = "as they fired, the first at the top" if sites is None else "as they were named"
-    n_bad = sum(1 for statistics in measured if statistics and statistics.non_finite)
+    bad = np.array([bool(statistics and statistics.non_finite) for statistics in measured])
+    n_bad = int(bad.sum())
     trunk = blocks_of([value.label for value in values], [value.module_type for value in values])
     rows = RowSheet(
         "Statistics over depth",
@@ -159,7 +160,6 @@ def _over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
         list(headings.values()),
         column_width=max(1.25, min(2.4, 7.0 / len(headings))),
     )
-    bad = np.array([bool(statistics and statistics.non_finite) for statistics in measured])
     for axes, name in zip(rows.axes, headings, strict=True):
         x = np.array([_number(statistics, name) for statistics in measured])
         _draw_rows(axes, x, bad, trunk)
