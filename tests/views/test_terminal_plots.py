@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 
 import hookline as hl
-from hookline.display.colours import BLUE_RED, VIRIDIS, colour
+from hookline.display.colours import BLUE_ORANGE, VIRIDIS, colour
 from hookline.views import terminal_plots
 from hookline.views.terminal_plots import spark
 
@@ -92,7 +92,7 @@ def test_signed_maps_are_white_at_zero():
         model(torch.tensor([-1.0, 0.0, 2.0, 0.0]).expand(1, 1, 4, 4).clone())
     text = printed(run, color_system="truecolor", force_terminal=True)
     assert "38;2;247;247;247" in text
-    assert "38;2;{};{};{}".format(*BLUE_RED[-1]) in text
+    assert "38;2;{};{};{}".format(*BLUE_ORANGE[-1]) in text
 
 
 def test_nan_is_counted_and_has_its_own_colour(ramp):

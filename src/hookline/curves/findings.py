@@ -11,12 +11,13 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves.alerts import STAGES, median, path_and_port
+from hookline.curves.dead_units import dead_units
 from hookline.curves.layout import NO_TURN
 from hookline.curves.logged import logged_of
+from hookline.curves.ports import STAGES, path_and_port
 from hookline.curves.step_reports import StepReport
 from hookline.curves.table import RECENT, CurveTable
-from hookline.display.text import plural
+from hookline.display.text import listed, plural
 from hookline.findings.finding import Finding, Findings, Level, in_order
 from hookline.findings.survey import TIMES, template_of, times_text
 
@@ -28,6 +29,9 @@ _DRIFT = 1e3  # times the median of the first half
 _LARGE_RATIO = 0.3  # of an update to its weight
 _LOSS_RISE = 2.0
 _FEW = 0.05  # of the sites: gradients of so few that jump alone break nothing
+_LEAST_SHARE = 1e-6  # the greatest gradient, by the greatest of its kind
+_MOST_UNITS = 4  # whose numbers are printed
+_OF_NOW = {"vanishing", "dead units"}  # kinds that tell of the last steps alone
 _SINGLE = 3  # steps after which a jump is over
 
 _NAMES = {
@@ -70,10 +74,12 @@ class _Onset:
 class _Training:
     """The numbers of a training, and the order in which its sites fired."""
 
-    def __init__(self, reports: Sequence[StepReport]) -> None:
+    def __init__(self, reports: Sequence[StepReport], table: CurveTable | None) -> None:
         self.reports = reports
-        self.table = CurveTable()
-        self.table.add(reports)
+        if table is None:
+            table = CurveTable()
+            table.add(reports)
+        self.table = table
         self.sites = self.table.sites
         self.steps = [column.first for column in self.table.columns]
         self.place = {site: k for k, site in enumerate(self.sites)}
@@ -126,22 +132,29 @@ def _turn_of(report: StepReport, site: str, default: int) -> int:
     return default if turn == NO_TURN else turn
 
 
-def findings_of_steps(reports: Sequence[StepReport], logged: Sequence[StepReport] = ()) -> Findings:
+def findings_of_steps(
+    reports: Sequence[StepReport],
+    logged: Sequence[StepReport] = (),
+    table: CurveTable | None = None,
+) -> Findings:
     """Judge the steps of a training.
 
     Args:
         reports: the reports of measured steps.
         logged: the reports with the user's own numbers, such as the loss.
+        table: the table of these reports; None makes it.
     """
     if not reports:
         return Findings([], "no step", ["No step was reported yet, so nothing was judged."])
-    training = _Training(reports)
+    training = _Training(reports, table)
     findings = [*_non_finite(training), *_jumps(training)]
     findings.sort(key=lambda finding: finding.step or 0)
     findings += [*_dead(training), *_frozen(training), *_still(training)]
+    findings += [*_vanishing(training), *_dead_units(training)]
     is_blamed = any(finding.level == "error" for finding in findings)
     findings = [*([] if is_blamed else _ratio(training)), *findings]
-    findings += [] if findings else _drifts(training)
+    is_fine = all(finding.kind in _OF_NOW for finding in findings)
+    findings += _drifts(training) if is_fine else []
     findings = [_with_loss(finding, logged) for finding in findings]
     findings += [] if any(f.level != "note" for f in findings) else _loss(logged)
     facts = f"{plural(len(training.sites), 'site')}, {plural(len(reports), 'step')}"
@@ -377,7 +390,7 @@ def _drifts(training: _Training) -> list[Finding]:
     last = numbers[0]
     half = len(last) // 2
     with np.errstate(all="ignore"):
-        factor = median(last[-RECENT:]) / median(last[:half])
+        factor = _median(last[-RECENT:]) / _median(last[:half])
     grown = [int(k) for k in np.flatnonzero(factor > _DRIFT)]
     grown = [k for k in grown if path_and_port(training.sites[k])[1] != "update"]
     if not grown:
@@ -408,7 +421,7 @@ def _ratio(training: _Training) -> list[Finding]:
         return []
     weights = [k for k in training.ports("update") if not training.sites[k].endswith("bias:update")]
     by_column = numbers[0][:, weights]
-    ratio = np.fmax(median(by_column[: RECENT // 2]), median(by_column[-RECENT:]))
+    ratio = np.fmax(_median(by_column[: RECENT // 2]), _median(by_column[-RECENT:]))
     large = [weights[k] for k in np.flatnonzero(ratio > _LARGE_RATIO)]
     if len(large) <= len(weights) / 2:
         return []
@@ -471,9 +484,72 @@ def _loss(logged: Sequence[StepReport]) -> list[Finding]:
     return findings
 
 
+def _vanishing(training: _Training) -> list[Finding]:
+    """Name the gradients that are tiny beside the largest of their kind, in the last step."""
+    table = training.table
+    if not {"min", "max"} <= set(table.names):
+        return []
+    ends = np.abs([table.now[table.names.index(name)] for name in ("min", "max")])
+    greatest = np.fmax(*ends)
+    shares: list[tuple[float, str]] = []
+    for port in sorted(_GRADIENTS):
+        sites = [k for k in training.ports(port) if not training.sites[k].endswith("bias:grad")]
+        of_port = np.array(sites, np.intp)
+        top = float(np.nanmax(greatest[of_port], initial=0.0))
+        small = of_port[(greatest[of_port] > 0) & (greatest[of_port] < _LEAST_SHARE * top)]
+        shares += [(float(greatest[k]) / top, training.sites[k]) for k in small]
+    if not shares:
+        return []
+    shares.sort()
+    least, first = shares[0]
+    return [
+        Finding(
+            "vanishing",
+            f"The gradient at {first} is {least:.1e} of the largest of its kind.",
+            first,
+            "note",
+            f"{least:.1e}",
+            f"Its largest element in the last step. {plural(len(shares), 'gradient')} are below"
+            f" {_LEAST_SHARE:g}.",
+            "Look at the activations and the initialisation behind it.",
+            tuple(site for _, site in shares[1:]),
+        )
+    ]
+
+
+def _dead_units(training: _Training) -> list[Finding]:
+    """Name the units that are dead in the last steps, where covariances are measured."""
+    sites = dict(dead_units(training.reports))
+    if not sites:
+        return []
+    first, units = next(iter(sites.items()))
+    shown = listed(units, _MOST_UNITS)
+    n_units = sum(map(len, sites.values()))
+    return [
+        Finding(
+            "dead units",
+            f"{plural(len(units), 'unit')} of {first} pass nothing: {shown}.",
+            first,
+            "note",
+            plural(n_units, "unit"),
+            f"Mean and variance were 0 in each of the last {RECENT} measured steps.",
+            "Look at the learning rate and the biases.",
+            tuple(sites)[1:],
+        )
+    ]
+
+
 def _path(site: str) -> str:
     return path_and_port(site)[0]
 
 
 def _sites(onsets: Any) -> tuple[str, ...]:
     return tuple(onset.site for onset in onsets)
+
+
+def _median(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Return the median over the first axis without NaN; NaN where nothing else is."""
+    ordered = np.sort(numbers, axis=0)  # NaN comes last
+    counts = np.count_nonzero(~np.isnan(numbers), axis=0)
+    at = np.maximum(counts - 1, 0) // 2
+    return np.where(counts > 0, np.take_along_axis(ordered, at[None], axis=0)[0], np.nan)

@@ -24,7 +24,7 @@ from hookline.errors import FolderError
 from hookline.statistics.moments_statistic import MomentsStatistic
 
 MOST_COLUMNS = 512
-RECENT = 10  # the reports that alerts look back on
+RECENT = 10  # the reports that findings look back on
 _BLOCK = 64  # reports that are read at once
 _N_SLOTS = 8
 _N_SUMS = 6
@@ -159,7 +159,7 @@ class CurveTable:
         self.recent.append(row)
 
     def _note(self, report: StepReport, row: Array, at_sites: list[int]) -> None:
-        """Note what alerts need of each step."""
+        """Note what findings need of each step."""
         step = report.step
         if "non_finite" in self.names:
             is_new = (row[self.names.index("non_finite")] > 0) & (self.bad_since < 0)

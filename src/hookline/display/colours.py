@@ -16,10 +16,12 @@ VIRIDIS: tuple[Rgb, ...] = (
     (34, 168, 132), (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37),
 )  # fmt: skip
 
-# ColorBrewer's RdBu from blue to red, for signed values: zero is white.
-BLUE_RED: tuple[Rgb, ...] = (
-    (5, 48, 97), (33, 102, 172), (67, 147, 195), (146, 197, 222), (209, 229, 240), (247, 247, 247),
-    (253, 219, 199), (244, 165, 130), (214, 96, 77), (178, 24, 43), (103, 0, 31),
+# Blue, white, orange, for signed values: zero is white. The page's script has the same map; its
+# lightness changes in equal steps (OKLab), and red-green blindness does not hide the sign.
+BLUE_ORANGE: tuple[Rgb, ...] = (
+    (18, 91, 171), (52, 119, 200), (98, 148, 212), (143, 179, 224), (191, 210, 235),
+    (247, 247, 247),
+    (233, 200, 188), (218, 160, 138), (202, 122, 91), (185, 84, 41), (152, 59, 14),
 )  # fmt: skip
 
 

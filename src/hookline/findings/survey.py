@@ -14,6 +14,8 @@ from hookline.findings.reading import Reading
 TIMES, DIVIDED = "\u00d7", "\u00f7"
 _NUMBER = re.compile(r"\d+")
 _LEAST_SERIES = 3
+_LEAST_BLOCKS = 3
+PLAIN_HOLDERS = ("Sequential", "ModuleList", "ModuleDict")  # no blocks of their own
 # Modules that pass their input on, or whose zeros are meant.
 _PASSING = re.compile(r"Identity|Dropout|DropPath|StochasticDepth|Flatten|Unflatten")
 _ACTIVATIONS = re.compile(
@@ -151,6 +153,23 @@ def template_of(path: str) -> str:
     *holders, last = path.split(".")
     own = _NUMBER.sub("#", last) if last.isdecimal() or not holders else last
     return ".".join([*(_NUMBER.sub("#", holder) for holder in holders), own])
+
+
+def repeated(paths: Sequence[str]) -> list[int]:
+    """Return the places of the paths of repeated blocks; none without at least three alike.
+
+        >>> repeated(["embed", "h.0", "h.1", "h.2", "head"])
+        [1, 2, 3]
+
+    Of several groups of blocks the outermost one counts, then the longest.
+    """
+    groups: dict[str, list[int]] = {}
+    for place, path in enumerate(paths):
+        template = template_of(path)
+        if template.endswith("#"):
+            groups.setdefault(template, []).append(place)
+    chosen = [group for group in groups.values() if len(group) >= _LEAST_BLOCKS]
+    return min(chosen, key=lambda group: (paths[group[0]].count("."), -len(group)), default=[])
 
 
 def holders_of(path: str) -> list[str]:

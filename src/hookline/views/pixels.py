@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
-from hookline.display.colours import BLUE_RED, VIRIDIS, Rgb, colour
 from hookline.display.units import measure
 from hookline.errors import HooklineError
 from hookline.statistics.of_values import Array, around
-from hookline.statistics.to_numbers import pieces
-from hookline.util.optional import how_to_install, load
+from hookline.util.optional import how_to_install
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,7 +23,6 @@ PAGE_NEEDS = "the page needs jinja2 and pillow", how_to_install("cli"), Hookline
 
 # The quantile at which a robust scale of colours is cut off, at both ends.
 _ROBUST = 0.995
-_NON_FINITE_INDEX = 255
 
 
 @final
@@ -95,35 +90,11 @@ def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) 
     return Scale(low, high, False, cuts)
 
 
-def is_signed(sample: Tensor) -> bool:
-    """Return whether `hl.plots` draws a sample in blue and red; the sample is read in chunks."""
-    ends: list[Tensor] = []
-    for piece in pieces(sample):
-        finite = piece[piece.isfinite()]
-        if finite.numel():
-            ends += finite.aminmax()
-    return bool(ends) and scale_of(torch.stack(ends)).is_signed
-
-
 def shares(numbers: Array, low: float, high: float) -> Array:
     """Scale numbers to positions from 0 at `low` to 1 at `high`; NaN and infinity become NaN."""
     finite: Array = np.where(np.isfinite(numbers), numbers, np.nan)
     # Halved, because high - low could overflow.
     return (finite / 2 - low / 2) / ((high / 2 - low / 2) or 1.0)
-
-
-def palette_indices(numbers: Array, scale: Scale) -> Array:
-    """Convert numbers to indices of the palette, clamped to their scale, as uint8."""
-    positions = shares(numbers, scale.low, scale.high).clip(0, 1)
-    indices = np.round(positions * (_NON_FINITE_INDEX - 1))
-    return np.where(np.isnan(positions), _NON_FINITE_INDEX, indices).astype(np.uint8)
-
-
-def coloured(indices: Array, *, is_signed: bool) -> str:
-    """Convert indices to a picture's `data:` address: viridis, or blue to red if signed."""
-    picture = load("PIL.Image", *PAGE_NEEDS).fromarray(indices)
-    picture.putpalette(_SIGNED if is_signed else _PLAIN)
-    return data_address(picture)
 
 
 def data_address(picture: Image) -> str:
@@ -143,15 +114,3 @@ def range_text(data: Tensor) -> str:
     low, high = float(data[finite].min()), float(data[finite].max())
     text = f"all {measure(low)}" if low == high else f"{measure(low)} to {measure(high)}"
     return "; ".join(filter(None, [text, bad]))
-
-
-def _palette(anchors: Sequence[Rgb], non_finite: Rgb) -> list[int]:
-    """Return the flat list of red, green and blue of the 256 palette colours."""
-    last = _NON_FINITE_INDEX - 1
-    colours = [colour(index / last, anchors) for index in range(_NON_FINITE_INDEX)]
-    return [level for rgb in (*colours, non_finite) for level in rgb]
-
-
-# NaN and infinity get a colour outside the map: vermilion in viridis, yellow in red and blue.
-_PLAIN = _palette(VIRIDIS, (213, 94, 0))
-_SIGNED = _palette(BLUE_RED, (255, 213, 0))

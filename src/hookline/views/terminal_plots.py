@@ -19,7 +19,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from hookline.display.colours import BLUE_RED, VIRIDIS, colour
+from hookline.display.colours import BLUE_ORANGE, VIRIDIS, colour
 from hookline.display.text import shorten
 from hookline.display.units import measure, share
 from hookline.errors import InputError
@@ -121,7 +121,7 @@ class _Maps:
         has_colours = not (console.color_system is None or console.no_color or options.ascii_only)
         signed = bool((self.maps < 0).any())
         positions = [_shares(drawn, signed) for drawn in self.maps[:fit]]
-        anchors = BLUE_RED if signed else VIRIDIS
+        anchors = BLUE_ORANGE if signed else VIRIDIS
         for row in range(0, height, 2):
             for k, drawn in enumerate(positions):
                 lower = drawn[row + 1] if row + 1 < height else drawn[row] * math.nan

@@ -103,8 +103,8 @@ def test_its_numbers_are_those_of_the_comparison(page, comparison):
     row = comparison["1.1"]
     cells = lines(page)[1]
     assert cells[1] == "differs"
-    numbers = page.locator(".four tbody tr td:first-of-type").all_inner_texts()
-    floors = page.locator(".four tbody tr td:last-of-type").all_inner_texts()
+    numbers = page.locator("#site-body > .four tbody tr td:first-of-type").all_inner_texts()
+    floors = page.locator("#site-body > .four tbody tr td:last-of-type").all_inner_texts()
     assert float(cells[2].replace(MINUS, "-")) == pytest.approx(row.relative, rel=5e-3)
     for number, text in zip((row.relative, row.worst_row, row.worst_element),
                             (numbers[0], *numbers[2:]), strict=True):  # fmt: skip
@@ -159,15 +159,17 @@ def test_a_search_finds_a_site_in_a_folded_stretch(page):
     expect(page.get_by_text("No site has this in its name.")).to_be_visible()
 
 
-def test_a_site_leads_to_its_pictures_and_back(folders, served, new_page):
+def test_a_site_shows_both_values_and_their_difference(folders, served, new_page):
     server = served(*folders)
     page = new_page(server.base, server.base)
     page.get_by_role("slider").press("End")
-    page.get_by_role("link", name="Pictures of both values").click()
-    expect(page.get_by_role("note")).to_contain_text("(root): differs. The relative difference is")
-    expect(page.get_by_role("heading", name="First minus second")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(chosen(page)).to_have_text("(root)")
+    panel = page.locator("#site")
+    expect(panel.locator(".maps > canvas")).to_have_count(3)
+    a, b = (float(hl.open(folder)["(root)"].double().max()) for folder in folders)
+    cells = panel.get_by_role("row", name="Max").locator("td").all_inner_texts()
+    assert [float(cell.replace("\u2212", "-")) for cell in cells] == pytest.approx([a, b], rel=1e-2)
+    violations = Axe().run(page).response["violations"]
+    assert [fault["id"] for fault in violations] == []
 
 
 def test_an_address_names_the_site_that_it_shows(open_file, comparison):

@@ -82,7 +82,7 @@ def test_a_run_of_no_steps_has_a_page(served, tmp_path):
     server = served(tmp_path / "run")
     assert server.get().status == 200
     answer = asked(server)
-    assert (answer["n_steps"], answer["sites"], answer["alerts"]) == (0, [], [])
+    assert (answer["n_steps"], answer["sites"], answer["findings"]) == (0, [], [])
 
 
 def test_a_folder_is_waited_for_until_its_first_step(served, tmp_path):
@@ -92,7 +92,7 @@ def test_a_folder_is_waited_for_until_its_first_step(served, tmp_path):
     assert server.get().status == 503
     writer.add([1.0])
     assert json.loads(server.get("state").text)["state"].startswith("run-")
-    assert "Sites by steps" in server.get().text
+    assert 'id="chart"' in server.get().text
 
 
 def test_a_run_that_was_killed_opens_up_to_its_last_whole_step(served, run):
@@ -211,7 +211,7 @@ def test_a_run_and_a_recording_are_not_compared(served, runs, run):
 
 
 def test_the_addresses_of_recordings_and_runs_do_not_mix(served, runs, run):
-    assert served(run.folder.path).get("site?at=a").status == 503
+    assert served(run.folder.path).get("maps?at=a").status == 503
     server = served(runs / "a")
     assert "values" not in json.loads(server.get("new").text)
     assert server.get("ranks?site=0").status == 404

@@ -64,7 +64,6 @@ def test_a_damaged_file_is_a_line_that_says_so_and_not_a_crash(served, runs, tmp
     assert measured["next"] > 0
     problems = core_of(answer.text)["values"]["problem"] | measured["values"]["problem"]
     assert problems
-    assert server.get("site?at=first").status == 200
     maps = server.get("maps?at=first")
     assert maps.status == 503 or "problem" in json.loads(maps.text)["own"]
     assert json.loads(server.get("findings").text)["findings"] is not None
@@ -86,7 +85,6 @@ def test_a_file_with_a_dtype_torch_cannot_read_does_not_crash(served, runs, tmp_
         heads[file.name] = checksum(head)
     manifest_of(folder, lambda m: [m["checksums"][k].__setitem__(0, v) for k, v in heads.items()])
     server = served(folder)
-    assert server.get("site?at=first").status == 200
     maps = server.get("maps?at=first")
     assert maps.status == 503 or "problem" in json.loads(maps.text)["own"]
 
@@ -96,7 +94,7 @@ def test_a_damaged_manifest_gives_a_page_that_says_so(served, tmp_path, text):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "manifest.json").write_text(text)
     server = served(tmp_path / "run")
-    for path in ("", "site?at=x", "measure", "numbers?at=x", "findings", "maps?at=x"):
+    for path in ("", "measure", "findings", "maps?at=x"):
         assert server.get(path).status == 503
     assert server.get("state").status == 200
 
@@ -132,7 +130,7 @@ def hostile(tmp_path):
 def test_no_name_becomes_markup(served, hostile):
     server = served(hostile)
     at = quote("<img src=x onerror=alert(2)>")
-    for path in ("", f"site?at={at}", f"site?at={HOSTILE}", f"numbers?at={at}", "measure?from=0"):
+    for path in ("", f"maps?at={at}", f"maps?at={HOSTILE}", "measure?from=0"):
         answer = server.get(path)
         assert answer.status in (200, 404)
         if answer.headers["content-type"].startswith("text/html"):
@@ -153,10 +151,8 @@ def test_no_name_turns_round_what_stands_beside_it(served, tmp_path):
         str(hl.summary(model, torch.ones(1, 2))), str(hl.doctor(model, torch.ones(1, 2))),
     ]  # fmt: skip
     server = served(run.save(tmp_path / "run"))
-    pages = [
-        server.get(path) for path in ("", f"site?at={quote(name)}", f"site?at={quote(chr(0x202E))}")
-    ]
-    assert [page.status for page in pages] == [200, 200, 404]
+    pages = [server.get(path) for path in ("", f"maps?at={quote(chr(0x202E))}")]
+    assert [page.status for page in pages] == [200, 404]
     names = core_of(pages[0].text)["rows"]["name"]
     for text in (*texts, *(page.text for page in pages), " ".join(names)):
         assert "\u202e" not in text
@@ -201,6 +197,4 @@ def test_every_value_of_an_odd_recording_has_a_page(served, tmp_path):
     for name in values:
         maps = json.loads(server.get(f"maps?at=the+{name}").text)["own"]
         assert ("maps" in maps) != ("problem" in maps), name
-        answer = server.get(f"site?at=the+{name}")
-        assert answer.status == 200, (name, answer.text[-600:])
     assert server.get().status == 200

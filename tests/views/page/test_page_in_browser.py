@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -369,3 +370,36 @@ CONTRASTS = """() => {
   }
   return found;
 }"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mine.json", '{"norm": -2, "head": 4, "blocks.0#1": 1.5, "gone": 1}'),
+        ("mine.csv", "site,number\nnorm,-2\nhead,4\nblocks.0#1,1.5\ngone,1\n"),
+    ],
+)
+def test_numbers_of_ones_own_are_a_column_and_colours(page, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    page.get_by_text("Columns").click()
+    page.get_by_label("Your numbers").set_input_files(tmp_path / name)
+    expect(page.locator("#own-about")).to_have_text(
+        f"3 numbers from {name}; 1 name has no row here."
+    )
+    assert row(page, "head").locator(".own").inner_text() == "4"
+    head(page, "Yours").get_by_role("button").click()
+    assert names(page)[:3] == ["head", "blocks.0#1", "norm"]
+    assert Axe().run(page).response["violations"] == []
+
+
+def test_the_list_is_saved_as_an_svg(page, tmp_path):
+    page.get_by_text("Columns").click()
+    with page.expect_download() as saving:
+        page.get_by_role("button", name="Save the list as SVG").click()
+    saving.value.save_as(tmp_path / "tree.svg")
+    root = ElementTree.parse(tmp_path / "tree.svg").getroot()
+    texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    named = [text for text in texts if text in TREE and not text.isdecimal()]
+    assert named == [name for name in TREE if not name.isdecimal()]
+    assert "BatchNorm2d" in texts
+    assert texts[:3] == ["Type", "Shape", "Std"]

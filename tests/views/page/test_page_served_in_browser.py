@@ -72,8 +72,7 @@ def test_it_opens_measures_searches_sorts_and_leads_to_a_value(visit, runs):
     pane = page.locator("#pane")
     expect(pane.get_by_role("img", name=re.compile("^Histogram of 5,120"))).to_be_visible()
     expect(pane.get_by_role("img", name=re.compile("^Output: 16 channels"))).to_be_visible()
-    page.get_by_role("link", name="All channels").click()
-    expect(page.get_by_role("img", name=re.compile("^Channel "))).to_have_count(32)
+    assert page.locator("#pane .class-maps").count() == 0
 
 
 def test_numbers_on_the_page_are_those_of_the_tensors(visit, runs):
@@ -137,36 +136,36 @@ def test_a_pass_is_chosen_and_kept_in_the_address(visit, runs):
     expect(page.get_by_label("Pass")).to_have_value("1")
 
 
-def test_every_picture_is_there(visit, runs):
-    page = visit(runs / "passes", path="site?at=first")
-    assert page.evaluate("[...document.images].filter((i) => !i.naturalWidth).length") == 0
-    assert page.locator("img").count() == 66
-
-
-def test_passes_calls_and_channels_are_stepped_through(visit, runs):
-    page = visit(runs / "passes", path="site?at=again")
-    page.get_by_role("link", name="Call after").click()
-    expect(page).to_have_url(re.compile("at=again&pass=0&call=1$"))
-    page.get_by_role("link", name="Pass after").click()
-    expect(page).to_have_url(re.compile("pass=1&call=1$"))
-    page.get_by_role("spinbutton", name="Pass").fill("2")
-    page.get_by_role("spinbutton", name="Pass").press("Enter")
-    expect(page.get_by_role("spinbutton", name="Pass")).to_have_value("2")
-    page.get_by_role("link", name="Channels after").click()
-    expect(page.get_by_text("Channels 33 to 40 of 40")).to_be_visible()
-    page.get_by_role("link", name="by deviation").click()
-    expect(page.get_by_role("link", name="by deviation")).to_have_attribute("aria-current", "true")
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-def test_class_maps_are_alike_in_size_and_their_captions_level(visit, runs, width):
-    page = visit(runs / "passes", path="site?at=first", viewport={"width": width, "height": 800})
-    for part in ("img", "figcaption"):
-        one, other = (page.locator(f".cams {part}").nth(k).bounding_box() for k in (0, 1))
-        assert [one[key] for key in ("y", "width", "height")] == [
-            other[key] for key in ("y", "width", "height")
-        ]
-    assert page.locator(".cams img").first.bounding_box()["width"] > 120
+def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+    model = nn.Sequential(*layers).eval()
+    x = torch.rand(2, 6, 8)
+    for name in ("a", "b"):
+        with hl.record(model, ports=("output", "grad_output"), copy=True) as run:
+            model(x).sum().backward()
+        run.save(tmp_path / name)
+        with torch.no_grad():
+            model[1].linear2.weight *= 1.5
+    page = visit(tmp_path / "a")
+    is_measured(page)
+    page.get_by_role("button", name="Tokens").press("Enter")
+    grid = page.get_by_role("grid", name="Tokens")
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
+        grid.press(key)
+    norm = float(hl.open(tmp_path / "a")["1"][0, 2].norm())
+    expect(page.locator("#cell")).to_contain_text(f"token 2: norm {norm:.4g}")
+    expect(page.locator("#pane-heading")).to_have_text("1")
+    assert faults(page) == []
+    page.get_by_role("button", name="Tree").click()
+    expect(page.get_by_role("treegrid")).to_be_visible()
+    two = visit(tmp_path / "a", tmp_path / "b")
+    grid = two.get_by_role("grid", name="Tokens")
+    grid.press("Control+End")
+    a, b = (hl.open(tmp_path / name)["2"][0, 5].double() for name in ("a", "b"))
+    error = float((a - b).norm() / b.norm())
+    expect(two.locator("#cell")).to_contain_text(f"token 5: relative error {error:.4g}")
+    assert faults(two) == []
 
 
 def test_on_a_phone_the_sorted_column_is_on_the_screen(visit, runs):
@@ -190,41 +189,64 @@ def test_all_of_it_works_by_keyboard_alone(visit, runs):
     expect(page.locator("#pane-heading")).to_have_text("first")
     page.keyboard.press("Enter")
     expect(page.locator("#pane")).to_be_focused()
-    link = page.get_by_role("link", name="All channels")
-    for _ in range(12):
-        page.keyboard.press("Tab")
-        if link.evaluate("(link) => link === document.activeElement"):
-            break
+    page.get_by_label("Sample").press("ArrowUp")
     page.keyboard.press("Enter")
-    expect(page).to_have_url(re.compile(r"at=first&pass=2&call=0$"))
-    number = int(re.search(r"number (\d+)", page.locator(".subtitle").inner_text())[1])
-    page.keyboard.press("ArrowRight")
-    expect(page.locator(".subtitle")).to_contain_text(f"number {number + 1}")
-    page.keyboard.press("ArrowLeft")
-    expect(page.locator(".subtitle")).to_contain_text(f"number {number}")
+    expect(page.get_by_label("Sample")).to_have_value("1")
     page.keyboard.press("Escape")
-    expect(page.get_by_role("heading", name="Values")).to_be_visible()
+    expect(page.get_by_role("treegrid")).to_be_focused()
 
 
-def test_escape_leads_back_to_the_line_and_list_that_were_left(visit, runs):
-    page = visit(runs / "passes", path="?q=grad&sort=std")
+def test_samples_channels_and_tensors_are_chosen_in_the_pane(visit, runs):
+    page = visit(runs / "passes", path="#at=first")
     is_measured(page)
-    page.get_by_role("searchbox").press("ArrowDown")
-    page.keyboard.press("ArrowDown")
-    name = page.locator("#pane-heading").inner_text()
-    page.get_by_role("link", name="All channels").click()
-    expect(page.locator(".site-head")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(page.locator("#pane-heading")).to_have_text(name)
-    expect(page.get_by_role("searchbox")).to_have_value("grad")
-    expect(page.locator("[aria-selected=true] .name")).to_have_text(name)
-    expect(page.locator("[aria-sort=descending]")).to_contain_text("Std")
+    pane = page.locator("#pane")
+    readout = pane.locator(".readout").first
+
+    def first_channel():
+        pane.locator(".maps > canvas").first.press("ArrowDown")
+        expect(readout).to_contain_text("row 1")
+        return int(re.search(r"channel (\d+)", readout.inner_text())[1])
+
+    expect(pane.locator(".maps > canvas")).to_have_count(2)
+    pictures = pane.locator(".class-maps img")
+    expect(pictures).to_have_count(2)
+    assert len({box["y"] for box in (pictures.nth(k).bounding_box() for k in (0, 1))}) == 1
+    page.locator("#maps-order").select_option("by number")
+    expect(pane.get_by_text("1 to 16")).to_be_visible()
+    assert first_channel() == 0
+    pane.get_by_role("button", name="next channels").press("Enter")
+    expect(pane.get_by_text("17 to 32")).to_be_visible()
+    expect(pane.get_by_role("button", name="next channels")).to_be_focused()
+    assert first_channel() == 16
+    pane.get_by_label("Sample").fill("1")
+    pane.get_by_label("Sample").press("Tab")
+    expect(pane.get_by_text("17 to 32")).to_be_visible()
+    first_channel()
+    value = hl.open(runs / "passes").passes[2]["first"][1, 16, 1, 0]
+    shown = float(readout.inner_text().split()[0].replace(MINUS, "-"))
+    assert shown == pytest.approx(float(value), rel=1e-3, abs=1e-8)
+    assert faults(page) == []
 
 
-def test_a_line_that_was_left_far_down_is_shown_again(visit, tmp_path):
+def test_each_tensor_of_a_tuple_has_its_numbers_and_maps(visit, tmp_path):
+    model = nn.LSTM(3, 4)
+    with torch.no_grad(), hl.record(model) as run:
+        output, (hidden, _) = model(torch.rand(5, 1, 3))
+    page = visit(run.save(tmp_path / "run"))
+    is_measured(page)
+    cards = page.locator("#pane .card")
+    expect(cards).to_have_count(3)
+    means = [
+        float(cards.nth(k).locator("dd").nth(1).inner_text().replace(MINUS, "-")) for k in (0, 1)
+    ]
+    assert means == pytest.approx([float(output.mean()), float(hidden.mean())], rel=1e-3)
+    page.get_by_label("Tensor").select_option("[1][0]")
+    expect(page.locator("#pane .maps-bar")).to_contain_text(re.compile("1 . 4"))
+
+
+def test_an_address_shows_a_line_far_down(visit, tmp_path):
     folder = write_large(tmp_path / "large", 400, 32 * 1024)
-    page = visit(folder, path="site?at=layer3.block9.conv9")
-    page.keyboard.press("Escape")
+    page = visit(folder, path="#at=layer3.block9.conv9")
     expect(page.locator("[aria-selected=true] .name")).to_have_text("conv9")
     expect(page.locator("[aria-selected=true]")).to_be_in_viewport()
     assert page.locator("*").count() < 1500
@@ -251,28 +273,23 @@ def test_what_is_chosen_and_focused_stays_as_numbers_come_in(visit, tmp_path):
 def test_dark_and_light_are_remembered_from_page_to_page(visit, runs):
     page = visit(runs / "a", color_scheme="light")
     page.get_by_role("button", name="Dark").click()
-    page.goto(page.base + "site?at=first")
+    page.goto(page.base + "?q=first")
     expect(page.get_by_role("button", name="Light")).to_be_visible()
     light = page.evaluate("+getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/)[0]")
     assert light < 0.5
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("path", ["", "site?at=again&pass=1", "site?at=head%3Ainput"])
-def test_axe_finds_no_serious_fault(visit, runs, scheme, path):
-    page = visit(runs / "passes", path=path, color_scheme=scheme)
-    if not path:
-        is_measured(page)
+def test_axe_finds_no_serious_fault(visit, runs, scheme):
+    page = visit(runs / "passes", path="#at=first", color_scheme=scheme)
+    is_measured(page)
+    expect(page.locator("#pane .class-maps img")).to_have_count(2)
     assert faults(page) == []
 
 
-def test_axe_finds_no_serious_fault_in_a_value_of_two(visit, runs):
-    assert faults(visit(runs / "a", runs / "b", path="site?at=head", color_scheme="dark")) == []
-
-
-@pytest.mark.parametrize("path", ["", "site?at=again&pass=1&call=1"])
-def test_a_phone_never_scrolls_the_page_sideways(visit, runs, path):
-    page = visit(runs / "passes", path=path, viewport=PHONE)
+def test_a_phone_never_scrolls_the_page_sideways(visit, runs):
+    page = visit(runs / "passes", path="#at=first", viewport=PHONE)
+    expect(page.locator("#pane .class-maps img")).to_have_count(2)
     wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
     assert not page.locator("html").evaluate(wide)
     assert faults(page) == []
@@ -285,6 +302,33 @@ def test_a_new_recording_is_shown_while_the_page_is_open(visit, runs, tmp_path):
     hl.open(runs / "passes").save(folder)
     expect(page.locator("#status")).to_contain_text("9 of ")
     expect(page.get_by_role("searchbox")).to_have_value("head")
+
+
+def test_folds_and_focus_stay_when_a_new_recording_comes(visit, tmp_path):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(30)])
+
+    def save():
+        with torch.no_grad(), hl.record(model, copy=True) as run:
+            model(torch.rand(2, 4))
+        return run.save(tmp_path / "run")
+
+    page = visit(save())
+    is_measured(page)
+    grid = page.get_by_role("treegrid")
+    grid.focus()
+    for key in ("Home", "ArrowDown", "ArrowLeft", "End"):
+        page.keyboard.press(key)
+    page.evaluate("document.body.dataset.old = ''")
+    rows = page.locator("[role=treegrid]").get_attribute("aria-rowcount")
+    top = grid.evaluate("(grid) => grid.scrollTop")
+    name = page.locator("#pane-heading").inner_text()
+    assert top > 0
+    save()
+    expect(page.locator("body[data-ready]:not([data-old])")).to_be_visible()
+    expect(grid).to_be_focused()
+    expect(page.locator("#pane-heading")).to_have_text(name)
+    expect(grid).to_have_attribute("aria-rowcount", rows)
+    assert grid.evaluate("(grid) => grid.scrollTop") == top
 
 
 def test_a_deleted_folder_is_said_one_that_comes_back_is_shown(visit, runs, tmp_path):
@@ -325,6 +369,3 @@ def test_large_values_are_measured_when_asked_for_on_their_page(visit, tmp_path)
     page.locator(".window .name").click()
     expect(page.locator("#pane .waiting")).to_have_count(0)
     expect(page.locator("#pane")).to_contain_text("elements are 0.")
-    page.get_by_role("link", name="All channels").click()
-    expect(page.get_by_text("Measuring…")).to_be_hidden()
-    expect(page.get_by_role("img", name=re.compile("^Histogram of"))).to_be_visible()

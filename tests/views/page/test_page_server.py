@@ -17,6 +17,7 @@ from torch import nn
 
 import hookline as hl
 from benchmarks.large_recording import write as write_large
+from hookline.display.units import measure
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 from hookline.views.page.guard import Rules
 from packed_pages import core_of
@@ -86,10 +87,10 @@ def test_an_address_open_to_others_asks_for_the_printed_token(served, runs):
     assert server.get(Cookie=f"{cookie}={token}").status == 200
     parts = urlsplit(server.base)
     connection = HTTPConnection(parts.hostname, parts.port, timeout=30)
-    connection.request("GET", f"/site?at=first&token={token}")
+    connection.request("GET", f"/maps?at=first&token={token}")
     answer = connection.getresponse()
     assert answer.status == 303
-    assert answer.headers["location"] == "/site?at=first"
+    assert answer.headers["location"] == "/maps?at=first"
     assert "HttpOnly; SameSite=Strict" in answer.headers["set-cookie"]
     connection.close()
 
@@ -155,36 +156,6 @@ def test_an_address_that_cannot_be_bound_says_what_to_give(runs, host, port, sai
 # -- what there is to see --------------------------------------------------------------------
 
 
-def test_a_sites_page_shows_numbers_pictures_and_class_maps(served, runs):
-    text = served(runs / "passes").get("site?at=first&pass=1&call=0").text
-    assert "Gradient of the output" in text
-    assert text.count('aria-label="Histogram of') == 2
-    assert text.count('alt="Channel ') == 64
-    assert "Channels 1 to 32 of 40" in text
-    assert text.count('alt="Class map: ') == 2
-    assert "2 of 3" in text
-
-
-def test_the_gradient_beside_a_value_shows_the_same_channels(served, runs):
-    text = served(runs / "passes").get("site?at=first&order=std").text
-    shown = re.findall(r'alt="Channel (\d+):', text)
-    assert len(shown) == 64
-    assert shown[:32] == shown[32:] != [str(k) for k in range(32)]
-
-
-def test_calls_passes_and_samples_can_be_stepped_through(served, runs):
-    text = served(runs / "passes").get("site?at=again&pass=1&call=1&sample=1").text
-    for link in (
-        "site?at=again&amp;pass=0&amp;call=1&amp;sample=1",
-        "site?at=again&amp;pass=2&amp;call=1&amp;sample=1",
-        "site?at=again&amp;pass=1&amp;call=0&amp;sample=1",
-        "site?at=again&amp;pass=1&amp;call=1",
-        "site?at=again&amp;pass=1&amp;call=1&amp;sample=1&amp;first=32",
-        "site?at=again&amp;pass=1&amp;call=1&amp;sample=1&amp;order=std",
-    ):
-        assert f'href="{link}"' in text, link
-
-
 @pytest.mark.parametrize(
     ("query", "said"),
     [
@@ -197,16 +168,10 @@ def test_calls_passes_and_samples_can_be_stepped_through(served, runs):
     ],
 )
 def test_an_address_that_names_nothing_says_so(served, runs, query, said):
-    answer = served(runs / "a").get(f"site?{query}")
+    answer = served(runs / "a").get(f"maps?{query}")
     assert answer.status == 404
     assert said in answer.text
     assert "All values" in answer.text
-
-
-def test_a_sample_that_is_not_there_is_said_on_the_page(served, runs):
-    answer = served(runs / "a").get("site?at=first&sample=7")
-    assert answer.status == 200
-    assert "sample must be from 0 to 1" in answer.text
 
 
 def test_numbers_are_measured_a_few_at_a_time_and_remembered(served, runs):
@@ -246,6 +211,12 @@ def test_maps_of_a_value_come_with_those_of_its_gradient(served, runs):
     at = core_of(server.get().text)["values"]["order"][-1]
     answer = json.loads(server.get("maps?at=first&pass=1&sample=1").text)
     own, gradient = answer["own"]["maps"], answer["gradient"]["maps"]
+    assert [caption for _, caption in answer["classes"]["tiles"]] == [
+        "what raises it", "what lowers it",
+    ]  # fmt: skip
+    later = json.loads(server.get("maps?at=first&pass=1&order=index&first=32").text)
+    for part in ("own", "gradient"):
+        assert [t["c"] for t in later[part]["maps"]["tiles"]] == list(range(32, 40))
     assert (own["kind"], own["of"], own["sample"], len(own["tiles"])) == ("channels", 40, 1, 16)
     assert [t["c"] for t in own["tiles"]] == [t["c"] for t in gradient["tiles"]]
     assert json.loads(server.get(f"maps?value={at}").text)["gradient"] is None
@@ -263,11 +234,10 @@ def test_two_recordings_are_compared_when_the_page_asks(served, runs):
     data = json.loads(server.get("comparison").text)
     comparison = hl.compare(runs / "a", runs / "b")
     assert {name: data[name] for name in comparison.to_dict()} == comparison.to_dict()
-    text = server.get(f"site?{data['links'][-1]}").text
-    assert "First minus second" in text
-    assert f"Output in {runs / 'b'}" in text
-    assert "(root): differs. The relative difference is" in text
-    assert "first: identical." in server.get("site?at=first").text
+    answer = json.loads(server.get(f"maps?{data['links'][-1]}").text)
+    a, b = (hl.open(runs / name)["(root)"] for name in "ab")
+    assert answer["difference"]["maps"]["tiles"][0]["hi"] == pytest.approx(float((a - b).max()))
+    assert answer["numbers"][1]["Mean"] == measure(float(b.double().mean()))
 
 
 def test_each_row_of_a_comparison_leads_to_the_page_of_its_value(served, tmp_path):
@@ -287,7 +257,7 @@ def test_each_row_of_a_comparison_leads_to_the_page_of_its_value(served, tmp_pat
     assert links["1:output[1][0]#pass0"] == "at=1&pass=0&call=0"
     assert links["0:grad_output#pass1"] == "at=0%3Agrad_output&pass=1&call=0"
     assert all(links.values())
-    assert "1:output[0]#pass1: identical." in server.get("site?at=1&pass=1").text
+    assert json.loads(server.get(f"maps?{links['1:output[1][0]#pass0']}&part=1").text)["other"]
 
 
 def test_values_of_other_shapes_and_those_only_in_one_are_named(served, tmp_path):
@@ -297,11 +267,12 @@ def test_values_of_other_shapes_and_those_only_in_one_are_named(served, tmp_path
             model(torch.ones(1, 2))
         run.save(tmp_path / name)
     server = served(tmp_path / "a", tmp_path / "b")
-    assert f"Only in {tmp_path / 'a'}." in server.get("site?at=1").text
+    assert "other" not in json.loads(server.get("maps?at=1").text)
     text = server.get("comparison").text
     assert "1 value only in a: 1" in text
     assert "1 value only in b: (root)" in text
-    assert "0: not comparable (shapes [1, 3] and [1, 4])." in server.get("site?at=0").text
+    answer = json.loads(server.get("maps?at=0").text)
+    assert answer["difference"]["problem"] == "The shapes differ."
 
 
 def test_two_recordings_without_a_common_value_say_so(served, tmp_path):
@@ -353,7 +324,7 @@ def test_a_folder_that_is_deleted_while_it_is_viewed_says_so(served, runs, tmp_p
     assert answer["state"] == ""
     assert "holds no recording now" in answer["gone"]
     assert server.get().status == 200  # what was read before
-    text = server.get("site?at=first").text
+    text = server.get("maps?at=first").text
     assert "damaged, gone, or replaced since it was opened" in text
 
 
@@ -376,7 +347,7 @@ def test_a_table_of_2000_sites_and_50_gb_reads_no_tensor(served, tmp_path, monke
     assert "<dt>Size</dt><dd>48.7 GiB</dd>" in text
     assert core["measure"] == {"size": "48.7 GiB", "start": False}
     assert read == []
-    server.get("site?at=layer0.block0.conv1")
+    server.get("maps?at=layer0.block0.conv1")
     assert set(read) == {"values-0-00000.safetensors/1"}
 
 
@@ -404,9 +375,9 @@ def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
 
 @pytest.mark.parametrize("at", ["", ":output", "(root)", "%28root%29:output"])
 def test_the_root_is_found_in_an_address_however_it_is_written(served, runs, at):
-    answer = served(runs / "passes").get(f"site?at={at}&pass=1&call=0")
+    answer = served(runs / "passes").get(f"maps?at={at}&pass=1&call=0")
     assert answer.status == 200
-    assert "<h1>(root)" in answer.text
+    assert "maps" in json.loads(answer.text)["own"]
 
 
 def test_the_difference_in_any_leaf_is_shown(served, tmp_path):
@@ -417,4 +388,5 @@ def test_the_difference_in_any_leaf_is_shown(served, tmp_path):
     server = served(tmp_path / "a", tmp_path / "b")
     rows = json.loads(server.get("comparison").text)["rows"]
     assert [row["relative"] for row in rows] == [0.0, pytest.approx(2 / 3)]
-    assert "(root):output[1]: differs. The relative" in server.get("site?at=(root)").text
+    parts = [json.loads(server.get(f"maps?at=(root)&part={k}").text) for k in (0, 1)]
+    assert [part["difference"]["maps"]["tiles"][0]["lo"] for part in parts] == [0, -2]

@@ -47,7 +47,7 @@ def test_signed_maps_are_centred_at_zero_each_on_its_own_scale(recorded):
     value = torch.tensor([[[[-1.0, 2.0]], [[-8.0, 4.0]], [[0.0, 0.0]]]])
     images = hl.plots.channels(recorded(value), "site").axes[0].images
     assert [image.get_clim() for image in images] == [(-2, 2), (-8, 8), (-1, 1)]
-    assert {image.get_cmap().name for image in images} == {"RdBu_r"}
+    assert {image.get_cmap().name for image in images} == {"blue-orange"}
 
 
 def test_maps_of_one_sign_are_viridis_from_least_to_greatest(recorded):

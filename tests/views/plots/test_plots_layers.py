@@ -300,3 +300,37 @@ def test_a_model_that_did_not_run_has_nothing_to_draw():
         pytest.raises(hl.NotRecordedError, match="the model has not run"),
     ):
         hl.plots.histograms(run)
+
+
+def test_the_line_joins_repeated_blocks_in_firing_order():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(x).tanh()
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 2)  # registered first, fires last
+            self.h = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.h:
+                x = block(x)
+            return self.head(x)
+
+    with hl.record(model := Late(), ports=("output", "grad_output")) as run:
+        model(torch.rand(3, 4)).sum().backward()
+    axes = hl.plots.statistics(run, what="mean").axes[0]
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    trunk = axes.lines[1].get_ydata().tolist()
+    assert [labels[place] for place in trunk] == ["h.0", "h.1", "h.2"]
+    axes = hl.plots.gradients(run).axes[0]
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels[-2:] == ["head:grad_output", "(root):grad_output"]
+    assert labels[0] == "h.0.fc:grad_output"
+    trunk = axes.lines[0].get_ydata().tolist()
+    assert [labels[int(place)] for place in trunk] == [f"h.{k}:grad_output" for k in range(3)]

@@ -5,8 +5,11 @@
      rows:   {parent*, name, type, call (-1: the only one), alias: {row: text}},
      values: {row*, order*, port, pass, backward, leaf: {value: text}, shape, dtype, numel,
               mean, std, min, max, zeros, hist, bad: {value: count}, leaves: {value: text},
-              problem: {value: text}, waits: [value]},
-     trunk: [row], passes: [number], ports: [text]}
+              problem: {value: text}, waits: [value],
+             parts: {value: [{leaf, shape, dtype, numel, mean, std, min, max, zeros, bad, hist}]}},
+     trunk: [row], passes: [number], ports: [text],
+     tokens: [the passes with one row a token in each block],
+     flow: {pass: [[from row, to row, whether it is added to another]]}}
 
 Columns with `*` are differences of neighbours. `type`, `shape`, `dtype` and `port` are indices. A
 histogram is 24 characters of 64 levels, with logarithmic heights.
@@ -28,15 +31,19 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import AmbiguousError, FolderError
 from hookline.findings import Finding, Findings
 from hookline.recordings import Recording
-from hookline.views.page.entries import ValueEntry
+from hookline.views.page.entries import Part, ValueEntry
 from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.rows import Row, trunk_of
+from hookline.views.page.token_norms import token_rows
 
 BINS = 24
 _LEVELS = 63
 _FIRST = ord("0")
 _BACKSLASH, _TILDE = "\\", "~"  # JSON writes a backslash as two
 _DIGITS, _STD_DIGITS = 4, 5  # the norm is computed from the mean and the standard deviation
+_DIGITS_OF = {
+    "mean": _DIGITS, "std": _STD_DIGITS, "min": _DIGITS, "max": _DIGITS, "zeros": _DIGITS,
+}  # fmt: skip
 _MOST_FOLLOWING = 400
 
 
@@ -65,6 +72,7 @@ def core_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> dict[str, A
     """
     types, shapes, dtypes, ports = _Words(), _Words(), _Words(), _Words()
     row_of = _row_of(rows)
+    passes = sorted({entry.place.pass_number for entry in entries})
     values = {
         "row": _differences(row_of[entry.order] for entry in entries),
         "order": _differences(entry.order for entry in entries),
@@ -86,7 +94,8 @@ def core_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> dict[str, A
         "dtypes": dtypes.texts,
         "ports": ports.texts,
         "trunk": trunk_of(rows),
-        "passes": sorted({entry.place.pass_number for entry in entries}),
+        "passes": passes,
+        "tokens": [number for number in passes if token_rows(rows, entries, number)],
     }
 
 
@@ -126,10 +135,9 @@ def silent_data(recording: Recording) -> list[list[str]]:
 def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
     """Return the statistics of values as columns; keys of dicts are positions in firing order."""
     numbers = [entry.whole or entry.statistics for entry in entries]
-    digits = {"mean": _DIGITS, "std": _STD_DIGITS, "min": _DIGITS, "max": _DIGITS, "zeros": _DIGITS}
     columns: dict[str, Any] = {
         name: [_rounded(getattr(statistics, name, None), kept) for statistics in numbers]
-        for name, kept in digits.items()
+        for name, kept in _DIGITS_OF.items()
     }
     return columns | {
         "hist": "".join(_histogram_text(entry.counts) for entry in entries),
@@ -137,6 +145,20 @@ def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
         "leaves": _some(entries, lambda entry: entry.non_finite_text if entry.non_finite else None),
         "problem": _some(entries, lambda entry: escape_invisible(entry.problem) or None),
         "waits": [entry.order for entry in entries if _waits(entry)],
+        "parts": {str(e.order): [*map(_part_data, e.parts)] for e in entries if e.parts},
+    }
+
+
+def _part_data(part: Part) -> dict[str, Any]:
+    statistics = part.statistics
+    numbers = {name: _rounded(getattr(statistics, name), kept) for name, kept in _DIGITS_OF.items()}
+    return numbers | {
+        "leaf": escape_invisible(part.leaf),
+        "shape": statistics.shape,
+        "dtype": statistics.dtype,
+        "numel": statistics.numel,
+        "bad": statistics.non_finite,
+        "hist": _histogram_text(part.counts),
     }
 
 
@@ -181,14 +203,26 @@ def findings_data(
     }
 
 
-def _finding_data(finding: Finding, row: Any, values: ValuesByKey) -> dict[str, Any]:
+def _finding_data(
+    finding: Finding, row: Callable[[str], int | None], values: ValuesByKey
+) -> dict[str, Any]:
     entry = values.get(finding.site)
+    return finding_data(finding, row) | {"pass": None if entry is None else entry.place.pass_number}
+
+
+def finding_data(finding: Finding, row: Callable[[str], int | None]) -> dict[str, Any]:
+    """Return a finding as plain data: its texts, and the rows that it names.
+
+    Args:
+        finding: the finding.
+        row: returns the row of a site; None if the page has no such row.
+    """
     following = (row(site) for site in finding.follows[:_MOST_FOLLOWING])
     texts = {name: escape_invisible(getattr(finding, name)) for name in _TEXTS}
     return texts | {
         "row": row(finding.site),
-        "pass": None if entry is None else entry.place.pass_number,
-        "also": sorted({index for index in following if index is not None}),
+        "step": finding.step,
+        "also": list(dict.fromkeys(index for index in following if index is not None)),
         "follows": len(finding.follows),
     }
 

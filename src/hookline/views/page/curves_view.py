@@ -1,4 +1,4 @@
-"""The page of a monitored run: sites by steps as a heat map, each site's curve, and alerts.
+"""The page of a training: findings, the loss, a map of time and depth, each site's curves.
 
 The served page asks for the steps that it lacks. The page that is a file holds the numbers itself.
 """
@@ -19,23 +19,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves import Logged, RunReader, StepReport, logged_of, numbers_of
-from hookline.curves.alerts import PORTS, alerts_of, path_and_port
+from hookline.curves.findings import findings_of_steps
+from hookline.curves.layout import NO_TURN
+from hookline.curves.ports import PORTS, path_and_port
 from hookline.curves.table import CurveTable
-from hookline.display.text import escape_invisible, plural
+from hookline.display.text import escape_invisible
 from hookline.errors import InputError
+from hookline.findings import Findings
+from hookline.views.page.core import finding_data, pack
 from hookline.views.page.links import number as number_of
 from hookline.views.page.render import environment
 from hookline.views.page.single_file import replace_file, target_of
 
 _COLUMNS_IN_FILE = 256
+_PAUSES = 5.0  # between two judgements, times the seconds that one took
 _MOST_POINTS = 512  # of a curve of the user's own numbers
 _TITLES = {
     "mean": "mean", "std": "standard deviation", "norm": "norm", "max": "maximum",
     "min": "minimum", "zero_share": "share of zeros", "non_finite": "non-finite count",
     "ratio": "update ÷ weight",
 }  # fmt: skip
+# In the order in which the page shows them.
 _KINDS = {
-    "output": "outputs", "grad_output": "gradients of outputs", "input": "inputs",
+    "output": "outputs", "input": "inputs", "grad_output": "gradients of outputs",
     "grad_input": "gradients of inputs", "value": "weights", "grad": "gradients of weights",
     "update": "updates of weights",
 }  # fmt: skip
@@ -62,7 +68,8 @@ class OpenRun:
         self.reports: Sequence[StepReport] = ()
         self.logged: Sequence[StepReport] = ()
         self._n_taken = 0
-        self._alerts: tuple[int, list[Any]] = (-1, [])
+        self._findings: tuple[tuple[int, int], Findings] = (-1, -1), Findings([])
+        self._judged, self._seconds = 0.0, 0.0  # when the steps were judged, and how long it took
 
     @property
     def version(self) -> str:
@@ -141,11 +148,12 @@ class OpenRun:
             "values": self._values(name, column),
             "bad": _packed(table.bad(column), np.uint8),
             "now": _packed(table.now, np.float32),
-            "alerts": self._alerts_now(),
+            **self._findings_data(),
         }
         if not column:
             answer["names"] = [[key, _TITLES.get(key, key)] for key in table.names]
             answer["sites"] = [_site_data(site) for site in table.sites]
+            answer["depth"] = _depths(table.sites, self.reports)
         return answer
 
     def _values(self, name: str, column: int = 0) -> list[str]:
@@ -156,11 +164,24 @@ class OpenRun:
         sent = values if self.table.stride > 1 else values[:1]
         return [_packed(part, np.float32) for part in sent]
 
-    def _alerts_now(self) -> list[Any]:
-        if self._alerts[0] != self._n_taken:
-            alerts = [alert._asdict() for alert in alerts_of(self.table, self.reports)]
-            self._alerts = self._n_taken, alerts
-        return self._alerts[1]
+    def findings(self) -> Findings:
+        """Judge the steps so far; of a long run that goes on, now and then."""
+        counts = len(self.reports), len(self.logged)
+        start = time.monotonic()
+        is_early = not self.has_ended and start - self._judged < _PAUSES * self._seconds
+        if counts != self._findings[0] and not is_early:
+            self._findings = counts, findings_of_steps(self.reports, self.logged, self.table)
+            self._judged = time.monotonic()
+            self._seconds = self._judged - start
+        return self._findings[1]
+
+    def _findings_data(self) -> dict[str, Any]:
+        findings = self.findings()
+        number_of = {site: k for k, site in enumerate(self.table.sites)}
+        return {
+            "findings": [finding_data(finding, number_of.get) for finding in findings],
+            "notes": [escape_invisible(note) for note in findings.notes],
+        }
 
     def whole(self) -> dict[str, Any]:
         """Return everything that a page without a server shows."""
@@ -225,7 +246,7 @@ def _points(name: str, curve: Logged) -> dict[str, Any]:
 
 def usual_of(names: Sequence[str]) -> str:
     """Return the number that is shown unless another is chosen; an empty text without any."""
-    return next((name for name in ("std", "norm", "mean") if name in names), "".join(names[:1]))
+    return next((name for name in ("norm", "std", "mean") if name in names), "".join(names[:1]))
 
 
 def _of_rank(report: StepReport, site: str, rank: int, name: str) -> float | None:
@@ -248,6 +269,24 @@ def _site_data(site: str) -> list[str]:
     return [escape_invisible(path), escape_invisible(tail), port]
 
 
+def _depths(sites: Sequence[str], reports: Sequence[StepReport]) -> list[int]:
+    """Return where sites lie in depth: as their modules' outputs fired, if that is known."""
+    turns: dict[str, int] = {}
+    if reports and reports[-1].order is not None:
+        order = zip(reports[-1].layout.by_site, reports[-1].order.tolist(), strict=True)
+        for site, turn in order:
+            path, port = path_and_port(site)
+            if port in ("output", "input") and turn != NO_TURN:
+                turns[path] = max(turn, turns.get(path, 0))
+    return [turns.get(_module_of(site), place) for place, site in enumerate(sites)]
+
+
+def _module_of(site: str) -> str:
+    """Return the path of a site's module; of a parameter, of the module that holds it."""
+    path, port = path_and_port(site)
+    return path.rpartition(".")[0] if port in ("value", "grad", "update") else path
+
+
 def _packed(numbers: NDArray[Any], kind: Any) -> str:
     array = np.ascontiguousarray(numbers, np.dtype(kind).newbyteorder("<"))
     return base64.b64encode(array.tobytes()).decode("ascii")
@@ -258,7 +297,7 @@ class CurvePages:
     """The served pages of a run: one method for each address."""
 
     def __init__(self) -> None:
-        self._templates = environment("curves")
+        self._templates = environment("training")
         self._templates.globals["is_served"] = True
 
     def index(self, run: OpenRun, where: str) -> tuple[str, str]:
@@ -308,25 +347,27 @@ def write_curves_page(folder: str | os.PathLike[str], path: str | os.PathLike[st
     run = OpenRun(Path(folder), _COLUMNS_IN_FILE)
     run.read()
     data = {"kinds": _KINDS, **run.whole()}
-    text = _render(environment("curves"), run, os.fspath(folder), data)
+    text = _render(environment("training"), run, os.fspath(folder), data)
     return replace_file(target_of(path), text)
 
 
-def _render(templates: Any, run: OpenRun, where: str, data: dict[str, Any]) -> str:
-    served = templates.globals["is_served"]
-    facts = [] if served else [
-        ("Sites", f"{len(run.table.sites):,}"), ("Steps", f"{len(run.reports):,}"),
+def _render(templates: Any, run: OpenRun, where: str, core: dict[str, Any]) -> str:
+    is_served = templates.globals["is_served"]
+    facts = [
+        ("sites", f"{len(run.table.sites):,}"), ("steps", f"{len(run.reports):,}"),
     ]  # fmt: skip
+    ranks = [("ranks, merged", f"{run.n_ranks:,}")] if run.n_ranks > 1 else []
+    now = {"state": run.version} if is_served else {"now": datetime.now().astimezone()}
     return str(
-        templates.get_template("curves.html").render(
+        templates.get_template("training/training.html").render(
             title=run.folder.resolve().name or where,
+            subtitle="" if is_served else where,
             where=where,
             home="",
-            facts=facts,
-            now=datetime.now().astimezone(),
-            n_ranks=run.n_ranks,
-            ranks=plural(run.n_ranks, "rank"),
-            data=data,
-            **({"state": run.version} if served else {}),
+            model_type="",
+            facts=[*([] if is_served else facts), *ranks],
+            notices=(),
+            core=pack(core),
+            **now,
         )
     )

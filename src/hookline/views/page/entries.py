@@ -22,6 +22,7 @@ from hookline.views.page.pictures import is_image_like
 OVERWRITTEN = "overwritten in place after it was recorded; record it with copy=True"
 BINS = 48
 _MOST_LEAVES = 3
+_MOST_PARTS = 32  # whose statistics are shown
 
 
 class Place(NamedTuple):
@@ -32,6 +33,14 @@ class Place(NamedTuple):
     call: int  # the call in that pass
     # for a gradient, the index of its backward pass if there are several; else None
     backward: int | None = None
+
+
+class Part(NamedTuple):
+    """One tensor of a value with several, such as a tuple."""
+
+    leaf: str  # where it is in the value, such as `[1]`
+    statistics: Statistics
+    counts: tuple[int, ...]  # its histogram
 
 
 @final
@@ -59,6 +68,8 @@ class ValueEntry:
     # the leaves with elements that are NaN or infinite, and their numbers; of all tensors of
     # the value. The other numbers are those of its main tensor
     broken: tuple[tuple[str, int], ...] = ()
+    # the tensors of a value with several; empty of a value with one
+    parts: tuple[Part, ...] = ()
 
     @property
     def site(self) -> Site:
@@ -124,13 +135,28 @@ def measured(
         return entry
     try:
         counts, _, statistics = histogram(tensor, BINS)
+        parts = _parts(entry.site, value)
         broken = _broken(entry.site, value, tensor, statistics)
     except (RuntimeError, TypeError) as error:
         # One dtype or layout that torch cannot convert must not fail the whole page.
         return replace(entry, shape="", problem=f"cannot be measured: {first_line(error)}")
     if draw is not None:
         draw(entry, tensor)
-    return replace(entry, statistics=statistics, counts=tuple(counts.tolist()), broken=broken)
+    return replace(
+        entry, statistics=statistics, counts=tuple(counts.tolist()), broken=broken, parts=parts
+    )
+
+
+def _parts(site: Site, value: Any) -> tuple[Part, ...]:
+    """Measure each tensor of a value with several."""
+    tensors = measured_tensors(value)
+    if len(tensors) < 2:
+        return ()
+    parts = []
+    for leaf, tensor in tensors[:_MOST_PARTS]:
+        counts, _, statistics = histogram(tensor, BINS)
+        parts.append(Part(leaf_text((*site.leaf, *leaf)), statistics, tuple(counts.tolist())))
+    return tuple(parts)
 
 
 def _broken(

@@ -15,21 +15,15 @@ _ERRORS = "surrogatepass"
 MOST_ITEMS = 64  # on one page
 
 
-def query_of(place: Place, choice: Choice | None = None) -> str:
-    """Write a place and a choice of what to draw as the query of an address.
+def query_of(place: Place) -> str:
+    """Write a place as the query of an address.
 
-    >>> query_of(Place("layer1:grad_output", 0, 2), Choice(sample=3))
-    'at=layer1%3Agrad_output&pass=0&call=2&sample=3'
+    >>> query_of(Place("layer1:grad_output", 0, 2))
+    'at=layer1%3Agrad_output&pass=0&call=2'
     """
     at = quote_plus(place.at, errors=_ERRORS)
     text = f"at={at}&pass={place.pass_number}&call={place.call}"
-    if place.backward is not None:
-        text += f"&backward={place.backward}"
-    if choice is not None:
-        for name, usual in (("sample", 0), ("order", "index"), ("first", 0)):
-            if getattr(choice, name) != usual:
-                text += f"&{name}={getattr(choice, name)}"
-    return text
+    return text if place.backward is None else f"{text}&backward={place.backward}"
 
 
 def parameters_of(query: bytes) -> dict[str, str]:
@@ -51,9 +45,10 @@ def choice_of(parameters: dict[str, str]) -> Choice:
     Raises:
         InputError: a number or the order is malformed.
     """
-    order = parameters.get("order", "index")
+    order = parameters.get("order", ORDERS[0])
     one_of("order", order[:20], ORDERS, f"Write order={ORDERS[0]}.")
-    return Choice(number(parameters, "sample") or 0, order, number(parameters, "first") or 0)
+    sample, first, part = (number(parameters, name) or 0 for name in ("sample", "first", "part"))
+    return Choice(sample, order, first, part)
 
 
 def number(parameters: dict[str, str], name: str) -> int | None:

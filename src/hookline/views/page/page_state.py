@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, final
@@ -19,12 +19,12 @@ from hookline.engine import as_written
 from hookline.errors import FolderError, InputError
 from hookline.recordings import Recording
 from hookline.statistics.of_values import Statistics, main_tensor
-from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.views.page.core import findings_data, judged
 from hookline.views.page.entries import Place, ValueEntry, list_values, measured
+from hookline.views.page.flow import Edge, flow_of
 from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.links import text_of
-from hookline.views.page.rows import Row, labels_of, rows_of
+from hookline.views.page.rows import Row, rows_of
 
 
 class FolderContents(NamedTuple):
@@ -73,7 +73,6 @@ class PageState:
         twins = list_values(self.other) if self.other is not None else []
         self._twins = {entry.place: entry for entry in twins}
         self.rows: list[Row] = rows_of(self.recording, self.values)
-        self._labels = labels_of(self.values)
         self._number_of = {entry.place: entry.order for entry in self.values}
         self._by_site: dict[str, list[ValueEntry]] = {}
         for entry in self.values:
@@ -123,14 +122,6 @@ class PageState:
     def twin(self, place: Place) -> ValueEntry | None:
         """Return the other recording's value at a place, or None."""
         return self._twins.get(place)
-
-    def of_site(self, at: str) -> Sequence[ValueEntry]:
-        """List the values of a site in firing order."""
-        return self._by_site.get(at, ())
-
-    def label(self, entry: ValueEntry) -> str:
-        """Return a value's full name: the site, as in a look-up."""
-        return self._labels[entry.order]
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -212,6 +203,11 @@ class PageState:
         finally:
             recording.release()
 
+    def flow(self, pass_number: int) -> list[Edge]:
+        """Return what flows into what in a pass, as far as its values are measured."""
+        with self.reading():
+            return flow_of(self.rows, self.values, pass_number)
+
     def is_measured(self, entry: ValueEntry) -> bool:
         """Return whether a value needs no more measuring."""
         return entry.statistics is not None or bool(entry.problem) or entry.numel is None
@@ -234,11 +230,6 @@ class PageState:
     def entry_at(self, site: str) -> ValueEntry | None:
         """Return the value that a row of a comparison is about, by the row's site; or None."""
         return self._by_key.get(site)
-
-    def compared_rows(self, entry: ValueEntry, comparison: Comparison) -> list[ComparedSite]:
-        """Return the rows of a comparison that are about a value."""
-        of_rows = ((row, self.entry_at(row.site)) for row in comparison)
-        return [row for row, other in of_rows if other and other.order == entry.order]
 
 
 def notices_of(recording: Recording) -> list[str]:

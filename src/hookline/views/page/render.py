@@ -8,39 +8,49 @@ from pathlib import Path
 from typing import Any
 
 from hookline.display.text import escape_invisible
-from hookline.display.units import measure
 from hookline.util.optional import load
 from hookline.util.version import VERSION
-from hookline.views.page.pictures import histogram_path
-from hookline.views.page.site_view import facts_of, zero_of
 from hookline.views.pixels import PAGE_NEEDS
 
 FOLDER = Path(__file__).parent / "templates"
-# What each kind of page is made of. The recording fills the window, so its style is its own.
-_SHARED = ("page.js", "page.css")
-_OF_RESULTS = (*_SHARED, "elements.js", "result.css")
+# What each kind of page is made of.
+_SHARED = ("shared/page.js", "shared/tokens.css", "page.css")
+_OF_RESULTS = (*_SHARED, "shared/elements.js", "shared/colours.js", "result.css")
+_OF_MAPS = ("shared/packed.js", "shared/canvas.js", "shared/pictures.js", "shared/maps.css")
+_FRAME = (
+    "shared/tokens.css", "shared/frame.css", "shared/page.js", "shared/elements.js",
+    "shared/colours.js", *_OF_MAPS, "shared/findings.js",
+)  # fmt: skip
 _OF_RECORDING = (
-    "colours.js", "rows.js", "recording/data.js", "recording/canvas.js", "recording/findings.js",
-    "recording/strip.js", "recording/tree.js", "recording/pictures.js", "recording/pane.js",
-    "recording/main.js",
+    "shared/rows.js", "shared/rows.css", "shared/heat_map.js", "shared/tokens.js",
+    "recording/data.js", "recording/own.js", "recording/export.js", "recording/strip.js",
+    "recording/tree.js", "recording/pane.js", "recording/main.js",
+    "recording/recording.css",
+)  # fmt: skip
+_OF_TRAINING = (
+    "training/data.js", "training/chart.js", "training/curves.js", "training/main.js",
+    "training/training.css",
 )  # fmt: skip
 _PARTS = {
-    "recording": ("page.js", "elements.js", *_OF_RECORDING, "recording/recording.css"),
-    "site": _SHARED,
-    "curves": (*_SHARED, "curves.js", "curves.css"),
-    "comparison": (*_OF_RESULTS, "rows.js", "depth_curve.js", "comparison.js"),
-    "sweep": (*_OF_RESULTS, "colours.js", "heat_map.js", "sweep.js"),
-}
-_SERVED = ("recording", "site", "curves", "comparison")
+    "recording": (*_FRAME, *_OF_RECORDING),
+    "training": (*_FRAME, *_OF_TRAINING),
+    "message": _SHARED,
+    "comparison": (
+        *_OF_RESULTS, *_OF_MAPS, "shared/rows.js", "shared/heat_map.js", "shared/tokens.js",
+        "depth_curve.js", "comparison.js",
+    ),
+    "sweep": (*_OF_RESULTS, "shared/maps.css", "shared/heat_map.js", "sweep.js"),
+}  # fmt: skip
+_SERVED = ("recording", "message", "training", "comparison")
 
 
-def environment(kind: str = "site") -> Any:
+def environment(kind: str = "message") -> Any:
     """Create the template environment of a kind of page.
 
     Texts are escaped, and unknown names raise.
 
     Args:
-        kind: "recording", "site", "curves", "comparison" or "sweep".
+        kind: "recording", "training", "message", "comparison" or "sweep".
     """
     jinja2 = load("jinja2", *PAGE_NEEDS)
     templates = jinja2.Environment(
@@ -53,7 +63,6 @@ def environment(kind: str = "site") -> Any:
     )
     code = _script(kind)
     templates.globals.update(
-        facts_of=facts_of, histogram_path=histogram_path, zero_of=zero_of, measure=measure,
         version=VERSION, is_served=False,
         style=_joined(kind, ".css"), script=code, script_hash=_hash(code),
     )  # fmt: skip

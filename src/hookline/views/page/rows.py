@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import final
 
 from hookline.engine import Site
-from hookline.engine.pytree.describe import leaf_text
-from hookline.findings.survey import template_of
+from hookline.findings.survey import PLAIN_HOLDERS, repeated
 from hookline.recordings import Recording
 from hookline.views.page.entries import ValueEntry
-
-_LEAST_BLOCKS = 3
-_PLAIN_HOLDERS = ("Sequential", "ModuleList", "ModuleDict")
 
 _Call = tuple[str, int]  # the path of a module, and the number of its call
 
@@ -60,42 +55,20 @@ def rows_of(recording: Recording, entries: Sequence[ValueEntry]) -> list[Row]:
     return rows
 
 
-def label_of(entry: ValueEntry, n_calls: int) -> str:
-    """Return a value's full name, as in a look-up.
-
-    Args:
-        n_calls: how many calls of its site one pass has; with several, the name has the number.
-    """
-    site = entry.site
-    is_whole_output = site.port == "output" and not site.leaf
-    port = "" if is_whole_output else f":{site.port}{leaf_text(site.leaf)}"
-    call = entry.place.call if n_calls > 1 else site.call
-    return str(Site(site.path)) + port + ("" if call is None else f"#{call}")
-
-
-def labels_of(entries: Sequence[ValueEntry]) -> list[str]:
-    """List the full names of values."""
-    turns = [(entry.site, entry.place.pass_number, entry.place.backward) for entry in entries]
-    counts = Counter(turns)
-    return [label_of(entry, counts[turn]) for entry, turn in zip(entries, turns, strict=True)]
-
-
 def trunk_of(rows: Sequence[Row]) -> list[int]:
     """Return the rows of the repeated blocks, such as the layers of a transformer.
 
-    Of several groups of blocks the outermost one counts, then the longest; without any, the rows
-    at the top with a value.
+    Without any, the rows at the top with a value.
     """
     holders = {row.parent for row in rows if row.parent is not None}
-    groups: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        is_block = index in holders and row.module_type not in _PLAIN_HOLDERS
-        template = template_of(row.path)
-        if is_block and template.endswith("#") and _has_output(row):
-            groups.setdefault(template, []).append(index)
-    chosen = [group for group in groups.values() if len(group) >= _LEAST_BLOCKS]
-    if chosen:
-        return min(chosen, key=lambda group: (rows[group[0]].path.count("."), -len(group)))
+    blocks = [
+        index
+        for index, row in enumerate(rows)
+        if index in holders and row.module_type not in PLAIN_HOLDERS and _has_output(row)
+    ]
+    places = repeated([rows[index].path for index in blocks])
+    if places:
+        return [blocks[place] for place in places]
     root = 0 if rows and not rows[0].path else None
     return [index for index, row in enumerate(rows) if row.parent == root and _has_output(row)]
 

@@ -2,8 +2,8 @@
 
     /           a recording                     /measure   statistics of some values, as JSON
     /findings   what is wrong with it, as JSON  /maps      one value's maps of numbers, as JSON
-    /site       a value's own page              /numbers   one value's statistics, as HTML
-    /state      the state of the recording, as JSON
+    /tokens     norms by token and block, as JSON
+    /state      the state of the recording      /flow      what flows into what in a pass, as JSON
 
 The page of two recordings is `/`, too. It asks for this:
 
@@ -25,7 +25,7 @@ import json
 from collections.abc import Callable
 from typing import Any, final
 
-from hookline.display.text import first_line, plural, type_and_line
+from hookline.display.text import plural, type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.util.optional import how_to_install, load
@@ -35,12 +35,11 @@ from hookline.views.page.entries import ValueEntry
 from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.links import choice_of, items_of, number, parameters_of, query_of, text_of
 from hookline.views.page.page_state import PageState, notices_of
-from hookline.views.page.pictures import Choice
 from hookline.views.page.render import environment, script_hashes
 from hookline.views.page.results import comparison_data, comparison_title, last_part
-from hookline.views.page.site_view import gradient_of, site_view
 from hookline.views.page.sources import OpenRecordings
-from hookline.views.page.tiles import ASKED_FOR, tiles_of, with_channels
+from hookline.views.page.token_norms import token_rows
+from hookline.views.page.value_maps import tokens_of, value_maps
 from hookline.views.pixels import PAGE_NEEDS
 
 _NEEDS = "hookline view needs starlette and uvicorn"
@@ -62,7 +61,7 @@ class Pages:
         load("PIL.Image", *PAGE_NEEDS)
         self._shelf = shelf
         self._templates, self._of_comparisons, self._of_recordings = (
-            environment(kind) for kind in ("site", "comparison", "recording")
+            environment(kind) for kind in ("message", "comparison", "recording")
         )
         for templates in (self._templates, self._of_comparisons, self._of_recordings):
             templates.globals["is_served"] = True
@@ -114,7 +113,7 @@ class Pages:
             home="",
             state=state,
             names=page.names,
-            data={},
+            data={"tokens": _passes_with_tokens(page)},
             of_what=f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}",
         )
         return "text/html", str(text)
@@ -132,50 +131,23 @@ class Pages:
         links = ["" if entry is None else query_of(entry.place) for entry in entries]
         return "application/json", json.dumps(comparison_data(made, links))
 
-    def site(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Render one value's page."""
-        page, state = self._page(parameters)
-        entry = _named(page, parameters)
-        made = None if page.other is None else self._shelf.finished_comparison
-        view = site_view(page, entry, choice_of(parameters), made)
-        parts = entry.site.path.split(".") if entry.site.path else []
-        trail = []
-        for k, part in enumerate(parts):
-            href = ""
-            if k < len(parts) - 1:
-                at = str(type(entry.site)(".".join(parts[: k + 1]), "output"))
-                if page.of_site(at):
-                    href = f"site?{query_of(page.of_site(at)[0].place)}"
-            trail.append((part, href))
-        return "text/html", self._render(
-            "site.html", title=view["label"], home="./", state=state, view=view, trail=trail,
-            here=query_of(entry.place), up="All values" if page.other is None else "The comparison",
-        )  # fmt: skip
-
-    def numbers(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Render the statistics of one value, which its page fetches later."""
-        page, _ = self._page(parameters)
-        entry = _named(page, parameters)
-        of_other = parameters.get("of") == "other"
-        if of_other and page.twin(entry.place) is None:
-            raise InputError("the other recording has no such value.\nGo to the start page.")
-        with page.reading():
-            entry = page.measure(entry, of_other=of_other)
-        template = self._templates.get_template("site_parts.html")
-        return "text/html", str(template.module.numbers(entry))
-
     def maps(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Return the maps of a value as JSON, and those of its gradient; or why there are none."""
+        """Return the maps of a value as JSON, and those that belong beside them."""
         page, _ = self._page(parameters)
         entry = _named(page, parameters)
-        choice = choice_of(parameters)
-        with page.reading():
-            drawn = _maps_of(page, entry, choice)
-            twin = gradient_of(page, entry)
-            beside = None
-            if twin is not None:
-                beside = _maps_of(page, twin, with_channels(choice, drawn.get("maps")))
-        return "application/json", json.dumps({"own": drawn, "gradient": beside})
+        answer = value_maps(page, entry, choice_of(parameters))
+        return "application/json", json.dumps(answer)
+
+    def flow(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Return what flows into what in a pass as JSON, as far as values are measured."""
+        page, _ = self._page(parameters)
+        return "application/json", json.dumps(page.flow(number(parameters, "pass") or 0))
+
+    def tokens(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Return the norms of each token in each block of a pass as JSON."""
+        page, _ = self._page(parameters)
+        chosen = (number(parameters, name) or 0 for name in ("pass", "sample"))
+        return "application/json", json.dumps(tokens_of(page, *chosen))
 
     def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Measure some values and return their columns as JSON."""
@@ -289,8 +261,8 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
         return failed(None, InputError("this address does not exist.\nGo to the start page."))
 
     routes = [
-        route("/", pages.index), route("/site", pages.site), route("/numbers", pages.numbers),
-        route("/maps", pages.maps), route("/measure", pages.measure),
+        route("/", pages.index), route("/maps", pages.maps), route("/measure", pages.measure),
+        route("/flow", pages.flow), route("/tokens", pages.tokens),
         route("/findings", pages.findings), route("/comparison", pages.comparison),
         route("/state", pages.state), route("/new", pages.new), route("/ranks", pages.ranks),
     ]  # fmt: skip
@@ -318,15 +290,9 @@ def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     return page.find(parameters.get("at", ""), *where)
 
 
-def _maps_of(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, Any]:
-    """Read the maps of a value, or the reason why there are none; call it inside `reading`."""
-    try:
-        maps = tiles_of(page.tensor(entry), entry.site.module_type, choice, ASKED_FOR)
-    except HooklineError as error:
-        return {"problem": str(error).splitlines()[0]}
-    except (RuntimeError, TypeError) as error:
-        return {"problem": f"cannot be drawn: {first_line(error)}"}
-    return {"maps": maps}
+def _passes_with_tokens(page: PageState) -> list[int]:
+    numbers = sorted({entry.place.pass_number for entry in page.values})
+    return [number for number in numbers if token_rows(page.rows, page.values, number)]
 
 
 def _bytes_shown(page: PageState) -> str:

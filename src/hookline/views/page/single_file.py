@@ -23,11 +23,13 @@ from hookline.util.optional import load
 from hookline.verbs.summary import Summary
 from hookline.views.page.core import core_data, findings_data, judged, pack, silent_data
 from hookline.views.page.entries import Place, ValueEntry, measured
+from hookline.views.page.flow import flow_of
 from hookline.views.page.page_state import FolderContents, notices_of
 from hookline.views.page.pictures import Choice, input_thumbnail
 from hookline.views.page.render import environment
-from hookline.views.page.rows import rows_of
+from hookline.views.page.rows import Row, rows_of
 from hookline.views.page.tiles import IN_FILE, tiles_of, with_channels
+from hookline.views.page.token_norms import ids_of, token_data, token_rows
 from hookline.views.pixels import PAGE_NEEDS
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 _FILE_NAME = "report.html"
 _MAX_IMAGES = 12
+_MOST_NORMS = 20_000  # of tokens in a file
 _PICTURE_BYTES = 2 * 1024**2  # of all maps in a file; the server shows each value's own
 
 
@@ -125,6 +128,8 @@ def write_contents_page(
     report = recording.report()
     findings, note = (None, "") if contents.judge is None else judged(recording)
     core = core_data(rows, entries) | findings_data(findings, note, rows, entries)
+    core["flow"] = {number: flow_of(rows, entries, number) for number in core["passes"]}
+    core["norms"] = _token_norms(rows, entries, core["tokens"][-1:])
     core |= {"silent": silent_data(recording), "view": _view_command(target)}
     text = templates.get_template("recording/recording.html").render(
         title=title,
@@ -137,11 +142,24 @@ def write_contents_page(
         notices=notices,
         n_silent=len(report.silent),
         core=pack(core),
-        pictures=pictures.packed,
+        pictures=pictures.scripts(),
         items=("", 0),
         top="",
     )
     return replace_file(target, text), findings
+
+
+def _token_norms(
+    rows: Sequence[Row], entries: Sequence[ValueEntry], passes: Sequence[int]
+) -> dict[int, Any]:
+    """Return the norms of the first sample's tokens in the last pass, if they are few."""
+    norms = {}
+    for number in passes:
+        chosen = token_rows(rows, entries, number)
+        if chosen is not None and chosen.n_tokens * len(chosen.blocks) <= _MOST_NORMS:
+            ids = ids_of(entries, number, chosen.n_tokens)
+            norms[number] = token_data(chosen, rows, {}, ids, 0)
+    return norms
 
 
 def _evidence(evidence: Evidence) -> dict[str, Any]:
@@ -153,6 +171,9 @@ def _evidence(evidence: Evidence) -> dict[str, Any]:
     }
 
 
+_MAPS_A_SCRIPT = 64  # values in firing order: the page parses a script when one is asked for
+
+
 class _Pictures:
     """The maps of values, as many as fit in a file; each pass has an equal share of it."""
 
@@ -161,6 +182,13 @@ class _Pictures:
         self._room = dict[int, int]()
         self._share = _PICTURE_BYTES // max(n_passes, 1)
         self._channels: dict[Place, dict[str, Any]] = {}
+
+    def scripts(self) -> list[tuple[int, str]]:
+        """Return the JSON of each script with its number: the maps of some values by position."""
+        parts: dict[int, list[str]] = {}
+        for order, text in self.packed:
+            parts.setdefault(order // _MAPS_A_SCRIPT, []).append(f'"{order}":{text}')
+        return [(number, "{" + ",".join(texts) + "}") for number, texts in parts.items()]
 
     def draw(self, entry: ValueEntry, tensor: Tensor) -> None:
         """Keep the maps of a value, of the same channels as those of the output if a gradient."""

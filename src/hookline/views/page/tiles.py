@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hookline.views.page.pictures import Choice, arranged
 from hookline.views.pixels import cells, smaller
+from hookline.views.plots.arranging import order_of
 
 _MOST_HEADS = 32
 _LEAST_TOKENS = 4
@@ -40,12 +41,12 @@ def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -
         >>> maps["kind"], len(maps["tiles"]), maps["samples"]
         ('channels', 3, 2)
 
-    Channels come by their largest element, the largest first, and heads by their number.
+    Channels come in the order of the choice, from `first` on, and heads by their number.
 
     Args:
         tensor: the value.
         module_type: the class of its module, which says where channels are.
-        choice: the sample, and the channels, if they are to be those of another value.
+        choice: the sample, and the order of channels, or the channels of another value.
         limits: what is kept.
 
     Raises:
@@ -57,11 +58,12 @@ def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -
     if len(made.space) < 2 or data[0].numel() == 1:
         rows = data.reshape(len(data), -1).T
         tiles = [_tile(0, cells(rows, limits.table), limits.bits)]
-        kind, of = "table", 1
+        kind, of, first = "table", 1, 0
     else:
         kind = "heads" if _are_heads(data) else "channels"
         rows, of = data[0], len(data)
-        channels = list(choice.channels) or _largest(data, kind, limits.maps)
+        first = min(choice.first, of - 1) // limits.maps * limits.maps if kind == "channels" else 0
+        channels = list(choice.channels) or _ordered(data, kind, choice.order, limits.maps, first)
         kept = [channel for channel in channels if channel < of]
         maps = smaller(data[kept], limits.side)
         tiles = [_tile(k, part, limits.bits) for k, part in zip(kept, maps, strict=True)]
@@ -72,6 +74,7 @@ def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -
         "kind": kind, "h": height, "w": width, "rows": rows.shape[0], "columns": rows.shape[1],
         "of": of, "bits": limits.bits, "sample": choice.sample, "samples": n_samples,
         "down": "sample" if made.space == "N" else "row", "tiles": tiles,
+        "order": choice.order, "first": first,
     }  # fmt: skip
 
 
@@ -94,12 +97,14 @@ def _are_heads(data: Tensor) -> bool:
     return is_share and float((data.sum(-1) - 1).abs().max()) <= _SUM_ERROR
 
 
-def _largest(data: Tensor, kind: str, most: int) -> list[int]:
+def _ordered(data: Tensor, kind: str, order: str, most: int, first: int) -> list[int]:
     if kind == "heads":
         return list(range(len(data)))
+    if order != "largest":
+        return order_of(data, order, None, "the value")[first : first + most]
     sizes = data.abs().nan_to_num(torch.inf).amax((1, 2))
-    channels: list[int] = sizes.argsort(descending=True, stable=True)[:most].tolist()
-    return channels
+    channels: list[int] = sizes.argsort(descending=True, stable=True).tolist()
+    return channels[first : first + most]
 
 
 def _tile(channel: int, numbers: Tensor, bits: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,8 @@ from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
 from hookline.recordings.figure_arguments import check_source
-from hookline.views.plots.rows import RowSheet
+from hookline.recordings.walk import walk
+from hookline.views.plots.rows import RowSheet, blocks_of
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 
 if TYPE_CHECKING:
@@ -58,13 +60,14 @@ def gradients(recording: Recording) -> Figure:
             "the recording must be whole, got one of its passes."
             "\nGive the recording: the figure shows means over its passes."
         )
-    sites = recording.gradients().rows
+    sites, order = _in_order(recording)
+    types = dict(recording.modules)
     has_ratio = any(row.ratio is not None for row in sites)
     headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
     rows = RowSheet(
         "Gradient flow",
         [
-            f"{plural(len(sites), 'site')} in registration order, the first at the top"
+            f"{plural(len(sites), 'site')} in {order} order, the first at the top"
             + _means([row.count for row in sites if row.count]),
             _conspicuous(sites) or "none is dead or exploding",
         ],
@@ -72,11 +75,35 @@ def gradients(recording: Recording) -> Figure:
         headings,
         column_width=2.6,
     )
-    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites])
+    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites], types)
     if has_ratio:
-        _on_logs(rows.axes[1], sites, [row.ratio for row in sites])
-    _zeros(rows.axes[-1], sites)
+        _on_logs(rows.axes[1], sites, [row.ratio for row in sites], types)
+    _zeros(rows.axes[-1], sites, types)
     return rows.figure
+
+
+def _in_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str]:
+    """Return the rows as their modules fired, if that is known; else as they are registered."""
+    rows = recording.gradients().rows
+    turns: dict[str, int] = {}
+    for place, value in enumerate(walk(recording)):
+        if value.site.port in ("output", "grad_output"):
+            # Gradients come in the reverse order; those of outputs that were recorded, later.
+            turn = place if value.site.port == "output" else -place
+            turns.setdefault(value.site.path, turn)
+    paths = [_module_of(row) for row in rows]
+    if not any(path in turns for path in paths):
+        return rows, "registration"
+    # What never fired comes last.
+    ordered = sorted(range(len(rows)), key=lambda k: (turns.get(paths[k], math.inf), k))
+    return tuple(rows[k] for k in ordered), "firing"
+
+
+def _module_of(row: GradientRow) -> str:
+    """Return the path of a row's module; of a parameter, of the module that holds it."""
+    path = row.site.rpartition(":")[0]
+    path = path.rpartition(".")[0] if _port(row) == "grad" else path
+    return "" if path == "(root)" else path
 
 
 def _conspicuous(rows: tuple[GradientRow, ...]) -> str:
@@ -88,12 +115,12 @@ def _conspicuous(rows: tuple[GradientRow, ...]) -> str:
     )
 
 
-def _zeros(zeros: Axes, rows: tuple[GradientRow, ...]) -> None:
+def _zeros(zeros: Axes, rows: tuple[GradientRow, ...], types: Mapping[str, str]) -> None:
     """Draw the share of zeros of each site."""
     share = np.array(
         [row.zeros * 100 if row.count and row.state != "none" else math.nan for row in rows]
     )
-    _path(zeros, rows, share)
+    _path(zeros, rows, share, types)
     for state in {row.state for row in rows}:  # one call for all: a call costs milliseconds
         some = [y for y, row in enumerate(rows) if row.state == state]
         colour, marker = _STATES.get(state, (GREY, "o"))
@@ -115,18 +142,29 @@ def _port(row: GradientRow) -> str:
     return re.split(r"[.\[#]", row.site.rpartition(":")[2])[0]
 
 
-def _path(axes: Axes, rows: tuple[GradientRow, ...], x: npt.NDArray[np.float64]) -> None:
-    """Draw a thin line from site to site, one for each port."""
+def _path(
+    axes: Axes, rows: tuple[GradientRow, ...], x: npt.NDArray[np.float64], types: Mapping[str, str]
+) -> None:
+    """Draw a thin line from site to site, one for each port; through repeated blocks if it can."""
     for port in dict.fromkeys(_port(row) for row in rows):
         of_port = [y for y, row in enumerate(rows) if _port(row) == port]
-        axes.plot(x[of_port], of_port, color=GREY, linewidth=0.6, zorder=1)
+        paths = [rows[y].site.rpartition(":")[0] for y in of_port]
+        trunk = blocks_of(paths, [types.get(path, "") for path in paths])
+        line = [of_port[place] for place in trunk] or of_port
+        width = 1.2 if trunk else 0.6
+        axes.plot(x[line], line, color=GREY, linewidth=width, zorder=1)
 
 
 def _size(marker: str) -> int:
     return 3 if marker == "o" else 6
 
 
-def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None]) -> None:
+def _on_logs(
+    axes: Axes,
+    rows: tuple[GradientRow, ...],
+    numbers: list[float | None],
+    types: Mapping[str, str],
+) -> None:
     """Draw a marker for each number on a logarithmic axis; words at the edge for the others."""
     sound = [n for n in numbers if n is not None and 0 < n < math.inf]
     low, high = (min(sound), max(sound)) if sound else (1e-3, 1.0)
@@ -138,7 +176,7 @@ def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | No
     axes.set_xlim(left, right)
     x = np.array([math.nan if n is None or not 0 < n < math.inf else n for n in numbers])
     edge = axes.get_yaxis_transform()  # x in fractions of the axes, y in rows
-    _path(axes, rows, x)
+    _path(axes, rows, x, types)
     # One call for all markers of a kind: a call costs milliseconds, and sites may be thousands.
     for (state, place), some in _by_kind(rows, numbers).items():
         colour, marker = _STATES.get(state, (GREY, "o"))

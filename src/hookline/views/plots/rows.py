@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from hookline.display.text import shorten
+from hookline.findings.survey import PLAIN_HOLDERS, holders_of, repeated
 from hookline.views.plots.sheet import GREY, PLAIN, SMALL, TEXT, Sheet, text_width, tidy
 
 if TYPE_CHECKING:
@@ -98,3 +99,23 @@ def stretch(axes: Axes, numbers: Sequence[float]) -> None:
         axes.locator_params(axis="x", nbins=3)
         # In full, because matplotlib would write a common power of ten over the heading.
         axes.xaxis.set_major_formatter(lambda place, _: f"{place:.3g}")
+
+
+def blocks_of(labels: Sequence[str], types: Sequence[str]) -> list[int]:
+    """Return the places of repeated blocks: sites that hold other sites; none without three alike.
+
+    >>> labels = ["h.0.fc", "h.0", "h.1.fc", "h.1", "h.2.fc", "h.2", "head"]
+    >>> blocks_of(labels, ["Linear", "Block"] * 3 + ["Linear"])
+    [1, 3, 5]
+
+    Args:
+        labels: the sites.
+        types: the class of each site's module; containers such as `nn.Sequential` are no blocks.
+    """
+    holders = {holder for label in labels for holder in holders_of(label.partition(":")[0])}
+    places = [
+        place
+        for place, (label, module_type) in enumerate(zip(labels, types, strict=True))
+        if label in holders and module_type not in PLAIN_HOLDERS
+    ]
+    return [places[place] for place in repeated([labels[place] for place in places])]

@@ -2,7 +2,7 @@
 
 Figures are made without pyplot. So no window, backend or setting of matplotlib is touched, and a
 figure is freed with its last reference. Text and background have the colours of the user's style.
-viridis and RdBu suit colour-blind readers; viridis also suits black-and-white print.
+viridis and blue-orange suit colour-blind readers; viridis also suits black-and-white print.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from hookline.display.colours import BLUE_ORANGE
 from hookline.display.text import escape_unprintable
 from hookline.errors import HooklineError
 from hookline.statistics.of_values import Array
@@ -37,16 +38,21 @@ TITLE, TEXT, SMALL, TINY = 11.0, 8.5, 7.0, 6.0  # points
 DPI = 110
 
 # NaN and infinity get a colour outside the map.
-_MAPS = {False: ("viridis", ORANGE), True: ("RdBu_r", "#ffd500")}
+_BAD = {False: ORANGE, True: "#ffd500"}
 _MARGIN, _LINE = 0.2, 0.165  # inches
 _INCH_A_CHARACTER = {TITLE: 0.105, TEXT: 0.066, SMALL: 0.06, TINY: 0.05}
 
 
 @cache
 def colour_map(is_signed: bool) -> Any:
-    """Return the colour map: viridis, or RdBu centred at zero for signed numbers."""
-    name, bad = _MAPS[is_signed]
-    return load("matplotlib", *_NEEDS).colormaps[name].with_extremes(bad=bad)
+    """Return the colour map: viridis, or blue to orange centred at zero for signed numbers."""
+    matplotlib = load("matplotlib", *_NEEDS)
+    made = matplotlib.colormaps["viridis"]
+    if is_signed:
+        anchors = [tuple(level / 255 for level in rgb) for rgb in BLUE_ORANGE]
+        colours = load("matplotlib.colors", *_NEEDS)
+        made = colours.LinearSegmentedColormap.from_list("blue-orange", anchors)
+    return made.with_extremes(bad=_BAD[is_signed])
 
 
 def text_width(texts: Sequence[str], size: float = SMALL) -> float:
@@ -126,7 +132,7 @@ class Sheet:
         if has_bad:
             patch = self.axes(left + width + 0.15 + text_width([label]) + 0.1, top, 0.14, 0.1)
             patch.set(xticks=[], yticks=[])
-            patch.set_facecolor(_MAPS[scale.is_signed][1])
+            patch.set_facecolor(_BAD[scale.is_signed])
             patch.text(1.4, 0.5, "NaN or infinite", transform=patch.transAxes, fontsize=SMALL,
                        va="center")  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from hookline.recordings.walk import (
 from hookline.statistics.of_values import Array, Statistics, site_statistics
 from hookline.views.pixels import scale_of
 from hookline.views.plots.arranging import some_of
-from hookline.views.plots.rows import RowSheet, stretch
+from hookline.views.plots.rows import RowSheet, blocks_of, stretch
 from hookline.views.plots.sheet import (
     BLUE,
     GREEN,
@@ -44,6 +44,7 @@ from hookline.views.plots.sheet import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # The heading of each statistic, with its unit.
@@ -79,7 +80,8 @@ def statistics(
         ...     _ = model(torch.rand(16, 8))
         >>> figure = hl.plots.statistics(run, what=("mean", "std"))
 
-    One pass gives a row for each site, in firing order. Several passes (the steps of a training)
+    One pass gives a row for each site, in firing order; a line joins the repeated blocks, such as
+    the layers of a transformer. Several passes (the steps of a training)
     give a curve for each site, or with more than 6 sites a row of colours for each. If every value
     is a single number, as with `keep=lambda t: t.mean()`, the figure has this number instead of
     its statistics. NaN and infinity are left out; the figure says where they are.
@@ -140,12 +142,15 @@ def _over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
     measured = [site_statistics(value.tensor) for value in values]
     headings = _headings(names, measured)
     order = "as they fired, the first at the top" if sites is None else "as they were named"
-    n_bad = sum(1 for statistics in measured if statistics and statistics.non_finite)
+    bad = np.array([bool(statistics and statistics.non_finite) for statistics in measured])
+    n_bad = int(bad.sum())
+    trunk = blocks_of([value.label for value in values], [value.module_type for value in values])
     rows = RowSheet(
         "Statistics over depth",
         [
             f"{plural(len(values), 'value')}{_kind(headings)}, {order}"
             + (f"; pass {source.number}" if isinstance(source, PassRecord) else ""),
+            "the line is that of the repeated blocks" if trunk else "",
             f"{n_bad} with NaN or infinite elements, marked x; of these the finite ones are shown"
             if n_bad
             else "",
@@ -155,19 +160,26 @@ def _over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
         list(headings.values()),
         column_width=max(1.25, min(2.4, 7.0 / len(headings))),
     )
-    y = np.arange(len(values))
-    bad = np.array([bool(statistics and statistics.non_finite) for statistics in measured])
     for axes, name in zip(rows.axes, headings, strict=True):
         x = np.array([_number(statistics, name) for statistics in measured])
-        axes.plot(x, y, color=BLUE, linewidth=0.8, marker="o", markersize=2.6)
-        axes.plot(np.where(np.isnan(x), 0, x)[bad], y[bad], color=ORANGE, marker="x",
-                  markersize=6, linestyle="")  # fmt: skip
+        _draw_rows(axes, x, bad, trunk)
         if name == "zeros":
             axes.set_xlim(-4, 104)
         elif np.isfinite(x).any():
             axes.axvline(0, color=GREY, linewidth=0.6, zorder=0)
             stretch(axes, x.tolist())
     return rows.figure
+
+
+def _draw_rows(axes: Axes, x: Array, bad: Array, trunk: list[int]) -> None:
+    """Draw a number of each row: a line through the trunk, or through all without one."""
+    y = np.arange(len(x))
+    style: dict[str, Any] = {"linestyle": "", "alpha": 0.5} if trunk else {"linestyle": "-"}
+    axes.plot(x, y, color=BLUE, linewidth=0.8, marker="o", markersize=2.6, **style)
+    if trunk:
+        axes.plot(x[trunk], y[trunk], color=BLUE, linewidth=1.4, marker="o", markersize=3.4)
+    axes.plot(np.where(np.isnan(x), 0, x)[bad], y[bad], color=ORANGE, marker="x",
+              markersize=6, linestyle="")  # fmt: skip
 
 
 def _over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) -> Figure:

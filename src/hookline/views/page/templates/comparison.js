@@ -33,6 +33,13 @@
     byId("status").hidden = true;
     byId("result").hidden = false;
     show(data);
+    if (data.tokens?.length) showTokens(data.tokens.at(-1));
+  }
+
+  async function showTokens(pass) {
+    byId("tokens-section").hidden = false;
+    const ask = (sample) => fetchJson(`tokens?pass=${pass}&sample=${sample}`);
+    await makeTokens(byId("tokens"), { ask }).show();
   }
 
   function complain(lines) {
@@ -46,6 +53,7 @@
     const stretches = stretchesOf();
     let chosen = 0;
     let query = "";
+    const view = { isShared: true }; // both values in one scale of colours
     // hl.shadow has the reference first.
     const hasLocal = rows.some((row) => row.local !== null);
     const [port, reference] = hasLocal ? ["b", "a"] : ["a", "b"];
@@ -159,8 +167,27 @@
       byId("site-body").replaceChildren(...[
         element("p", { class: "state" }, glyph(row.verdict), element("span", {}, element("strong", {}, row.verdict), row.why ? `: ${row.why}` : "")),
         other, numbers, element("p", { class: "quiet" }, [forms && `${forms}.`, ...where].filter(Boolean).join(" ")),
-        links[chosen] ? element("p", { class: "more" }, element("a", { href: `site?${links[chosen]}` }, "Pictures of both values")) : null,
+        links[chosen] ? element("div", { class: "values" }) : null,
       ].filter(Boolean));
+      if (links[chosen]) showValues(byId("site-body").querySelector(".values"), links[chosen]);
+    }
+
+    // The statistics and the maps of both values, and their difference.
+    async function showValues(box, link) {
+      const answer = await fetchJson(`maps?${link}&state=${encodeURIComponent(state)}`);
+      if (!answer || !box.isConnected) return;
+      const { own, other, difference, numbers } = answer;
+      if (!other) return box.replaceChildren(element("p", { class: "quiet" }, `Only in ${port}.`));
+      const names = Object.keys({ ...numbers[0], ...numbers[1] });
+      const head = ["Number", "a", "b"].map((title) => element("th", { scope: "col" }, title));
+      const lines = names.map((name) => element("tr", {}, element("th", { scope: "row" }, name), numbers.map((side) => element("td", {}, side[name] ?? ""))));
+      const maps = element("div", { class: "maps" });
+      box.replaceChildren(element("table", { class: "four" }, element("thead", {}, element("tr", {}, head)), element("tbody", {}, lines)), maps);
+      const sets = [["a", own, "fwd"], ["b", other, "fwd"], ["a − b", difference, "bwd"]].map(([name, part, ink]) => ({ name, maps: part?.maps, ink })).filter((set) => set.maps);
+      const redraw = () => drawMaps(maps, sets, view, redraw);
+      if (sets.length) redraw();
+      const problem = difference?.problem ?? own.problem;
+      if (problem) box.append(element("p", { class: "quiet" }, problem));
     }
 
     function numberRows(row) {

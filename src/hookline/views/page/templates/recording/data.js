@@ -1,17 +1,5 @@
 // The data of a recording: unpacked, with rows and values that know each other.
 
-function bytesOf(text) {
-  const raw = atob(text);
-  const bytes = new Uint8Array(raw.length);
-  for (let index = 0; index < raw.length; index += 1) bytes[index] = raw.charCodeAt(index);
-  return bytes;
-}
-
-function unpack(text) {
-  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).json();
-}
-
 function sums(differences) {
   let sum = 0;
   return differences.map((difference) => (sum += difference));
@@ -79,16 +67,18 @@ function tableOf(core, pass) {
 
 // The root of the sum of squares of the finite elements.
 function normOf({ values }, value) {
-  if (value === undefined || values.std[value] === null) return null;
-  const finite = values.numel[value] - (values.bad[value] ?? 0);
-  return Math.sqrt(finite * (values.std[value] ** 2 + values.mean[value] ** 2));
+  if (value === undefined) return null;
+  const { numel, std, mean, bad } = values;
+  return normOfNumbers({ numel: numel[value], std: std[value], mean: mean[value], bad: bad[value] ?? 0 });
 }
+const normOfNumbers = ({ numel, std, mean, bad }) =>
+  std === null || std === undefined ? null : Math.sqrt((numel - bad) * (std ** 2 + mean ** 2));
 
-// The heights of the bars of a value's histogram, from 0 to 1.
-function barsOf({ values }, value) {
+// The heights of the bars of a histogram in a text of several, from 0 to 1.
+function barsOf(text, place) {
   const bars = [];
   for (let bin = 0; bin < BINS; bin += 1) {
-    const code = values.hist.charCodeAt(value * BINS + bin);
+    const code = text.charCodeAt(place * BINS + bin);
     bars.push(((code === 126 ? 92 : code) - 48) / LEVELS); // "~" stands for a backslash
   }
   return bars;
@@ -105,31 +95,5 @@ function takeMeasured(core, at, columns) {
   });
   values.histList = hist;
   values.hist = hist.join("");
-  for (const name of ["bad", "leaves", "problem"]) Object.assign(values[name], columns[name]);
-}
-
-// What flows into what: an input that equals an earlier output came from it. [from row, to row].
-function edgesOf(core, table) {
-  const { rows, values } = core;
-  const keyOf = (value) => {
-    const numbers = ["shape", "mean", "std", "min", "max"].map((name) => values[name][value]);
-    return `${numbers} ${values.hist.substr(value * BINS, BINS)}`;
-  };
-  const isLeaf = (row) => rows.children[row].every((child) => rows.name[child].startsWith("@"));
-  const events = [];
-  table.main.forEach(({ input, output }, row) => {
-    if (!isLeaf(row)) return;
-    if (input !== undefined) events.push([values.order[input], input, row, true]);
-    if (output !== undefined) events.push([values.order[output], output, row, false]);
-  });
-  events.sort((a, b) => a[0] - b[0]);
-  const source = new Map();
-  const edges = [];
-  for (const [, value, row, isInput] of events) {
-    if (values.std[value] === null) continue;
-    const from = source.get(keyOf(value));
-    if (!isInput) source.set(keyOf(value), row);
-    else if (from !== undefined && from !== row) edges.push([from, row]);
-  }
-  return edges;
+  for (const name of ["bad", "leaves", "problem", "parts"]) Object.assign(values[name], columns[name]);
 }

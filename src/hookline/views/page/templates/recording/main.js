@@ -19,6 +19,7 @@
     table: null,
     columns: keptColumns(),
     note: noteAddress,
+    choice: { sample: 0, order: "largest", first: 0, part: 0 }, // of the maps in the pane
   };
   view.table = tableOf(core, view.pass);
 
@@ -35,12 +36,21 @@
   const tree = makeTree(byId("view"), core, view, { onChoose: chosen, onEnter: openPane });
   findEdges();
   tree.foldAtFirst();
+  const position = keptPosition();
+  if (position) tree.restoreFolds(position.folded);
   byId("search").value = address.get("q") ?? "";
   if (address.get("sort")) tree.setSort({ key: address.get("sort"), isDown: address.get("up") === null });
   tree.search(byId("search").value);
   offerPasses();
+  offerTokens();
   offerColumns();
   fromAddress() || beginAtWorst();
+  if (position) {
+    tree.grid.scrollTop = position.scrollTop;
+    byId("pane").scrollTop = position.paneTop;
+    if (position.hasFocus) tree.grid.focus();
+    tree.draw();
+  }
   document.body.dataset.ready = "1";
   if (isServed) measureAll();
 
@@ -102,8 +112,13 @@
     if (answer.findings) showFindings(answer, (index) => chooseFinding(index));
   }
 
-  function findEdges() {
-    view.edges = values.waiting.size ? [] : edgesOf(core, view.table);
+  // What flows into what: [from row, to row, whether it is added to another].
+  async function findEdges() {
+    const { pass } = view;
+    core.flow ??= {};
+    if (isServed && !core.flow[pass] && !values.waiting.size) core.flow[pass] = await fetchJson(`flow?pass=${pass}`);
+    view.edges = core.flow[pass] ?? [];
+    if (view.edges.length && view.pass === pass) tree.layOut();
   }
 
   function showPass(pass) {
@@ -114,7 +129,33 @@
     strip.draw(view.table, view.findings);
     tree.refresh();
     pane.draw();
+    view.offerTokens?.();
     noteAddress();
+  }
+
+  // The tree, or the map of tokens × depth where the blocks of a pass hold tokens.
+  function offerTokens() {
+    const tokens = makeTokens(byId("tokens"), {
+      ask: async (sample) =>
+        isServed ? fetchJson(`tokens?pass=${view.pass}&sample=${sample}`) : (core.norms ?? {})[view.pass],
+      onChoose: (row) => row !== view.row && chosen(row, { notes: false }),
+    });
+    const has = (pass) => core.tokens.includes(pass) && (isServed || Boolean(core.norms?.[pass]));
+    const turn = (isTokens) => {
+      byId("view-tokens").setAttribute("aria-pressed", String(isTokens));
+      byId("view-tree").setAttribute("aria-pressed", String(!isTokens));
+      byId("tokens").hidden = !isTokens;
+      byId("view").hidden = isTokens;
+      if (isTokens) tokens.show();
+      else tree.relayOut();
+    };
+    view.offerTokens = () => {
+      byId("views").hidden = !has(view.pass);
+      if (!byId("tokens").hidden) turn(has(view.pass));
+    };
+    byId("view-tokens").addEventListener("click", () => turn(true));
+    byId("view-tree").addEventListener("click", () => turn(false));
+    view.offerTokens();
   }
 
   function offerPasses() {
@@ -127,6 +168,25 @@
   function keptColumns() {
     try {
       return JSON.parse(localStorage.getItem("hookline-columns"));
+    } catch {
+      return null;
+    }
+  }
+
+  // A page that shows a new recording in its place is loaded again: folds, scroll and focus stay.
+  addEventListener("pagehide", () => {
+    try {
+      const kept = { ...tree.position, paneTop: byId("pane").scrollTop };
+      sessionStorage.setItem("hookline-position", JSON.stringify(kept));
+    } catch {
+      /* a file has no store */
+    }
+  });
+
+  function keptPosition() {
+    if (!isServed || performance.getEntriesByType("navigation")[0]?.type !== "reload") return null;
+    try {
+      return JSON.parse(sessionStorage.getItem("hookline-position"));
     } catch {
       return null;
     }
@@ -156,6 +216,23 @@
     );
   }
 
+  async function takeOwn(file) {
+    if (!file) return;
+    try {
+      view.own = numbersOfRows(core, parseNumbers(await file.text()));
+    } catch (error) {
+      byId("own-about").textContent = `${file.name} cannot be read: ${error.message}`;
+      return;
+    }
+    const { byRow, missing } = view.own;
+    const lost = missing ? `; ${counted(missing, "name has", "names have")} no row here` : "";
+    byId("own-about").textContent = `${counted(byRow.size, "number")} from ${file.name}${lost}.`;
+    if (!byRow.size) view.own = null;
+    tree.refresh();
+  }
+  byId("own").addEventListener("change", (event) => takeOwn(event.target.files[0]));
+  byId("save-svg").addEventListener("click", () => saveText("tree.svg", tree.svg(), "image/svg+xml"));
+
   // -- the address: what is searched, sorted and chosen -----------------------------------------
 
   function noteAddress() {
@@ -173,7 +250,6 @@
       /* a name that no address can hold */
     }
     history.replaceState(null, "", text + at);
-    if (isServed) keep("hookline-table", location.search);
   }
 
   // Choose what the address names; false if it names nothing.

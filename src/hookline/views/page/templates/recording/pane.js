@@ -8,6 +8,14 @@ const CARD_NAMES = {
   grad: "Gradient",
 };
 
+const ORDERS = [
+  ["largest", "by largest element"],
+  ["index", "by number"],
+  ["mean", "by mean"],
+  ["std", "by deviation"],
+  ["max", "by maximum"],
+];
+
 function makePane(host, core, view, { onClose, onStale }) {
   const { rows, values } = core;
   const isServed = state !== undefined;
@@ -35,18 +43,14 @@ function makePane(host, core, view, { onClose, onStale }) {
       return;
     }
     const pair = [forward[row], main[row].grad_output ?? gradient[row]].filter((value) => value !== undefined);
-    body.append(cardsOf(pair));
+    body.append(cardsOf(recordsOf(pair)));
     const maps = element("div", { class: "maps" });
     body.append(maps);
     showMaps(maps, pair);
     const others = [...Object.values(main[row]), ...rest[row]].filter((value) => !pair.includes(value));
-    if (others.length) body.append(cardsOf(others.slice(0, 8)));
+    if (others.length) body.append(cardsOf(recordsOf(others.slice(0, 8))));
     if (others.length > 8) body.append(element("p", { class: "quiet" }, `and ${others.length - 8} more values`));
-    if (isServed)
-      body.append(
-        element("p", {}, element("a", { href: pageOf(first) }, "All channels and samples, and the other passes")),
-      );
-    else if (core.view)
+    if (!isServed && core.view)
       body.append(element("p", { class: "quiet" }, "All channels and samples: ", element("code", {}, core.view)));
     if (pair.some((value) => values.waiting.has(value))) onStale(pair.find((value) => values.waiting.has(value)));
   }
@@ -94,48 +98,74 @@ function makePane(host, core, view, { onClose, onStale }) {
       element("span", {}, strong(title), " ", texts.filter(Boolean).join(" ")),
     );
 
-  function cardsOf(list) {
-    return element("div", { class: list.length > 1 ? "cards" : "cards alone" }, list.map(cardOf));
+  const cardsOf = (records) =>
+    element("div", { class: records.length > 1 ? "cards" : "cards alone" }, records.map(cardOf));
+
+  // What a card shows of a value.
+  function recordOf(value) {
+    const port = core.ports[values.port[value]];
+    const leaf = values.leaf[value];
+    const isWeight = port === "grad" && leaf;
+    const backward = values.backward[value] === undefined ? "" : `, backward ${values.backward[value]}`;
+    return {
+      title: (isWeight ? `Gradient of ${leaf}` : (CARD_NAMES[port] ?? port)) + backward,
+      leaf: isWeight ? "" : leaf,
+      isBackward: port.startsWith("grad"),
+      problem: values.problem[value],
+      isWaiting: values.waiting.has(value),
+      shape: core.shapes[values.shape[value]],
+      numel: values.numel[value],
+      bad: values.bad[value] ?? 0,
+      badText: values.leaves[value],
+      bars: barsOf(values.hist, value),
+      ...Object.fromEntries(["mean", "std", "min", "max", "zeros"].map((name) => [name, values[name][value]])),
+    };
   }
 
-  function cardOf(value) {
-    const port = core.ports[values.port[value]];
-    const isBackward = port.startsWith("grad");
-    const leaf = values.leaf[value];
-    const name = port === "grad" && leaf ? `Gradient of ${leaf}` : (CARD_NAMES[port] ?? port);
-    const backward = values.backward[value] === undefined ? "" : `, backward ${values.backward[value]}`;
-    const code = leaf && port !== "grad" ? element("code", {}, leaf) : null;
-    const title = element("h3", {}, name + backward, code);
+  // The tensors of a value that has several, each a record.
+  const partsOf = (value) =>
+    (values.parts[value] ?? []).map((part) => ({
+      ...recordOf(value),
+      ...part,
+      badText: part.bad.toLocaleString("en"),
+      bars: barsOf(part.hist, 0),
+    }));
+
+  function recordsOf(list) {
+    return list.flatMap((value) => {
+      const parts = partsOf(value);
+      return parts.length ? parts : [recordOf(value)];
+    });
+  }
+
+  function cardOf(record) {
+    const code = record.leaf ? element("code", {}, record.leaf) : null;
     return element(
       "section",
-      { class: `card ${isBackward ? "bwd" : "fwd"}` },
-      title,
-      ...contentsOf(value, isBackward),
+      { class: `card ${record.isBackward ? "bwd" : "fwd"}` },
+      element("h3", {}, record.title, code),
+      ...contentsOf(record),
     );
   }
 
-  function contentsOf(value, isBackward) {
-    const problem = values.problem[value];
-    if (problem) return [callout("warning", "", [problem])];
-    if (values.waiting.has(value)) return [element("p", { class: "quiet waiting" }, "Measuring…"), numbersOf(value)];
-    if (values.numel[value] === null)
-      return [element("p", { class: "quiet mono" }, core.shapes[values.shape[value]] || "no tensor")];
-    return [histogramOf(value, isBackward), numbersOf(value)];
+  function contentsOf(record) {
+    if (record.problem) return [callout("warning", "", [record.problem])];
+    if (record.isWaiting) return [element("p", { class: "quiet waiting" }, "Measuring…"), numbersOf(record)];
+    if (record.numel === null) return [element("p", { class: "quiet mono" }, record.shape || "no tensor")];
+    return [histogramOf(record), numbersOf(record)];
   }
 
-  function histogramOf(value, isBackward) {
-    const [low, high] = [values.min[value], values.max[value]];
+  function histogramOf({ min: low, max: high, numel, bad, bars, isBackward }) {
     if (low === null || low === undefined)
-      return callout(values.numel[value] ? "error" : "note", "", [
-        values.numel[value] ? "No element is finite: there is nothing to draw." : "It has no elements.",
+      return callout(numel ? "error" : "note", "", [
+        numel ? "No element is finite: there is nothing to draw." : "It has no elements.",
       ]);
-    const finite = values.numel[value] - (values.bad[value] ?? 0);
     if (low === high)
       return callout("note", "", [
-        `All ${finite.toLocaleString("en")} ${values.bad[value] ? "finite " : ""}elements are ${numberText(low, 4)}.`,
+        `All ${(numel - bad).toLocaleString("en")} ${bad ? "finite " : ""}elements are ${numberText(low, 4)}.`,
       ]);
     const zero = low < 0 && high > 0 ? (240 * -low) / (high - low) : null;
-    const words = `Histogram of ${values.numel[value].toLocaleString("en")} elements from ${numberText(low, 4)} to ${numberText(high, 4)}, heights logarithmic`;
+    const words = `Histogram of ${numel.toLocaleString("en")} elements from ${numberText(low, 4)} to ${numberText(high, 4)}, heights logarithmic`;
     const picture = shape(
       "svg",
       {
@@ -145,38 +175,39 @@ function makePane(host, core, view, { onClose, onStale }) {
         role: "img",
         "aria-label": words,
       },
-      shape("path", { d: barsPath(barsOf(core, value), 240, 64) }),
+      shape("path", { d: barsPath(bars, 240, 64) }),
       zero === null ? null : shape("line", { x1: zero, x2: zero, y1: 0, y2: 64 }),
     );
     const axis = element("div", { class: "axis" }, soft(numberText(low, 3)), soft("log"), soft(numberText(high, 3)));
     return element("div", {}, picture, axis);
   }
 
-  function numbersOf(value) {
-    const bad = values.bad[value];
+  function numbersOf(record) {
+    const { bad, numel } = record;
     const facts = [
-      ["Shape", core.shapes[values.shape[value]]],
-      ["Mean", numberText(values.mean[value], 4)],
-      ["Std", numberText(values.std[value], 4)],
-      ["Min", numberText(values.min[value], 4)],
-      ["Max", numberText(values.max[value], 4)],
-      ["Zeros", shareText(values.zeros[value])],
-      ["Norm", numberText(normOf(core, value), 4)],
-      ["NaN, inf", bad ? values.leaves[value] : values.waiting.has(value) ? "" : "0", bad],
-      ["Elements", values.numel[value]?.toLocaleString("en") ?? ""],
+      ["Shape", record.shape],
+      ["Mean", numberText(record.mean, 4)],
+      ["Std", numberText(record.std, 4)],
+      ["Min", numberText(record.min, 4)],
+      ["Max", numberText(record.max, 4)],
+      ["Zeros", shareText(record.zeros)],
+      ["Norm", numberText(normOfNumbers(record), 4)],
+      ["NaN, inf", bad ? record.badText : record.isWaiting ? "" : "0", bad],
+      ["Elements", numel?.toLocaleString("en") ?? ""],
     ];
-    const shown = facts.filter(([, text]) => text);
     return element(
       "dl",
       { class: "numbers" },
-      shown.map(([name, text, isBad]) =>
-        element(
-          "div",
-          { class: `${isBad ? "bad" : ""}${name === "Shape" ? " wide" : ""}` },
-          element("dt", {}, name),
-          element("dd", {}, text),
+      facts
+        .filter(([, text]) => text)
+        .map(([name, text, isBad]) =>
+          element(
+            "div",
+            { class: `${isBad ? "bad" : ""}${name === "Shape" ? " wide" : ""}` },
+            element("dt", {}, name),
+            element("dd", {}, text),
+          ),
         ),
-      ),
     );
   }
 
@@ -184,16 +215,21 @@ function makePane(host, core, view, { onClose, onStale }) {
 
   async function showMaps(box, pair) {
     const ticket = (asked += 1);
-    const found = isServed ? await askMaps(pair[0]) : pair.map(embeddedMaps);
+    const answer = isServed ? await askMaps(pair[0]) : null;
     if (ticket !== asked) return;
-    const drawn = pair.map((value, index) => ({
-      name: nameOf(value),
-      ink: isGradient(value) ? "bwd" : "fwd",
-      maps: found?.[index],
-    }));
-    const sets = drawn.filter(({ maps }) => maps);
-    const redraw = () => drawMaps(box, sets, view, redraw);
+    const maps = isServed ? [answer?.own?.maps, answer?.gradient?.maps] : pair.map(embeddedMaps);
+    const sets = pair
+      .map((value, index) => ({ name: nameOf(value), ink: isGradient(value) ? "bwd" : "fwd", maps: maps[index] }))
+      .filter((set) => set.maps);
+    const choices = isServed && sets.length ? choicesOf(sets[0].maps, pair[0], () => showMaps(box, pair)) : null;
+    const redraw = () => {
+      const had = box.contains(document.activeElement) ? document.activeElement.id : "";
+      drawMaps(box, sets, view, redraw, choices);
+      if (answer?.classes) box.append(classMaps(answer.classes));
+      if (had) byId(had)?.focus();
+    };
     if (sets.length) redraw();
+    else if (answer?.own?.problem) box.replaceChildren(element("p", { class: "quiet" }, answer.own.problem));
     else if (!isServed && core.hasMaps)
       box.replaceChildren(element("p", { class: "quiet" }, "Its picture did not fit into the file."));
   }
@@ -202,29 +238,103 @@ function makePane(host, core, view, { onClose, onStale }) {
   const nameOf = (value) =>
     isGradient(value) ? "Gradient" : (CARD_NAMES[core.ports[values.port[value]]] ?? "Value");
 
+  // A file has the maps of 64 values in firing order in one script, which is parsed when needed.
+  const scripts = new Map();
   function embeddedMaps(value) {
-    const node = byId(`maps-${values.order[value]}`);
-    return node ? JSON.parse(node.textContent) : null;
+    const order = values.order[value];
+    const number = order >> 6;
+    if (!scripts.has(number)) scripts.set(number, JSON.parse(byId(`maps-${number}`)?.textContent ?? "{}"));
+    return scripts.get(number)[order] ?? null;
   }
 
-  async function askMaps(value) {
-    const answer = await fetchJson(`maps?value=${values.order[value]}&state=${encodeURIComponent(state)}`);
-    return answer ? [answer.own?.maps, answer.gradient?.maps] : null;
+  function askMaps(value) {
+    if (view.drawn !== value) view.choice = { ...view.choice, first: 0, part: 0 };
+    view.drawn = value;
+    const parameters = new URLSearchParams({ value: values.order[value], state, ...view.choice });
+    return fetchJson(`maps?${parameters}`);
   }
 
-  // The address of a value's own page; by its place where the name has letters that do not print.
-  function pageOf(value) {
-    const row = values.row[value];
-    const port = core.ports[values.port[value]];
-    const leaf = values.leaf[value];
-    const path =
-      port === "grad" && leaf
-        ? `${rows.path[row] === "(root)" ? "" : `${rows.path[row]}.`}${leaf}`
-        : rows.path[row] + (port === "output" && !leaf ? "" : `:${port}${leaf ?? ""}`);
-    const at = port === "grad" ? `${path}:grad` : path;
-    if (!/^[\x20-\x7e]*$/.test(at) || at.includes("\\")) return `site?value=${values.order[value]}`;
-    const backward = values.backward[value] === undefined ? "" : `&backward=${values.backward[value]}`;
-    return `site?at=${encodeURIComponent(at)}&pass=${values.pass[value]}&call=${values.call[value]}${backward}`;
+  // What is drawn of a value: which of its tensors, which sample, which channels in which order.
+  function choicesOf(maps, value, ask) {
+    const { choice } = view;
+    const choose = (changes) => {
+      Object.assign(choice, changes);
+      ask();
+    };
+    const box = element("div", { class: "choices" });
+    const parts = partsOf(value);
+    if (parts.length)
+      box.append(
+        menuOf(
+          "part",
+          "Tensor",
+          choice.part,
+          parts.map(({ leaf }, k) => [k, leaf]),
+          choose,
+        ),
+      );
+    if (maps.samples > 1) {
+      const input = element("input", {
+        id: "maps-sample",
+        type: "number",
+        min: 0,
+        max: maps.samples - 1,
+        value: maps.sample,
+        onchange: () => choose({ sample: clamp(Math.round(Number(input.value)), 0, maps.samples - 1) }),
+      });
+      box.append(element("label", {}, "Sample ", input, soft(` of ${maps.samples.toLocaleString("en")}`)));
+    }
+    if (maps.kind === "channels" && maps.of > 1) {
+      box.append(menuOf("order", "Channels", choice.order, ORDERS, (change) => choose({ ...change, first: 0 })));
+      const { length } = maps.tiles;
+      if (length < maps.of) {
+        const turn = (text, name, first) =>
+          element(
+            "button",
+            {
+              type: "button",
+              id: `maps-${name}`,
+              class: "small square",
+              "aria-label": `${name} channels`,
+              disabled: first < 0 || first >= maps.of,
+              onclick: () => choose({ first }),
+            },
+            text,
+          );
+        const last = maps.first + length;
+        box.append(
+          turn("←", "previous", maps.first - 16),
+          soft(`${maps.first + 1} to ${last}`),
+          turn("→", "next", last),
+        );
+      }
+    }
+    return box.children.length ? box : null;
+  }
+
+  function menuOf(name, title, chosen, options, choose) {
+    const select = element(
+      "select",
+      { id: `maps-${name}`, onchange: () => choose({ [name]: select.value }) },
+      options.map(([value, text]) => element("option", { value, selected: String(value) === String(chosen) }, text)),
+    );
+    return element("label", {}, `${title} `, select);
+  }
+
+  // Grad-CAM over the input image, for both signs.
+  function classMaps({ tiles, why }) {
+    const about = tiles
+      ? "Grad-CAM over the input: each channel is weighted by the mean of its gradient, that of the scalar on which backward() was called. Of a loss, the regions that lower it speak for the class."
+      : why;
+    const pictures = (tiles ?? []).map(([source, caption]) =>
+      element(
+        "figure",
+        {},
+        element("img", { src: source, alt: `Class map: ${caption}` }),
+        element("figcaption", {}, caption[0].toUpperCase() + caption.slice(1)),
+      ),
+    );
+    return element("section", { class: "class-maps" }, ...pictures, element("p", { class: "quiet" }, about));
   }
 
   return { draw };

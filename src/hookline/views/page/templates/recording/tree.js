@@ -58,6 +58,18 @@ function columnsOf(core, view) {
       cell: (row) => values.order[forward(row) ?? gradient(row)]?.toLocaleString("en") ?? "",
     },
   ];
+  if (view.own) {
+    const mark = (row) =>
+      element("i", { class: "own-mark", style: `--mark: ${view.own.colourOf(row)}`, "aria-hidden": "true" });
+    list.unshift({
+      key: "own",
+      title: "Yours",
+      width: "82px",
+      isNumber: true,
+      sortKey: (row) => view.own.byRow.get(row) ?? null,
+      cell: (row) => (view.own.byRow.has(row) ? [mark(row), numberText(view.own.byRow.get(row))] : ""),
+    });
+  }
   const hasGradients = core.ports.some((port) => port.startsWith("grad"));
   return list.filter(({ key }) => key !== "gradient" || hasGradients);
 }
@@ -76,7 +88,7 @@ function barsPath(bars, width, height) {
 
 function spark(core, value) {
   if (value === undefined || !core.values.std[value]) return "";
-  const path = shape("path", { d: barsPath(barsOf(core, value), 48, 16) });
+  const path = shape("path", { d: barsPath(barsOf(core.values.hist, value), 48, 16) });
   return shape("svg", { class: "spark", viewBox: "0 0 48 16", "aria-hidden": "true" }, path);
 }
 
@@ -199,7 +211,7 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
 
   function chosenColumns(width) {
     const isNarrow = width < 520;
-    const wanted = new Set(view.columns ?? USUAL_COLUMNS);
+    const wanted = new Set([...(view.columns ?? USUAL_COLUMNS), ...(view.own ? ["own"] : [])]);
     if (isNarrow && !view.columns) for (const key of ["type", "shape", "bars"]) wanted.delete(key);
     if (width < 640 && !view.columns) wanted.delete("type");
     if (sort) wanted.add(sort.key);
@@ -218,7 +230,7 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
   // A value without numbers says why, in the place of its first numbers.
   function problemOf(row, column) {
     const problem = values.problem[view.table.forward[row]];
-    if (!problem || ["type", "dtype", "gradient", "order"].includes(column.key)) return undefined;
+    if (!problem || ["type", "dtype", "gradient", "order", "own"].includes(column.key)) return undefined;
     if (column.key !== "std" && column.key !== "shape") return "";
     return column.key === "std"
       ? element("span", { class: "problem", title: problem }, "none")
@@ -326,6 +338,27 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     get first() {
       return shown[0];
     },
+    // What is folded, scrolled and focused; `restore` brings it back.
+    get position() {
+      return {
+        folded: [...folded].map((row) => rows.label[row]),
+        scrollTop: grid.grid.scrollTop,
+        hasFocus: document.activeElement === grid.grid,
+      };
+    },
+    restoreFolds(labels) {
+      folded.clear();
+      for (const label of labels) if (core.rowOfLabel.has(label)) folded.add(core.rowOfLabel.get(label));
+      layOut();
+    },
+    // What is shown, as an SVG.
+    svg() {
+      const wanted = chosenColumns(host.clientWidth)
+        .slice(1)
+        .filter(({ key }) => key !== "bars");
+      const plain = wanted.map((column) => ({ ...column, cell: (row) => column.cell({ key: row }) }));
+      return treeSvg({ core, view, shown, ...rail.drawn(), columns: plain, isFlat: isFlat() });
+    },
     get best() {
       return query && sort ? [...shown].sort((a, b) => rankOf(a) - rankOf(b))[0] : shown[0];
     },
@@ -345,6 +378,7 @@ function makeRail(grid, core, view, layout) {
   let edges = [];
   let wires = [];
   let knots = new Set();
+  let joins = new Set(); // the places at which sources are added up
   let width = 0;
 
   // An edge ends at the row that stands for its module: a folded module for all inside it.
@@ -358,8 +392,10 @@ function makeRail(grid, core, view, layout) {
     const now = layout();
     edges = view.edges ?? [];
     const pairs = new Map();
-    for (const [from, to] of now.isFlat ? [] : edges) {
+    joins = new Set();
+    for (const [from, to, isJoin] of now.isFlat ? [] : edges) {
       const [start, end] = [seatOf(from, now), seatOf(to, now)];
+      if (isJoin && start < end && now.shown[end] === to) joins.add(end);
       if (start !== undefined && start < end) pairs.set(`${start} ${end}`, [start, end]);
     }
     knots = new Set([...pairs.values()].flat());
@@ -406,6 +442,7 @@ function makeRail(grid, core, view, layout) {
       pen.stroke();
     }
     for (let place = first; place < last; place += 1) if (knots.has(place)) knot(pen, x, y(place), shown[place]);
+    for (let place = first; place < last; place += 1) if (joins.has(place)) plus(pen, x, y(place) - ROW / 2);
   }
 
   function knot(pen, x, y, row) {
@@ -414,9 +451,25 @@ function makeRail(grid, core, view, layout) {
     if (rows.children[row].length) pen.roundRect(x - 4, y - 4, 8, 8, 2);
     else pen.arc(x, y, 3, 0, 7);
     const isZero = values.zeros[value] === 1;
-    pen.fillStyle = ink(values.bad[value] ? "error" : row === view.row ? "accent" : isZero ? "warning" : "ink-3");
+    const name = values.bad[value] ? "error" : row === view.row ? "accent" : isZero ? "warning" : "ink-3";
+    pen.fillStyle = view.own?.colourOf(row) ?? ink(name);
     pen.fill();
   }
 
-  return { layOut, draw };
+  // Sources are added up before this row.
+  function plus(pen, x, y) {
+    pen.beginPath();
+    pen.arc(x, y, 4.5, 0, 7);
+    pen.fillStyle = ink("panel");
+    pen.fill();
+    pen.strokeStyle = ink("ink-2");
+    pen.lineWidth = 1.2;
+    pen.moveTo(x - 3, y);
+    pen.lineTo(x + 3, y);
+    pen.moveTo(x, y - 3);
+    pen.lineTo(x, y + 3);
+    pen.stroke();
+  }
+
+  return { layOut, draw, drawn: () => ({ wires, joins }) };
 }

@@ -13,8 +13,11 @@ function oklch(lightness, chroma, hue) {
     -0.0041960863 * l - 0.7034186147 * m + 1.707614701 * s,
   ];
   // A colour that the screen lacks loses chroma, never lightness.
-  if (chroma > 0.002 && linear.some((part) => part < -0.0005 || part > 1.0005)) return oklch(lightness, 0.93 * chroma, hue);
-  return linear.map((part) => Math.round(255 * clamp(part <= 0.0031308 ? 12.92 * part : 1.055 * part ** (1 / 2.4) - 0.055, 0, 1)));
+  if (chroma > 0.002 && linear.some((part) => part < -0.0005 || part > 1.0005))
+    return oklch(lightness, 0.93 * chroma, hue);
+  return linear.map((part) =>
+    Math.round(255 * clamp(part <= 0.0031308 ? 12.92 * part : 1.055 * part ** (1 / 2.4) - 0.055, 0, 1)),
+  );
 }
 
 // The colour of a share from -1 to 1 of the largest size.

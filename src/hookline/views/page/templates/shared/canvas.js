@@ -45,6 +45,7 @@ function colourMap(kind) {
 }
 
 const ZERO = -Infinity; // drawn grey: exactly zero where a map is logarithmic
+const NONE = Infinity; // left out
 function pixelsOf(numbers, height, width, [low, high], kind) {
   const image = new ImageData(width, height);
   const colours = colourMap(kind);
@@ -61,6 +62,7 @@ function pixelsOf(numbers, height, width, [low, high], kind) {
   const zero = dark ? [92, 96, 104] : [168, 172, 180];
   for (let index = 0; index < width * height; index += 1) {
     const number = numbers[index];
+    if (number === NONE) continue;
     let colour;
     if (number === ZERO) colour = zero;
     else if (Number.isNaN(number)) colour = broken[((index % width) + Math.floor(index / width)) & 1];

@@ -2,21 +2,24 @@
 
 const TITLES = { channels: "Channels", heads: "Heads", table: "Values" };
 
-// Draw the maps of a value and of its gradient in an element. `sets` are { name, ink, maps }.
-function drawMaps(host, sets, view, redraw) {
+// Draw maps of one form in an element: of a value and its gradient, or of two values and their
+// difference. `sets` are { name, ink, maps }; `choices` say which of the value is drawn.
+function drawMaps(host, sets, view, redraw, choices = null) {
   const [{ maps: base }] = sets;
-  host.replaceChildren(barOf(base, view, redraw));
+  host.replaceChildren(barOf(base, view, redraw, Boolean(choices)), ...(choices ? [choices] : []));
   for (const set of sets) host.append(...pictureOf(set, Math.max(200, host.clientWidth), view));
 }
 
-function barOf(base, view, redraw) {
+function barOf(base, view, redraw, hasChoices) {
   const isTable = base.kind === "table";
   const all = `${base.tiles.length} of ${base.of.toLocaleString("en")}`;
   const size = `${base.rows.toLocaleString("en")} × ${base.columns.toLocaleString("en")}`;
   const about = [
-    isTable ? `${size}, ${base.down}s down` : `${all}${base.kind === "channels" ? ", largest first" : ""}`,
+    isTable
+      ? `${size}, ${base.down}s down`
+      : `${all}${base.kind === "channels" && base.order === "largest" ? ", largest first" : ""}`,
   ];
-  if (base.samples > 1) about.push(`sample ${base.sample} of ${base.samples.toLocaleString("en")}`);
+  if (base.samples > 1 && !hasChoices) about.push(`sample ${base.sample} of ${base.samples.toLocaleString("en")}`);
   if (base.h !== base.rows || base.w !== base.columns) about.push(`means, ${base.h} × ${base.w}`);
   const bar = element(
     "div",

@@ -26,7 +26,7 @@ const fineLine = () =>
 function buttonOf(finding, index, onChoose) {
   const { level, text, number, why, advice, follows } = finding;
   const following =
-    follows && !why.includes("later") ? `${counted(follows, "later site follows", "later sites follow")}.` : "";
+    follows && !/later|follow/.test(why) ? `${counted(follows, "later site follows", "later sites follow")}.` : "";
   return element(
     "button",
     { type: "button", class: "finding", "aria-pressed": "false", onclick: () => onChoose(index) },

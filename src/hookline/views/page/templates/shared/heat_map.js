@@ -16,18 +16,37 @@ function makeHeatMap(host, { label, about, onChoose }) {
   const rowHeader = element("span", { role: "rowheader" });
   const cell = element("span", { role: "gridcell", id: "cell" });
   const line = element("div", { role: "row", class: "unseen" }, rowHeader, cell);
-  const grid = element("div", { class: "heat-map", role: "grid", tabindex: 0, "aria-label": label, "aria-activedescendant": "cell", "aria-readonly": "true" }, line, canvas, frame);
+  const grid = element(
+    "div",
+    {
+      class: "heat-map",
+      role: "grid",
+      tabindex: 0,
+      "aria-label": label,
+      "aria-activedescendant": "cell",
+      "aria-readonly": "true",
+    },
+    line,
+    canvas,
+    frame,
+  );
   host.replaceChildren(grid);
 
   const size = () => [table.rows.length, table.columns.length];
-  const largest = () => table.values.reduce((most, number) => (Number.isFinite(number) && Math.abs(number) > most ? Math.abs(number) : most), 0);
+  const largest = () =>
+    table.values.reduce(
+      (most, number) => (Number.isFinite(number) && Math.abs(number) > most ? Math.abs(number) : most),
+      0,
+    );
 
   function draw() {
     const [nRows, nColumns] = size();
     if (!nRows || !nColumns || !host.clientWidth) return;
     const context = canvas.getContext("2d");
     const style = getComputedStyle(grid);
-    const font = (pixels) => { context.font = `${pixels}px ${style.fontFamily}`; };
+    const font = (pixels) => {
+      context.font = `${pixels}px ${style.fontFamily}`;
+    };
     font(SMALL);
     const room = host.clientWidth;
     const widest = (texts) => texts.reduce((most, text) => Math.max(most, context.measureText(text).width), 0);
@@ -35,7 +54,10 @@ function makeHeatMap(host, { label, about, onChoose }) {
     const width = clamp((room - left - 2) / nColumns, 1, 46);
     const height = clamp(560 / nRows, 2, 24);
     const isTurned = widest(table.columns) + 6 > width;
-    const top = table.columns.length > 1 || table.columns[0] ? Math.min(isTurned ? Math.ceil(widest(table.columns)) + 8 : 18, 110) : 4;
+    const top =
+      table.columns.length > 1 || table.columns[0]
+        ? Math.min(isTurned ? Math.ceil(widest(table.columns)) + 8 : 18, 110)
+        : 4;
     box = { left, top, width, height };
     const pixels = Math.min(3, devicePixelRatio || 1);
     const total = [left + width * nColumns + 2, top + height * nRows + 2];
@@ -77,7 +99,8 @@ function makeHeatMap(host, { label, about, onChoose }) {
     context.textAlign = "right";
     const everyRow = Math.ceil((SMALL + 2) / height);
     table.rows.forEach((text, row) => {
-      if (row % everyRow === 0) context.fillText(shortened(context, text, left - 8), left - 6, top + (row + 0.5) * height);
+      if (row % everyRow === 0)
+        context.fillText(shortened(context, text, left - 8), left - 6, top + (row + 0.5) * height);
     });
     const everyColumn = isTurned ? Math.ceil((SMALL + 2) / width) : 1;
     table.columns.forEach((text, column) => {
@@ -132,8 +155,14 @@ function makeHeatMap(host, { label, about, onChoose }) {
   grid.addEventListener("keydown", (event) => {
     const [row, column] = at;
     const next = {
-      ArrowRight: [row, column + 1], ArrowLeft: [row, column - 1], ArrowDown: [row + 1, column], ArrowUp: [row - 1, column],
-      Home: [event.ctrlKey ? 0 : row, 0], End: [event.ctrlKey ? Infinity : row, Infinity], PageDown: [row + 10, column], PageUp: [row - 10, column],
+      ArrowRight: [row, column + 1],
+      ArrowLeft: [row, column - 1],
+      ArrowDown: [row + 1, column],
+      ArrowUp: [row - 1, column],
+      Home: [event.ctrlKey ? 0 : row, 0],
+      End: [event.ctrlKey ? Infinity : row, Infinity],
+      PageDown: [row + 10, column],
+      PageUp: [row - 10, column],
     }[event.key];
     if (!next || event.altKey || event.metaKey) return;
     event.preventDefault();
@@ -152,6 +181,8 @@ function makeHeatMap(host, { label, about, onChoose }) {
       choose(...at, { tells: false });
     },
     choose,
-    get largest() { return largest(); },
+    get largest() {
+      return largest();
+    },
   };
 }

@@ -3,14 +3,16 @@
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false)
+      node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
   return node;
 }
 
 const element = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
-const shape = (tag, attributes = {}, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+const shape = (tag, attributes = {}, ...children) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
 // JSON lacks NaN and infinity: they come as words.
 const numberOf = (value) => (typeof value === "string" ? Number(value) : (value ?? NaN));
@@ -21,7 +23,12 @@ function numberText(number, digits = 3) {
   if (!Number.isFinite(number)) return number > 0 ? "infinite" : "−infinite";
   const size = Math.abs(number);
   const isPlain = size === 0 || (size >= 1e-3 && size < 1e5);
-  const text = isPlain ? String(Number(size.toPrecision(digits))) : size.toExponential(digits - 1).replace("e+", "e").replace("e-", "e−");
+  const text = isPlain
+    ? String(Number(size.toPrecision(digits)))
+    : size
+        .toExponential(digits - 1)
+        .replace("e+", "e")
+        .replace("e-", "e−");
   return (number < 0 ? "−" : "") + text;
 }
 

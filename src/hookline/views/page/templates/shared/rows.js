@@ -30,10 +30,12 @@ function makeRows(host, options) {
     grid.style.setProperty("--columns", shown.map((column) => column.width).join(" "));
     grid.setAttribute("aria-colcount", shown.length);
     grid.setAttribute("aria-rowcount", items.length + 1);
-    head.replaceChildren(...shown.map((column) => {
-      const attributes = { role: "columnheader", class: column.kind, "aria-sort": sortOf(column) };
-      return element("span", attributes, headOf(column));
-    }));
+    head.replaceChildren(
+      ...shown.map((column) => {
+        const attributes = { role: "columnheader", class: column.kind, "aria-sort": sortOf(column) };
+        return element("span", attributes, headOf(column));
+      }),
+    );
     body.style.height = `${Math.max(items.length, 1) * HEIGHT}px`;
     draw();
   }
@@ -50,9 +52,14 @@ function makeRows(host, options) {
 
   function rowOf(item, index) {
     const attributes = {
-      role: "row", class: `line ${rowClass(item)}`, id: `row-${item.key}`,
-      style: `top: ${index * HEIGHT}px; --level: ${item.level - 1}`, "data-index": index,
-      "aria-rowindex": index + 2, "aria-level": item.level, "aria-selected": String(index === chosen),
+      role: "row",
+      class: `line ${rowClass(item)}`,
+      id: `row-${item.key}`,
+      style: `top: ${index * HEIGHT}px; --level: ${item.level - 1}`,
+      "data-index": index,
+      "aria-rowindex": index + 2,
+      "aria-level": item.level,
+      "aria-selected": String(index === chosen),
       "aria-expanded": item.isOpen === undefined ? null : String(item.isOpen),
     };
     const cells = shown.map(({ kind, cell }, place) => {
@@ -85,9 +92,7 @@ function makeRows(host, options) {
   });
   grid.addEventListener("keydown", (event) => {
     if (event.altKey || event.ctrlKey || event.metaKey || event.target !== grid) return;
-    const step = {
-      ArrowDown: 1, ArrowUp: -1, PageDown: 15, PageUp: -15, Home: -Infinity, End: Infinity,
-    }[event.key];
+    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: 15, PageUp: -15, Home: -Infinity, End: Infinity }[event.key];
     const item = items[chosen];
     const turning = [item?.isOpen ? "ArrowLeft" : "ArrowRight", ...(folds ? [] : ["Enter"])];
     const turns = item?.isOpen !== undefined && turning.includes(event.key);
@@ -109,6 +114,8 @@ function makeRows(host, options) {
     draw,
     layOut,
     choose,
-    get chosen() { return items[chosen]; },
+    get chosen() {
+      return items[chosen];
+    },
   };
 }

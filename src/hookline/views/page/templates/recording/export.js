@@ -1,0 +1,70 @@
+// The shown tree as an SVG: names, types, the data flow, and the chosen columns as text.
+
+function treeSvg({ core, view, shown, wires, joins, columns, isFlat }) {
+  const { rows } = core;
+  const LINE = 20;
+  const most = wires.reduce((sum, [, , lane]) => Math.max(sum, lane), 0);
+  const left = 20 + 8 * most;
+  const textOf = (cell) =>
+    typeof cell === "string"
+      ? cell
+      : [cell]
+          .flat()
+          .map((part) => part?.textContent ?? part ?? "")
+          .join("");
+  const table = shown.map((row) => columns.map(({ cell }) => textOf(cell(row))));
+  const widths = columns.map(
+    ({ title }, k) => 7 * Math.max(title.length, ...table.map((cells) => cells[k].length)) + 16,
+  );
+  const names = shown.map((row) => (isFlat ? rows.label[row] : rows.name[row]));
+  const indent = (row) => (isFlat ? 0 : 12 * (rows.level[row] - 1));
+  const nameWidth = Math.max(...shown.map((row, k) => indent(row) + 7.2 * names[k].length), 60) + 20;
+  const starts = widths.map((_, k) => left + nameWidth + widths.slice(0, k).reduce((a, b) => a + b, 0));
+  const width = left + nameWidth + widths.reduce((a, b) => a + b, 0);
+  const x = left - 8;
+  const y = (place) => LINE * (place + 1.5);
+  const svg = shape("svg", {
+    xmlns: "http://www.w3.org/2000/svg",
+    width,
+    height: LINE * (shown.length + 1) + 8,
+    "font-family": "ui-monospace, Menlo, Consolas, monospace",
+    "font-size": 12,
+    fill: ink("ink"),
+  });
+  svg.append(shape("rect", { width: "100%", height: "100%", fill: ink("panel") }));
+  columns.forEach(({ title }, k) =>
+    svg.append(shape("text", { x: starts[k], y: LINE * 0.8, fill: ink("ink-2") }, title)),
+  );
+  for (const [start, end, lane] of wires) {
+    const side = x - 8 * lane;
+    const path = lane
+      ? `M${x} ${y(start)}Q${side} ${y(start)} ${side} ${y(start) + 10}V${y(end) - 10}Q${side} ${y(end)} ${x} ${y(end)}`
+      : `M${x} ${y(start)}V${y(end)}`;
+    svg.append(
+      shape("path", { d: path, fill: "none", stroke: ink(lane ? "ink-3" : "line-strong"), "stroke-width": 1.5 }),
+    );
+  }
+  shown.forEach((row, place) => {
+    const fill = view.own?.colourOf(row) ?? ink(view.levels[row] ?? "ink-3");
+    svg.append(
+      shape("circle", { cx: x, cy: y(place), r: 3.5, fill }),
+      shape("text", { x: left + indent(row), y: y(place) + 4 }, names[place]),
+      ...table[place].map((text, k) => shape("text", { x: starts[k], y: y(place) + 4, fill: ink("ink-2") }, text)),
+    );
+  });
+  for (const place of joins) {
+    const at = y(place) - LINE / 2;
+    svg.append(
+      shape("circle", { cx: x, cy: at, r: 4.5, fill: ink("panel"), stroke: ink("ink-2") }),
+      shape("path", { d: `M${x - 3} ${at}h6M${x} ${at - 3}v6`, stroke: ink("ink-2") }),
+    );
+  }
+  return svg.outerHTML;
+}
+
+function saveText(name, text, type) {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  const link = element("a", { href: address, download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
+}

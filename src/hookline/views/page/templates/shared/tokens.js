@@ -1,0 +1,94 @@
+// Tokens × depth: the norm of each token in each block, beside the median of its block; of two runs,
+// the error of each token.
+
+const TOKEN_NUMBERS = {
+  output: ["Output", "norm"],
+  gradient: ["Gradient", "norm of the gradient"],
+  error: ["Error", "relative error"],
+};
+
+// Draw in an element. `ask(sample)` gives the numbers; `onChoose(row)` is told of the chosen block.
+function makeTokens(host, { ask, onChoose = () => {} }) {
+  const box = element("div", { class: "token-map" });
+  const bar = element("div", { class: "bar choices" });
+  host.replaceChildren(bar, box);
+  let data = null;
+  let name = "";
+  const map = makeHeatMap(box, { label: "Tokens × depth", about, onChoose: (row) => onChoose(data.rows[row]) });
+
+  const medianOf = (numbers) => {
+    const sorted = numbers.filter((number) => number > 0).sort((a, b) => a - b);
+    return sorted[(sorted.length - 1) >> 1] ?? NaN;
+  };
+  // Errors of all blocks have one median, so that one sees where they grow.
+  const baseOf = (row) => medianOf(name === "error" ? data.error.flat() : data[name][row]);
+  const tokenText = (column) => (data.ids.length ? `token ${column} (${data.ids[column]})` : `token ${column}`);
+
+  function about(row, column) {
+    if (!data) return "";
+    const number = data[name][row]?.[column];
+    const [, words] = TOKEN_NUMBERS[name];
+    if (number === undefined) return `${tokenText(column)}: none`;
+    if (number === null) return `${tokenText(column)}: NaN or infinity`;
+    const times = number / baseOf(row);
+    const beside = name === "error" ? "the median" : "the median of its block";
+    return `${tokenText(column)}: ${words} ${numberText(number, 4)}, ${numberText(times, 2)} × ${beside}`;
+  }
+
+  function draw() {
+    const count = Math.max(...data[name].map((numbers) => numbers.length));
+    const values = data[name].flatMap((numbers, row) => {
+      const base = baseOf(row);
+      return Array.from({ length: count }, (_, column) => {
+        const number = numbers[column];
+        if (number === null) return NaN;
+        return number > 0 ? Math.log10(number / base) : undefined;
+      });
+    });
+    const columns = Array.from({ length: count }, (_, column) => String(data.ids[column] ?? column));
+    map.show({ rows: data.names, columns, values, marks: [] });
+    const most = 10 ** map.largest;
+    const times = Number.isFinite(most) ? numberText(most, 2) : "1";
+    legend.replaceChildren(colourKey("signed", `÷ ${times}`, `× ${times}`), soft(" of the median"));
+  }
+
+  const legend = element("span", { class: "legend" });
+
+  function fillBar() {
+    const names = Object.keys(TOKEN_NUMBERS).filter((key) => data[key]);
+    const select = element(
+      "select",
+      {
+        onchange: () => {
+          name = select.value;
+          draw();
+        },
+      },
+      names.map((key) => element("option", { value: key, selected: key === name }, TOKEN_NUMBERS[key][0])),
+    );
+    const sample = element("input", {
+      type: "number",
+      min: 0,
+      max: data.samples - 1,
+      value: data.sample,
+      onchange: () => show(clamp(Math.round(Number(sample.value)), 0, data.samples - 1)),
+    });
+    bar.replaceChildren(
+      ...(names.length > 1 ? [element("label", {}, "Number ", select)] : []),
+      ...(data.samples > 1 ? [element("label", {}, "Sample ", sample, soft(` of ${data.samples}`))] : []),
+      element("span", { class: "grow" }),
+      legend,
+    );
+  }
+
+  async function show(sample = 0) {
+    const answer = await ask(sample);
+    if (!answer?.output) return;
+    data = answer;
+    if (!data[name]) name = data.error ? "error" : "output";
+    fillBar();
+    draw();
+  }
+
+  return { show, draw: () => data && draw() };
+}

@@ -1,0 +1,149 @@
+"""Measure each token in each block: norms of outputs and gradients, and errors of two runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookline.errors import HooklineError
+from hookline.statistics.of_values import main_tensor
+from hookline.views.page.entries import ValueEntry
+from hookline.views.page.rows import Row, trunk_of
+
+_DIGITS = 4
+_LEAST_TOKENS = 2
+_LEAST_BLOCKS = 2
+_SHAPE = re.compile(r"\[(\d+), (\d+), (\d+)\]")
+
+
+class TokenRows(NamedTuple):
+    """The blocks whose outputs have one row a token."""
+
+    n_tokens: int
+    n_samples: int
+    blocks: list[tuple[int, ValueEntry]]  # each row of the tree, with its output
+
+
+def token_rows(rows: Sequence[Row], entries: Sequence[ValueEntry], number: int) -> TokenRows | None:
+    """Return the blocks of a pass whose outputs are tokens by features; None if there are none.
+
+    Args:
+        rows: the rows.
+        entries: the values in firing order, of which none is read.
+        number: the number of the pass.
+    """
+    sizes: list[tuple[int, int]] = []
+    outputs: list[tuple[int, ValueEntry]] = []
+    for index in trunk_of(rows):
+        entry = _output_of(rows[index], entries, number)
+        shape = None if entry is None else _SHAPE.fullmatch(entry.shape)
+        if entry is not None and shape is not None:
+            sizes.append((int(shape[2]), int(shape[1])))
+            outputs.append((index, entry))
+    if not sizes:
+        return None
+    (size, n_blocks), *_ = Counter(sizes).most_common(1)
+    if n_blocks < _LEAST_BLOCKS or size[0] < _LEAST_TOKENS:
+        return None
+    blocks = [output for output, other in zip(outputs, sizes, strict=True) if other == size]
+    return TokenRows(*size, blocks)
+
+
+def _output_of(row: Row, entries: Sequence[ValueEntry], number: int) -> ValueEntry | None:
+    for entry in row.entries:
+        if entry.site.port == "output" and entry.place.pass_number == number:
+            return entries[entry.order]
+    return None
+
+
+def token_data(
+    chosen: TokenRows,
+    rows: Sequence[Row],
+    others: dict[str, dict[int, ValueEntry]],
+    ids: ValueEntry | None,
+    sample: int,
+) -> dict[str, Any]:
+    """Measure one sample; each value is read once, one at a time.
+
+    Args:
+        chosen: the blocks.
+        rows: the rows.
+        others: by name, values beside the outputs, by position: `gradient`, or `other` of another
+            recording, from which `error` is computed.
+        ids: the recorded numbers of the tokens, if there are any.
+        sample: the sample.
+    """
+    sample = min(sample, chosen.n_samples - 1)
+    data: dict[str, Any] = {
+        "rows": [index for index, _ in chosen.blocks],
+        "names": [rows[index].label for index, _ in chosen.blocks],
+        "sample": sample,
+        "samples": chosen.n_samples,
+        "ids": _ids_of(ids, sample, chosen.n_tokens),
+        "output": [_norms(_sample_of(entry, sample)) for _, entry in chosen.blocks],
+    }
+    gradients = others.get("gradient", {})
+    if gradients:
+        data["gradient"] = [
+            _norms(_sample_of(gradients.get(entry.order), sample)) for _, entry in chosen.blocks
+        ]
+    if "other" in others:
+        pairs = [(entry, others["other"].get(entry.order)) for _, entry in chosen.blocks]
+        data["error"] = [
+            _errors(_sample_of(entry, sample), _sample_of(other, sample)) for entry, other in pairs
+        ]
+    return data
+
+
+def ids_of(entries: Sequence[ValueEntry], number: int, n_tokens: int) -> ValueEntry | None:
+    """Return the recorded input of a pass that holds whole numbers, one for each token."""
+    for entry in entries:
+        is_whole = entry.dtype in ("int64", "int32")
+        shape = re.fullmatch(r"\[\d+, (\d+)\]", entry.shape)
+        is_input = entry.site.port == "input" and entry.place.pass_number == number
+        if is_input and is_whole and shape and int(shape[1]) == n_tokens:
+            return entry
+    return None
+
+
+def _ids_of(entry: ValueEntry | None, sample: int, n_tokens: int) -> list[int]:
+    tensor = _sample_of(entry, sample)
+    if tensor is None or tensor.shape != (n_tokens,):
+        return []
+    return [int(number) for number in tensor.tolist()]
+
+
+def _sample_of(entry: ValueEntry | None, sample: int) -> Tensor | None:
+    """Read one sample of a value; None if it cannot be read."""
+    if entry is None:
+        return None
+    try:
+        tensor = main_tensor(entry.recorded.read())
+        return None if tensor is None else tensor[sample].detach().cpu().double()
+    except (HooklineError, RuntimeError, TypeError, IndexError):
+        return None
+
+
+def _norms(tensor: Tensor | None) -> list[float | None]:
+    return [] if tensor is None or tensor.dim() != 2 else _numbers(tensor.norm(dim=-1))
+
+
+def _errors(a: Tensor | None, b: Tensor | None) -> list[float | None]:
+    """Return the relative difference of each token, by the norm of `b`."""
+    if a is None or b is None or a.shape != b.shape or a.dim() != 2:
+        return []
+    return _numbers((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(torch.finfo(b.dtype).tiny))
+
+
+def _numbers(numbers: Tensor) -> list[float | None]:
+    """Round numbers; None is no finite one."""
+    return [
+        float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None
+        for number in numbers.tolist()
+    ]

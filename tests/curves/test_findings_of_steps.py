@@ -1,0 +1,90 @@
+"""Findings of single steps: the order within a step, weak gradients, dead units."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.curves.findings import findings_of_steps
+from runs import layout_of, report_of
+
+NAN = float("nan")
+
+
+def findings(sites, steps, order=None):
+    """The findings of steps, each a list of the numbers of each site, by kind."""
+    layout = layout_of(sites)
+    order = None if order is None else np.array(order, np.int32)
+    reports = [report_of(k, layout, values, 0.0) for k, values in enumerate(steps)]
+    reports = [dataclasses.replace(report, order=order) for report in reports]
+    return {finding.kind: finding for finding in findings_of_steps(reports)}
+
+
+def test_the_first_nan_is_at_the_site_that_fired_first():
+    sites = ["(root)", "head", "body", "head:input", "body:grad_output", "head:grad_output"]
+    finding = findings(sites, [[[NAN]] * 6], [3, 2, 0, 1, 5, 4])["non-finite"]
+    assert [finding.site, *finding.follows] == [
+        "body", "head:input", "head", "(root)", "head:grad_output", "body:grad_output",
+    ]  # fmt: skip
+
+
+def test_a_weight_comes_before_the_forward_that_uses_it():
+    sites = ["h", "h.weight:value", "h.weight:update"]
+    finding = findings(sites, [[[NAN]] * 3], [0, 1, 1])["non-finite"]
+    assert [finding.site, *finding.follows] == ["h.weight:value", "h", "h.weight:update"]
+
+
+def test_a_gradient_far_below_others_of_its_kind_vanishes():
+    sites = ["a:grad_output", "b:grad_output", "w:grad", "out"]
+    finding = findings(sites, [[[1.0], [1e-7], [1e-7], [1e-9]]])["vanishing"]
+    assert (finding.site, finding.number, finding.level) == ("b:grad_output", "1.0e-07", "note")
+    assert finding.follows == ()
+
+
+def test_a_site_is_dead_after_ten_steps_of_zeros():
+    zeros, alive = [[0.0, 0.0], [1.0]], [[0.0, 1.0], [1.0]]
+    assert "dead" not in findings(["a", "b"], [alive, *[zeros] * 9])
+    dead = findings(["a", "b"], [alive, *[zeros] * 10])["dead"]
+    assert (dead.site, dead.step) == ("a", 1)
+    assert "dead" not in findings(["a", "b"], [*[zeros] * 12, alive])
+
+
+@pytest.fixture
+def with_dead_units():
+    """The curves of 12 steps: unit 6 lives again in the last."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid())
+    with torch.no_grad():
+        for unit in (1, 2, 4, 5, 6):
+            model[0].weight[unit], model[0].bias[unit] = 0.0, 0.0
+    statistics = (hl.stats.moments(), hl.stats.covariance())
+    with hl.monitor(model, ports="output", stats=statistics) as seen:
+        for step in range(12):
+            if step == 11:
+                model[0].bias.data[6] = 1.0
+            model(torch.randn(3, 4))
+    return seen
+
+
+def test_dead_units_are_named_where_features_are_measured(with_dead_units):
+    finding = next(f for f in with_dead_units.findings() if f.kind == "dead units")
+    assert finding.text == "4 units of 0 pass nothing: 1, 2, 4, 5."
+    reports = with_dead_units._source.read()
+    kinds = [finding.kind for finding in findings_of_steps(reports[:9])]
+    assert "dead units" not in kinds
+    texts = [finding.text for finding in findings_of_steps(reports[:11])]
+    assert "5 units of 0 pass nothing: 1, 2, 4, 5, …." in texts
+
+
+def test_units_of_a_step_without_a_finite_row_are_not_dead():
+    model = nn.Identity()
+    with hl.monitor(model, "", ports="output", stats=hl.stats.covariance()) as seen:
+        for step in range(12):
+            model(torch.full((3, 2), 0.0 if step else NAN))
+    reports = seen._source.read()
+    assert "dead units" in [finding.kind for finding in findings_of_steps(reports)]
+    assert "dead units" not in [finding.kind for finding in findings_of_steps(reports[:10])]
