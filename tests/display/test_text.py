@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.display.text import escape_invisible, plural
+from hookline.display.text import escape_invisible, plural, shorten
 
 
 def test_nouns_follow_their_number():
@@ -27,3 +27,17 @@ def test_nouns_follow_their_number():
 )
 def test_marks_that_are_not_seen_are_written_out(text, shown):
     assert escape_invisible(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "shown"),
+    [
+        ("layers.0.attn", 13, "layers.0.attn"),
+        ("layers.0.attn", 10, "lay…0.attn"),
+        ("layers.0.attn", 7, "la…attn"),
+        ("two\nlines", 10, r"two\nlines"),
+    ],
+)
+def test_the_middle_of_a_long_path_is_cut_out(text, most, shown):
+    assert shorten(text, most) == shown
+    assert len(shorten(text, most)) <= most

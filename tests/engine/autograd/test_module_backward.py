@@ -487,3 +487,33 @@ def check(run, model, taken, out, ports, x):
         assert all(g.tolist() == [2 * total] * 2 for g in tensors(found))
     if "grad" in ports and total:
         assert torch.equal(run["through.weight:grad"], model.through.weight.grad)
+
+
+class Keeping(nn.Module):
+    """Returns two tensors, and keeps the first, which the loss uses as well."""
+
+    def forward(self, x):
+        self.kept = x * 2
+        return self.kept, x * 3
+
+
+def test_a_raw_hook_gets_what_comes_back_to_what_was_returned(x):
+    model = nn.Sequential(nn.Linear(4, 4), Keeping())
+    seen = []
+
+    def step():
+        first, second = model(x)
+        (first.sum() + second.sum() + 5 * model[1].kept.sum()).backward()
+
+    def hook(module, grad_input, grad_output):
+        seen.append(grad_output)
+
+    handle = model[1].register_full_backward_hook(hook)
+    step()
+    handle.remove()
+    with hl.attach(model) as line:
+        line.backward("1", hook)
+        step()
+    expected, found = seen
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(expected[0], torch.ones_like(expected[0]))

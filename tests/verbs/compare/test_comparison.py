@@ -9,6 +9,7 @@ import torch
 
 import hookline as hl
 from hookline.display.results import json_text
+from hookline.verbs.compare.comparison import ratio_text
 from ported import FAULTS, net, run_of
 
 
@@ -60,3 +61,11 @@ def test_a_worst_row_or_element_is_named_by_its_place():
     wrong[0, 0] = 1 + 1e-4
     (row,) = hl.compare({"x": wrong.double()}, {"x": x}).rows
     assert "relative" in row.why or "element [0, 0]" in row.why
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [(None, ""), (1.0, "1"), (1.003, "1+3e-03"), (0.997, "1-3e-03"), (1.02, "1.02"), (2.5, "2.5")],
+)
+def test_a_ratio_close_to_one_is_told_by_its_distance(ratio, text):
+    assert ratio_text(ratio) == text

@@ -55,3 +55,13 @@ def test_a_recording_of_several_ranks_is_read_as_a_whole():
     assert side_of(both, "a", 0).entries[0].read().shape == (4, 4)
     assert hl.compare(both, run).ok
     assert hl.compare(run, both).ok
+
+
+def test_several_passes_of_ranks_are_numbered():
+    model = nn.Linear(4, 4)
+    with hl.record(model) as run:
+        model(X)
+        model(X + 1)
+    both = hl.Recording(run.sites, run.report())
+    both.ranks = (run, run)
+    assert [entry.key for entry in side_of(both, "a").entries] == ["(root)#pass0", "(root)#pass1"]

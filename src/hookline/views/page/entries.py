@@ -180,7 +180,7 @@ def _outlined(recorded: RecordedValue, order: int) -> ValueEntry:
     try:
         value = recorded.outline()
     except FolderError as error:
-        return ValueEntry(recorded, place, order, problem=str(error).splitlines()[0])
+        return ValueEntry(recorded, place, order, problem=first_line(error))
     tensor = main_tensor(value, with_meta=True)
     return ValueEntry(
         recorded,
