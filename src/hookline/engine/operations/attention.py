@@ -354,16 +354,12 @@ def _show_blocks(of: Attention, given: KernelArguments) -> bool:
     # A graph would hold the calls of each block.
     if is_dynamo_compiling() or not QueryBlocks(given, is_pattern=True).has_several:
         return False
-    if of.needs_graph() and torch.is_grad_enabled() and _is_of_graph(given):
+    sources = [part for part in (given.query, given.key, given.attn_mask) if part is not None]
+    if of.needs_graph() and torch.is_grad_enabled() and any(s.requires_grad for s in sources):
         return False
     for name in ("scores", "pattern"):
         of.show(name, QueryBlocks(given, is_pattern=name == "pattern"))
     return True
-
-
-def _is_of_graph(given: KernelArguments) -> bool:
-    sources = given.query, given.key, given.attn_mask
-    return any(source is not None and source.requires_grad for source in sources)
 
 
 def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tensor | None:

@@ -57,12 +57,10 @@ class QueryBlocks:
 
     def detached(self) -> QueryBlocks:
         """Return the blocks without the graph of autograd."""
-        tensors: dict[str, Any] = {
-            name: part.detach()
-            for name, part in self.given._asdict().items()
-            if isinstance(part, Tensor)
-        }
-        return QueryBlocks(self.given._replace(**tensors), self.is_pattern)
+        parts: list[Any] = [
+            part.detach() if isinstance(part, Tensor) else part for part in self.given
+        ]
+        return QueryBlocks(KernelArguments(*parts), self.is_pattern)
 
     @property
     def dim(self) -> int:

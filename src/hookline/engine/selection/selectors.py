@@ -403,12 +403,11 @@ def _is_below(path: str, above: set[str]) -> bool:
 
 def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleNode]]:
     # A ModuleDict may hold names such as "a:b", so a text that is a path as it stands is that path.
-    nodes = tree.nodes
     if (exact := tree.by_path.get(selector)) is not None:
         return SiteText(selector, None, (), None), [exact]
     paths: set[str] = set()
     if selector.startswith(ROOT):
-        paths = {path for node in nodes or tree.tensors for path in node.paths}
+        paths = {path for node in tree.nodes or tree.tensors for path in node.paths}
     text = parse(selector, paths)
     if text.path in tree.by_path and text.path:  # a name may contain characters of the grammar
         return text, [tree.by_path[text.path]]
@@ -417,7 +416,7 @@ def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleN
         return _match_operations(tree, text, host, name)
     matches = glob(text.path).fullmatch
     # `*` matches one segment, and the root's path has no segment.
-    below = nodes if text.path in ("", "**") else nodes[1:]
+    below = tree.nodes if text.path in ("", "**") else tree.nodes[1:]
     return text, [
         node
         for node in below
