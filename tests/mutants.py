@@ -15,9 +15,9 @@ last. A test notices a change if it fails with it and passes without it. A chang
 notices is printed: a test is missing, the change makes no difference, or a test beyond the first
 SPENT_S seconds would notice.
 
-With --since, nothing needs to be recorded: a change is tried on the tests named for its file, and
-on the tests of its folder that differ from the commit; a change of the engine on the regimes', too,
-which take minutes.
+With --since, nothing needs to be recorded: a change is tried on the tests named for its file or
+listed in TESTS_OF, and on the tests of its folder that differ from the commit; a change of the
+engine on the regimes', too, which take minutes. Tests try as much as they do in `make test`.
 
 Left out are changes that cannot make a difference: those of annotations, messages, `zip(strict=)`
 and asserts, `return None` for `return False`, and a negated `if` that equals a changed comparison.
@@ -76,6 +76,8 @@ TESTS_OF = {
     "engine/compile/graph_callback": _COMPILED,
     "engine/gradients/in_graph": _COMPILED,
     "engine/gradients/port_taps": _DISTRIBUTED,
+    "engine/operations/call_list": ("verbs/test_operations.py",),
+    "curves/findings": ("findings/test_trainings.py",),
     "util/locks": ("test_processes.py",),
     "engine/distributed/rendezvous": ("test_distributed.py", *_RANKS),
     "engine/memory/unversioned": ("test_distributed_values.py",),
@@ -246,6 +248,7 @@ class Batch(NamedTuple):
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
+    profile: str = "ci"  # hypothesis's for servers: the same examples each time, nothing kept
 
 
 @cache
@@ -281,8 +284,9 @@ def batches(mutant: Mutant, spent_s: float, since: str | None = None) -> Iterato
     """The tests that can notice a change, the likeliest first."""
     if since is not None:
         own = _named_for(mutant.path)
-        yield Batch(own, ())
-        yield Batch(_changed_tests(mutant.path, since, own), ())
+        listed = tuple(_listed_for(mutant.path))
+        yield Batch((*own, *listed), (), "gate")
+        yield Batch(_changed_tests(mutant.path, since, (*own, *listed)), (), "gate")
         return
     tests, _ = _reach()
     name = mutant.path.relative_to(SRC).as_posix()
@@ -308,9 +312,15 @@ def batches(mutant: Mutant, spent_s: float, since: str | None = None) -> Iterato
             chosen.append(test)
     if chosen:
         yield Batch(tuple({test.partition("::")[0]: None for test in chosen}), tuple(chosen))
-    for file in TESTS_OF.get(name.removesuffix(".py"), ()):
-        path = f"tests/{file}" if "/" in file else f"tests/regimes/{file}"
+    for path in _listed_for(mutant.path):
         yield Batch((path,), tuple(test for test in tests if test.startswith(f"{path}::")))
+
+
+def _listed_for(path: Path) -> Iterator[str]:
+    """The files of tests that TESTS_OF names for a file."""
+    name = path.relative_to(SRC).as_posix().removesuffix(".py")
+    for file in TESTS_OF.get(name, ()):
+        yield f"tests/{file}" if "/" in file else f"tests/regimes/{file}"
 
 
 def _named_for(path: Path) -> tuple[str, ...]:
@@ -395,7 +405,7 @@ def failures(source: Path, batch: Batch) -> Iterator[str]:
         if test.partition("::")[0] in batch.files
     }
     reporter = _Reporter(theirs, batch.tests, frozenset(times))
-    process = context.Process(target=_in_process, args=(str(source), batch.files, reporter))
+    process = context.Process(target=_in_process, args=(str(source), batch, reporter))
     process.start()
     _running.add(process)
     theirs.close()
@@ -425,7 +435,7 @@ def _kill_group(process: Any) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _in_process(source: str, files: Sequence[str], reporter: _Reporter) -> None:
+def _in_process(source: str, batch: Batch, reporter: _Reporter) -> None:
     os.setpgrp()
     silent = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -433,9 +443,8 @@ def _in_process(source: str, files: Sequence[str], reporter: _Reporter) -> None:
     os.chdir(ROOT)
     sys.path[:0] = [source, str(ROOT)]
     os.environ.update(PYTHONPATH=source, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-    # Hypothesis's profile for servers: the same examples each time, no deadline, nothing kept.
-    options = ["-q", "-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=ci"]
-    code = pytest.main([*options, *files], plugins=[reporter])
+    options = ["-q", "-p", "no:cacheprovider", "--tb=no", f"--hypothesis-profile={batch.profile}"]
+    code = pytest.main([*options, *batch.files], plugins=[reporter])
     reporter.pipe.send((None, int(code)))
 
 
