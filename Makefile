@@ -20,9 +20,9 @@ DIST_VENV := .venv-dist
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-# Workers take whole files: what a file compiles, starts or loads is made once. One more than cores,
-# since some wait for a browser or for ranks; past eight, the longest file is what is waited for.
-JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
+# A worker on each core takes whole files: what a file compiles, starts or loads is made once. One
+# more costs as much as it saves; past eight, the longest file is what is waited for.
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 # Tests start hundreds of processes: bytecode is written, so that each need not compile all sources.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --maxprocesses=8 \
   --dist=loadfile --no-loadscope-reorder

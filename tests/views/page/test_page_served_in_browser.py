@@ -218,8 +218,10 @@ def test_samples_channels_and_tensors_are_chosen_in_the_pane(visit, runs):
     expect(pane.get_by_text("17 to 32")).to_be_visible()
     expect(pane.get_by_role("button", name="next channels")).to_be_focused()
     assert first_channel() == 16
+    before = pane.locator(".maps > canvas").first.element_handle()
     pane.get_by_label("Sample").fill("1")
     pane.get_by_label("Sample").press("Tab")
+    before.wait_for_element_state("hidden")  # until the other sample is drawn in its place
     expect(pane.get_by_text("17 to 32")).to_be_visible()
     first_channel()
     value = hl.open(runs / "passes").passes[2]["first"][1, 16, 1, 0]
