@@ -395,3 +395,11 @@ def test_an_exported_program_is_refused():
     program = torch.export.export(Mlp(), (torch.ones(1, 16),)).module()
     with pytest.raises(hl.AttachError, match=r"before torch\.export"):
         hl.anatomy(program, torch.ones(1, 16))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_norms_of_queries_and_keys_are_found_in_any_attention(attention):
+    parts = hl.anatomy(build("qwen3", attention), texts())
+    for name in ("q_norm", "k_norm"):
+        paths = [f"model.layers.{layer}.self_attn.{name}" for layer in range(parts.n_layers)]
+        assert [str(site) for site in parts[name]] == paths
