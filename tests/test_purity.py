@@ -67,3 +67,28 @@ def test_views_and_models_bring_no_extra_until_used():
         "import hookline.views\nfrom hookline.data import *\nfrom hookline.models import *"
     )
     assert done.returncode == 0, done.stderr
+
+
+DRAWS = """
+    import random, sys, torch
+    from torch import nn
+    random.seed(3)
+    before = random.getstate()
+    import hookline as hl
+    USE
+    assert "rich.console" in sys.modules, "rich was not imported"
+    assert random.getstate() == before, "a random number was drawn"
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "hl.extract(nn.Linear(2, 2), torch.ones(4, 2), [''], sys.argv[1], progress=False)",
+        "hl.write_page",
+    ],
+)
+def test_the_import_of_rich_draws_no_random_number(use, tmp_path):
+    code = textwrap.dedent(DRAWS).replace("USE", use)
+    done = run_python("-c", code, tmp_path / "features")
+    assert done.returncode == 0, done.stderr

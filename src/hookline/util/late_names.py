@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from hookline.util.kept_random import kept_random
+
 
 def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package whose names are imported on first use.
@@ -23,9 +25,10 @@ def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
     def find(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        holder = import_module(modules[name])
-        is_there = hasattr(holder, name)
-        value = getattr(holder, name) if is_there else import_module(f"{modules[name]}.{name}")
+        with kept_random():  # rich draws a number as it is imported
+            holder = import_module(modules[name])
+            is_there = hasattr(holder, name)
+            value = getattr(holder, name) if is_there else import_module(f"{modules[name]}.{name}")
         setattr(sys.modules[package], name, value)
         return value
 

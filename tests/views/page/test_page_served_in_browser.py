@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -151,6 +152,7 @@ def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
     is_measured(page)
     page.get_by_role("button", name="Tokens").press("Enter")
     grid = page.get_by_role("grid", name="Tokens")
+    expect(grid).to_be_visible()
     for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
         grid.press(key)
     norm = float(hl.open(tmp_path / "a")["1"][0, 2].norm())
@@ -161,6 +163,7 @@ def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
     expect(page.get_by_role("treegrid")).to_be_visible()
     two = visit(tmp_path / "a", tmp_path / "b")
     grid = two.get_by_role("grid", name="Tokens")
+    expect(grid).to_be_visible()
     grid.press("Control+End")
     a, b = (hl.open(tmp_path / name)["2"][0, 5].double() for name in ("a", "b"))
     error = float((a - b).norm() / b.norm())
@@ -171,7 +174,9 @@ def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
 def test_on_a_phone_the_sorted_column_is_on_the_screen(visit, runs):
     page = visit(runs / "a", path="?sort=max", viewport=PHONE)
     is_measured(page)
-    box = page.locator("[role=columnheader][aria-sort=descending]").bounding_box()
+    column = page.locator("[role=columnheader][aria-sort=descending]")
+    expect(column).to_be_visible()
+    box = column.bounding_box()
     assert 0 <= box["x"] <= PHONE["width"] - box["width"]
     page.get_by_role("button", name="Back to the tree").click()
     expect(page.locator("[aria-sort=descending]")).to_have_count(0)
@@ -196,6 +201,14 @@ def test_all_of_it_works_by_keyboard_alone(visit, runs):
     expect(page.get_by_role("treegrid")).to_be_focused()
 
 
+@contextmanager
+def redrawn(pane):
+    """Wait until other maps are drawn in place of those that are there."""
+    before = pane.locator(".maps > canvas").first.element_handle()
+    yield
+    before.wait_for_element_state("hidden")
+
+
 def test_samples_channels_and_tensors_are_chosen_in_the_pane(visit, runs):
     page = visit(runs / "passes", path="#at=first")
     is_measured(page)
@@ -211,17 +224,18 @@ def test_samples_channels_and_tensors_are_chosen_in_the_pane(visit, runs):
     pictures = pane.locator(".class-maps img")
     expect(pictures).to_have_count(2)
     assert len({box["y"] for box in (pictures.nth(k).bounding_box() for k in (0, 1))}) == 1
-    page.locator("#maps-order").select_option("by number")
+    with redrawn(pane):
+        page.locator("#maps-order").select_option("by number")
     expect(pane.get_by_text("1 to 16")).to_be_visible()
     assert first_channel() == 0
-    pane.get_by_role("button", name="next channels").press("Enter")
+    with redrawn(pane):
+        pane.get_by_role("button", name="next channels").press("Enter")
     expect(pane.get_by_text("17 to 32")).to_be_visible()
     expect(pane.get_by_role("button", name="next channels")).to_be_focused()
     assert first_channel() == 16
-    before = pane.locator(".maps > canvas").first.element_handle()
-    pane.get_by_label("Sample").fill("1")
-    pane.get_by_label("Sample").press("Tab")
-    before.wait_for_element_state("hidden")  # until the other sample is drawn in its place
+    with redrawn(pane):
+        pane.get_by_label("Sample").fill("1")
+        pane.get_by_label("Sample").press("Tab")
     expect(pane.get_by_text("17 to 32")).to_be_visible()
     first_channel()
     value = hl.open(runs / "passes").passes[2]["first"][1, 16, 1, 0]

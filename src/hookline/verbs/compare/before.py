@@ -166,7 +166,9 @@ def of_models(side_a: Side, side_b: Side) -> list[Finding]:
 
     Of one model that is alive no weights are read.
     """
-    a, b = (None, None) if side_a.is_of_model_of(side_b) else (side_a.identify(), side_b.identify())
+    if side_a.shares_model_with(side_b):
+        return []
+    a, b = side_a.identify(), side_b.identify()
     return [] if a is None or b is None else list(_of_identities(a, b))
 
 

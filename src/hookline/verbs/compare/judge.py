@@ -180,9 +180,9 @@ _FLIPPED = "their scores are equal up to noise"
 def _of_choice(flipped: list[ComparedSite]) -> str:
     first = flipped[0]
     return (
-        f"noise flipped choices at {first.site} ({first.why}), and what differs behind them may"
-        " follow from it: to rule it out, run b with the choices of a, by"
-        " hl.edit(b, sites, hl.edits.reroute(run_of_a))"
+        f"noise flipped choices at {first.site} ({first.why}); what differs behind them may follow"
+        " from it. To rule it out, run b with the choices of a: hl.edit(b, sites,"
+        " hl.edits.reroute(run_of_a))"
     )
 
 

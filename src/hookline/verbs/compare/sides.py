@@ -114,7 +114,7 @@ class Side:
     settings: tuple[Settings, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
 
-    def is_of_model_of(self, other: Side) -> bool:
+    def shares_model_with(self, other: Side) -> bool:
         """Tell whether both were recorded from one model that is alive."""
         a, b = self.source, other.source
         return isinstance(a, Recording) and isinstance(b, Recording) and are_of_one_model(a, b)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from hookline.util.kept_random import kept_random
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -15,15 +17,16 @@ def progress_bar(*, shown: bool) -> Progress:
     Args:
         shown: whether to show the bar, where stderr is a terminal.
     """
-    # Imported on use: rich takes a fiftieth of the time of torch.
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    # Imported on use: rich takes a fiftieth of the time of torch, and draws a random number.
+    with kept_random():
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
     console = Console(file=sys.stderr)
     return Progress(

@@ -382,20 +382,10 @@
   byId("fold-all").addEventListener("click", () => tree.foldAll());
   byId("keys").addEventListener("click", () => byId("help").showModal());
   document.addEventListener("keydown", (event) => {
-    const isField = event.target.matches("input, select");
-    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (event.key === "/" && !isField) {
-      event.preventDefault();
-      search.focus();
-    } else if (event.altKey && step && view.findings.length) {
-      event.preventDefault();
-      const next = (view.finding + step + view.findings.length) % view.findings.length;
-      view.finding = -1;
-      chooseFinding(next);
-    } else if (event.key === "Escape") {
-      hideTip();
-      if (byId("pane").contains(event.target) || byId("pane").classList.contains("open")) closePane();
-    } else if (step && event.target === document.body && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
+    const keys = { findings: view.findings, view, onFinding: chooseFinding, onEscape: closePane };
+    const isArrow = ["ArrowDown", "ArrowUp"].includes(event.key);
+    if (answerKey(event, keys)) return;
+    if (isArrow && event.target === document.body && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
       event.preventDefault();
       tree.grid.focus();
       if (tree.first !== undefined) choose(view.row < 0 ? tree.first : view.row);

@@ -43,6 +43,25 @@ function pressFinding(index) {
     .forEach((button, place) => button.setAttribute("aria-pressed", String(place === index)));
 }
 
+// Answer the keys of every page with findings: `/`, Escape, and Alt with an arrow, which goes to the
+// next finding. Return whether this key was one of them.
+function answerKey(event, { findings, view, onFinding, onEscape }) {
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  const isNext = event.altKey && step && findings.length;
+  if (event.key === "/" && !event.target.matches("input, select")) byId("search").focus();
+  else if (isNext) {
+    const next = (view.finding + step + findings.length) % findings.length;
+    view.finding = -1;
+    onFinding(next);
+  } else if (event.key === "Escape") {
+    hideTip();
+    if (byId("pane").contains(event.target) || byId("pane").classList.contains("open")) onEscape();
+    return true;
+  } else return false;
+  event.preventDefault();
+  return true;
+}
+
 // List the sites that never fired when they are asked for, or if they are few.
 function showSilent(silent) {
   const box = byId("silent");

@@ -22,6 +22,7 @@ function makeHeatMap(host, { label, about, onChoose }) {
       class: "heat-map",
       role: "grid",
       tabindex: 0,
+      hidden: true, // until there are numbers: before, a key or the pointer would find no cell
       "aria-label": label,
       "aria-activedescendant": "cell",
       "aria-readonly": "true",
@@ -175,6 +176,8 @@ function makeHeatMap(host, { label, about, onChoose }) {
   return {
     show(newTable) {
       table = newTable;
+      grid.hidden = !table.rows.length || !table.columns.length;
+      if (grid.hidden) return;
       grid.setAttribute("aria-rowcount", table.rows.length);
       grid.setAttribute("aria-colcount", table.columns.length);
       draw();

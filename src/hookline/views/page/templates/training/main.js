@@ -271,22 +271,12 @@
   });
   byId("keys").addEventListener("click", () => byId("help").showModal());
   document.addEventListener("keydown", (event) => {
-    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (event.key === "/" && !event.target.matches("input, select")) {
-      event.preventDefault();
-      search.focus();
-    } else if (event.altKey && step && run.findings.length) {
-      event.preventDefault();
-      const next = (view.finding + step + run.findings.length) % run.findings.length;
-      view.finding = -1;
-      chooseFinding(next);
-    } else if (event.key === "Escape") {
-      hideTip();
-      if (byId("pane").contains(event.target) || byId("pane").classList.contains("open")) closePane();
-    } else if (event.key === "Enter" && event.target === chart.grid) {
+    const keys = { findings: run.findings, view, onFinding: chooseFinding, onEscape: closePane };
+    if (answerKey(event, keys)) return;
+    if (event.key === "Enter" && event.target === chart.grid) {
       byId("pane").classList.add("open");
       byId("pane").focus();
-    } else if (step && event.target === document.body) {
+    } else if (["ArrowDown", "ArrowUp"].includes(event.key) && event.target === document.body) {
       event.preventDefault();
       chart.grid.focus();
     }
