@@ -11,6 +11,7 @@ def test_calls_cleared_at_any_moment_of_an_end_raise_nothing():
     """Another thread clears them as it ends the line; here, each instruction of `end` in turn."""
     frame, n_instructions, moment = sys._getframe(), 0, 0
     before = sys.gettrace()
+    frame.f_trace_opcodes = True  # Python 3.12 traces opcodes from the settrace after this on
     while moment <= n_instructions:
         calls, n_instructions = Calls(), 0
         calls.begin(frame)
