@@ -178,6 +178,14 @@ def printouts(draw):
     )
 
 
+def test_lines_after_a_title_hang_within_the_width():
+    head = "a a a a a aa aaaaaa aaaaaaaaaaaa a aaaaa aaaaa aaaaaaaaaaaa"
+    lines = Printout(title="Recording", head=head).text(40).splitlines()
+    assert [line.startswith("  ") for line in lines] == [False, *[True] * (len(lines) - 1)]
+    assert max(map(len, lines)) <= 40
+    assert " ".join(line.strip() for line in lines) == f"Recording{head}"
+
+
 @given(printouts(), st.integers(40, 200))
 def test_no_line_is_too_wide_and_no_shape_is_broken(printout, width):
     text = printout.text(width)

@@ -391,8 +391,8 @@ class _Table:
 _UNIT = re.compile(r"(?:\[[\w, ]*\]|\S)+")
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    """Break a line of text between its words. Its indentation is kept."""
+def _wrap(text: str, width: int, hanging: str = "") -> list[str]:
+    """Break a line of text between its words. Its indentation is kept; later lines hang more."""
     if _length(text) <= width:
         return [text]
     indent = text[: len(text) - len(text.lstrip())]
@@ -401,7 +401,7 @@ def _wrap(text: str, width: int) -> list[str]:
         if lines and _length(lines[-1]) + 1 + _length(unit) <= width:
             lines[-1] += f" {unit}"
         else:
-            lines.append(f"{indent}{unit}")
+            lines.append(f"{indent}{hanging if lines else ''}{unit}")
     return lines
 
 
@@ -414,9 +414,9 @@ def _wrapped(cell: Cell, width: int) -> list[Line]:
 def _styled(pieces: Sequence[tuple[str, str]], width: int) -> list[Line]:
     """Wrap a bold beginning with the text after it."""
     (title, style), (text, _) = pieces
-    first, *rest = _wrap(f"{title}{text}", width)
+    first, *rest = _wrap(f"{title}{text}", width, "  ")
     cut = len(escape_invisible(title))
-    return [[(first[:cut], style), (first[cut:], "")], *[[(f"  {line}", "")] for line in rest]]
+    return [[(first[:cut], style), (first[cut:], "")], *[[(line, "")] for line in rest]]
 
 
 def _totals(totals: Sequence[tuple[str, Cell]], width: int) -> list[Line]:
