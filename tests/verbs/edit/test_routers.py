@@ -94,6 +94,11 @@ class Router(nn.Module):
             scores = scores * 2.5
         if self.rule == "after top-k":  # zeros but for the chosen, as wide as the experts
             scores = torch.zeros_like(logits).scatter(-1, indices, scores)
+        if "probabilities" in self.rule:  # as in transformers 5.0
+            logits = logits.softmax(-1)
+            scores = logits.gather(-1, indices)
+            if "renormalised" in self.rule:
+                scores = scores / scores.sum(-1, keepdim=True)
         return self.fault(logits, scores, indices)
 
 
@@ -125,7 +130,10 @@ def run_of(model, x=X):
     return run
 
 
-@pytest.mark.parametrize("rule", ["softmax", "renormalised", "over chosen"])
+@pytest.mark.parametrize(
+    "rule",
+    ["softmax", "renormalised", "over chosen", "probabilities", "probabilities renormalised"],
+)
 def test_scores_and_gradients_are_those_of_a_router(rule):
     model = mixture(rule)
     run = run_of(model)
@@ -140,11 +148,12 @@ def test_scores_and_gradients_are_those_of_a_router(rule):
         weight = gate.weight.detach().clone().requires_grad_()
         own = x @ weight.T
         wanted = own.softmax(-1).gather(-1, run[site][2])
-        wanted = wanted if rule == "softmax" else wanted / wanted.sum(-1, keepdim=True)
+        if rule not in ("softmax", "probabilities"):
+            wanted = wanted / wanted.sum(-1, keepdim=True)
         wanted.square().sum().backward()
         torch.testing.assert_close(scores, wanted)
         torch.testing.assert_close(gate.weight.grad, weight.grad)
-        assert torch.equal(logits, own)
+        assert torch.equal(logits, own.softmax(-1) if "probabilities" in rule else own)
         assert torch.equal(indices, run[site][2])
 
 

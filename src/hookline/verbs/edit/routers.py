@@ -28,7 +28,7 @@ class _Choice(NamedTuple):
     """The output of a router.
 
     Args:
-        logits: `(tokens, experts)`.
+        logits: `(tokens, experts)`; or the probabilities that a softmax made of them.
         scores: the weights of the chosen experts, `(tokens, chosen)`.
         indices: the chosen experts, `(tokens, chosen)`.
     """
@@ -51,8 +51,25 @@ def _over_chosen(logits: Tensor, indices: Tensor) -> Tensor:
     return logits.gather(-1, indices).softmax(-1)
 
 
-# The ways in which routers make scores of logits.
-_RULES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (_softmax, _renormalised, _over_chosen)
+def _taken(probabilities: Tensor, indices: Tensor) -> Tensor:
+    return probabilities.gather(-1, indices)
+
+
+def _taken_renormalised(probabilities: Tensor, indices: Tensor) -> Tensor:
+    chosen = _taken(probabilities, indices)
+    return chosen / chosen.sum(-1, keepdim=True)
+
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+# The ways in which routers make scores of logits, and of probabilities (transformers 5.0).
+_RULES: tuple[Rule, ...] = (_softmax, _renormalised, _over_chosen)
+_RULES_OF_PROBABILITIES: tuple[Rule, ...] = (_taken, _taken_renormalised)
+
+
+def _rules_for(logits: Tensor) -> tuple[Rule, ...]:
+    slack = torch.finfo(logits.dtype).eps * _N_ROUNDINGS
+    is_distribution = (logits >= 0).all() and ((logits.sum(-1) - 1).abs() <= slack).all()
+    return _RULES_OF_PROBABILITIES if bool(is_distribution) else _RULES
 
 
 @final
@@ -198,7 +215,7 @@ def _likeness(now: Tensor, then: Tensor) -> float:
     return float((now * then).sum() / size) if size > 0 else 1.0
 
 
-def _rule_of(now: _Choice, indices: Tensor, where: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _rule_of(now: _Choice, indices: Tensor, where: str) -> Rule:
     """Find the rule that makes the router's own scores.
 
     Raises:
@@ -207,7 +224,8 @@ def _rule_of(now: _Choice, indices: Tensor, where: str) -> Callable[[Tensor, Ten
     logits, scores, own = now.logits.detach(), now.scores.detach(), now.indices
     eps = max(torch.finfo(dtype).eps for dtype in (logits.dtype, scores.dtype))
     errors = {
-        rule: float((rule(logits, own).to(scores.dtype) - scores).abs().max()) for rule in _RULES
+        rule: float((rule(logits, own).to(scores.dtype) - scores).abs().max())
+        for rule in _rules_for(logits)
     }
     fits = sorted(
         (error, k, rule)
@@ -253,7 +271,8 @@ def reroute(run: Recording | PassRecord) -> Reroute:
     Rounding moves tokens to other experts, which hides all other differences between two runs of a
     mixture of experts. The replay keeps the logits of this model, and computes from them the scores
     of the recorded experts, through which gradients flow. The rule of the scores is found: a
-    softmax, a softmax renormalised over the chosen experts, or a softmax over them.
+    softmax, a softmax renormalised over the chosen experts, or a softmax over them. Routers that
+    return probabilities in place of logits are replayed, too.
 
     Args:
         run: what `hl.record` returned for the routers, with their whole outputs `(logits, scores,
