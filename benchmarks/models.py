@@ -51,6 +51,7 @@ def made_once(make: Callable[[], Case]) -> Callable[[], Case]:
     """Make a case at its first use, and put its model and input on the device."""
 
     @functools.cache
+    @functools.wraps(make)  # pickled by this name, for other processes
     def placed() -> Case:
         case = make()
         case.model.to(Placement.device)

@@ -22,7 +22,6 @@ from hookline.engine import (
     Order,
     OutputTap,
     Pass,
-    Passes,
     Report,
     Selection,
     Selector,
@@ -307,14 +306,14 @@ class _Recorder:
         return KeepGradient(number, self._kept, parameter, keeps_graph=self._keeps_graph)
 
     def _plain_output(self, site: Site, number: int, node: Any) -> Tap:
+        tap = _PlainTap(site, self._passes, no_callback, Order.RECORD)
+        tap.number, tap.kept = number, self._kept
         module = node.module
-        if type(module) in self._computing and "forward" not in vars(module):
-            unversioned, may_hand_on = None, False
+        if type(module) in self._computing and "forward" not in module.__dict__:
+            tap.unversioned, tap.may_hand_on = None, False
         else:
-            unversioned, may_hand_on = self._unversioned, _may_hand_on(module)
-        return _PlainTap(
-            site, self._passes, number, self._kept, unversioned, may_hand_on=may_hand_on
-        )
+            tap.unversioned, tap.may_hand_on = self._unversioned, _may_hand_on(module)
+        return tap
 
     def _plain_gradient(self, site: Site, number: int, node: Any) -> Tap:
         return PlainGradTap(site, self._passes, self._gradient(number, node), number)
@@ -399,9 +398,9 @@ class _PlainTap(OutputTap):
     One call less saves a fiftieth of what torch takes for a module with a hook. All modules share
     this one function, because Python runs a call faster that always meets the same function.
 
-    Args:
+    Attributes:
         number: the number of the site.
-        keeper: keeps the values that the fast way cannot.
+        kept: keeps the values that the fast way cannot.
         unversioned: tells whether an output may change without a new version. None where it cannot,
             as for a module that returns new memory.
         may_hand_on: whether the module may return the value that was kept just before.
@@ -409,21 +408,11 @@ class _PlainTap(OutputTap):
 
     __slots__ = ("kept", "may_hand_on", "number", "unversioned")
 
-    def __init__(
-        self,
-        site: Site,
-        passes: Passes,
-        number: int,
-        keeper: Keeper,
-        unversioned: Unversioned | None,
-        *,
-        may_hand_on: bool,
-    ) -> None:
-        super().__init__(site, passes, no_callback, Order.RECORD)
-        self.number = number
-        self.kept = keeper
-        self.unversioned = unversioned
-        self.may_hand_on = may_hand_on
+    # Set by the recorder: a line has many of these taps, and an `__init__` of its own takes time.
+    number: int
+    kept: Keeper
+    unversioned: Unversioned | None
+    may_hand_on: bool
 
     def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keep a nested value, or a value outside of a pass, as other taps do."""
@@ -479,7 +468,7 @@ def _may_hand_on(module: nn.Module) -> bool:
     Containers do, and layers such as `nn.Identity`. A layer of a user's own class mostly computes.
     """
     is_of_torch = type(module).__module__.startswith("torch.")
-    return is_of_torch or next(module.children(), None) is not None
+    return is_of_torch or bool(module._modules)
 
 
 def _keep(number: int, keeper: Keeper, site: Site) -> Callback:
