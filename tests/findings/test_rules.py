@@ -191,6 +191,21 @@ def test_two_faults_in_two_blocks_are_both_named():
     assert sites[:2] == ["blocks.1.down", "blocks.4.query"]
 
 
+@pytest.mark.parametrize(
+    ("dead", "where"), [([4, 5, 6, 7], "4 to 7"), ([4, 5, 6, 9], "4, 5, 6, 9")]
+)
+def test_dead_channels_in_a_row_are_told_as_a_row(dead, where):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    with torch.no_grad():
+        model[0].weight[dead], model[0].bias[dead] = 0.0, 0.0
+    with hl.record(model) as run:
+        model(torch.randn(64, 16))
+    [finding] = [finding for finding in run.findings() if finding.site == "0"]
+    assert finding.text == f"4 of 16 channels of 0 are zero: {where}."
+    assert ("stand in a row" in finding.why) == (" to " in where)
+
+
 def test_ranks_are_asked_for_one_by_one(broken):
     several = hl.Recording((), broken.report())
     several.ranks = (broken, broken)

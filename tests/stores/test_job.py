@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hookline.files.place import LocalPlace
-from hookline.stores.job import environment, read_manifest, write_manifest
+from hookline.stores.job import Job, environment, read_manifest, write_manifest
 
 
 def test_the_order_of_keys_changes_no_byte(tmp_path):
@@ -19,3 +19,16 @@ def test_the_order_of_keys_changes_no_byte(tmp_path):
     write_manifest(places[1], as_sent, dict(reversed(environment().items())), [])
     assert places[0].read("manifest.json") == places[1].read("manifest.json")
     assert read_manifest(places[0])["job"] == job
+
+
+def test_each_difference_of_two_jobs_is_named_with_both_values():
+    stored = Job({"type": "A"}, ["fc"], {"keep": "", "dtype": ""}, {"kind": "tensor"}, 4, 8)
+    job = Job({"type": "A"}, ["fc", "end"], {"keep": "", "dtype": "half"}, {"kind": "tensor"}, 2, 8)
+    texts = job.differences(stored)
+    for text, parts in zip(
+        texts, (("sites", "'end'"), ("options.dtype", "half"), ("batch_size",)), strict=True
+    ):
+        assert all(part in text for part in parts)
+    assert "4" in texts[2]
+    assert "2" in texts[2]
+    assert stored.differences(stored) == []

@@ -252,6 +252,21 @@ def test_a_sum_of_one_input_alone_is_refused_with_its_number():
         parts["resid_mid", 1]
 
 
+class MlpFirst(Block):
+    """A block whose MLP comes before its attention."""
+
+    def forward(self, x):
+        middle = x + self.attn(self.first(x))
+        return middle + self.mlp(self.second(middle))
+
+
+def test_a_block_whose_mlp_comes_first_has_no_middle():
+    parts = hl.anatomy(Text(MlpFirst))
+    assert sites(parts["mlp_out", 0]) == ["blocks.0.attn"]
+    with pytest.raises(hl.SelectionError, match="the MLP comes before a part that mixes tokens"):
+        parts["resid_mid", 0]
+
+
 class Leaking(nn.Module):
     """Adds the values of the token before to what its pattern mixes."""
 

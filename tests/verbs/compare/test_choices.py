@@ -115,3 +115,19 @@ def test_the_place_of_the_largest_is_a_choice_too(of_all):
     twin.step = -1.0
     row = hl.compare(run_of(model, X), run_of(twin, X))["(root):output[1]"]
     assert row.verdict == "differs"
+
+
+class Counter(nn.Module):
+    """A number beside the place of the largest score."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def forward(self, x):
+        return x.sum(), x.argmax(-1) + self.step
+
+
+def test_a_number_is_no_scores_of_a_choice():
+    row = hl.compare(run_of(Counter(0), X), run_of(Counter(1), X))["(root):output[1]"]
+    assert row.verdict == "differs"
