@@ -535,3 +535,13 @@ def test_backward_everywhere_reads_what_modules_own_hooks_made(
 
 def test_it_is_shown_as_it_is_written():
     assert repr(hl.EVERYWHERE) == "hl.EVERYWHERE"
+
+
+def test_a_hook_removed_everywhere_leaves_the_others():
+    seen = []
+    with hl.attach(hl.EVERYWHERE) as line:
+        first = line.forward(None, lambda *_: seen.append("first"))
+        line.forward(None, lambda *_: seen.append("second"))
+        first.remove()
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    assert seen == ["second"]
