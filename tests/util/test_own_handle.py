@@ -32,6 +32,21 @@ def test_a_forked_child_has_no_copy(tmp_path):
 
 
 @pytest.mark.processes
+def test_a_descriptor_of_number_zero_is_closed_too(tmp_path):
+    def look():
+        os.close(0)  # a process without standard input
+        handle = OwnHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)
+        number = handle.fileno()
+        handle.close()
+        try:
+            os.fstat(number)
+        except OSError:
+            return number
+
+    assert child(look) == 0
+
+
+@pytest.mark.processes
 def test_a_lock_ends_with_its_process_though_a_child_lives(tmp_path):
     (reading, writing), (from_here, to_child) = os.pipe(), os.pipe()
     handle = OwnHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)

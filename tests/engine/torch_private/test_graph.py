@@ -200,6 +200,21 @@ def test_fused_layers_of_gpus_have_the_flops_of_their_matrices(name):
     assert backward(x, weights, 5, None, [True, True, True, False]) == 2 * 20 * matrices
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "flops"),
+    [
+        ("baddbmm_", ((3, 4, 5), (3, 4, 6), (3, 6, 5)), 2 * 3 * 4 * 6 * 5),
+        ("addbmm_", ((4, 5), (3, 4, 6), (3, 6, 5)), 2 * 3 * 4 * 6 * 5),
+        ("addmm_", ((4, 5), (4, 6), (6, 5)), 2 * 4 * 6 * 5),
+    ],
+)
+def test_products_in_place_count_each_matrix_of_a_batch(name, sizes, flops):
+    out, left, right = map(torch.ones, sizes)
+    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
+        getattr(out, name)(left, right)
+    assert counter.get_total_flops() == flops
+
+
 def test_every_product_of_torch_has_a_formula_or_is_named():
     known = {*flop_registry, *formulas()}
     products = "_fft_c2c linalg_qr _cdist_forward conv_tbc _weight_int4pack_mm quantized_lstm"

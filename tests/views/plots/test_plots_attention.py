@@ -88,3 +88,21 @@ def test_what_has_no_heads_is_refused(recorded):
         hl.plots.attention(recorded(torch.rand(2, 3)), "site")
     with pytest.raises(hl.InputError, match="sample must be from 0 to 0"):
         hl.plots.attention(recorded(torch.rand(1, 1, 2, 2)), "site", sample=1)
+
+
+@pytest.mark.parametrize(("n_heads", "n_tokens"), [(1, 4), (7, 4), (40, 12)])
+def test_each_map_lies_inside_the_figure_and_apart(recorded, n_heads, n_tokens):
+    texts = [f"token {k}" for k in range(n_tokens)]
+    value = torch.rand(1, n_heads, n_tokens, n_tokens)
+    figure = hl.plots.attention(recorded(value), "site", texts=texts)
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    maps = figure.axes[:n_heads]
+    # With the labels around it, each as it is drawn.
+    boxes = [axes.get_tightbbox(renderer) for axes in maps]
+    width, height = figure.bbox.width, figure.bbox.height
+    for box in boxes:
+        assert -1 <= box.x0 < box.x1 <= width + 1
+        assert -1 <= box.y0 < box.y1 <= height + 1
+    for k, box in enumerate(boxes):
+        assert not any(box.shrunk(0.99, 0.99).overlaps(other) for other in boxes[:k])
