@@ -16,8 +16,9 @@ notices is printed: a test is missing, the change makes no difference, or a test
 SPENT_S seconds would notice.
 
 With --since, nothing needs to be recorded: a change is tried on the tests named for its file or
-listed in TESTS_OF, and on the tests of its folder that differ from the commit; a change of the
-engine on the regimes', too, which take minutes. Tests try as much as they do in `make test`.
+listed in TESTS_OF, on the tests of its folder that differ from the commit (a change of the engine
+on the regimes', too), and then on all that `make quick` runs, which takes minutes. Tests try as
+much as they do in `make test`.
 
 Left out are changes that cannot make a difference: those of annotations, messages, `zip(strict=)`
 and asserts, `return None` for `return False`, and a negated `if` that equals a changed comparison.
@@ -57,6 +58,7 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "hookline"
 ROOMS = ("engine", "verbs", "recordings")
 REACHED = ROOT / ".venv" / "reached.json"
+QUICK = "not compiles and not processes and not slow"
 SPENT_S = 40  # on tests of other files, in the seconds that they took when their lines were noted
 HANGS_S = 60  # longer than its own time, and a test is taken to hang
 
@@ -249,6 +251,7 @@ class Batch(NamedTuple):
     files: tuple[str, ...]
     tests: tuple[str, ...]
     profile: str = "ci"  # hypothesis's for servers: the same examples each time, nothing kept
+    marks: str = ""  # pytest's expression of marks, for all of the files
 
 
 @cache
@@ -283,10 +286,11 @@ def _lines_then(name: str) -> dict[int, int]:
 def batches(mutant: Mutant, spent_s: float, since: str | None = None) -> Iterator[Batch]:
     """The tests that can notice a change, the likeliest first."""
     if since is not None:
-        own = _named_for(mutant.path)
-        listed = tuple(_listed_for(mutant.path))
-        yield Batch((*own, *listed), (), "gate")
-        yield Batch(_changed_tests(mutant.path, since, (*own, *listed)), (), "gate")
+        near = (*_named_for(mutant.path), *_listed_for(mutant.path))
+        yield Batch(near, (), "gate")
+        changed = _changed_tests(mutant.path, since, near)
+        yield Batch(changed, (), "gate")
+        yield Batch(_others(mutant.path, {*near, *changed}), (), "gate", QUICK)
         return
     tests, _ = _reach()
     name = mutant.path.relative_to(SRC).as_posix()
@@ -314,6 +318,14 @@ def batches(mutant: Mutant, spent_s: float, since: str | None = None) -> Iterato
         yield Batch(tuple({test.partition("::")[0]: None for test in chosen}), tuple(chosen))
     for path in _listed_for(mutant.path):
         yield Batch((path,), tuple(test for test in tests if test.startswith(f"{path}::")))
+
+
+def _others(path: Path, known: set[str]) -> tuple[str, ...]:
+    """The other files of tests, those of the file's room first."""
+    room = path.relative_to(SRC).parts[0]
+    files = [test.relative_to(ROOT) for test in sorted((ROOT / "tests").rglob("test_*.py"))]
+    files.sort(key=lambda file: room not in file.parts)
+    return tuple(file.as_posix() for file in files if file.as_posix() not in known)
 
 
 def _listed_for(path: Path) -> Iterator[str]:
@@ -444,7 +456,7 @@ def _in_process(source: str, batch: Batch, reporter: _Reporter) -> None:
     sys.path[:0] = [source, str(ROOT)]
     os.environ.update(PYTHONPATH=source, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     options = ["-q", "-p", "no:cacheprovider", "--tb=no", f"--hypothesis-profile={batch.profile}"]
-    code = pytest.main([*options, *batch.files], plugins=[reporter])
+    code = pytest.main([*options, "-m", batch.marks, *batch.files], plugins=[reporter])
     reporter.pipe.send((None, int(code)))
 
 
