@@ -60,6 +60,13 @@ def extract(
     Afterwards the generators have their old states, and each module its old mode. Values are
     written while the model runs.
 
+    A model that keeps state runs to its end while each batch changes a buffer, or a tensor, a
+    number or a text in an attribute. Not noticed are writes past torch's version counter to a
+    parameter or to a tensor of more than 1 MiB; attributes of other objects, such as a cache of an
+    own class; sets, global variables and closures; sharded weights; and what the model changes for
+    the first time after a batch that has changed nothing. On Ray, only the first batch is looked
+    at.
+
     In a process group of several ranks (`torchrun`), the call is a collective. Each rank makes its
     share of the shards, and rank 0 writes the manifest, the list of shards. An error on one rank is
     an error on all. The weights may be replicated, or sharded by `fully_shard` or tensor
