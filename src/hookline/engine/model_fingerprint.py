@@ -203,8 +203,8 @@ class RecordedModel:
     """Identify the model of a saved recording or of a run.
 
     Two recordings with equal fingerprints were saved with the same model. If the fingerprints
-    differ, `structure`, `weights` and `code` show the part that differs. Hooks, edits, attributes of
-    the modules, and functions that `forward` calls do not count.
+    differ, `structure`, `weights` and `code` show the part that differs. Hooks, edits, attributes
+    of the modules, and functions that `forward` calls do not count.
 
     Attributes:
         type: the name of the model's class, with its module.
