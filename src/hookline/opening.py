@@ -37,6 +37,16 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
     If all ranks of a distributed job saved a recording, a single process can open it without a
     process group: `run.ranks[1]["fc"]`, `run.full("fc", dim=0)`, `run.reduced("fc:grad_output")`.
 
+    A recording is saved without pickle, so some Python objects come back changed:
+
+    - A named tuple keeps its name and fields, and has another class.
+    - Dataclasses and `ModelOutput` become a dict whose keys are also attributes.
+    - Subclasses of tuple, list, dict and set become their base class; `OrderedDict` becomes a dict.
+    - A dict key other than None, a string, a real number, a dtype, a device or a tuple of these
+      becomes a string.
+    - Sparse, nested, quantized and complex32 tensors, and objects of other classes, become a
+      placeholder that prints as `<not saved: ...>`.
+
     Do not write to the folder's files while they are open. A look-up detects changed files. If a
     file is truncated after a look-up, reading that value kills the process (SIGBUS). `run.save`
     writes new files, so it may replace the recording at any time.

@@ -337,7 +337,7 @@ class Curves(Result):
 
         Within a step, sites are compared in the order in which they had their values: weights,
         outputs as the modules ran, gradients as the backward reached them, updates. Numbers of all
-        ranks are judged together ([Findings](../findings.md) lists the rules).
+        ranks are judged together ([Findings](../checking.md#findings) lists the rules).
 
         Returns:
             The findings, the worst first: print them, or ask `.ok` and `.worst`.

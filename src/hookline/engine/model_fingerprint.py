@@ -203,7 +203,8 @@ class RecordedModel:
     """Identify the model of a saved recording or of a run.
 
     Two recordings with equal fingerprints were saved with the same model. If the fingerprints
-    differ, `structure`, `weights` and `code` show the part that differs.
+    differ, `structure`, `weights` and `code` show the part that differs. Hooks, edits, attributes
+    of the modules, and functions that `forward` calls do not count.
 
     Attributes:
         type: the name of the model's class, with its module.
@@ -211,7 +212,8 @@ class RecordedModel:
         weights: a fingerprint of parameters and buffers, with their names, shapes and dtypes. In a
             distributed job, of this rank's part. Of a tensor of more than 1 MiB, 64 evenly spaced
             blocks of 16 KiB are read.
-        code: a fingerprint of the code of the modules' classes, torch's own left out.
+        code: a fingerprint of the code of the modules' classes, torch's own left out. It depends on
+            the version of Python.
         versions: the versions of hookline, Python and torch, and of timm, torchvision and
             transformers where they were imported.
         device: the devices of the model; empty if an older hookline wrote the folder.

@@ -401,7 +401,7 @@ class Recording(Lookups, Result):
 
         The values are read once, in firing order, one at a time. Record outputs of all modules, and
         `grad_output` for rules on gradients; record the inputs, too, to tell a fault of a module
-        from one of the code before it ([Findings](../findings.md) lists the rules).
+        from one of the code before it ([Findings](../checking.md#findings) lists the rules).
 
         Returns:
             The findings: print them, iterate over them, or ask `.ok` and `.worst`.

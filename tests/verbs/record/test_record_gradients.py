@@ -477,7 +477,7 @@ def test_a_view_by_name_that_nobody_writes_to_has_its_gradient():
 
 
 def test_what_stands_where_no_gradient_came():
-    """The table in docs/gradients.md."""
+    """As docs/recording.md says of a missing gradient."""
     model = nn.ModuleDict(
         {"frozen": nn.Linear(2, 2), "used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)}
     )

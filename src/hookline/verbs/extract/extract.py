@@ -60,6 +60,23 @@ def extract(
     Afterwards the generators have their old states, and each module its old mode. Values are
     written while the model runs.
 
+    A model that keeps state runs to its end while each batch changes a buffer, or a tensor, a
+    number or a text in an attribute. Not noticed are writes past torch's version counter to a
+    parameter or to a tensor of more than 1 MiB; attributes of other objects, such as a cache of an
+    own class; sets, global variables and closures; sharded weights; and what the model changes for
+    the first time after a batch that has changed nothing. On Ray, only the first batch is looked
+    at.
+
+    To notice other data and options, hookline compares:
+
+    - `keep`, `mask`, `inputs`: name, code, default arguments and closure of the function
+    - `preprocess`, `tokenize`: the first batch that they return
+    - a `Dataset`, `DataLoader` or iterable: the type, the first batch, and the length
+    - arrays, `.npy`, `.npz`, `.parquet` and saved data sets of Hugging Face: all bytes; above 64
+      MiB, at most 1,024 evenly spaced rows or blocks
+    - `.txt`, `.jsonl`: all bytes
+    - a folder of images: the names and sizes of the files, and the first batch
+
     In a process group of several ranks (`torchrun`), the call is a collective. Each rank makes its
     share of the shards, and rank 0 writes the manifest, the list of shards. An error on one rank is
     an error on all. The weights may be replicated, or sharded by `fully_shard` or tensor

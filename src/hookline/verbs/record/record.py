@@ -136,6 +136,11 @@ def record(
     edits, and before later in-place operations. It is recorded after edits of gradients, and is
     None where the value requires no gradient. Call `backward()` inside the block.
 
+    All uses of a tensor count, with three exceptions. Of an input of the model itself, only uses in
+    this run count. Of a leaf tensor that a module inside the model receives or returns, only uses
+    through this module count; inside a list, dict or object argument its gradient is None. A view
+    among tensors by name has no gradient if it or its base is written to later.
+
         >>> with hl.record(model, nn.ReLU, ports=("output", "grad_output")) as run:
         ...     model(torch.zeros(4, 2)).sum().backward()
         >>> run["1:grad_output"].shape

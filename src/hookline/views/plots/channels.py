@@ -58,10 +58,10 @@ def channels(
         >>> figure = hl.plots.channels(run, "(root)", order="std", n=9)
         >>> figure.savefig(tmp_path / "channels.png")
 
-    If no number is negative, the colours are viridis; otherwise red is above zero and blue below. A
-    map on its own scale has its range above it if there is room. Maps of a single number are drawn
-    as bars. Maps larger than 128 x 128 are averaged down by area. For a volume, the middle slice is
-    drawn; for complex numbers, the magnitude.
+    If no number is negative, the colours are viridis; otherwise orange is above zero and blue
+    below. A map on its own scale has its range above it if there is room. Maps of a single number
+    are drawn as bars. Maps larger than 128 x 128 are averaged down by area. For a volume, the
+    middle slice is drawn; for complex numbers, the magnitude.
 
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.
