@@ -102,6 +102,7 @@ def test_a_pass_with_a_cache_goes_on_with_the_sequences_before(told):
     tokens = tokens_of(run_of({"input_ids": IDS}, {"input_ids": rows_of([7], [8]), **told}))
     assert tokens.grids[1][""].owner.tolist() == [[0], [1]]
     assert tokens.grids[1][""].order.tolist() == [[4], [4]]
+    assert tokens.grids[1][""].position.tolist() == [[4], [4]]
     assert tokens.grids[1][""].key_order.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert [streams[""] for streams in tokens.contents] == [[5, 6, 7, 8, 7], [9, 3, 2, 1, 8]]
 
