@@ -215,6 +215,18 @@ def test_products_in_place_count_each_matrix_of_a_batch(name, sizes, flops):
     assert counter.get_total_flops() == flops
 
 
+def test_fused_attention_has_the_flops_of_its_products():
+    attention, x = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval(), torch.ones(3, 5, 16)
+    counts = []
+    for has_grad in (False, True):  # torch fuses attention where no gradient is needed
+        with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
+            with torch.set_grad_enabled(has_grad):
+                attention(x, x, x, need_weights=False)
+        counts.append((counter.get_total_flops(), len(counter.get_flop_counts()["Global"])))
+    assert counts[0][0] == counts[1][0] == 2 * 4 * 15 * 16 * 16 + 4 * 3 * 5 * 5 * 16
+    assert counts[0][1] != counts[1][1]
+
+
 def test_every_product_of_torch_has_a_formula_or_is_named():
     known = {*flop_registry, *formulas()}
     products = "_fft_c2c linalg_qr _cdist_forward conv_tbc _weight_int4pack_mm quantized_lstm"
