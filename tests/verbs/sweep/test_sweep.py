@@ -533,16 +533,17 @@ def test_rows_that_join_are_marked_where_they_are_unmoved():
     assert not sweep.unmoved[1].any()
 
 
-@pytest.mark.parametrize("most", [0, 1, 30, 70, 130])
-def test_the_size_of_outputs_bounds_what_shares_a_forward(monkeypatch, most):
-    monkeypatch.setattr(forwards, "_JOINED_BYTES", most * 8)  # two float32 for each change
+@pytest.mark.parametrize(("name", "size"), [("_OUTPUT_BYTES", 2 * 4), ("_SITE_BYTES", 6 * 4)])
+@pytest.mark.parametrize("most", [0, 11, 12, 17, 23, 24])
+def test_the_size_of_values_bounds_what_shares_a_forward(monkeypatch, name, size, most):
+    monkeypatch.setattr(forwards, name, most * size)
     model, sites, n_rows = chain(), ["0", "1", "2", "2.0"], []
-    model[3].register_forward_hook(lambda module, args, out: n_rows.append(len(out)))
+    hook = model[3].register_forward_hook(lambda module, args, out: n_rows.append(len(out)))
     sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
-    np.testing.assert_allclose(
-        sweep.values, loop(model, X, CLEAN, split(sites), metric, 1), rtol=0, atol=1e-6
-    )
-    assert max(n_rows[: sweep.forwards]) == max(6, min(most, 24) // 6 * 6)
+    hook.remove()
+    expected = loop(model, X, CLEAN, split(sites), metric, 1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
+    assert max(n_rows) == max(6, most // 6 * 6)
 
 
 class Residual(nn.Module):
@@ -581,7 +582,7 @@ def test_rows_that_cannot_join_have_forwards_of_their_own(block):
 
 
 def test_forwards_of_later_sites_leave_out_what_lies_before(monkeypatch):
-    monkeypatch.setattr(forwards, "_JOINED_BYTES", 12 * 8)  # two sites in each
+    monkeypatch.setattr(forwards, "_SITE_BYTES", 12 * 24)  # two sites in each
     model, sites = chain(), ["0", "1.0", "1", "2.0", "2"]
     calls = {1: [], 2: []}
     for number, rows in calls.items():

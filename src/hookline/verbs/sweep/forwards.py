@@ -29,7 +29,9 @@ from hookline.verbs.sweep.rows import NoRowsError, batch_size, parts_of, toleran
 from hookline.verbs.sweep.tape import Tape
 
 _FEWEST = 4  # changes; for fewer, the recorded and the checked runs cost more than they save
-_JOINED_BYTES = 2**26  # the most bytes of outputs, where changes at several sites share a forward
+# Changes at several sites share a forward if it stays small: the values at a site fit a cache of
+# the processor, beyond which a larger batch gains nothing, and the outputs fit any memory.
+_SITE_BYTES, _OUTPUT_BYTES = 2**18, 2**26
 
 
 @final
@@ -68,6 +70,7 @@ class Forwards:
         self.results: Results = {}
         self.n_rows: int = 1
         self.joins: bool = False
+        self._most_joined: int = 0
         self.count: int = 0
         self.notes: list[str] = []
         tape = Tape(modules)
@@ -160,6 +163,10 @@ class Forwards:
         # Behind the first site most calls see several rows; before the last most are left out.
         ends = [groups[starts.index(time)] for time in (min(starts), max(starts))]
         plain = {point.index: self._plain(point) for point in map(self._last_missing, ends)}
+        largest_value = max(_n_bytes(self.known[str(group.sites[0])]) for group in groups)
+        self._most_joined = min(
+            _SITE_BYTES // largest_value, _OUTPUT_BYTES // _n_bytes(self.output)
+        )
         before = dict(self.results)
         for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
             self.joins = joins
@@ -191,18 +198,19 @@ class Forwards:
         return min(self._batches.tape.start_of(site, module) for site, module in pairs)
 
     def _agrees(self, fast: float, plain: float) -> bool:
+        if _is_same(fast, plain):
+            return True
         floats = [t for _, t in tree.tensors(self.output) if t.is_floating_point() and t.numel()]
         size = max([float(t.abs().max()) for t in floats], default=0.0)
         size = max(abs(plain), abs(self.baseline), size if math.isfinite(size) else 0.0)
         error = tolerance(floats[0].dtype) * size if floats else 0.0
-        return _is_same(fast, plain) or abs(fast - plain) <= error
+        return abs(fast - plain) <= error
 
     def joined(self, groups: Sequence[Group]) -> list[list[Group]]:
         """Return the groups that may be measured together, in the order of their sites."""
         if not self.joins:
             return [[group] for group in groups]
-        n_bytes = sum(tensor.nbytes for _, tensor in tree.tensors(self.output))
-        n_most = _JOINED_BYTES // max(n_bytes, 1)
+        n_most = self._most_joined
         together: list[list[Group]] = []
         n, may_follow = 0, False
         for group in sorted(groups, key=self._start):
@@ -294,6 +302,11 @@ _REFUSED = {
     False: "Whole forwards: leaving calls out gave another metric than hl.edit.",
 }
 _NO_ROWS = "Some sites have values without the rows of a batch: each change there has a forward."
+
+
+def _n_bytes(value: Any) -> int:
+    """Return how many bytes the tensors of a value take, at least 1."""
+    return max(sum(tensor.nbytes for _, tensor in tree.tensors(value)), 1)
 
 
 def _is_same(a: float, b: float) -> bool:
