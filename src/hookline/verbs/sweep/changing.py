@@ -72,13 +72,14 @@ class Changing:
             yield
             return
         line = Line(self._model, name="sweep")
-        line.options.quiet = True
+        line.options.lenient = True
         line.tap(line.select(list(rows)), lambda site: rows[str(site)].changed, Order.EDIT)
         with line:
             self._rows |= rows
             try:
                 yield
             finally:
+                line.options.quiet = not any(tap.fired for tap in line.taps)  # no run was needed
                 for site in rows:
                     del self._rows[site]
 
