@@ -179,6 +179,49 @@ def test_worst_row_and_element_are_found_in_any_block(monkeypatch):
         assert (gap.element, gap.worst_element) == ((3, 999), 4.0)
 
 
+@pytest.mark.parametrize("exponent", range(31))
+def test_c_reads_each_number_of_16_bits(monkeypatch, exponent):
+    bits = torch.arange(exponent << 10, (exponent + 1) << 10, dtype=torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        b = bits.view(dtype)
+        assert_same_difference(monkeypatch, -b.flip(0), b)
+
+
+def test_one_element_of_each_width_is_read_in_each_lane(monkeypatch):
+    for width in range(1, 20):
+        b = torch.ones(3, width)
+        for number in range(b.numel()):
+            a = b.clone()
+            a.view(-1)[number] = 3.0
+            _, by_c = by_torch_and_c(monkeypatch, a, b)
+            assert by_c.element == divmod(number, width)
+            assert (by_c.worst_element, by_c.n_unequal) == (2.0, 1)
+
+
+def test_values_are_measured_where_they_lie(monkeypatch):
+    seen = []
+    rows = native.Rows
+    monkeypatch.setattr(difference, "Rows", lambda a, b: seen.append((a, b)) or rows(a, b))
+    a, b = torch.randn(2, 600, 1000).bfloat16()
+    by_torch_and_c(monkeypatch, a, b)
+    pointers = [tensor.data_ptr() for pair in seen for tensor in pair]
+    assert pointers == 2 * [a.data_ptr(), b.data_ptr()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("option", ["-mno-avx512f", "-mno-avx"])
+def test_each_length_of_vectors_gives_the_same_bits(monkeypatch, option):
+    monkeypatch.setenv("CC", f"{os.environ.get('CC') or 'cc'} {option}")
+    other = native_difference.__wrapped__()
+    if other is None:
+        pytest.skip(f"has no option {option}")
+    for dtype in FLOATS:
+        a, b = torch.randn(2, 30, 331).to(dtype)
+        rows = native.Rows(a, b)
+        assert other.sizes(rows) == native_difference().sizes(rows)
+        assert other.gaps(rows, 1.0, 1.0) == native_difference().gaps(rows, 1.0, 1.0)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", " ", "cc '", "false -v"])
 def test_without_a_compiler_there_is_no_function(compiler, monkeypatch):
@@ -199,8 +242,8 @@ def test_a_compiler_may_be_given_with_arguments(monkeypatch):
     ("name", "right", "wrong", "make"),
     [
         ("moments.c", "square * square", "square", native_moments),
-        ("difference.c", "ratio > slots[2]", "ratio < slots[2]", native_difference),
-        ("difference.c", "n_unequal += x != y", "n_unequal += x == y", native_difference),
+        ("difference.c", "ratio > to->worst_element", "ratio < 0", native_difference),
+        ("difference.c", "x[part] != y[part]", "x[part] == y[part]", native_difference),
     ],
 )
 def test_a_function_that_is_wrong_is_not_used(monkeypatch, tmp_path, name, right, wrong, make):

@@ -11,14 +11,15 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, final
+from functools import partial
+from typing import NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
-from hookline.statistics.native import NativeDifference, Rows, native_difference
+from hookline.statistics.native import READ_BY_C, NativeDifference, Rows, native_difference
 from hookline.statistics.to_numbers import ORDINARY, strided
 
 # Elements of a block, whose float64 copies fit a cache.
@@ -30,12 +31,8 @@ _WORTH_A_COMPILER = 2**23
 # Between these, sums of squares have neither overflown nor lost small numbers.
 _LEAST, _LARGEST = 1e-280, 1e280
 
-# The dtypes that the functions in C read, those of 16 bits as float32.
-_FOR_C = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
-
 Blocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
-# The worst row and the worst element, each with its number.
-_Worst = tuple[tuple[float, int], tuple[float, int]]
+_Measurement = TypeVar("_Measurement")
 
 
 @final
@@ -103,11 +100,7 @@ def difference(a: Tensor, b: Tensor) -> Difference:
     if all(map(_are_equal, parts_a, parts_b)):
         return EQUAL
 
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-        for part_a, part_b in zip(parts_a, parts_b, strict=True):
-            yield from _blocks(part_a, part_b)
-
-    gap = difference_of_blocks(blocks)
+    gap = difference_of_blocks(lambda: zip(parts_a, parts_b, strict=True))
     return gap if len(parts_b) > 1 else replace(gap, element=_index(gap.element, parts_b[0]))
 
 
@@ -120,29 +113,27 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
     Returns:
         The difference; `element` holds the number of the element, with all dimensions flattened.
     """
-    sums = _sums(blocks, 1.0)
-    if sums.n_odd:
-        elements = plural(sums.n_odd, "element")
-        return Difference(
-            n_unequal=sums.n_unequal, problem=f"{elements} NaN or infinite in one of the two"
-        )
-    if not sums.n_unequal:
-        return EQUAL
     scale = 1.0
-    if not (sums.gap and all(_LEAST < norm < _LARGEST for norm in (sums.norm_a, sums.norm_b))):
+    sizes = _sizes(blocks, scale)
+    gaps = _gaps(blocks, scale, sizes)
+    if gaps.n_odd:
+        elements = plural(gaps.n_odd, "element")
+        return Difference(
+            n_unequal=gaps.n_unequal, problem=f"{elements} NaN or infinite in one of the two"
+        )
+    if not gaps.n_unequal:
+        return EQUAL
+    if not (gaps.gap and all(_LEAST < norm < _LARGEST for norm in (gaps.norm_a, sizes.norm_b))):
         scale = _largest(blocks)  # squares underflow or overflow, or a value is zero
-        sums = _sums(blocks, scale)
-    norm = math.sqrt(sums.norm_b)
-    ratio = math.sqrt(sums.norm_a) / norm if norm else math.inf
+        sizes = _sizes(blocks, scale)
+        gaps = _gaps(blocks, scale, sizes)
+    norm = math.sqrt(sizes.norm_b)
+    ratio = math.sqrt(gaps.norm_a) / norm if norm else math.inf
     # Unequal integers beyond 2^53 may be equal in float64, and are not equal all the same.
-    relative = max(math.sqrt(sums.gap) / norm if norm else math.inf, sys.float_info.min)
-    rms = math.sqrt(sums.norm_b / sums.n_elements)
-    (worst_row, row), (worst_element, element) = _worst(
-        blocks, scale, (sums.rows_b / sums.n_rows, rms)
-    )
+    relative = max(math.sqrt(gaps.gap) / norm if norm else math.inf, sys.float_info.min)
     return Difference(
-        relative, ratio, worst_row, worst_element, row, (element,),
-        sums.n_elements, sums.n_unequal,
+        relative, ratio, gaps.row[0], gaps.element[0], gaps.row[1], (gaps.element[1],),
+        sizes.n_elements, gaps.n_unequal,
     )  # fmt: skip
 
 
@@ -164,60 +155,127 @@ class _Meter:
 _METER = _Meter()
 
 
-class _Sums(NamedTuple):
-    """Sums over elements that are finite in both values, which were divided by a scale."""
+# Both hold sums over elements that are finite in both values, which were divided by a scale.
 
-    gap: float = 0.0  # of the squares of the difference
-    norm_a: float = 0.0  # of the squares of the first value
-    norm_b: float = 0.0
-    rows_b: float = 0.0  # of the norms of the second value's rows
+
+class _Sizes(NamedTuple):
+    """The size of the second value, by which differences are measured."""
+
+    norm_b: float = 0.0  # the sum of the squares
+    rows_b: float = 0.0  # the sum of the norms of the rows
     n_rows: int = 0
     n_elements: int = 0
+
+    @property
+    def least(self) -> tuple[float, float]:
+        """The mean norm of a row and the root mean square; smaller ones are measured by these."""
+        row = self.rows_b / max(self.n_rows, 1)
+        return row, math.sqrt(self.norm_b / max(self.n_elements, 1))
+
+
+class _Gaps(NamedTuple):
+    """How far the first value lies from the second."""
+
+    gap: float = 0.0  # the sum of the squares of the difference
+    norm_a: float = 0.0  # the sum of the squares of the first value
+    row: tuple[float, int] = (0.0, 0)  # the worst, and its number
+    element: tuple[float, int] = (0.0, 0)
     n_odd: int = 0  # elements that are not finite in one value only
     n_unequal: int = 0
 
 
-def _sums(blocks: Blocks, scale: float) -> _Sums:
-    total = _Sums()
-    for a, b in blocks():
-        sums = (_sums_by_c(a, b) if scale == 1.0 else None) or _sums_of(a, b, scale)
-        total = _Sums(*map(operator.add, total, sums))
+def _sizes(blocks: Blocks, scale: float) -> _Sizes:
+    total = _Sizes()
+    by_c = partial(_sizes_by_c, scale)
+    for _, sizes in _measured(blocks, by_c, partial(_sizes_of, scale)):
+        total = _Sizes(*map(operator.add, total, sizes))
     return total
 
 
-def _sums_of(a: Tensor, b: Tensor, scale: float) -> _Sums:
-    x, y, n_odd, n_unequal = _finite_pair(a, b, scale)
+def _gaps(blocks: Blocks, scale: float, sizes: _Sizes) -> _Gaps:
+    total, n_rows, n_elements = _Gaps(), 0, 0
+    by_c, by_torch = (partial(way, scale, sizes.least) for way in (_gaps_by_c, _gaps_of))
+    for b, gaps in _measured(blocks, by_c, by_torch):
+        total = _Gaps(
+            total.gap + gaps.gap,
+            total.norm_a + gaps.norm_a,
+            _larger(total.row, gaps.row, n_rows),
+            _larger(total.element, gaps.element, n_elements),
+            total.n_odd + gaps.n_odd,
+            total.n_unequal + gaps.n_unequal,
+        )
+        n_rows += math.prod(b.shape[:-1])
+        n_elements += b.numel()
+    return total
+
+
+def _measured(
+    blocks: Blocks,
+    by_c: Callable[[Tensor, Tensor], _Measurement | None],
+    by_torch: Callable[[Tensor, Tensor], _Measurement],
+) -> Iterator[tuple[Tensor, _Measurement]]:
+    """Measure pairs of blocks by C, which need no copy there, or else by torch in small blocks.
+
+    Yields:
+        What is measured, with the second block.
+    """
+    for a, b in blocks():
+        is_plain = a.dtype == b.dtype and a.is_contiguous() and b.is_contiguous()
+        measurement = by_c(a, b) if is_plain and _METER.until_native <= 0 else None
+        if measurement is not None:
+            yield b, measurement
+            continue
+        for pair in _blocks(a, b):
+            yield pair[1], by_c(*pair) or by_torch(*pair)
+
+
+def _sizes_of(scale: float, a: Tensor, b: Tensor) -> _Sizes:
+    _, y, *_ = _finite_pair(a, b, scale)
     rows_b = _norms(y)
-    return _Sums(
-        float(_norms(x - y).square().sum()),
+    return _Sizes(float(rows_b.square().sum()), float(rows_b.sum()), rows_b.numel(), y.numel())
+
+
+def _sizes_by_c(scale: float, a: Tensor, b: Tensor) -> _Sizes | None:
+    """Return the size of a block; None if the functions in C cannot tell it."""
+    native = _METER.native(b.numel()) if scale == 1.0 else None
+    rows = None if native is None else _rows_for_c(a, b)
+    sizes = None if native is None or rows is None else native.sizes(rows)
+    return None if sizes is None else _Sizes(*sizes, math.prod(b.shape[:-1]), b.numel())
+
+
+def _gaps_of(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> _Gaps:
+    x, y, n_odd, n_unequal = _finite_pair(a, b, scale)
+    gap = (x - y).abs()
+    rows_gap = _norms(gap)
+    return _Gaps(
+        float(rows_gap.square().sum()),
         float(_norms(x).square().sum()),
-        float(rows_b.square().sum()),
-        float(rows_b.sum()),
-        rows_b.numel(),
-        y.numel(),
+        _largest_of(_ratios(rows_gap, _norms(y), least[0])),
+        _largest_of(_ratios(gap, y.abs(), least[1])),
         n_odd,
         n_unequal,
     )
 
 
-def _sums_by_c(a: Tensor, b: Tensor) -> _Sums | None:
-    """Return the sums of two blocks; None if the functions in C cannot tell them."""
-    native = _METER.native(b.numel())
+def _gaps_by_c(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> _Gaps | None:
+    """Return how far two blocks lie apart; None if the functions in C cannot tell it."""
+    native = _METER.native(0) if scale == 1.0 and all(least) else None
     rows = None if native is None else _rows_for_c(a, b)
-    sums = None if native is None or rows is None else native.sums(rows)
-    if sums is None:
+    gaps = None if native is None or rows is None else native.gaps(rows, *least)
+    if gaps is None:
         return None
-    gap, norm_a, norm_b, rows_b, n_unequal = sums
-    n_rows = math.prod(b.shape[:-1])
-    return _Sums(gap, norm_a, norm_b, rows_b, n_rows, b.numel(), 0, int(n_unequal))
+    row, element = (gaps.worst_row, int(gaps.row)), (gaps.worst_element, int(gaps.element))
+    return _Gaps(gaps.gap, gaps.norm_a, row, element, 0, int(gaps.n_unequal))
 
 
 def _rows_for_c(a: Tensor, b: Tensor) -> Rows | None:
     """Return two blocks in a form that the functions in C take; None if there is none."""
     is_plain = all(type(block) in ORDINARY and block.is_cpu and block.numel() for block in (a, b))
-    if not is_plain or a.dtype not in _FOR_C or b.dtype not in _FOR_C:
+    if not is_plain or a.dtype not in READ_BY_C or b.dtype not in READ_BY_C:
         return None
-    if a.dtype != b.dtype and a.min() == torch.finfo(a.dtype).min:  # a mask
+    if a.dtype == b.dtype:
+        return Rows(*(block.resolve_neg().contiguous() for block in (a, b)))
+    if a.min() == torch.finfo(a.dtype).min:  # a mask
         return None
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     return Rows(*(block.resolve_neg().to(wide).contiguous() for block in (a, b)))
@@ -225,47 +283,9 @@ def _rows_for_c(a: Tensor, b: Tensor) -> Rows | None:
 
 def _largest(blocks: Blocks) -> float:
     """Return the largest finite magnitude in both values; 1 if all are zero."""
-    pairs = (_finite_pair(a, b, 1.0)[:2] for a, b in blocks())
+    small = (pair for a, b in blocks() for pair in _blocks(a, b))
+    pairs = (_finite_pair(a, b, 1.0)[:2] for a, b in small)
     return max((float(x.abs().max()) for pair in pairs for x in pair if x.numel()), default=0) or 1
-
-
-def _worst(
-    blocks: Blocks, scale: float, least: tuple[float, float]
-) -> tuple[tuple[float, int], tuple[float, int]]:
-    """Return the worst row and the worst element, each with its number.
-
-    Args:
-        least: the norm of a row and the magnitude of an element by which smaller ones are measured.
-    """
-    row, element = (0.0, 0), (0.0, 0)
-    n_rows = n_elements = 0
-    for a, b in blocks():
-        of_row, of_element = _worst_by_c(a, b, scale, least) or _worst_of(a, b, scale, least)
-        row = _larger(row, of_row, n_rows)
-        element = _larger(element, of_element, n_elements)
-        n_rows += math.prod(b.shape[:-1])
-        n_elements += b.numel()
-    return row, element
-
-
-def _worst_of(a: Tensor, b: Tensor, scale: float, least: tuple[float, float]) -> _Worst:
-    x, y, *_ = _finite_pair(a, b, scale)
-    gap, rows_b = (x - y).abs(), _norms(y)
-    return (
-        _largest_of(_ratios(_norms(gap), rows_b, least[0])),
-        _largest_of(_ratios(gap, y.abs(), least[1])),
-    )
-
-
-def _worst_by_c(a: Tensor, b: Tensor, scale: float, least: tuple[float, float]) -> _Worst | None:
-    """Return the worst of two blocks; None if the functions in C cannot tell it."""
-    native = _METER.native(0) if scale == 1.0 and all(least) else None
-    rows = None if native is None else _rows_for_c(a, b)
-    worst = None if native is None or rows is None else native.worst(rows, *least)
-    if worst is None:
-        return None
-    worst_row, row, worst_element, element = worst
-    return (worst_row, int(row)), (worst_element, int(element))
 
 
 def _ratios(gaps: Tensor, sizes: Tensor, least: float) -> Tensor:

@@ -69,7 +69,7 @@ class NativeMoments:
 
 
 class Rows(NamedTuple):
-    """Two contiguous tensors of one shape and dtype, float32 or float64 on the CPU, as rows."""
+    """Two contiguous tensors on the CPU, of one shape and one dtype of `READ_BY_C`, as rows."""
 
     a: Tensor
     b: Tensor
@@ -78,6 +78,26 @@ class Rows(NamedTuple):
     def width(self) -> int:
         """The number of elements of a row; that of a single number is 1."""
         return self.b.shape[-1] if self.b.dim() else 1
+
+    @property
+    def n_rows(self) -> int:
+        """The number of rows."""
+        return self.b.numel() // max(self.width, 1)
+
+
+class Gaps(NamedTuple):
+    """How far the rows of a lie from those of b; the sums are over all elements."""
+
+    gap: float  # of the squares of the difference
+    norm_a: float  # of the squares of a
+    n_unequal: float  # of 1 for each element that is not equal
+    worst_row: float
+    row: float  # its number
+    worst_element: float
+    element: float  # its number
+
+
+READ_BY_C = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @final
@@ -89,46 +109,37 @@ class NativeDifference:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._sums = {torch.float32: library.sums_float32, torch.float64: library.sums_float64}
-        self._worst = {torch.float32: library.worst_float32, torch.float64: library.worst_float64}
+        self._sizes, self._gaps = (
+            {dtype: getattr(library, f"{name}_{str(dtype)[6:]}") for dtype in READ_BY_C}
+            for name in ("sizes", "gaps")
+        )
         number, pointer = ctypes.c_longlong, ctypes.c_void_p
-        for function in (*self._sums.values(), *self._worst.values()):
+        for function in self._sizes.values():
+            function.argtypes = (pointer, number, number, pointer)
+        for function in self._gaps.values():
             function.argtypes = (pointer, pointer, number, number, pointer)
+        for function in (*self._sizes.values(), *self._gaps.values()):
             function.restype = None
 
-    def sums(self, rows: Rows) -> list[float] | None:
-        """Return sums: the squares of the difference, of a and of b, the norms of b's rows, and 1
-        for each element that is not equal.
+    def sizes(self, rows: Rows) -> tuple[float, float] | None:
+        """Return the sums of b's squares and of the norms of its rows; None if not finite."""
+        sums = (ctypes.c_double * 2)()
+        self._sizes[rows.b.dtype](rows.b.data_ptr(), rows.n_rows, rows.width, sums)
+        return (sums[0], sums[1]) if math.isfinite(sums[0]) else None
 
-        Returns:
-            The five numbers; None if a number is not finite.
-        """
-        sums = self._call(self._sums, rows, [0.0] * 5)
-        return sums if all(map(math.isfinite, sums)) else None
-
-    def worst(self, rows: Rows, least_row: float, least_element: float) -> list[float] | None:
-        """Return the worst row, its number, the worst element and its number.
+    def gaps(self, rows: Rows, least_row: float, least_element: float) -> Gaps | None:
+        """Return how far the rows of a lie from those of b; None if a number is not finite.
 
         Args:
             rows: the tensors.
             least_row: the norm of a row by which smaller ones are measured.
             least_element: the size of an element by which smaller ones are measured.
-
-        Returns:
-            The four numbers; None if a number is not finite.
         """
-        slots = [0.0, 0.0, 0.0, 0.0, least_row, least_element, 0.0]
-        *worst, _, _, squares = self._call(self._worst, rows, slots)
-        return worst if math.isfinite(squares) else None
-
-    def _call(
-        self, functions: dict[torch.dtype, Any], rows: Rows, slots: list[float]
-    ) -> list[float]:
-        array = (ctypes.c_double * len(slots))(*slots)
-        n_rows = rows.b.numel() // max(rows.width, 1)
-        function = functions[rows.b.dtype]
-        function(rows.a.data_ptr(), rows.b.data_ptr(), n_rows, rows.width, array)
-        return list(array)
+        slots = (ctypes.c_double * 9)(*[0.0] * 7, least_row, least_element)
+        pointers = rows.a.data_ptr(), rows.b.data_ptr()
+        self._gaps[rows.b.dtype](*pointers, rows.n_rows, rows.width, slots)
+        gaps = Gaps(*slots[:7])
+        return gaps if math.isfinite(gaps.gap + gaps.norm_a) else None
 
 
 @functools.cache
@@ -192,14 +203,14 @@ def _is_right(native: NativeMoments) -> bool:
 
 def _tells_apart(native: NativeDifference) -> bool:
     """Tell whether the functions give the known differences of small numbers."""
-    for dtype in (torch.float32, torch.float64):
+    for dtype in READ_BY_C:
         b = torch.ones(3, 289, dtype=dtype)
         a = b.clone()
         a[1] += 1.0
         a[2, 288] = 4.0
         rows = Rows(a, b)
-        if native.sums(rows) != [298.0, 1749.0, 867.0, 51.0, 290.0]:
+        if native.sizes(rows) != (867.0, 51.0):
             return False
-        if native.worst(rows, 17.0, 1.0) != [1.0, 1.0, 3.0, 866.0]:
+        if native.gaps(rows, 17.0, 1.0) != (298.0, 1749.0, 290.0, 1.0, 1.0, 3.0, 866.0):
             return False
     return True

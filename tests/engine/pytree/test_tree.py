@@ -118,6 +118,17 @@ def test_library_outputs_keep_their_type_and_attributes():
     assert leaves.get(out, (0,), "here") is out.last_hidden_state
 
 
+def test_library_outputs_are_copied_without_their_checks(monkeypatch):
+    out = BaseModelOutput(last_hidden_state=torch.ones(1, 2))
+    out.note = "an attribute that is no field"
+    monkeypatch.setattr(BaseModelOutput, "__post_init__", lambda self: pytest.fail("checked"))
+    new = tree.map_tensors(lambda t: t + 1, out)
+    assert vars(new).keys() == vars(out).keys()
+    assert (new.note, new.hidden_states, list(new)) == (out.note, None, ["last_hidden_state"])
+    assert new.last_hidden_state is new["last_hidden_state"] is new[0]
+    assert out.last_hidden_state.sum() == 2
+
+
 def test_dictionaries_keep_their_type():
     for value in (OrderedDict(a=torch.zeros(1)), defaultdict(list, a=torch.zeros(1))):
         new = tree.map_tensors(lambda t: t + 1, value)

@@ -14,6 +14,7 @@ from torch import nn
 import hookline as hl
 from hookline.models import load_model
 from hookline.models.torchvision_import import import_torchvision
+from hookline.verbs.sweep import forwards
 from hookline.verbs.sweep.tape import standing_in
 
 import_torchvision()  # which transformers may import
@@ -504,6 +505,116 @@ def test_rows_that_see_one_another_have_forwards_of_their_own():
     assert any("values without the rows" in note or "own forward" in note for note in sweep.notes)
 
 
+def chain():
+    """Blocks in a row, whose outputs are all that is handed on."""
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh())  # noqa: E731
+    return nn.Sequential(nn.Linear(4, 6), block(), block(), nn.Linear(6, 2)).eval()
+
+
+def test_changes_at_several_sites_share_a_forward():
+    model, sites = chain(), ["0", "1", "2"]
+    sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
+    expected = loop(model, X, CLEAN, split(sites), metric, 1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
+    assert sweep.forwards == 5  # the clean one, the unchanged one, two to compare, and one for all
+    assert not sweep.notes
+    single = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1}, rows=1)
+    np.testing.assert_array_equal(single.values, expected)
+
+
+def test_rows_that_join_are_marked_where_they_are_unmoved():
+    model, clean = chain(), X.clone()
+    clean[0, 0] += 1
+    with torch.no_grad():
+        model[0].weight[1:, 0] = 0  # only unit 0 moves
+    sweep = hl.sweep(model, X, ["0", "1"], metric, clean=clean, each={"unit": 1})
+    assert sweep.unmoved[0].tolist() == [False] + [True] * 5
+    assert not sweep.unmoved[1].any()
+
+
+@pytest.mark.parametrize(("name", "size"), [("_OUTPUT_BYTES", 2 * 4), ("_SITE_BYTES", 6 * 4)])
+@pytest.mark.parametrize("most", [0, 11, 12, 17, 23, 24])
+def test_the_size_of_values_bounds_what_shares_a_forward(monkeypatch, name, size, most):
+    monkeypatch.setattr(forwards, name, most * size)
+    model, sites, n_rows = chain(), ["0", "1", "2", "2.0"], []
+    hook = model[3].register_forward_hook(lambda module, args, out: n_rows.append(len(out)))
+    sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
+    hook.remove()
+    expected = loop(model, X, CLEAN, split(sites), metric, 1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
+    assert max(n_rows) == max(6, most // 6 * 6)
+
+
+class Residual(nn.Module):
+    """A sum with what lies before the site: rows cannot join at the site."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Stale(nn.Module):
+    """Rows are counted before the site: those that join would be cut in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        n = x.shape[0]
+        x = self.outer(self.inner(x).reshape(n, -1, 6).cumsum(1))
+        return x.reshape(-1, 6)
+
+
+@pytest.mark.parametrize("block", [Residual, Stale])
+def test_rows_that_cannot_join_have_forwards_of_their_own(block):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), block(), block(), nn.Linear(6, 2)).eval()
+    sites = ["0", "1.inner", "2.inner"]
+    sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
+    expected = loop(model, X, CLEAN, split(sites), metric, 1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
+    assert not sweep.notes
+
+
+def test_forwards_of_later_sites_leave_out_what_lies_before(monkeypatch):
+    monkeypatch.setattr(forwards, "_SITE_BYTES", 12 * 24)  # two sites in each
+    model, sites = chain(), ["0", "1.0", "1", "2.0", "2"]
+    calls = {1: [], 2: []}
+    for number, rows in calls.items():
+        model[number][0].register_forward_pre_hook(lambda module, args, r=rows: r.append(len(args)))
+    sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
+    expected = loop(model, X, CLEAN, split(sites), metric, 1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
+    n_by_hand = len(sites) * 7  # the clean run, and six
+    assert sweep.forwards == 7  # two of the inputs, two to compare, and three for five sites
+    assert [len(rows) - n_by_hand for rows in calls.values()] == [5, 6]
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_an_error_of_a_change_is_raised_also_where_rows_join(error, left_as_found):
+    model = chain()
+    before = left_as_found(model)
+
+    def fail(value):
+        raise error("of the change")
+
+    changes = {"0": [hl.edits.scale(k) for k in (0.0, 2.0)], "1": [hl.edits.scale(0), fail, fail]}
+    with pytest.raises(error, match="of the change"):
+        hl.sweep(model, X, changes, metric)
+    assert left_as_found(model) == before
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_change_that_writes_to_the_value_is_refused(n):
+    with pytest.raises(hl.StructureError, match=r"(change|edit) at 2 wrote in place"):
+        hl.sweep(linear(), X, {"2": [lambda t: t.zero_()] * n}, metric)
+
+
 class TimeMajor(nn.Module):
     """The rows of a batch are neighbours in the value of a layer: a cut would mix tokens."""
 
@@ -656,15 +767,16 @@ def test_an_interrupted_sweep_goes_on(tmp_path):
 
     def stop(module, args):
         n_runs.append(1)
-        if len(n_runs) == 7:
+        if len(n_runs) == 8:
             raise KeyboardInterrupt
 
-    arguments = {"clean": CLEAN, "each": {"unit": 1}, "to": tmp_path / "sweep"}
+    options = {"clean": CLEAN, "each": {"unit": 1}, "rows": 3}
+    arguments = {**options, "to": tmp_path / "sweep"}
     sites = ["0", "2", "3"]
     with pytest.raises(KeyboardInterrupt), model.register_forward_pre_hook(stop):
         hl.sweep(model, X, sites, metric, **arguments)
     rest = hl.sweep(model, X, sites, metric, **arguments)
-    whole = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
+    whole = hl.sweep(model, X, sites, metric, **options)
     np.testing.assert_allclose(rest.values, whole.values, rtol=0, atol=1e-6)
     np.testing.assert_array_equal(rest.unmoved, whole.unmoved)
     assert rest.forwards < whole.forwards

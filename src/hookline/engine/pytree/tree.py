@@ -16,7 +16,7 @@ import dataclasses
 import gc
 import sys
 import types
-from collections import UserList, deque
+from collections import OrderedDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, MappingView, MutableMapping
 from operator import is_
 from typing import Any
@@ -188,11 +188,22 @@ def _shell(value: Any) -> Any:
     if is_dynamo_compiling() and dataclasses.is_dataclass(value):
         # A graph cannot hold copy.copy; all fields are filled later.
         return _with_attributes_of(value, object.__new__(type(value)))
-    new = copy.copy(value)
+    new = _copy_of_fields(value) if isinstance(value, OrderedDict) else copy.copy(value)
     if new is value:
         raise TypeError(f"{type(value).__name__} does not let itself be copied")
     # The copy of a subclass of deque lacks its attributes.
     return _with_attributes_of(value, new) if isinstance(value, deque) else new
+
+
+def _copy_of_fields(value: OrderedDict[Any, Any]) -> Any:
+    """Return a shallow copy of an ordered dict; of a `ModelOutput` without its slow checks."""
+    if not dataclasses.is_dataclass(value):
+        return copy.copy(value)
+    new = OrderedDict.__new__(type(value))
+    for key, part in OrderedDict.items(value):
+        OrderedDict.__setitem__(new, key, part)
+    new.__dict__.update(value.__dict__)
+    return new
 
 
 def _fill(new: Any, keys: list[Key], parts: list[Any]) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
@@ -69,11 +69,11 @@ class Floor:
 
     def exceeded_by(self, gap: Difference) -> list[str]:
         """Return the names of the numbers of a difference that are above the floor."""
-        relative, norm, row, element = astuple(self)
         # The norm of few elements is off by as much as these are.
-        norm = max(norm, 2 * relative / math.sqrt(max(gap.numel, 1)))
+        norm = max(self.norm_ratio, 2 * self.relative / math.sqrt(max(gap.numel, 1)))
         floors = {
-            "relative": relative, "norm_ratio": norm, "worst_row": row, "worst_element": element,
+            "relative": self.relative, "norm_ratio": norm, "worst_row": self.worst_row,
+            "worst_element": self.worst_element,
         }  # fmt: skip
         pairs = zip(floors.items(), numbers_of(gap), strict=True)
         return [name for (name, most), number in pairs if not number <= most]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 from hookline.display.text import plural
@@ -24,6 +25,7 @@ from hookline.verbs.compare.choices import is_flipped_by_noise
 from hookline.verbs.compare.comparison import (
     ComparedSite,
     Comparison,
+    Verdict,
     number_text,
     ratio_text,
 )
@@ -109,25 +111,23 @@ class Judge:
         return by_token(self._alignment, *values)
 
     def _row(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
-        row = ComparedSite(
-            with_leaf(ours, pair.leaf), with_leaf(theirs, pair.leaf), "not comparable",
-            why=pair.why, form=pair.forms[0], other_form=pair.forms[1],
+        site, gap = with_leaf(ours, pair.leaf), pair.gap
+        row = partial(
+            ComparedSite, site, with_leaf(theirs, pair.leaf), form=pair.forms[0],
+            other_form=pair.forms[1],
         )  # fmt: skip
-        floor = self._floor(row.site, pair, ours, max(ours.n_modules, theirs.n_modules))
-        gap = pair.gap
+        floor = self._floor(site, pair, ours, max(ours.n_modules, theirs.n_modules))
         if gap is None:
-            return row
+            return row("not comparable", why=pair.why)
         if gap.problem:
-            return replace(row, verdict="differs", why=gap.problem, floor=floor)
+            return row("differs", why=gap.problem, floor=floor)
         exceeded = floor.exceeded_by(gap)
-        row = replace(
-            row, relative=gap.relative, norm_ratio=gap.norm_ratio, worst_row=gap.worst_row,
-            worst_element=gap.worst_element, row=gap.row, element=gap.element, floor=floor,
+        verdict: Verdict = "differs" if exceeded else "noise" if gap.differs else "identical"
+        why = _why(gap, exceeded, is_exact=not eps_of(pair.dtypes)) if gap.differs else ""
+        return row(
+            verdict, relative=gap.relative, norm_ratio=gap.norm_ratio, worst_row=gap.worst_row,
+            worst_element=gap.worst_element, row=gap.row, element=gap.element, floor=floor, why=why,
         )  # fmt: skip
-        if not gap.differs:
-            return replace(row, verdict="identical")
-        why = _why(gap, exceeded, is_exact=not eps_of(pair.dtypes))
-        return replace(row, verdict="differs" if exceeded else "noise", why=why)
 
     def _floor(self, site: str, pair: Measured, entry: Entry, n_modules: int) -> Floor:
         eps = eps_of(pair.dtypes)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from hookline.engine import buffers, parameters
 from hookline.files.safetensors_file import flat_bytes
 
 _COMPARED_BYTES = 2**20  # of a tensor; a larger one counts by its identity and its version
@@ -93,8 +94,8 @@ def _marks(model: nn.Module) -> dict[str, Any]:
 
 def _state_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values of a module itself, by name."""
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+    for table in (parameters(module), buffers(module)):
+        yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
     for name, value in vars(module).items():
         if name not in _OF_TORCH:
             yield from _parts(name, value, _MOST_DEPTH)

@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from typing import Any, NamedTuple, final
 
 import torch
@@ -22,6 +23,7 @@ from hookline.engine import (
     every_tensor,
     is_compiled,
     is_grouped,
+    parameters,
     path_text,
     tensor_hook_dict,
 )
@@ -186,6 +188,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
+    if list(table) == list(before) and all(map(is_, table.values(), before.values())):
+        return
     for name in table.keys() - before.keys():
         del table[name]
     for name, value in before.items():
@@ -227,6 +231,9 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
 
 def lazy_name(model: nn.Module) -> str | None:
     """Return the first parameter or buffer that the first run will create; None if all exist."""
+    tables = (table(module) for module in model.modules() for table in (parameters, buffers))
+    if not any(is_lazy(tensor) for table in tables for tensor in table.values()):
+        return None  # as of most models, whose names need not be made
     tensors = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, tensor in tensors if is_lazy(tensor)), None)
 

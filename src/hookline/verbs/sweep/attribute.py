@@ -147,8 +147,7 @@ def attribute(
         if n_checked:
             forwards = Forwards(model, run, inputs, metric, list(goals))
             refuse_constant(metric, forwards.output, forwards.baseline)
-            for group in _sampled(grid.groups, n_checked):
-                forwards.measure(group, group.points)
+            forwards.measure(_sampled(grid.groups, n_checked))
             for index, (number, _) in forwards.results.items():
                 measured[index] = number - start.number
     numbers = start.number, number_of(metric, output)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -20,61 +20,18 @@ from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.kept_state import KeptState, may_keep_state
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
+from hookline.verbs.sweep.batches import Batches
+from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.folder import Results
-from hookline.verbs.sweep.grid import Group, Point, SiteChange
+from hookline.verbs.sweep.grid import Group, Point
 from hookline.verbs.sweep.metric import Metric, number_of
-from hookline.verbs.sweep.rows import (
-    NoRowsError,
-    batch_size,
-    changed_rows,
-    parts_of,
-    repeated,
-    tolerance,
-)
+from hookline.verbs.sweep.rows import NoRowsError, batch_size, parts_of, tolerance
 from hookline.verbs.sweep.tape import Tape
 
 _FEWEST = 4  # changes; for fewer, the recorded and the checked runs cost more than they save
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _Rows:
-    """The changes at one site that share the running forward.
-
-    Args:
-        known: the value at the site in the unchanged run.
-        n: how often the batch is repeated.
-
-    Attributes:
-        changes: the changes, each with its own rows.
-    """
-
-    known: Any
-    n: int
-    changes: list[SiteChange] = field(default_factory=list)
-
-    def __call__(self, value: Any) -> Any:
-        if self.n == 1:
-            return self.changes[0](value)
-        if not isinstance(value, Tensor) or not isinstance(self.known, Tensor):
-            raise NoRowsError
-        return changed_rows(value, self.known, self.changes, self.n)
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """The inputs n times in a row.
-
-    Attributes:
-        tape: the tape of their unchanged run; None until the shapes of its outputs are known.
-        n_tries: how often a run has shown other calls, so that there is no tape.
-    """
-
-    inputs: Any
-    n: int
-    tape: Tape | None = None
-    n_tries: int = 0
+# Changes at several sites share a forward if it stays small: the values at a site fit a cache of
+# the processor, beyond which a larger batch gains nothing, and the outputs fit any memory.
+_SITE_BYTES, _OUTPUT_BYTES = 2**18, 2**26
 
 
 @final
@@ -93,8 +50,8 @@ class Forwards:
         baseline: the metric of the unchanged run.
         output: what the metric has read in the unchanged run.
         results: the metric of each change so far, and whether it has moved a value, by its index.
-        n_rows: how many changes share a forward.
-        reuses: whether calls that ended before a changed site are left out.
+        n_rows: how many changes at one site share a forward.
+        joins: whether changes at several sites share a forward.
         count: how many forwards have run.
         notes: why forwards are not shared, where they are not.
     """
@@ -108,24 +65,21 @@ class Forwards:
         sites: Sequence[str],
     ) -> None:
         self._model, self._run, self._inputs, self._metric = model, run, inputs, metric
-        self._named_modules = [
-            (node.path, node.module)
-            for node in module_tree(model).nodes
-            if not is_scripted(node.module)
-        ]
+        nodes = module_tree(model).nodes
+        modules = [(node.path, node.module) for node in nodes if not is_scripted(node.module)]
         self.results: Results = {}
         self.n_rows: int = 1
-        self.reuses: bool = False
+        self.joins: bool = False
+        self._most_joined: int = 0
         self.count: int = 0
         self.notes: list[str] = []
-        self._batches: dict[int, _Batch] = {}
-        self._kept: set[int] = set()
-        self._tape = Tape(self._named_modules)
+        tape = Tape(modules)
         state = KeptState(model) if may_keep_state(model) else None
         self.output: Any
-        self.output, recording = self._first_run(sites)
+        self.output, recording = self._first_run(tape, sites)
         self.known: dict[str, Any] = first_values(recording)
-        self._written = self._tape.written_to()
+        self.changing: Changing = Changing(model, self.known)
+        self._batches = Batches(modules, self._forward, inputs, tape)
         self.baseline: float = number_of(metric, copy_of(self.output))
         changed = state.changed() if state else []
         self._may_share = not changed
@@ -134,19 +88,23 @@ class Forwards:
                 f"One forward a change: each run changes the model's state ({listed(changed, 3)})."
             )
 
-    def _first_run(self, sites: Sequence[str]) -> tuple[Any, Recording]:
+    def _first_run(self, tape: Tape, sites: Sequence[str]) -> tuple[Any, Recording]:
         """Run the model without a change, and see what it does.
+
+        Args:
+            tape: records the calls.
+            sites: the sites whose values are recorded.
 
         Raises:
             InputError: the model gives another metric when it runs again.
         """
         random = RandomStates(generators_of(self._model.modules()))
         # Hooks in such a layer switch its fast path off, which rounds otherwise.
-        may_fuse = any(isinstance(m, nn.TransformerEncoderLayer) for _, m in self._named_modules)
-        with nullcontext() if may_fuse else self._tape.recording():
+        may_fuse = any(isinstance(m, nn.TransformerEncoderLayer) for m in self._model.modules())
+        with nullcontext() if may_fuse else tape.recording():
             output, recording = recorded_run(self._model, self._forward, self._inputs, sites)
         if may_fuse:
-            with self._tape.recording():
+            with tape.recording():
                 output = self._forward(self._inputs)
         if not random.are_current():
             again, first = self._forward(self._inputs), copy_of(output)
@@ -158,10 +116,8 @@ class Forwards:
                 )
         return output, recording
 
-    def _forward(self, inputs: Any, points: Sequence[Point] = ()) -> Any:
+    def _forward(self, inputs: Any) -> Any:
         self.count += 1
-        for change in (change for point in points for change in point.changes):
-            change.begin()
         return self._run(copied(inputs))
 
     # -- the changes -----------------------------------------------------------------------------
@@ -170,8 +126,9 @@ class Forwards:
         """Return the metric under one change, by an ordinary edit and a whole forward."""
         with ExitStack() as lines:
             for change in point.changes:
+                change.begin()
                 lines.enter_context(edit(self._model, str(change.site), change))
-            return number_of(self._metric, self._forward(self._inputs, [point]))
+            return number_of(self._metric, self._forward(self._inputs))
 
     def go_on(self, groups: Sequence[Group], results: Results, place: str) -> None:
         """Take over the results of an earlier run, and compare one of them.
@@ -192,136 +149,152 @@ class Forwards:
 
         Args:
             groups: the changes.
-            n_most: the most changes that share a forward.
+            n_most: the most changes at one site that share a forward.
         """
         groups = [group for group in groups if self._missing(group.points)]
         if not self._may_share or sum(len(group.points) for group in groups) < _FEWEST:
-            self._tape.keep(())
+            self._batches.keep_outputs(())
             return
-        self.reuses = True
         starts = [self._start(group) for group in groups]
-        self._keep_outputs(set(starts))
+        self._batches.keep_outputs(set(starts))
         largest = max(len(group.points) for group in groups)
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
         # Behind the first site most calls see several rows; before the last most are left out.
-        ends = (groups[starts.index(time)] for time in (min(starts), max(starts)))
-        checked = [(group, self._missing(group.points)) for group in ends]
-        plain = [(points[-1].index, self._plain(points[-1])) for _, points in checked]
+        ends = [groups[starts.index(time)] for time in (min(starts), max(starts))]
+        plain = {point.index: self._plain(point) for point in map(self._last_missing, ends)}
+        largest_value = max(_n_bytes(self.known[str(group.sites[0])]) for group in groups)
+        self._most_joined = min(
+            _SITE_BYTES // largest_value, _OUTPUT_BYTES // _n_bytes(self.output)
+        )
         before = dict(self.results)
-        for self.n_rows in [n_rows] * has_rows + [1]:
-            for group, points in checked:
-                self.measure(group, points[-self.n_rows :])
-            if all(self._agrees(self.results[index][0], number) for index, number in plain):
+        for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
+            self.joins = joins
+            self._measure_some(groups, ends)
+            if all(self._agrees(self.results[index][0], number) for index, number in plain.items()):
                 return
             self.results = dict(before)
-            self._batches.clear()
-            self.notes.append(_REFUSED[self.n_rows > 1])
-        self.reuses = False
+            self._batches.forget()
+            if not joins:
+                self.notes.append(_REFUSED[self.n_rows > 1])
+        self._batches.reuses = False
 
-    def _keep_outputs(self, starts: set[int]) -> None:
-        """Keep the outputs that stand in for calls, as they were before later calls wrote to them.
+    def _last_missing(self, group: Group) -> Point:
+        return self._missing(group.points)[-1]
 
-        Args:
-            starts: the times up to which calls are left out.
-        """
-        kept = {call.number for time in starts for call in self._tape.outermost(time)}
-        self._kept = kept
-        if kept & self._written:
-            tape = Tape(self._named_modules)
-            with tape.recording(kept=kept, copied=self._written):
-                self._forward(self._inputs)
-            self.reuses = tape.same_calls(self._tape)
-            self._tape = tape
-        self._tape.keep(kept)
+    def _measure_some(self, groups: Sequence[Group], ends: Sequence[Group]) -> None:
+        """Measure the last changes of two groups, and what shares a forward with them."""
+        together = self.joined(groups)
+        for joined in together:
+            if len(joined) > 1 and any(group in ends for group in joined):
+                self.measure(joined, is_all=len(together) == 1)
+        for group in ends:
+            points = self._missing(group.points)[-self.n_rows :]
+            self.measure([replace(group, points=points)])
 
     def _start(self, group: Group) -> int:
         """Return the time up to which a run does not depend on the changes of a group."""
         pairs = zip(group.sites, group.modules, strict=True)
-        return min(self._tape.start_of(site, module) for site, module in pairs)
+        return min(self._batches.tape.start_of(site, module) for site, module in pairs)
 
     def _agrees(self, fast: float, plain: float) -> bool:
+        if _is_same(fast, plain):
+            return True
         floats = [t for _, t in tree.tensors(self.output) if t.is_floating_point() and t.numel()]
         size = max([float(t.abs().max()) for t in floats], default=0.0)
         size = max(abs(plain), abs(self.baseline), size if math.isfinite(size) else 0.0)
         error = tolerance(floats[0].dtype) * size if floats else 0.0
-        return _is_same(fast, plain) or abs(fast - plain) <= error
+        return abs(fast - plain) <= error
 
-    def measure(self, group: Group, points: Sequence[Point]) -> None:
-        """Measure those of a group's changes that have no result yet."""
-        points = self._missing(points)
-        if not points:
+    def joined(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """Return the groups that may be measured together, in the order of their sites."""
+        if not self.joins:
+            return [[group] for group in groups]
+        n_most = self._most_joined
+        together: list[list[Group]] = []
+        n, may_follow = 0, False
+        for group in sorted(groups, key=self._start):
+            may_join, size = self._may_join(group), len(self._missing(group.points))
+            if may_join and may_follow and n + size <= n_most:
+                together[-1].append(group)
+                n += size
+            else:
+                together.append([group])
+                n, may_follow = self.n_rows, may_join
+        return together
+
+    def _may_join(self, group: Group) -> bool:
+        """Tell whether a group is a few changes of one tensor, at a module that runs once."""
+        site = group.sites[0]
+        is_tensor = isinstance(self.known[str(site)], Tensor) and not site.leaf
+        is_whole = len(group.sites) == 1 and self._batches.tape.runs_once(group.modules[0])
+        return is_tensor and is_whole and 1 < len(self._missing(group.points)) <= self.n_rows
+
+    def measure(self, groups: Sequence[Group], *, is_all: bool = False) -> None:
+        """Measure those changes of groups that have no result yet, in one forward if possible.
+
+        Args:
+            groups: the groups.
+            is_all: whether there are no others.
+        """
+        if self.joins and len(groups) > 1 and self._measure_joined(groups, learns=not is_all):
             return
-        try:
-            self._measure(group, points, self.n_rows if len(points) > 1 else 1)
-        except NoRowsError:
-            self.notes += [_NO_ROWS] * (_NO_ROWS not in self.notes)
-            self._measure(group, self._missing(points), 1)
+        for group in groups:
+            try:
+                self._measure(group, self.n_rows)
+            except NoRowsError:
+                self.notes += [_NO_ROWS] * (_NO_ROWS not in self.notes)
+                self._measure(group, 1)
 
     def _missing(self, points: Sequence[Point]) -> list[Point]:
         return [point for point in points if point.index not in self.results]
 
-    def _measure(self, group: Group, points: Sequence[Point], n: int) -> None:
-        rows = [_Rows(self.known[str(site)], n) for site in group.sites]
-        batch = self._batch(n)
-        start = self._start(group)
-        with ExitStack() as lines:
-            for site, change in zip(group.sites, rows, strict=True):
-                lines.enter_context(edit(self._model, str(site), change))
+    def _measure(self, group: Group, n: int) -> None:
+        points = self._missing(group.points)
+        if not points:
+            return
+        n = n if len(points) > 1 else 1
+        batch, start = self._batches.of(n), self._start(group)
+        with self.changing.hooked([group]):
             for first in range(0, len(points), n):
                 shared = points[first : first + n]
-                for number, change in enumerate(rows):
-                    change.changes = [point.changes[number] for point in shared]
-                with self._shortened(batch, start):
-                    output = self._forward(batch.inputs, shared)
-                self._note(shared, output, n)
+                with self._batches.shortened(batch, start), self.changing.making([shared], n):
+                    output = self._forward(batch.inputs)
+                self._note(shared, parts_of(output, self.output, n))
 
-    @contextmanager
-    def _shortened(self, batch: _Batch, start: int) -> Iterator[None]:
-        """Leave calls out of the forward in the block, if their outputs are known."""
-        if not self.reuses or (batch.tape is None and batch.n_tries):
-            yield
-        elif batch.tape is None:
-            with self._learning(batch):
-                yield
-        else:
-            with batch.tape.replaying(start, self._written):
-                yield
+    def _measure_joined(self, groups: Sequence[Group], *, learns: bool) -> bool:
+        """Measure groups in one forward, in which each has rows from its site on.
 
-    @contextmanager
-    def _learning(self, batch: _Batch) -> Iterator[None]:
-        """Learn the shapes of a repeated batch's outputs from the forward in the block."""
-        forms = Tape(self._named_modules)
-        with forms.recording(kept=()):
-            yield
-        batch.tape = self._tape.repeated(forms, batch_size(self._inputs) or 0, batch.n)
-        batch.n_tries += 1
+        Args:
+            groups: the groups, in the order of their sites.
+            learns: whether the forward shows the shapes of outputs, for further forwards.
 
-    def _record(self, batch: _Batch) -> None:
-        """Record the outputs of a repeated batch, where they cannot be told from its shapes.
-
-        A change may have led to other calls, or its hook to those that a fast path leaves out.
+        Returns:
+            Whether this was possible. The model may go on with other values, such as the sum in a
+            residual block, that have no such rows.
         """
-        tape = Tape(self._named_modules)
-        with tape.recording(kept=self._kept, copied=self._written):
-            self._forward(batch.inputs)
-        batch.tape = tape if tape.same_calls(self._tape) else None
-        batch.n_tries += 1
+        shares = [self._missing(group.points) for group in groups]
+        batch, start = self._batches.of(self.n_rows), self._start(groups[0])
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self.changing.hooked(groups))
+                if learns:
+                    stack.enter_context(self._batches.shortened(batch, start, is_joined=True))
+                stack.enter_context(self.changing.making(shares, batch.n))
+                output = self._forward(batch.inputs)
+        except Exception:  # of the model; a change will raise it again
+            self.joins = False
+            return False
+        n_first, *n_others = map(len, shares)
+        parts = parts_of(output, self.output, batch.n + sum(n_others))
+        self._note(shares[0], parts[:n_first])
+        self._note([point for points in shares[1:] for point in points], parts[batch.n :])
+        return True
 
-    def _note(self, points: Sequence[Point], output: Any, n: int) -> None:
-        for point, part in zip(points, parts_of(output, self.output, n), strict=False):
+    def _note(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:
+        for point, output in zip(points, outputs, strict=False):
             has_moved = any(change.has_moved for change in point.changes)
-            self.results[point.index] = number_of(self._metric, part), has_moved
-
-    def _batch(self, n: int) -> _Batch:
-        """Return the inputs n times in a row."""
-        if n not in self._batches:
-            inputs = repeated(self._inputs, n) if n > 1 else self._inputs
-            self._batches[n] = _Batch(inputs, n, self._tape if n == 1 else None)
-        batch = self._batches[n]
-        if self.reuses and batch.tape is None and batch.n_tries == 1:
-            self._record(batch)
-        return batch
+            self.results[point.index] = number_of(self._metric, output), has_moved
 
 
 _REFUSED = {
@@ -329,6 +302,11 @@ _REFUSED = {
     False: "Whole forwards: leaving calls out gave another metric than hl.edit.",
 }
 _NO_ROWS = "Some sites have values without the rows of a batch: each change there has a forward."
+
+
+def _n_bytes(value: Any) -> int:
+    """Return how many bytes the tensors of a value take, at least 1."""
+    return max(sum(tensor.nbytes for _, tensor in tree.tensors(value)), 1)
 
 
 def _is_same(a: float, b: float) -> bool:

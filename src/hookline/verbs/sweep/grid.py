@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 
-from hookline.engine import ModuleNode, Selector, Site, defaults_by_name, select
-from hookline.engine.pytree import describe, tree
-from hookline.errors import InputError, StructureError, one_of
+from hookline.engine import ModuleNode, Operation, Selector, Site, defaults_by_name, select
+from hookline.engine.pytree import describe
+from hookline.errors import InputError, one_of
 from hookline.recordings import Recording
 from hookline.verbs.edit.patches import patch
-from hookline.verbs.edit.places import Moment
+from hookline.verbs.sweep.site_change import SiteChange
 
 Label = str | int
 Each = Mapping[str, int | tuple[int, int]]
@@ -36,87 +35,6 @@ class _Range(NamedTuple):
 
 
 @final
-@dataclass(slots=True, eq=False)
-class SiteChange:
-    """A change of the value at one site, or of a part of it.
-
-    Args:
-        change: the user's function.
-        site: the site.
-        where: the part that is changed; () is all of it.
-
-    Attributes:
-        has_moved: whether a value that it returned differs from the value that was there.
-        n_calls: how often it was called in the running forward.
-    """
-
-    change: Callable[..., Any]
-    site: Site
-    where: tuple[slice, ...] = ()
-    has_moved: bool = False
-    n_calls: int = 0
-
-    def begin(self) -> None:
-        """Begin a forward."""
-        self.n_calls = 0
-
-    def __call__(self, value: Any) -> Any:
-        """Return the changed value.
-
-        Raises:
-            StructureError: the change returned a value of another form.
-        """
-        new = self.new(value)
-        if self.where:
-            value = value.clone()
-            self.put(value, new)
-            return value
-        self.note(value, new)
-        return new
-
-    def new(self, value: Any) -> Any:
-        """Return what the change makes of a value, all of it.
-
-        Raises:
-            StructureError: the change returned a value of another form.
-        """
-        call = self.n_calls if self.site.call is None else self.site.call
-        # As in an edit that lasts for one forward: each is the first of its line.
-        moment = (Moment(0, call),) if getattr(self.change, "wants_moment", False) else ()
-        new = self.change(value, *moment)
-        if new is None:
-            return value
-        difference = describe.difference(value, new)
-        if difference:
-            raise StructureError(
-                f"the change at {self.site} must keep the value's form: {difference}."
-                "\nReturn a value of the same shape and dtype. A patch needs inputs of one length."
-            )
-        return new
-
-    def put(self, value: Tensor, new: Tensor) -> None:
-        """Write the changed part of a new value into a copy of the old one."""
-        part = new[self.where]
-        self.note(value[self.where], part)
-        value[self.where] = part
-
-    def note(self, old: Any, new: Any) -> None:
-        """Count a call, and note whether it has moved the value."""
-        self.n_calls += 1
-        self.has_moved = self.has_moved or not _are_equal(old, new)
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    if a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)):
-        return True
-    pairs = zip(tree.tensors(a), tree.tensors(b), strict=True)
-    return all(
-        torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())
-        for (_, x), (_, y) in pairs
-    )
-
-
-@final
 @dataclass(frozen=True, slots=True)
 class Point:
     """One change of a sweep: what is changed at each of its sites, and its place in the array."""
@@ -133,6 +51,11 @@ class Group:
     sites: tuple[Site, ...]
     modules: tuple[nn.Module, ...]
     points: list[Point]
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a site lies inside a module's own forward, where hooks make each run slower."""
+        return any(isinstance(module, Operation) for module in self.modules)
 
 
 @final

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hookline.engine.pytree import tree
-from hookline.verbs.sweep.grid import SiteChange
+from hookline.verbs.sweep.site_change import SiteChange
 
 # How far rounding moves a value when the batch has another size, in units of the dtype's own.
 _ROUNDING, _MOST = 1000.0, 0.05
@@ -57,8 +58,10 @@ def parts(value: Tensor, form: torch.Size, n: int) -> list[Tensor]:
     return list(torch.split(value, form[dim], dim))
 
 
-def longer_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
+def longer_dim(shape: torch.Size, form: torch.Size, n: int | None) -> int | None:
     """Return the dimension in which a shape is n times as long as a form; None for equal ones.
+
+    If n is None, the shape may be any whole number of times as long.
 
     Raises:
         NoRowsError: they differ in another way.
@@ -66,9 +69,12 @@ def longer_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
     if shape == form:
         return None
     dims = [dim for dim, size in enumerate(form) if len(shape) == len(form) and shape[dim] != size]
-    if len(dims) != 1 or shape[dims[0]] != n * form[dims[0]]:
+    if len(dims) != 1:
         raise NoRowsError
-    return dims[0]
+    (dim,) = dims
+    if not form[dim] or shape[dim] != form[dim] * (n or shape[dim] // form[dim]):
+        raise NoRowsError
+    return dim
 
 
 def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
@@ -101,8 +107,6 @@ _CONTAINERS = (tuple, list, Mapping)
 def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int) -> Tensor:
     """Apply each change to its own rows of a value.
 
-    Changes of several parts by one function call it once, if all rows are equal.
-
     Args:
         value: the value of the repeated batch.
         known: the value of the batch alone.
@@ -112,20 +116,78 @@ def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n:
     Raises:
         NoRowsError: the rows are not n times the value of the batch alone.
     """
-    rows = parts(value, known.shape, n)
-    are_equal = torch.equal(
-        value, torch.cat(rows[:1] * n, longer_dim(value.shape, known.shape, n) or 0)
-    )
-    if not all(is_near(row, known) for row in rows[: 1 if are_equal else n]):
+    dim = longer_dim(value.shape, known.shape, n)
+    if dim is None:
         raise NoRowsError
     new = value.clone()
-    known_changes: dict[int, Tensor] = {}
-    for row, target, change in zip(rows, parts(new, known.shape, n), changes, strict=False):
-        whole = known_changes.get(id(change.change)) if are_equal else None
-        if whole is None:
-            whole = known_changes[id(change.change)] = change.new(row)
-        change.put(target, whole)
+    old, target = (
+        tensor.unflatten(dim, (n, known.shape[dim])).movedim(dim, 0) for tensor in (value, new)
+    )
+    are_equal = torch.equal(old, old[:1].expand_as(old))
+    if not all(is_near(row, known) for row in old[: 1 if are_equal else n]):
+        raise NoRowsError
+    target[: len(changes)] = _with_changes(old[: len(changes)], changes, are_equal=are_equal)
     return new
+
+
+def with_further_rows(
+    value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int
+) -> Tensor:
+    """Append rows to a value: for each change those of the batch alone, with this change.
+
+    Args:
+        value: the value of the repeated batch.
+        known: the value of the batch alone.
+        changes: the changes.
+        n: how often the batch was repeated.
+
+    Raises:
+        NoRowsError: the rows are not n times the value of the batch alone.
+    """
+    dim = longer_dim(value.shape, known.shape, n)
+    if dim is None:
+        raise NoRowsError
+    old = known.expand(len(changes), *known.shape)
+    new = _with_changes(old, changes, are_equal=True)
+    return torch.cat([value, new.movedim(0, dim).flatten(dim, dim + 1)], dim)
+
+
+def _with_changes(rows: Tensor, changes: Sequence[SiteChange], *, are_equal: bool) -> Tensor:
+    """Return rows with a change in each. Of equal rows, one alone is given to each function."""
+    wholes: dict[int, Tensor] = {}
+    keys = [id(change.change if are_equal else change) for change in changes]
+    for key, row, change in zip(keys, rows, changes, strict=True):
+        if key not in wholes:
+            wholes[key] = change.new(row)
+    if len(wholes) > 1:
+        new = torch.stack([wholes[key] for key in keys])
+    else:
+        new = wholes[keys[0]].expand_as(rows)
+    where = _parts_of_rows([change.where for change in changes], rows.shape[1:])
+    if where is not None:
+        new = torch.where(where.to(rows.device), new, rows)
+    moved = (rows != new) & ~(rows.isnan() & new.isnan())
+    for change, has_moved in zip(changes, moved.flatten(1).any(1).tolist(), strict=True):
+        change.note(has_moved=has_moved)
+    return new
+
+
+def _parts_of_rows(parts: Sequence[tuple[slice, ...]], form: torch.Size) -> Tensor | None:
+    """Return a mask of the part of each row; None for all of each.
+
+    Args:
+        parts: for each row ranges of its first dimensions; all have as many.
+        form: the shape of a row.
+    """
+    mask = None
+    for dim, ranges in enumerate(zip(*parts, strict=True)):
+        size = form[dim]
+        bounds = np.array([part.indices(size)[:2] for part in ranges])
+        places = np.arange(size)
+        is_in = (places >= bounds[:, :1]) & (places < bounds[:, 1:])
+        is_in = is_in.reshape(len(parts), *[1] * dim, size, *[1] * (len(form) - dim - 1))
+        mask = is_in if mask is None else mask & is_in
+    return None if mask is None else torch.from_numpy(mask)
 
 
 def is_near(a: Tensor, b: Tensor) -> bool:

@@ -38,7 +38,7 @@ class SweepOptions(TypedDict, total=False):
     """Options of `hl.sweep`.
 
     Args:
-        rows: the most changes that share a forward; 16 by default.
+        rows: the most changes at one site that share a forward; 16 by default.
         to: a folder for the numbers, from which an interrupted sweep goes on.
         progress: False shows no progress bar; it is only shown in a terminal.
     """
@@ -67,8 +67,8 @@ def sweep(
         >>> sweep.axes, sweep.values.shape
         (('site',), (2,))
 
-    The numbers are those of a loop with `hl.edit`, and the model runs less often. Changes at one
-    site share a forward, as rows of a batch. Modules that ended before the changed site are not run
+    The numbers are those of a loop with `hl.edit`, and the model runs less often. Changes share a
+    forward, as rows of a batch. Modules that ended before the changed site are not run
     again, and return what they returned in the unchanged run. Two changes are also measured by
     `hl.edit`; if these disagree, each change has a whole forward, and `sweep.notes` says so.
 
@@ -100,7 +100,8 @@ def sweep(
         clean: the inputs of the clean run, whose metric is then known.
         read: the site whose value the metric gets in place of the model's output. Each forward
             stops there.
-        rows: the most changes that share a forward; 16 by default.
+        rows: the most changes at one site that share a forward; 16 by default. With `rows=1`, each
+            change has its own forward.
         to: a folder for the numbers, which are written after each site. A sweep that was
             interrupted goes on when it is called again.
         progress: False shows no progress bar. By default, a terminal shows one.
@@ -141,8 +142,9 @@ def sweep(
             numbers = {"baseline": forwards.baseline, "clean": clean_metric, "axes": grid.axes}
             folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
             forwards.go_on(grid.groups, folder.results, str(to))
-        forwards.settle(grid.groups, rows)
-        _measure(forwards, grid, folder, shown=options.get("progress", True))
+        with forwards.changing.hooked([group for group in grid.groups if not group.is_inside]):
+            forwards.settle(grid.groups, rows)
+            _measure(forwards, grid, folder, shown=options.get("progress", True))
     return _result(grid, forwards, clean_metric)
 
 
@@ -150,8 +152,8 @@ def _measure(forwards: Forwards, grid: Grid, folder: SweepFolder | None, *, show
     """Measure all changes that have no number yet, with a progress bar."""
     with progress_bar(shown=shown) as bar:
         task = bar.add_task("sweep", total=grid.n_points, rows="")
-        for group in grid.groups:
-            forwards.measure(group, group.points)
+        for groups in forwards.joined(grid.groups):
+            forwards.measure(groups)
             if folder is not None:
                 folder.write(forwards.results)
             bar.update(task, completed=len(forwards.results))

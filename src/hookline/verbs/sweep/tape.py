@@ -25,6 +25,7 @@ from hookline.verbs.sweep.rows import NoRowsError, longer_dim
 # The block that records or replays in this context. Other threads get the original forwards.
 _running: ContextVar[object | None] = ContextVar("hookline_tape", default=None)
 
+NamedModules = Sequence[tuple[str, nn.Module]]
 Answer = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -67,7 +68,7 @@ class Tape:
         calls: the calls, in the order of their beginnings.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, modules: NamedModules) -> None:
         self._named_modules = modules
         self.calls: list[Call] = []
         self._stack: list[Call] = []
@@ -166,13 +167,14 @@ class Tape:
             if call.number not in numbers:
                 call.output = None
 
-    def repeated(self, forms: Tape, size: int, n: int) -> Tape | None:
+    def repeated(self, forms: Tape, size: int, n: int, *, has_more: bool = False) -> Tape | None:
         """Return the tape of a batch that stands n times in a row.
 
         Args:
             forms: the tape of a run on such a batch, with the shapes alone.
             size: the size of the batch.
-            n: how often the batch was repeated.
+            n: how often the batch is to be repeated.
+            has_more: whether further rows came to it in that run.
 
         Returns:
             The tape; None if that run made other calls, or an output has no dimension for the batch
@@ -185,7 +187,9 @@ class Tape:
             for call, known in zip(forms.calls, self.calls, strict=True):
                 shapes, call.output = iter(call.output or ()), None
                 if known.output is not None:
-                    repeat = partial(_repeated, shapes=shapes, sizes=(size, n), known=longer)
+                    repeat = partial(
+                        _repeated, shapes=shapes, sizes=(size, n), known=longer, has_more=has_more
+                    )
                     call.output = tree.map_tensors(repeat, known.output)
         except NoRowsError:
             return None
@@ -208,6 +212,10 @@ class Tape:
 
     def _calls_of(self, module: nn.Module | None) -> list[Call]:
         return [call for call in self.calls if call.module is module]
+
+    def runs_once(self, module: nn.Module) -> bool:
+        """Tell whether the run called a module once."""
+        return len(self._calls_of(module)) == 1
 
     def outermost(self, time: int) -> list[Call]:
         """Return the calls that had ended at a time, those inside another of them left out."""
@@ -306,9 +314,14 @@ def standing_in(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
 
 
 def _repeated(
-    tensor: Tensor, shapes: Iterator[torch.Size], sizes: tuple[int, int], known: dict[int, Tensor]
+    tensor: Tensor,
+    shapes: Iterator[torch.Size],
+    sizes: tuple[int, int],
+    known: dict[int, Tensor],
+    *,
+    has_more: bool,
 ) -> Tensor:
-    """Repeat a tensor along the dimension in which the next shape is n times as long.
+    """Repeat a tensor n times along the dimension in which the next shape is longer.
 
     A tensor that several calls return stays one tensor: a write to it is seen by all of them.
     """
@@ -316,7 +329,7 @@ def _repeated(
     if shape is None:
         raise NoRowsError
     if id(tensor) not in known:
-        dim = longer_dim(shape, tensor.shape, n)
+        dim = longer_dim(shape, tensor.shape, None if has_more else n)
         if dim is not None and tensor.shape[dim] != size:
             raise NoRowsError
         known[id(tensor)] = tensor if dim is None else torch.cat([tensor] * n, dim)

@@ -1,0 +1,115 @@
+"""Change values in the forwards of a model by hooks that stay: each change has its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from hookline.engine import Line, Order, Pass
+from hookline.verbs.sweep.grid import Group, Point
+from hookline.verbs.sweep.rows import NoRowsError, changed_rows, with_further_rows
+from hookline.verbs.sweep.site_change import SiteChange
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Rows:
+    """The changes at one site in the running forward.
+
+    Args:
+        known: the value at the site in the unchanged run.
+
+    Attributes:
+        changes: the changes, each with its own rows; several such lists, if the site is changed
+            several times. Empty in the forwards of other sites.
+        n: how often the batch is repeated in the value.
+        appends: whether the rows of the changes come to the value here, behind those of other
+            sites.
+    """
+
+    known: Any
+    changes: list[Sequence[SiteChange]] = field(default_factory=list)
+    n: int = 1
+    appends: bool = False
+
+    def changed(self, current: Pass, value: Any) -> Any:
+        """Return the changed value; None in the forwards of other sites."""
+        for changes in self.changes:
+            if self.n == 1:
+                value = changes[0](value)
+            elif isinstance(value, Tensor) and isinstance(self.known, Tensor):
+                make = with_further_rows if self.appends else changed_rows
+                value = make(value, self.known, changes, self.n)
+            else:
+                raise NoRowsError
+        return value if self.changes else None
+
+
+@final
+class Changing:
+    """Hooks at the sites of changes, which change what one forward is asked to.
+
+    Args:
+        model: the model.
+        known: the value at each site in the unchanged run.
+    """
+
+    def __init__(self, model: nn.Module, known: Mapping[str, Any]) -> None:
+        self._model = model
+        self._known = known
+        self._rows: dict[str, _Rows] = {}
+
+    @contextmanager
+    def hooked(self, groups: Sequence[Group]) -> Iterator[None]:
+        """Register hooks at the sites of groups for the block, as far as they have none."""
+        sites = [str(site) for group in groups for site in group.sites]
+        rows = {site: _Rows(self._known[site]) for site in sites if site not in self._rows}
+        if not rows:
+            yield
+            return
+        line = Line(self._model, name="sweep")
+        line.options.lenient = True
+        line.tap(line.select(list(rows)), lambda site: rows[str(site)].changed, Order.EDIT)
+        with line:
+            self._rows |= rows
+            try:
+                yield
+            finally:
+                line.options.quiet = not any(tap.fired for tap in line.taps)  # no run was needed
+                for site in rows:
+                    del self._rows[site]
+
+    @contextmanager
+    def making(self, shares: Sequence[Sequence[Point]], n: int) -> Iterator[None]:
+        """Make changes in the forward of the block.
+
+        Args:
+            shares: the changes of each group, in the order in which the forward comes to the sites.
+                The first ones have rows of the batch, the others further rows from their site on.
+            n: how often the batch is repeated.
+        """
+        asked: list[_Rows] = []
+        try:
+            for number, points in enumerate(shares):
+                asked += self._asked(points, n, appends=number > 0)
+                n += len(points) * (number > 0)
+            yield
+        finally:
+            for rows in asked:
+                rows.changes.clear()
+
+    def _asked(self, points: Sequence[Point], n: int, *, appends: bool) -> list[_Rows]:
+        """Ask the hooks at the sites of a group for its changes."""
+        asked = []
+        for changes in zip(*[point.changes for point in points], strict=True):
+            rows = self._rows[str(changes[0].site)]
+            rows.n, rows.appends = n, appends
+            rows.changes.append(changes)
+            asked.append(rows)
+        for change in (change for point in points for change in point.changes):
+            change.begin()
+        return asked

@@ -1,0 +1,100 @@
+"""Change the value at one site, or a part of it, and note whether this has moved the value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import Site, call_read_only
+from hookline.engine.pytree import describe, tree
+from hookline.errors import StructureError
+from hookline.verbs.edit.places import Moment
+
+
+@final
+@dataclass(slots=True, eq=False)
+class SiteChange:
+    """A change of the value at one site, or of a part of it.
+
+    Args:
+        change: the user's function.
+        site: the site.
+        where: the part that is changed; () is all of it.
+
+    Attributes:
+        has_moved: whether a value that it returned differs from the value that was there.
+        n_calls: how often it was called in the running forward.
+    """
+
+    change: Callable[..., Any]
+    site: Site
+    where: tuple[slice, ...] = ()
+    has_moved: bool = False
+    n_calls: int = 0
+
+    def begin(self) -> None:
+        """Begin a forward."""
+        self.n_calls = 0
+
+    def __call__(self, value: Any) -> Any:
+        """Return the changed value.
+
+        Raises:
+            StructureError: the change returned a value of another form.
+        """
+        new = self.new(value)
+        if self.where:
+            part = new[self.where]
+            self.note(has_moved=not _are_equal(value[self.where], part))
+            value = value.clone()
+            value[self.where] = part
+            return value
+        self.note(has_moved=not _are_equal(value, new))
+        return new
+
+    def new(self, value: Any) -> Any:
+        """Return what the change makes of a value, all of it.
+
+        Raises:
+            StructureError: the change returned a value of another form.
+        """
+        call = self.n_calls if self.site.call is None else self.site.call
+        # As in an edit that lasts for one forward: each is the first of its line.
+        moment = (Moment(0, call),) if getattr(self.change, "wants_moment", False) else ()
+        new = call_read_only(
+            lambda value: self.change(value, *moment), value, self._refusal, self._refusal
+        )
+        if new is None:
+            return value
+        difference = describe.difference(value, new)
+        if difference:
+            raise StructureError(
+                f"the change at {self.site} must keep the value's form: {difference}."
+                "\nReturn a value of the same shape and dtype. A patch needs inputs of one length."
+            )
+        return new
+
+    def _refusal(self) -> StructureError:
+        return StructureError(
+            f"the change at {self.site} wrote in place to the value it was given, which other parts"
+            " of the model may hold.\nReturn a new value: lambda t: t * 0, not lambda t: t.zero_()."
+        )
+
+    def note(self, *, has_moved: bool) -> None:
+        """Count a call, and note whether it has moved the value."""
+        self.n_calls += 1
+        self.has_moved = self.has_moved or has_moved
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)):
+        return True
+    pairs = zip(tree.tensors(a), tree.tensors(b), strict=True)
+    return all(
+        torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())
+        for (_, x), (_, y) in pairs
+    )
