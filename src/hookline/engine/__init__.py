@@ -41,7 +41,7 @@ from hookline.engine.pytree.tree import local_shards
 from hookline.engine.report.replaced_parts import Lapse
 from hookline.engine.report.report import Report, facts
 from hookline.engine.selection.module_tree import (
-    ModuleNode, OperationNode, ParameterNode, module_tree, require_model, walk,
+    ModuleNode, OperationNode, ParameterNode, module_tree, require_model,
 )
 from hookline.engine.selection.part_names import has_parts, register_parts, sites_of_part
 from hookline.engine.selection.selectors import (
