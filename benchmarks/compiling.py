@@ -160,6 +160,7 @@ def _by_hand(case: Case) -> Contender:
 WORK: dict[str, tuple[Attach, str, bool]] = {
     "idle": (_idle, "a line that is on in another context", False),
     "record": (_record, "hl.record of the outputs", False),
+    "inside": (_record, "hl.record of parts of each attention", False),
     "statistics": (_statistics, "hl.record with keep= four statistics", False),
     "gradients": (_both, "hl.record of outputs and their gradients, in training", True),
     "edit": (_edit, "hl.edit of one of them, hl.edits.scale", False),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import models
+from benchmarks.compiling import compiled_row
 from benchmarks.contenders import Values, always, bare, contender, recording
 from benchmarks.models import Case
 from benchmarks.timing import Contender, Plan, Result, run_rounds
@@ -27,25 +28,36 @@ def inside_row(parts: tuple[str, ...], target: float) -> Callable[[str, Plan], R
     """
 
     def measure(name: str, plan: Plan) -> Result:
-        selector = f"h.*.attn@{{{','.join(parts)}}}"
-        case = dataclasses.replace(models.gpt2(), selector=selector)
+        case = _case(parts)
         title = f"GPT-2: record {', '.join(parts)} of 12 attentions"
         result = Result(name, title, "bare", target, calls=2)
         truth = _given(case) if parts == QKV else None
-        sites = [f"{path}.attn@{part}" for path in case.paths for part in parts]
         with torch.no_grad():
             contenders = [bare(case)]
             if truth is not None:
                 with contextlib.suppress(ImportError):
                     contenders.append(_nnsight_source(case, truth))
-            how = f"`hl.record(model, {selector!r})`"
-            ours = contender("hookline", how, recording(case), _at(sites), truth)
+            how = f"`hl.record(model, {case.selector!r})`"
+            ours = contender("hookline", how, recording(case), _at(case.paths), truth)
             return run_rounds(result, [*contenders, ours], plan)
 
     return measure
 
 
-def _at(sites: list[str]) -> Values:
+def compiled_inside_row(parts: tuple[str, ...], target: float) -> Callable[[str, Plan], Result]:
+    """A row: the same on the compiled model, against it compiled without hooks."""
+    title = f"compiled GPT-2: record {', '.join(parts)} of 12 attentions"
+    return compiled_row(lambda: _case(parts), "inside", title, target, 2, base="bare")
+
+
+def _case(parts: tuple[str, ...]) -> Case:
+    """The GPT-2, with parts of its attentions as the places to record."""
+    case = models.gpt2()
+    sites = tuple(f"{path}.attn@{part}" for path in case.paths for part in parts)
+    return dataclasses.replace(case, selector=f"h.*.attn@{{{','.join(parts)}}}", paths=sites)
+
+
+def _at(sites: tuple[str, ...]) -> Values:
     return lambda run: [run[site] for site in sites]
 
 
@@ -76,7 +88,7 @@ def _nnsight_source(case: Case, truth: Values) -> Contender:
     import nnsight
 
     wrapped, inputs = nnsight.NNsight(case.model), case.inputs
-    modules = [wrapped.get(f"{path}.attn") for path in case.paths]
+    modules = [wrapped.get(f"{path}.attn") for path in models.gpt2().paths]
 
     def step() -> list[Any]:
         with wrapped.trace(inputs):

@@ -17,7 +17,7 @@ from benchmarks.drawing import drawing_row
 from benchmarks.engines import ray_row
 from benchmarks.extracting import extracting_row
 from benchmarks.importing import import_row, size_row
-from benchmarks.inside import inside_row
+from benchmarks.inside import compiled_inside_row, inside_row
 from benchmarks.measuring import measuring_row
 from benchmarks.models import Case
 from benchmarks.monitoring import monitor_row
@@ -248,6 +248,8 @@ ROWS = (
     ),
     Row("inside-qkv", 60, 6, inside_row(("q", "k", "v"), 1.10)),
     Row("inside-pattern", 60, 6, inside_row(("pattern",), 1.15)),
+    Row("compiled-inside-qkv", 60, 6, compiled_inside_row(("q", "k", "v"), 1.05)),
+    Row("compiled-inside-pattern", 60, 6, compiled_inside_row(("pattern",), 1.15)),
     Row("compiled-idle", 100, 10, _compiled_gpt2("idle", "a line that sees nothing", 1.01)),
     Row("compiled-record", 100, 10, _compiled_gpt2("record", "record 12 blocks", 1.03)),
     Row(

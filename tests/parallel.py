@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
+CPU = torch.device("cpu")
 EVERYTHING = ("input", "output", "grad_output", "grad_input", "grad")
 
 
@@ -92,6 +94,12 @@ def sharded(model):
         fully_shard(block, mesh=mesh())
     fully_shard(model, mesh=mesh())
     return model
+
+
+def sharded_by_wrappers(model):
+    """As people sharded before FSDP2: each block, then the rest."""
+    blocks = ModuleWrapPolicy({type(model.model.layers[0])})
+    return FullyShardedDataParallel(model, auto_wrap_policy=blocks, device_id=CPU)
 
 
 def split(model):

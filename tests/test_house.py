@@ -116,12 +116,47 @@ def lengths(text: str, module: str) -> dict[str, int]:
     return sizes
 
 
+def unguarded_jumps(text: str, module: str) -> dict[str, int]:
+    """Loops under a lock that Ctrl-C can leave with the lock held, by function.
+
+    In Python 3.12 and 3.13, the jump from a condition back to the start of a loop is outside of
+    what `with` guards, and Python handles signals there.
+    """
+
+    def parts(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, (*FUNCTION, ast.Lambda, ast.GeneratorExp)):
+                yield child
+                yield from parts(child)
+
+    def is_locked(node: ast.AST) -> bool:
+        items = node.items if isinstance(node, ast.With) else ()
+        return any("lock" in ast.unparse(item).lower() for item in items)
+
+    def is_unguarded(node: ast.AST) -> bool:
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp)):
+            return any(generator.ifs for generator in node.generators)
+        ends_in_condition = isinstance(node, ast.For) and isinstance(node.body[-1], ast.If)
+        return isinstance(node, ast.While) or ends_in_condition
+
+    return {
+        name: sum(
+            is_unguarded(part)
+            for block in parts(function)
+            if is_locked(block)
+            for part in parts(block)
+        )
+        for name, function in functions(ast.parse(text), module)
+    }
+
+
 # What is measured, and the most of it that a line or a function may have.
 BUDGETS = {
     "bindings named `one` or `found`": (vague_names, 0),
     "blocks inside one another": (depths, 3),
     "parameters of what users do not call": (parameters, 6),
     "lines of code of a function": (lengths, 55),
+    "loops under a lock that Ctrl-C leaves locked": (unguarded_jumps, 0),
 }
 
 
@@ -151,6 +186,11 @@ PLANTED = {
         "class A:\n def m(self, a, b, /, c, d, *, e, f, g): ...",
     ],
     "lines of code of a function": ["def f():\n" + " x()\n" * 55],
+    "loops under a lock that Ctrl-C leaves locked": [
+        "def f(self):\n with self._lock:\n  return [x for x in self.all if x]",
+        "def f():\n with a, _lock:\n  for x in y:\n   if x: z()",
+        "def f():\n with place.locked():\n  while x: y()",
+    ],
 }  # fmt: skip
 
 

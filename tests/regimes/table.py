@@ -81,6 +81,7 @@ GROUPS = {
         "operations in checkpoints",
         "operations in checkpoints, in compiled code",
         "operations under DDP",
+        "operations under FSDP1",
         "operations under FSDP2",
         "operations under tensor parallelism",
         "operations under torch.func",

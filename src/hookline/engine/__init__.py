@@ -13,6 +13,7 @@ from hookline.engine.compile.graph_callback import (
 )
 from hookline.engine.compile.runs import CompiledRun
 from hookline.engine.distributed.rendezvous import TIMEOUT_S, gather_json, ranks_of, say_by_rank
+from hookline.engine.distributed.whole_weights import joined, whole_weights
 from hookline.engine.gradients.port_taps import GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import (
     GradientCallback, GradientTap, NO_BACKWARD, PendingGradient, guarded,
@@ -41,7 +42,7 @@ from hookline.engine.pytree.tree import local_shards
 from hookline.engine.report.replaced_parts import Lapse
 from hookline.engine.report.report import Report, facts
 from hookline.engine.selection.module_tree import (
-    ModuleNode, OperationNode, ParameterNode, module_tree, require_model, walk,
+    ModuleNode, OperationNode, ParameterNode, module_tree, require_model,
 )
 from hookline.engine.selection.part_names import has_parts, register_parts, sites_of_part
 from hookline.engine.selection.selectors import (
@@ -62,7 +63,6 @@ from hookline.engine.torch_private.autograd import (
 from hookline.engine.torch_private.distributed import (
     calls_of_sharded, clone_locally, default_store, full_value, gathered, is_dtensor,
     is_grouped, layout_of, local_part, reshard, sharding, split_over, split_parameters, unwrapped,
-    whole_weights,
 )
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, has_compiled, while_tracing,

@@ -141,10 +141,14 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
                     f"{place} was recorded in a loop that cannot be run again, and is damaged:"
                     f" {damaged[0]}.\nRead the other shards: hl.open reads all that are whole."
                 )
-            for name in [name for name, fault in damaged if fault != _GONE]:
-                place.remove(name)
+            _remove(place, damaged)
             write_manifest(place, manifest["job"], manifest["environment"])
         return Repair(damaged, manifest=False)
+
+
+def _remove(place: Place, damaged: list[Damage]) -> None:
+    for name in [name for name, fault in damaged if fault != _GONE]:
+        place.remove(name)
 
 
 def _nothing_whole(place: Place) -> FolderError:

@@ -23,11 +23,11 @@ from hookline.engine import (
     global_hooks,
     hook_dict,
     is_inert,
+    module_tree,
     operations_on,
     path_text,
     require_model,
     tensor_hooks,
-    walk,
 )
 
 
@@ -128,7 +128,7 @@ def inventory(model: nn.Module) -> Inventory:
         AttachError: `model` is not a module.
     """
     require_model(model, "hl.inventory(model)")
-    nodes = walk(model)
+    nodes = module_tree(model).nodes
     return Inventory(tuple(_entries(nodes)), len(nodes))
 
 

@@ -10,7 +10,6 @@ from torch.overrides import TorchFunctionMode
 
 from hookline.engine.operations.names import (
     argument_names,
-    close_names,
     functions,
     is_attribute,
     name_of,
@@ -92,8 +91,3 @@ def test_attributes_are_told_from_functions():
     assert is_attribute("shape")
     assert not is_attribute("relu")
     assert not is_attribute("nothing_like_it")
-
-
-def test_close_names_come_first():
-    assert "relu" in close_names("reluu", [])
-    assert close_names("patern", ["pattern"])[0] == "pattern"

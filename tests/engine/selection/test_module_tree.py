@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hookline.engine.selection.module_tree import module_tree, tree_of_tensors, walk
+from hookline.engine.selection.module_tree import module_tree, tree_of_tensors
 
 
 def test_every_module_once_in_registration_order(net):
-    nodes = walk(net)
+    nodes = module_tree(net).nodes
     assert [node.path for node in nodes] == [path for path, _ in net.named_modules()]
     assert [node.module for node in nodes] == list(net.modules())
 
@@ -17,16 +17,16 @@ def test_every_module_once_in_registration_order(net):
 def test_a_shared_module_and_those_below_carry_all_its_paths():
     shared = nn.Sequential(nn.Linear(2, 2))
     model = nn.ModuleDict({"a": shared, "b": shared})
-    by_path = {node.path: node.aliases for node in walk(model)}
+    by_path = {node.path: node.aliases for node in module_tree(model).nodes}
     assert by_path == {"": (), "a": ("b",), "a.0": ("b.0",)}
     torchs = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    assert sorted([p for n in walk(model) for p in n.paths]) == sorted(torchs)
+    assert sorted([p for n in module_tree(model).nodes for p in n.paths]) == sorted(torchs)
 
 
 def test_a_module_that_holds_itself_does_not_hang():
     model = nn.Sequential(nn.Linear(1, 1))
     model.add_module("me", model)
-    assert [node.path for node in walk(model)] == ["", "0"]
+    assert [node.path for node in module_tree(model).nodes] == ["", "0"]
 
 
 def test_wrapper_prefixes_are_left_out(net):
@@ -35,13 +35,13 @@ def test_wrapper_prefixes_are_left_out(net):
     compiled = torch.compile(net, backend="eager")
     paths = [path for path, _ in net.named_modules()]
     for wrapper in (wrapped, averaged, compiled, torch.compile(wrapped, backend="eager")):
-        assert [node.path for node in walk(wrapper)] == paths
+        assert [node.path for node in module_tree(wrapper).nodes] == paths
 
 
 def test_a_child_that_is_merely_called_module_keeps_its_name():
     model = nn.Module()
     model.module = nn.Linear(1, 1)
-    assert [node.path for node in walk(model)] == ["", "module"]
+    assert [node.path for node in module_tree(model).nodes] == ["", "module"]
 
 
 def test_modules_without_a_hash_are_walked():
@@ -51,7 +51,7 @@ def test_modules_without_a_hash_are_walked():
 
         __hash__ = None
 
-    assert len(walk(nn.Sequential(Equal(1, 1), Equal(1, 1)))) == 3
+    assert len(module_tree(nn.Sequential(Equal(1, 1), Equal(1, 1))).nodes) == 3
 
 
 def test_every_parameter_once_in_registration_order(net):

@@ -70,7 +70,7 @@ def test_whole_weights_stay_whole_until_the_block_ends(mesh):
     with torch.no_grad():
         for _ in range(2):  # before the first forward, and after
             meshes = [group.post_forward_mesh_info for group in groups[:1]]
-            with internals.whole_weights(model):
+            with internals.held_whole(model):
                 model(torch.ones(1, 2))
                 internals.reshard(model)  # as after an interrupted forward
                 assert all(map(torch.equal, model.parameters(), whole))

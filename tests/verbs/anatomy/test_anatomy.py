@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.func import vmap
 
 import hookline as hl
 from causal_zoo import build, texts
@@ -26,8 +27,21 @@ class Attention(nn.Module):
             part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, -1)
         )
-        pattern = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        pattern = self.masked(scores).softmax(-1)
         return self.out((pattern @ v).transpose(1, 2).flatten(-2))
+
+    def masked(self, scores):
+        return scores
+
+
+class Causal(Attention):
+    """Attention whose mask `vmap` makes, as that of models of transformers 4."""
+
+    def masked(self, scores):
+        places = torch.arange(scores.shape[-1])
+        see = vmap(vmap(torch.ge, (None, 0)), (0, None))(places, places)
+        return scores.masked_fill(~see, float("-inf"))
 
 
 class Mlp(nn.Sequential):
@@ -404,6 +418,26 @@ def test_what_does_not_divide_into_heads_is_refused(parts):
 def test_a_text_of_one_token_is_refused(model):
     with pytest.raises(hl.InputError, match=r"at least 3 tokens, got 1 at blocks\.0"):
         hl.anatomy(model, torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_a_mask_that_vmap_makes_hides_no_name(parts):
+    model = Text()
+    for block in model.blocks:
+        block.mlp = Causal()
+    causal = hl.anatomy(model)
+    assert set(causal) == set(parts)
+    assert sites(causal["pattern"]) == sites(parts["pattern"])
+
+
+def test_what_vmap_computes_has_no_name(parts):
+    class Mapped(Block):
+        def forward(self, x):
+            x = x + self.mlp(self.first(x))
+            return x + vmap(self.attn)(self.second(x))
+
+    mapped = hl.anatomy(Text(Mapped))
+    assert sites(mapped["attn_out"]) == sites(parts["attn_out"])
+    assert "mlp_act" not in mapped
 
 
 def test_an_exported_program_is_refused():

@@ -163,10 +163,8 @@ class HookedView:
     ) -> None:
         """Register a hook on the base, in case the view is written to."""
         with _lock:
-            for _, hook in tensor_hooks(base):
-                other = getattr(hook.func, "__self__", None) if isinstance(hook, GradHook) else None
-                if isinstance(other, HookedView):
-                    self._gradients.totals = other._gradients.totals
+            for other in _hooked_views(base):
+                self._gradients.totals = other._gradients.totals
             # Keep the key and not the hook: the view and the hook would hold each other.
             self._key = hook_gradient(base, GradHook(self.at_base), owner, number, is_last=is_last)
 
@@ -239,6 +237,13 @@ class HookedView:
 
     def _is_written(self) -> bool:
         return self._counter._version != self._version
+
+
+def _hooked_views(base: Tensor) -> list[HookedView]:
+    """Return the views that have a hook on their base."""
+    hooks = [hook.func for _, hook in tensor_hooks(base) if isinstance(hook, GradHook)]
+    owners = [getattr(function, "__self__", None) for function in hooks]
+    return [owner for owner in owners if isinstance(owner, HookedView)]
 
 
 def hook_value(

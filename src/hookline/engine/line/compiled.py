@@ -270,14 +270,17 @@ class Compiled(Attachment):
         """Forget taps that have been removed, and unmark modules that keep no tap of the line."""
         if self.border is None:
             return
-        ids = set(map(id, taps))
         with self._lock:
-            self._parts.clear()
-            self._new = [tap for tap in self._new if id(tap) not in ids]
-            self._run.drop(ids)
-            hooked = {self.owner_of(tap) for tap in self._taps if not tap.is_removed}
-            for number in {self.owner_of(tap) for tap in taps} - hooked - {id(self._root)}:
-                self._marks.discard(number)
+            self._drop(list(taps))
+
+    def _drop(self, taps: list[Tap]) -> None:
+        ids = set(map(id, taps))
+        self._parts.clear()
+        self._new = [tap for tap in self._new if id(tap) not in ids]
+        self._run.drop(ids)
+        hooked = {self.owner_of(tap) for tap in self._taps if not tap.is_removed}
+        for number in {self.owner_of(tap) for tap in taps} - hooked - {id(self._root)}:
+            self._marks.discard(number)
 
     def _make_ready(self) -> None:
         """Mark newly hooked modules, so that code compiled before is not used while the line lasts.
@@ -289,16 +292,19 @@ class Compiled(Attachment):
         if not self._new:
             return
         with self._lock:
-            if self._root is None:
-                return
-            hooked = {id(self._root): self._root}
-            for tap in self._new:
-                tap.prepare()
-                node = self._nodes.get(id(tap))
-                if isinstance(node, ModuleNode):
-                    hooked[id(node.owner)] = node.owner
-            self._marks.add(hooked.values())
-            self._new.clear()
+            self._mark_new()
+
+    def _mark_new(self) -> None:
+        if self._root is None:
+            return
+        hooked = {id(self._root): self._root}
+        for tap in self._new:
+            tap.prepare()
+            node = self._nodes.get(id(tap))
+            if isinstance(node, ModuleNode):
+                hooked[id(node.owner)] = node.owner
+        self._marks.add(hooked.values())
+        self._new.clear()
 
     def refuse_stale(self, module: nn.Module) -> None:
         """Refuse a call for which torch has fetched a forward that the class no longer has.
@@ -407,10 +413,12 @@ class Compiled(Attachment):
         with self._lock:
             taps = self._parts.get(id(module))
             if taps is None:
-                inside = {id(part) for part in module.modules()}
-                taps = [tap for tap in self._taps if self.owner_of(tap) in inside]
-                self._parts[id(module)] = taps
+                taps = self._parts[id(module)] = self._find_taps(module)
             return taps
+
+    def _find_taps(self, module: nn.Module) -> list[Tap]:
+        inside = {id(part) for part in module.modules()}
+        return [tap for tap in self._taps if self.owner_of(tap) in inside]
 
     # -- the end ---------------------------------------------------------------------------------
 

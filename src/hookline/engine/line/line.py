@@ -360,7 +360,7 @@ class Line:
         self._handles.clear()
         self.originals.end()
         self._nodes, self.root = {}, None
-        self.module_tree = ModuleTree(self.module_tree.name, [], [])
+        self.module_tree = ModuleTree(self.module_tree.name, [])
 
     def __repr__(self) -> str:
         return str(self.report()).partition("\n")[0]

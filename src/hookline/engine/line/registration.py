@@ -83,25 +83,28 @@ class Registrations(Attachment):
         Raises:
             AttachError: torch would accept a hook and never call it.
         """
+        with _lock, self._updating():
+            self._place_all(taps, prepend=prepend)
+
+    def _place_all(self, taps: Iterable[tuple[HookOwner, Node]], *, prepend: bool) -> None:
         name = HOOK_DICTS["forward"]
         plain: set[type] = set()  # the classes of modules that are not scripted
-        with _lock, self._updating():
-            for tap, node in taps:
-                # A line has many taps. Most modules have no other hook, so no order must be kept.
-                if tap.hooks is not ON_OUTPUT or type(node) is not ModuleNode:
-                    self._place(tap, node, prepend=prepend)
-                    continue
-                module = node.module
-                kind, attributes = type(module), module.__dict__
-                if kind not in plain and not isinstance(module, ScriptModule):
-                    plain.add(kind)
-                if kind not in plain or (hooks := attributes[name]):
-                    self._place(tap, node, prepend=prepend)
-                    continue
-                self.placed.append(((hooks,), _FIRST_ID, module))
-                hooks[_FIRST_ID] = tap.fire  # type: ignore[attr-defined]
-                if "forward" in attributes:
-                    follow(module)
+        for tap, node in taps:
+            # A line has many taps. Most modules have no other hook, so no order must be kept.
+            if tap.hooks is not ON_OUTPUT or type(node) is not ModuleNode:
+                self._place(tap, node, prepend=prepend)
+                continue
+            module = node.module
+            kind, attributes = type(module), module.__dict__
+            if kind not in plain and not isinstance(module, ScriptModule):
+                plain.add(kind)
+            if kind not in plain or (hooks := attributes[name]):
+                self._place(tap, node, prepend=prepend)
+                continue
+            self.placed.append(((hooks,), _FIRST_ID, module))
+            hooks[_FIRST_ID] = tap.fire  # type: ignore[attr-defined]
+            if "forward" in attributes:
+                follow(module)
 
     def _place(self, tap: HookOwner, node: Node, *, prepend: bool) -> None:
         specs = tap.hooks_on(node) if isinstance(node, ParameterNode) else tap.hooks

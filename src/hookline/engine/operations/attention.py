@@ -248,9 +248,10 @@ class ProductCall:
     def _scores(self, progress: Progress, form: Form, args: Any, kwargs: Any) -> Any:
         of, layout = self.attention, form.layout
         if "q" in of.parts:
-            form = layout.put_query(of.show("q", layout.query(form.first, form.second)), form)
+            form = layout.put_query(of.show("q", layout.query(form)), form)
         if "k" in of.parts:
-            form = layout.put_key(of.show("k", layout.key(form.first, form.second)), form)
+            key = of.show("k", layout.value(form).transpose(-2, -1))
+            form = layout.put_value(key.transpose(-2, -1), form)
         args, kwargs = layout.arguments(form, args, kwargs)
         scores = self.inner.call(args, kwargs)
         progress.step, progress.layout = 1, layout
@@ -261,7 +262,7 @@ class ProductCall:
         of, layout = self.attention, form.layout
         progress.step = 0
         if "v" in of.parts:
-            form = layout.put_value(of.show("v", layout.value(form.first, form.second)), form)
+            form = layout.put_value(of.show("v", layout.value(form)), form)
             args, kwargs = layout.arguments(form, args, kwargs)
         result = self.inner.call(args, kwargs)
         if "z" in of.parts:
@@ -301,10 +302,9 @@ def _are_scores(value: Tensor, progress: Progress) -> bool:
     """Tell whether a value has a row for each query, and a column for each key or one more."""
     if value.dim() < 3:
         return False
-    n_columns = value.shape[-1]
     n_rows = progress.n_scores // progress.n_keys
-    is_sink = n_columns == progress.n_keys + 1
-    return (n_columns == progress.n_keys or is_sink) and value.numel() == n_rows * n_columns
+    n_more = value.shape[-1] - progress.n_keys
+    return n_more in (0, 1) and value.numel() == n_rows * value.shape[-1]
 
 
 def _shown(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -54,16 +53,6 @@ def functions() -> dict[str, list[Function]]:
 def is_attribute(name: str) -> bool:
     """Tell whether a name is that of an attribute of tensors, such as `mT`."""
     return inspect.isdatadescriptor(inspect.getattr_static(Tensor, name, None))
-
-
-def close_names(name: str, known: list[str]) -> list[str]:
-    """Return the names of functions that are close to an unknown name, the closest first.
-
-    Args:
-        name: the unknown name.
-        known: further names that may be meant.
-    """
-    return difflib.get_close_matches(name, [*known, *functions()], n=4)
 
 
 class ArgumentNames(NamedTuple):

@@ -114,12 +114,25 @@ def scores_of(given: KernelArguments) -> Tensor:
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     query = _wide(query)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * scale) @ key.transpose(-2, -1)
+    scores = _scaled_product(query, key, scale)
     if mask is None:
         return scores
     if mask.dtype is torch.bool:
         return torch.where(mask, scores, -torch.inf)
     return scores + mask
+
+
+def _scaled_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Return scale * query @ key.T, by one call that reads and writes each number once."""
+    is_plain = type(query) is Tensor and query.dim() > 2
+    if not is_plain or query.shape[:-2] != key.shape[:-2]:
+        return (query * scale) @ key.transpose(-2, -1)
+    # The rows of the keys are copied in their order, and then transposed: a matmul of more than
+    # three dimensions would copy them column by column.
+    first, second = query.flatten(0, -3), key.flatten(0, -3).transpose(-2, -1)
+    none = first.new_empty(1, 1, 1)  # which beta=0 leaves out
+    scores = torch.baddbmm(none, first, second, beta=0, alpha=scale)
+    return scores.view(*query.shape[:-1], key.shape[-2])
 
 
 def _causal_mask(n_queries: int, n_keys: int, start: int, device: torch.device) -> Tensor:

@@ -1,11 +1,12 @@
 """The two products of an attention, `q @ k.T` and `pattern @ v`, in each form that models write.
 
-A form gives the operands of a product by head: queries and keys of shape [batch, head, position,
-width]. It also takes them back.
+A layout gives the operands of a product by head: queries or the pattern on the left, keys or values
+on the right, all of shape [batch, head, position, width]. It also takes them back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -40,11 +41,7 @@ class Product:
         name = name_of(function)
         self.is_einsum: bool = name == "einsum"
         self.place = 1 if name == "baddbmm" else 0
-        names = argument_names(function).names
-        self.first: str = ""
-        self.second: str = ""
-        if not self.is_einsum:
-            self.first, self.second = names[self.place : self.place + 2]
+        self.names: tuple[str, ...] = argument_names(function).names[self.place : self.place + 2]
 
     def form(self, args: Any, kwargs: Any, n_heads: int | None) -> Form | None:
         """Return the form of a call; None for a product that no attention makes.
@@ -59,16 +56,17 @@ class Product:
         """
         if self.is_einsum:
             return _form_of_einsum(args)
-        at = self.place
-        first = args[at] if len(args) > at else kwargs.get(self.first)
-        second = args[at + 1] if len(args) > at + 1 else kwargs.get(self.second)
+        first, second = [
+            args[place] if len(args) > place else kwargs.get(name)
+            for place, name in enumerate(self.names, self.place)
+        ]
         if not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return None
         if isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter):
             return None
         if first.dim() < 3 or second.dim() < 3 or first.shape[-1] == 1:
             return None
-        return Form(first, second, Matrices(at, self.first, self.second, n_heads))
+        return Form(first, second, Matrices(self.place, self.names, n_heads))
 
 
 def _form_of_einsum(args: Any) -> Form | None:
@@ -87,16 +85,14 @@ class Matrices:
 
     Args:
         place: the place of the first operand among the arguments.
-        first_name: its name.
-        second_name: the name of the second operand.
+        names: the names of both operands.
         n_heads: the number of heads, where the first dimension is batch · head; None if not known.
     """
 
-    def __init__(self, place: int, first_name: str, second_name: str, n_heads: int | None) -> None:
+    def __init__(self, place: int, names: tuple[str, ...], n_heads: int | None) -> None:
         self.place: int = place
+        self.names: tuple[str, ...] = names
         self.n_heads: int | None = n_heads
-        self.first_name: str = first_name
-        self.second_name: str = second_name
 
     def _by_head(self, value: Tensor) -> Tensor:
         heads = self.n_heads
@@ -104,17 +100,13 @@ class Matrices:
             return value
         return value.view(-1, heads, *value.shape[1:])
 
-    def query(self, first: Tensor, second: Tensor) -> Tensor:
+    def query(self, form: Form) -> Tensor:
         """Return the queries by head."""
-        return self._by_head(first)
+        return self._by_head(form.first)
 
-    def key(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the keys by head."""
-        return self._by_head(second).transpose(-2, -1)
-
-    def value(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the values by head, of the second product."""
-        return self._by_head(second)
+    def value(self, form: Form) -> Tensor:
+        """Return the values by head, of the second product; of the first one, transposed keys."""
+        return self._by_head(form.second)
 
     def output(self, result: Tensor) -> Tensor:
         """Return the result of the second product by head."""
@@ -124,12 +116,8 @@ class Matrices:
         """Return the form with other queries."""
         return form._replace(first=_like(query, form.first))
 
-    def put_key(self, key: Tensor, form: Form) -> Form:
-        """Return the form with other keys."""
-        return form._replace(second=_like(key.transpose(-2, -1), form.second))
-
     def put_value(self, value: Tensor, form: Form) -> Form:
-        """Return the form with other values."""
+        """Return the form with other values, or transposed keys."""
         return form._replace(second=_like(value, form.second))
 
     def put_output(self, output: Tensor, result: Tensor) -> Tensor:
@@ -138,11 +126,9 @@ class Matrices:
 
     def arguments(self, form: Form, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the call with the operands of a form."""
-        at = self.place
         args, kwargs = list(args), dict(kwargs)
-        for place, name, operand in (
-            (at, self.first_name, form.first), (at + 1, self.second_name, form.second),
-        ):  # fmt: skip
+        operands = zip(self.names, (form.first, form.second), strict=True)
+        for place, (name, operand) in enumerate(operands, self.place):
             if len(args) > place:
                 args[place] = operand
             else:
@@ -160,23 +146,15 @@ class Letters:
     """The layout of an `einsum`, by the places of its letters.
 
     Args:
-        is_key_first: whether the operand without the letter of the queries comes first.
-        order_q: the dimensions of that operand's partner as [batch, head, position, width].
-        order_k: those of the operand of keys, or of values.
-        order_out: those of the result as [batch, head, position, width]: of the second product.
+        left, right: "first" or "second": the operands of queries or the pattern, and of values.
+        orders: the dimensions of the left operand, of the right one and of the result as [batch,
+            head, position, width].
     """
 
-    def __init__(
-        self,
-        is_key_first: bool,
-        order_q: tuple[int, ...],
-        order_k: tuple[int, ...],
-        order_out: tuple[int, ...],
-    ) -> None:
-        self.is_key_first = is_key_first
-        self.order_q: tuple[int, ...] = order_q
-        self.order_k: tuple[int, ...] = order_k
-        self.order_out: tuple[int, ...] = order_out
+    def __init__(self, left: str, right: str, orders: Sequence[tuple[int, ...]]) -> None:
+        self.left: str = left
+        self.right: str = right
+        self.of_left, self.of_right, self.of_result = orders
 
     @staticmethod
     def of(equation: str) -> Letters | None:
@@ -189,50 +167,41 @@ class Letters:
         if "." in equation or len(out) < 3 or not len(width) == len(row) == len(column) == 1:
             return None
         batch = "".join(letter for letter in out if letter in first and letter in second)
-        # The last letter of the result is that of the keys, or of the width of the values.
-        is_key_first = row == out[-1]
-        if is_key_first:
+        left, right = "first", "second"
+        if row == out[-1]:  # the letter of the keys, or of the width of the values, comes last
+            left, right = right, left
             first, second, row, column = second, first, column, row
-        return Letters(
-            is_key_first,
-            _places(batch + row + width, first),
-            _places(batch + column + width, second),
-            _places(batch + row + column, out),
-        )
+        of_left = _places(batch + row + width, first)
+        of_right = _places(batch + width + column, second)
+        return Letters(left, right, (of_left, of_right, _places(batch + row + column, out)))
 
-    def query(self, first: Tensor, second: Tensor) -> Tensor:
+    def query(self, form: Form) -> Tensor:
         """Return the queries by head."""
-        return (second if self.is_key_first else first).permute(self.order_q)
+        operand: Tensor = getattr(form, self.left)
+        return operand.permute(self.of_left)
 
-    def key(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the keys by head."""
-        return (first if self.is_key_first else second).permute(self.order_k)
-
-    def value(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the values by head, of the second product."""
-        return self.key(first, second).transpose(-2, -1)
+    def value(self, form: Form) -> Tensor:
+        """Return the values by head, of the second product; of the first one, transposed keys."""
+        operand: Tensor = getattr(form, self.right)
+        return operand.permute(self.of_right)
 
     def output(self, result: Tensor) -> Tensor:
         """Return the result of the second product by head."""
-        return result.permute(self.order_out)
+        return result.permute(self.of_result)
 
     def put_query(self, query: Tensor, form: Form) -> Form:
         """Return the form with other queries."""
-        operand = query.permute(_inverse(self.order_q))
-        return form._replace(second=operand) if self.is_key_first else form._replace(first=operand)
-
-    def put_key(self, key: Tensor, form: Form) -> Form:
-        """Return the form with other keys."""
-        operand = key.permute(_inverse(self.order_k))
-        return form._replace(first=operand) if self.is_key_first else form._replace(second=operand)
+        changed: dict[str, Any] = {self.left: query.permute(_inverse(self.of_left))}
+        return form._replace(**changed)
 
     def put_value(self, value: Tensor, form: Form) -> Form:
-        """Return the form with other values."""
-        return self.put_key(value.transpose(-2, -1), form)
+        """Return the form with other values, or transposed keys."""
+        changed: dict[str, Any] = {self.right: value.permute(_inverse(self.of_right))}
+        return form._replace(**changed)
 
     def put_output(self, output: Tensor, result: Tensor) -> Tensor:
         """Return the result of the second product, changed by head."""
-        return output.permute(_inverse(self.order_out))
+        return output.permute(_inverse(self.of_result))
 
     def arguments(self, form: Form, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the call with the operands of a form."""

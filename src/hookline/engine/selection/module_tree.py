@@ -158,16 +158,13 @@ class ModuleTree:
 
     name: str
     nodes: list[ModuleNode]
-    _tensors: list[ParameterNode] | None = None
     kinds: frozenset[type] = frozenset()
     compiled: list[nn.Module] = field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def tensors(self) -> list[ParameterNode]:
         """Return the parameters, in registration order."""
-        if self._tensors is None:
-            self._tensors = _parameters(self.nodes)
-        return self._tensors
+        return _parameters(self.nodes)
 
     @functools.cached_property
     def by_path(self) -> dict[str, ModuleNode]:
@@ -187,9 +184,10 @@ class ModuleTree:
 
 def module_tree(model: nn.Module) -> ModuleTree:
     """Return the module tree of a model, looking at every module once."""
-    met = _Met()
-    nodes = walk(model, met)
-    return ModuleTree(type(model).__name__, nodes, None, frozenset(met.kinds), met.compiled)
+    walked = _Walk()
+    walked.visit(model, "", None)
+    nodes = list(walked.nodes.values())
+    return ModuleTree(type(model).__name__, nodes, frozenset(walked.kinds), walked.compiled)
 
 
 def tree_of_tensors(named: Mapping[str, Tensor]) -> ModuleTree:
@@ -200,7 +198,9 @@ def tree_of_tensors(named: Mapping[str, Tensor]) -> ModuleTree:
             nodes[id(tensor)].aliases += (name,)
         else:
             nodes[id(tensor)] = ParameterNode(name, tensor, (0, number), type(tensor).__name__)
-    return ModuleTree("tensors", [], list(nodes.values()))
+    tree = ModuleTree("tensors", [])
+    tree.tensors = list(nodes.values())
+    return tree
 
 
 def require_model(model: object, call: str) -> None:
@@ -221,54 +221,41 @@ def require_model(model: object, call: str) -> None:
         )
 
 
-def walk(model: nn.Module, met: _Met | None = None) -> list[ModuleNode]:
-    """Return every module of a model, in registration order, the root first."""
-    nodes: dict[int, ModuleNode] = {}  # by id: a module may define == and lose its hash
-    _visit(model, "", None, nodes, set(), _Met() if met is None else met)
-    return list(nodes.values())
-
-
 @final
-class _Met:
-    """The modules that a walk has visited.
+@dataclass(slots=True)
+class _Walk:
+    """A walk over the modules of a model.
 
     Attributes:
+        nodes: the nodes by the ids of the modules: a module may define == and lose its hash.
+        above: the ids of the modules around the one that is visited.
         bare: the types that are not wrappers.
         kinds: the types of the modules.
         compiled: the modules that hold their compiled call, wrappers included.
     """
 
-    __slots__ = ("bare", "compiled", "kinds")
+    nodes: dict[int, ModuleNode] = field(default_factory=dict)
+    above: set[int] = field(default_factory=set)
+    bare: set[type] = field(default_factory=set)
+    kinds: set[type] = field(default_factory=set)
+    compiled: list[nn.Module] = field(default_factory=list)
 
-    def __init__(self) -> None:
-        self.bare: set[type] = set()
-        self.kinds: set[type] = set()
-        self.compiled: list[nn.Module] = []
-
-
-def _visit(
-    module: nn.Module,
-    path: str,
-    parent: ModuleNode | None,
-    nodes: dict[int, ModuleNode],
-    above: set[int],
-    met: _Met,
-) -> None:
-    module, compiled, inner = look_into(module, met.bare)
-    met.compiled += compiled
-    met.kinds.add(type(module))
-    key = id(module)
-    node = nodes.get(key)
-    if node is None:
-        node = nodes[key] = ModuleNode(path, module, len(nodes), parent=parent)
-    elif key in above:
-        return
-    else:
-        node.aliases += (path,)
-    if inner:
+    def visit(self, module: nn.Module, path: str, parent: ModuleNode | None) -> None:
+        nodes, bare = self.nodes, self.bare
+        module, compiled, inner = look_into(module, bare)
+        self.compiled += compiled
+        self.kinds.add(type(module))
+        key = id(module)
+        node = nodes.get(key)
+        if node is None:
+            node = nodes[key] = ModuleNode(path, module, len(nodes), parent=parent)
+        elif key in self.above:
+            return
+        else:
+            node.aliases += (path,)
         node.children = tuple(inner.values())
-        above.add(key)
-        prefix, bare = f"{path}." if path else "", met.bare
+        self.above.add(key)
+        prefix = f"{path}." if path else ""
         for name, child in inner.items():
             if child is None:
                 continue
@@ -283,18 +270,14 @@ def _visit(
             ):
                 nodes[child_key] = ModuleNode(prefix + name, child, len(nodes), (), node)
             else:
-                _visit(child, prefix + name, node, nodes, above, met)
-        above.discard(key)
+                self.visit(child, prefix + name, node)
+        self.above.discard(key)
 
 
 def _parameters(nodes: list[ModuleNode]) -> list[ParameterNode]:
     nodes_by_id: dict[int, ParameterNode] = {}
-    shards: dict[int, Tensor] = {}
-    for node in nodes:
-        for shard, whole in sharded_parameters(node.module):
-            shards[id(shard)] = shard
-            if whole is not None:
-                shards[id(whole)] = shard
+    pairs = [pair for node in nodes for pair in sharded_parameters(node.module)]
+    shards = {id(part): pair[0] for pair in pairs for part in pair if part is not None}
     for node in nodes:
         for number, (name, parameter) in enumerate(parameters(node.module).items()):
             if parameter is None:

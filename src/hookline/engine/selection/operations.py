@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+
 from hookline.engine.operations.attention import PARTS
-from hookline.engine.operations.names import close_names, functions, is_attribute
+from hookline.engine.operations.names import functions, is_attribute
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import glob, path_text
 from hookline.engine.torch_private.graph.function_modes import is_exported
@@ -34,7 +36,7 @@ def operation_names(text: str, host: str) -> list[str]:
             f"{text!r} in '{host}@{text}' is an attribute of tensors, and no function that is"
             f" called.\nSelect a function that uses it.{list_them}"
         )
-    near = close_names(text, [*PARTS])
+    near = difflib.get_close_matches(text, known, n=4)
     close = f" Did you mean {', '.join(repr(f'{host}@{name}') for name in near)}?" if near else ""
     raise SelectionError(
         f"torch has no function {text!r}, as '{host}@{text}' asks for.{close}{list_them}"

@@ -30,7 +30,9 @@ def may_return(module: nn.Module, name: str) -> bool:
     if not isinstance(code, CodeType) or not any(map(_is_open, _members(annotation))):
         return False
     used = (forward.__globals__.get(used) for used in code.co_names)
-    return name in _keys(code) or any(_has_field(kind, name) for kind in used)
+    # The keys of a dict are constants; the names of arguments are a constant tuple.
+    constants = (each if isinstance(each, tuple) else (each,) for each in code.co_consts)
+    return any(name in each for each in constants) or any(_has_field(kind, name) for kind in used)
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -51,12 +53,3 @@ def _has_field(kind: Any, name: str) -> bool:
     of_class = [field.name for field in fields(kind)] if is_dataclass(kind) else []
     is_typed_dict = typing.is_typeddict(kind)
     return name in (*named, *of_class, *(kind.__annotations__ if is_typed_dict else ()))
-
-
-def _keys(code: CodeType) -> set[str]:
-    """Return the texts that are constants of a function: keys of a dict, names of arguments."""
-    keys: set[str] = set()
-    for constant in code.co_consts:
-        parts = constant if isinstance(constant, tuple) else (constant,)
-        keys.update(part for part in parts if isinstance(part, str))
-    return keys

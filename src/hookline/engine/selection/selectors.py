@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -35,11 +36,7 @@ from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
 from hookline.errors import SelectionError
 from hookline.util.hidden import hides
 
-Selector = (
-    Any  # str | re.Pattern | type | Module | Tensor | predicate | Selection | list of these | None
-)
-
-
+Selector = Any  # str | re.Pattern | type | Module | Tensor | predicate | Selection | list | None
 SitedNode = tuple[Site, ModuleNode | ParameterNode]
 
 _MOST_ROWS = 60  # of a selection that is printed
@@ -108,14 +105,15 @@ class Selection(Result):
         return Selection(self._tree, [*self.places, *self._coerce(other).places])
 
     def __and__(self, other: Selector) -> Selection:
-        first, second = _Cover(self), _Cover(self._coerce(other))
-        both = [pair for pair in self.places if second.covers(pair[0])]
-        finer = [pair for pair in second.selection.places if first.covers(pair[0])]
+        others = self._coerce(other)
+        in_self, in_others = _cover(self), _cover(others)
+        both = [pair for pair in self.places if in_others(pair[0])]
+        finer = [pair for pair in others.places if in_self(pair[0])]
         return Selection(self._tree, [*both, *finer])
 
     def __sub__(self, other: Selector) -> Selection:
-        drop = _Cover(self._coerce(other))
-        return Selection(self._tree, [pair for pair in self.places if not drop.covers(pair[0])])
+        is_dropped = _cover(self._coerce(other))
+        return Selection(self._tree, [pair for pair in self.places if not is_dropped(pair[0])])
 
     def _coerce(self, other: Selector) -> Selection:
         ports = tuple(dict.fromkeys(site.port for site in self)) or ("output",)
@@ -150,24 +148,18 @@ class Selection(Result):
         )
 
 
-@final
-class _Cover:
-    """The sites that a selection covers.
+def _cover(selection: Selection) -> Callable[[Site], bool]:
+    """Return a function that tells whether a selection covers a site.
 
     A whole value covers its leaves, and a site without a call covers each call.
     """
-
-    def __init__(self, selection: Selection) -> None:
-        self.selection = selection
-        self._by_place: dict[tuple[str, str], list[Site]] = {}
-        for site in selection:
-            self._by_place.setdefault((site.path, site.port), []).append(site)
-
-    def covers(self, site: Site) -> bool:
-        return any(
-            site.leaf[: len(whole.leaf)] == whole.leaf and whole.call in (None, site.call)
-            for whole in self._by_place.get((site.path, site.port), ())
-        )
+    by_place: defaultdict[tuple[str, str], list[Site]] = defaultdict(list)
+    for site in selection:
+        by_place[site.path, site.port].append(site)
+    return lambda site: any(
+        site.leaf[: len(whole.leaf)] == whole.leaf and whole.call in (None, site.call)
+        for whole in by_place[site.path, site.port]
+    )
 
 
 def select(
@@ -305,9 +297,8 @@ def _find(
         # Events that need no forward, such as "state_dict", also occur in modules without a
         # forward.
         nodes = matched if set(PORTS).isdisjoint(module_ports) else _callable(matched)
-        leaf, call = text.leaf, text.call
         places += [
-            (_same_site(n.path, port, leaf, call, n.aliases, n.type_name), n)
+            (_same_site(n.path, port, text.leaf, text.call, n.aliases, n.type_name), n)
             for n in nodes
             for port in module_ports
         ]
@@ -395,8 +386,6 @@ def _match_tensors(
 
 
 def _is_below(path: str, above: set[str]) -> bool:
-    if not above:
-        return False
     parts = path.split(".")
     return any(".".join(parts[:end]) in above for end in range(1, len(parts)))
 
@@ -405,9 +394,8 @@ def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleN
     # A ModuleDict may hold names such as "a:b", so a text that is a path as it stands is that path.
     if (exact := tree.by_path.get(selector)) is not None:
         return SiteText(selector, None, (), None), [exact]
-    paths: set[str] = set()
-    if selector.startswith(ROOT):
-        paths = {path for node in tree.nodes or tree.tensors for path in node.paths}
+    nodes = tree.nodes or tree.tensors if selector.startswith(ROOT) else ()
+    paths = {path for node in nodes for path in node.paths}
     text = parse(selector, paths)
     if text.path in tree.by_path and text.path:  # a name may contain characters of the grammar
         return text, [tree.by_path[text.path]]

@@ -120,7 +120,7 @@ def parse(text: str, paths: Container[str] = ()) -> SiteText:
     """
     match = _GRAMMAR.fullmatch(text)
     if match is None:
-        raise SelectionError(_malformed(text, "it cannot be read"))
+        raise _malformed(text, "it cannot be read")
     port, call = match["port"], match["call"]
     if port is not None and port not in PORTS:
         raise SelectionError(
@@ -129,32 +129,25 @@ def parse(text: str, paths: Container[str] = ()) -> SiteText:
             f" {match['path'] or path_text('')} alone, for the output."
         )
     if call is not None and not (call.isdecimal() and len(call) < 10):
-        raise SelectionError(
-            _malformed(text, f"the call must be a number such as #0, got {call!r}")
-        )
-    leaf: list[Key] = []
-    position = 0
-    while position < len(match["leaf"]):
-        key = _LEAF_KEY.match(match["leaf"], position)
-        if key is None:
-            raise SelectionError(
-                _malformed(
-                    text, f"a leaf must be a name, a number or a quoted key, got {match['leaf']!r}"
-                )
-            )
-        if key["number"] is not None:
-            leaf.append(int(key["number"]))
-        else:
-            # Quoted keys are written by repr, so they are parsed as Python literals.
-            leaf.append(key["name"] or str(ast.literal_eval(key["text"])))
-        position = key.end()
-    path = {ROOT: ROOT if ROOT in paths else "", _NAMED_ROOT: ROOT}.get(match["path"])
-    path = match["path"] if path is None else path
-    return SiteText(path, port, tuple(leaf), None if call is None else int(call))
+        raise _malformed(text, f"the call must be a number such as #0, got {call!r}")
+    keys = list(_LEAF_KEY.finditer(match["leaf"]))
+    if "".join(key[0] for key in keys) != match["leaf"]:
+        why = f"a leaf must be a name, a number or a quoted key, got {match['leaf']!r}"
+        raise _malformed(text, why)
+    roots = {ROOT: ROOT if ROOT in paths else "", _NAMED_ROOT: ROOT}
+    path = roots.get(match["path"], match["path"])
+    return SiteText(path, port, tuple(map(_key, keys)), None if call is None else int(call))
 
 
-def _malformed(text: str, why: str) -> str:
-    return (
+def _key(match: re.Match[str]) -> Key:
+    if match["number"] is not None:
+        return int(match["number"])
+    # Quoted keys are written by repr, so they are parsed as Python literals.
+    return match["name"] or str(ast.literal_eval(match["text"]))
+
+
+def _malformed(text: str, why: str) -> SelectionError:
+    return SelectionError(
         f"malformed selector {text!r}: {why}."
         "\nThe form is PATH[:PORT][LEAF][#CALL], as in 'h.*:output[0]' or 'block#2'."
     )
@@ -187,10 +180,8 @@ def glob(pattern: str) -> re.Pattern[str]:
             out.append(r"\..+" if at_end else r"(?:\..*)?")
         elif token in ("**", "**."):
             out.append(".*" + re.escape(token[2:]))
-        elif token == "*":
-            out.append(r"[^.]*")
-        elif token == "?":
-            out.append("[^.]")
+        elif token in ("*", "?"):
+            out.append("[^.]" + "*" * (token == "*"))
         elif token[0] == "[" and len(token) > 2:
             out.append(_one_of(token, pattern))
         elif token[0] == "{":

@@ -73,7 +73,8 @@ def explain_no_match(tree: ModuleTree, query: Query) -> str:
         message += _suggestion(tree, query, nodes)
     elif isinstance(selector, type):
         types = {type(node.module) for node in tree.nodes}
-        kinds = sorted(_full_name(k) if k.__name__ == name else k.__name__ for k in types)
+        full = {kind: f"{kind.__module__}.{kind.__qualname__}" for kind in types}
+        kinds = sorted(full[k] if k.__name__ == name else k.__name__ for k in types)
         message += f" Its types: {', '.join(kinds[:12])}{', …' if len(kinds) > 12 else ''}."
     return f"{message}\n{_inventory(query, nodes, noun)}"
 
@@ -84,11 +85,9 @@ def _without_port(query: Query) -> str:
     path = path_text(node.path)
     if query.ports == ("grad",):
         output = query.working(f"{path}:grad_output")
-        advice = (
-            f"For the gradient of its output: {output[0]!r}."
-            if output
-            else "Select a parameter, or a module that has one."
-        )
+        advice = "Select a parameter, or a module that has one."
+        if output:
+            advice = f"For the gradient of its output: {output[0]!r}."
         return f"{kind} at {path!r} has no parameters.\n{advice}"
     inside = [".".join(map(str, query.text.leaf))] * bool(query.text.leaf)  # as in `h[0]`
     names = (*inside, "*", "**")
@@ -108,12 +107,9 @@ def _inventory(query: Query, nodes: list[Any], noun: str) -> str:
     """List the model's first modules, parameters or tensors."""
     paths = [path for node in nodes for path in node.paths if path]
     if not nodes and noun == "parameter":
-        gradient = next(iter(query.working(":grad_output", "**:grad_output")), None)
-        return (
-            f"Select a module's gradient, as in {gradient!r}: it has no parameters."
-            if gradient
-            else "It has no parameters."
-        )
+        gradients = query.working(":grad_output", "**:grad_output")
+        hint = f"Select a module's gradient, as in {gradients[0]!r}: it" if gradients else "It"
+        return f"{hint} has no parameters."
     if not nodes:
         return "Give tensors by name, as in hl.attach({'x': x}): it has none."
     if not paths:
@@ -137,10 +133,8 @@ def _suggestion(tree: ModuleTree, query: Query, nodes: list[Any]) -> str:
     if any(name in node.paths for node in tree.tensors):
         gradient = query.working(f"{name}:grad")
         return f" It is a parameter; its gradient is {gradient[0]!r}." if gradient else ""
-    computed = _computed(tree, query)
-    if computed:
-        return computed
-    return _below(tree, query) or _inside(query, paths) or _close(query, paths)
+    helpful = _computed(tree, query) or _below(tree, query) or _inside(query, paths)
+    return helpful or _close(query, paths)
 
 
 def _below(tree: ModuleTree, query: Query) -> str | None:
@@ -222,10 +216,6 @@ def _computed(tree: ModuleTree, query: Query) -> str | None:
 
 def _gradients(query: Query, paths: list[str]) -> str:
     return ", ".join(map(repr, query.working(*(f"{path}:grad" for path in paths))))
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _name(selector: Any) -> str:

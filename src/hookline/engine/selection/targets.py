@@ -42,9 +42,9 @@ def tree_of(target: Any, name: str) -> ModuleTree:
     if isinstance(target, nn.Module):
         return module_tree(target)
     if isinstance(target, Everywhere):
-        return ModuleTree("everywhere", [], [])
+        return ModuleTree("everywhere", [])
     if target is None and name == "attach":
-        return ModuleTree("tensors", [], [])
+        return ModuleTree("tensors", [])
     takes_tensors, is_mapping = name in _TAKE_TENSORS, isinstance(target, Mapping)
     are_tensors = is_mapping and all(isinstance(value, Tensor) for value in target.values())
     if are_tensors and takes_tensors:

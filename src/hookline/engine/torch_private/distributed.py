@@ -195,26 +195,23 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         for group in _groups(module):
             group._training_state = type(group._training_state).IDLE  # the state after a forward
-            if id(group) not in _whole:
+            if id(group) not in _held:
                 group.reshard()
 
 
-_whole: set[int] = set()  # the ids of the groups whose weights `whole_weights` holds
+_held: set[int] = set()  # the ids of the groups whose weights `held_whole` holds
 
 
 @contextmanager
-def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Hold the whole weights that FSDP2 shards on each rank, also after forwards.
-
-    Entering is a collective of all ranks. What runs in the block gathers nothing.
-    """
+def held_whole(model: nn.Module) -> Iterator[None]:
+    """Gather the weights that FSDP2 shards. Forwards then leave them whole."""
     modules = [module for module in model.modules() if _groups(module)]
     for module in modules:
         module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
     groups = [group for module in modules for group in _groups(module)]
     before = [(group, group.post_forward_mesh_info, group.is_sharded) for group in groups]
-    held = {id(group) for group in groups} - _whole
-    _whole.update(held)
+    held = {id(group) for group in groups} - _held
+    _held.update(held)
     try:
         for group in groups:
             group.post_forward_mesh_info = None  # a forward then leaves the weights whole
@@ -222,12 +219,17 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             module.unshard()  # type: ignore[operator]
         yield
     finally:
-        _whole.difference_update(held)
+        _held.difference_update(held)
         for group, mesh, was_sharded in before:
             group.post_forward_mesh_info = mesh
             group._training_state = type(group._training_state).IDLE
             if was_sharded:
                 group.reshard()
+
+
+def wraps_fsdp1(module: nn.Module) -> bool:
+    """Tell whether a module is the wrapper with which FSDP1 shards what is in it."""
+    return "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}
 
 
 def own_class(module: nn.Module) -> type:
@@ -259,7 +261,7 @@ def sharding(model: nn.Module) -> str:
     by_fsdp: set[int] = set()
     is_split = has_fsdp = False
     for module in model.modules():
-        if "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}:
+        if wraps_fsdp1(module):
             return "FSDP1"
         has_fsdp |= bool(_groups(module))
         for group in _groups(module):
@@ -310,8 +312,7 @@ def is_shared_job(model: nn.Module | None) -> bool:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return hasattr(type(module), "_get_fsdp_state") or "FullyShardedDataParallel" in names
+    return hasattr(type(module), "_get_fsdp_state") or wraps_fsdp1(module)
 
 
 def is_grouped() -> bool:

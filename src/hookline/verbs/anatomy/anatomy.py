@@ -15,11 +15,12 @@ from hookline.engine import (
     Selection,
     is_compiled,
     is_exported,
+    joined,
     register_parts,
     require_model,
     select,
     sharding,
-    unwrapped,
+    unwrap,
     whole_weights,
 )
 from hookline.engine.pytree import describe
@@ -28,6 +29,7 @@ from hookline.recordings import Recording
 from hookline.verbs.anatomy.lens import Lens, lens_of
 from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
+from hookline.verbs.anatomy.whole import check_whole, output_of
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
 
@@ -53,14 +55,14 @@ class Anatomy(Result):
             reason; or the layer does not exist, or lacks the part.
     """
 
-    def __init__(self, model: nn.Module, stacks: list[Stack]) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, stacks: list[Stack], wrapped: nn.Module) -> None:
+        self._model, self._wrapped = model, wrapped
         self._names = stacks[-1].part_names(model)
         self._head = stacks[-1].head
         self._projections = [layer.projection for layer in stacks[-1].layers]
         self.stacks: dict[str, Anatomy] = {}
         for stack in stacks:
-            parts = Anatomy(model, [stack]) if len(stacks) > 1 else self
+            parts = Anatomy(model, [stack], wrapped) if len(stacks) > 1 else self
             self.stacks[stack.path] = parts
         self.n_layers: int = len(self._names.blocks)
         self.width: int = self._names.width
@@ -116,7 +118,7 @@ class Anatomy(Result):
         if self._head is None or "logits" not in self:
             raise SelectionError(self._names.why_not("logits"))
         streams = {layer: self._site("resid_post", layer) for layer in range(self.n_layers)}
-        with whole_weights(self._model):
+        with whole_weights(self._wrapped):
             return lens_of(self._head, streams, run, n)
 
     def _site(self, name: str, layer: int) -> str:
@@ -126,7 +128,8 @@ class Anatomy(Result):
         """Return a value of all heads side by side by head: (..., heads, tokens, width).
 
         Args:
-            value: a value whose last dimension is that of all heads, such as `attn_heads`.
+            value: a value whose last dimension is that of all heads, such as `attn_heads`; under
+                tensor parallelism, of this rank's heads.
 
         Raises:
             SelectionError: the number of heads is not proven.
@@ -134,17 +137,27 @@ class Anatomy(Result):
         """
         if self.n_heads is None:
             raise SelectionError(self._names.why_not("pattern"))
-        if value.shape[-1] % self.n_heads:
+        n_heads = self._n_heads_side_by_side(value.shape[-1])
+        if value.shape[-1] % n_heads:
             raise StructureError(
-                f"value must have a last dimension of {self.n_heads} heads side by side, got"
+                f"value must have a last dimension of {n_heads} heads side by side, got"
                 f" {describe.shape(value)}.\nGive run[parts['attn_heads', 0]]."
             )
-        return value.reshape(*value.shape[:-1], self.n_heads, -1).transpose(-3, -2)
+        return value.reshape(*value.shape[:-1], n_heads, -1).transpose(-3, -2)
+
+    def _n_heads_side_by_side(self, width: int) -> int:
+        """Return the number of heads in a value: tensor parallelism gives each rank some."""
+        assert self.n_heads is not None
+        if sharding(self._model) != "split" or "attn_heads" not in self:
+            return self.n_heads
+        full_width = self._names.shapes[self._names.find("attn_heads")[0]][-1]
+        return max(self.n_heads * min(width, full_width) // full_width, 1)
 
     def contributions(self, run: Recording, layer: int) -> Tensor:
         """Return what each head of a layer adds to the stream: (heads, rows, tokens, width).
 
-        The sum over the heads, and the bias of the output projection, is `attn_out_raw`.
+        The sum over the heads, and the bias of the output projection, is `attn_out_raw`. Under
+        tensor parallelism, the heads of all ranks are gathered.
 
         Args:
             run: a recording that has `attn_heads` of the layer.
@@ -154,10 +167,12 @@ class Anatomy(Result):
             SelectionError: `attn_heads` is not proven in this layer.
             NotRecordedError: the run does not have it.
         """
-        value = run.tensor(self._site("attn_heads", layer))
+        site = self._site("attn_heads", layer)
         projection = self._model.get_submodule(self._projections[layer])
-        width = value.shape[-1] // self._names.shapes[self._site("z", layer)][-3]
-        with torch.no_grad(), whole_weights(self._model):
+        full_width = self._names.shapes[site][-1]
+        value = joined(run.tensor(site), getattr(projection, "weight", None), full_width)
+        width = full_width // self._names.shapes[self._site("z", layer)][-3]
+        with torch.no_grad(), whole_weights(self._wrapped):
             bias = projection(torch.zeros_like(value[..., :1, :]))
             parts = []
             for begin in range(0, value.shape[-1], width):
@@ -272,9 +287,6 @@ def _layers(layers: list[int], n_layers: int) -> str:
     return ", ".join(map(str, layers))
 
 
-_SHARDINGS = {"FSDP1": "FullyShardedDataParallel", "split": "tensor parallelism"}
-
-
 def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
     """Name the parts of a transformer, and prove each name on two inputs in every block.
 
@@ -290,11 +302,11 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         >>> [str(site) for site in parts["mlp_out"]]
         ['layers.0.linear2', 'layers.1.linear2']
 
-    The model runs six times, in eval mode and without gradients. Afterwards its mode, its
-    buffers and torch's random state are as before.
+    The model runs six times (eight under tensor parallelism), in eval mode and without gradients.
+    Afterwards its mode, its buffers and torch's random state are as before.
 
-    Under FSDP2, every rank calls this, and holds the whole weights meanwhile. The same is true of
-    `parts.lens` and `parts.contributions`.
+    Under FSDP and tensor parallelism, every rank calls this, and holds the whole weights meanwhile.
+    The same is true of `parts.lens` and `parts.contributions`.
 
     Args:
         model: a transformer, or another model with a residual stream.
@@ -306,8 +318,8 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         The parts by name. Print them. `parts["pattern", 3]` is a selection.
 
     Raises:
-        AttachError: `model` is not a model, or compiled; or tensor parallelism or FSDP1 splits its
-            weights over ranks.
+        AttachError: `model` is not a model, or compiled; or it computes something else with whole
+            weights than with those that tensor parallelism has split.
         InputError: None was given for `inputs`, and no input can be made.
         SelectionError: the model has no residual stream that can be proven: its blocks are not a
             sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
@@ -324,17 +336,14 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
             "hl.anatomy must be given a model that is not compiled, because it follows the calls of"
             " torch's functions.\nCall parts = hl.anatomy(model) before torch.compile."
         )
-    if sharding(model) not in ("", "FSDP2"):
-        raise AttachError(
-            "hl.anatomy must be given a model whose weights each rank has whole, or that FSDP2"
-            f" shards, got one by {_SHARDINGS[sharding(model)]}.\nName the parts before: parts ="
-            " hl.anatomy(model). Their sites stay the same: [str(site) for site in"
-            " parts['pattern']]."
-        )
-    model = unwrapped(model)
-    with whole_weights(model):
-        both = trial_inputs(model, inputs)
-        with eval_without_side_effects(model), quiet():
-            parts = Anatomy(model, structure_of(model, both))
+    wrapped, model = model, unwrap(model)
+    both = trial_inputs(model, inputs)
+    with eval_without_side_effects(model), quiet():
+        is_split = sharding(model) == "split"
+        split_output = output_of(model, both[0]) if is_split else {}
+        with whole_weights(wrapped):
+            if is_split:
+                check_whole(model, both[0], split_output)
+            parts = Anatomy(model, structure_of(model, both), wrapped)
     register_parts(model, parts._names.find)
     return parts

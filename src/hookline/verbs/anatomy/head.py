@@ -140,16 +140,25 @@ class Head:
     logits: Value
 
     def forget_the_trace(self) -> None:
-        """Drop what leads from the values to the rest of the run."""
+        """Drop what leads from the values to the rest of the run, and the numbers of weights."""
         for event in self.events:
             for value in (*event.inputs, *event.outputs):
                 value.maker = value.like = None
                 value.places = []
+                if value.weight is not None:
+                    value.tensor = value.tensor.new_empty(0)
 
     def __call__(self, stream: Tensor) -> Tensor:
-        """Return the logits of a stream."""
+        """Return the logits of a stream, by the weights that the model has now."""
+        weights = {
+            id(value): getattr(value.weight[0], value.weight[1])
+            for event in self.events
+            for value in event.inputs
+            if value.weight is not None
+        }
+        given = {id(self.start): (self.start, stream.to(self.start.tensor.dtype))}
         with torch.no_grad():
-            return replay_tokens(self.events, {id(self.start): (self.start, stream)}, self.logits)
+            return replay_tokens(self.events, given, self.logits, weights)
 
 
 def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:

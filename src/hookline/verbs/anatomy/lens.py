@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
+from hookline.engine import full_value, is_dtensor
 from hookline.errors import NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.head import Head
@@ -66,10 +67,15 @@ def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> L
     Raises:
         NotRecordedError: the run has none of the streams.
     """
-    logits = {layer: head(run.tensor(site)) for layer, site in streams.items() if site in run}
+    recorded = {layer: run.tensor(site) for layer, site in streams.items() if site in run}
+    logits = {layer: head(_whole(stream)) for layer, stream in recorded.items()}
     if not logits:
         raise NotRecordedError(
             "the run must have resid_post of some layer, got none."
             '\nRecord it: with hl.record(model, parts["resid_post"]) as run: ...'
         )
     return Lens(logits, {layer: value.topk(n, -1).indices for layer, value in logits.items()})
+
+
+def _whole(stream: Tensor) -> Tensor:
+    return full_value(stream) if is_dtensor(stream) else stream

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 from torch import nn
 
+from hookline.engine import unwrap
 from hookline.verbs.anatomy.trace import ModuleCall, Trace
 
 
@@ -15,13 +17,21 @@ def stacks_of(model: nn.Module, trace: Trace) -> list[tuple[str, list[ModuleCall
     A stack is a module whose children ran one after the other, each from what the last returned.
     """
     stacks = []
-    for path, module in model.named_modules():
+    for path, module in _modules(model, ""):
         children = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
         calls = [call for child in children for call in trace.calls.get(child, ())]
         ran = [child for child in children if child in trace.calls]
         if len(calls) == len(ran) > 1 and len(ran) == len(children) and _is_chain(calls):
             stacks.append((path, calls))
     return stacks
+
+
+def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module with its path, in which torch's wrappers have no segment."""
+    module = unwrap(module)
+    yield path, module
+    for name, child in module.named_children():
+        yield from _modules(child, f"{path}.{name}" if path else name)
 
 
 def _is_chain(calls: list[ModuleCall]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hookline.engine import Line, Order, Site, buffers, without_function_modes
+from hookline.engine import (
+    Line,
+    Order,
+    Site,
+    buffers,
+    is_wrapped,
+    parameters,
+    without_function_modes,
+)
 from hookline.engine.operations.names import functions, name_of
 from hookline.engine.pytree import tree
 from hookline.verbs.shared.run_model import call
@@ -45,6 +53,7 @@ class Value:
         tensor: a copy of the numbers, or the numbers of a weight.
         maker: the call that made the value; None for inputs and weights.
         is_constant: whether the value is the same for every input, such as a weight.
+        weight: where a weight is found: its module and its name; None for other values.
         like: an earlier value of the same numbers in the same order, such as the input of a view.
         places: the sites where the value is seen.
     """
@@ -52,6 +61,7 @@ class Value:
     tensor: Tensor
     maker: Event | None = None
     is_constant: bool = False
+    weight: tuple[nn.Module, str] | None = None
     like: Value | None = None
     places: list[Place] = field(default_factory=list)
 
@@ -118,6 +128,8 @@ class ModuleCall:
 class Trace(TorchFunctionMode):
     """The values, calls of functions and calls of modules of one run.
 
+    Values inside `torch.func.vmap` and the like are left out: they have neither memory nor numbers.
+
     Attributes:
         events: the calls of torch's functions, in order.
         calls: the calls of each module, by its path.
@@ -133,8 +145,11 @@ class Trace(TorchFunctionMode):
         self._alive: list[Tensor] = []
         self._writers: dict[int, Value] = {}
         self._n_calls: Counter[tuple[str, str]] = Counter()
-        weights = [*model.parameters(), *(b for m in model.modules() for b in buffers(m).values())]
-        self._weights = {id(weight) for weight in weights if weight is not None}
+        self._weights = {
+            id(tensor): (module, name)
+            for module in model.modules()
+            for name, tensor in (*parameters(module).items(), *buffers(module).items())
+        }
         self._names = functions()
 
     # -- values -----------------------------------------------------------------------------------
@@ -154,9 +169,9 @@ class Trace(TorchFunctionMode):
         return self.value(part) if isinstance(part, Tensor) else part
 
     def _new(self, tensor: Tensor) -> Value:
-        is_weight = id(tensor) in self._weights
-        numbers = tensor.detach() if is_weight else tensor.detach().clone()
-        value = Value(numbers, is_constant=is_weight)
+        weight = self._weights.get(id(tensor))
+        numbers = tensor.detach().clone() if weight is None else tensor.detach()
+        value = Value(numbers, is_constant=weight is not None, weight=weight)
         self._values[id(tensor), tensor._version] = value
         self._alive.append(tensor)  # no other tensor gets its id
         return value
@@ -166,15 +181,15 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, and note the call."""
         kwargs = kwargs or {}
-        if not self._running:
-            return func(*args, **kwargs)
         given = [tensor for _, tensor in tree.tensors((args, kwargs))]
+        if not self._running or any(map(is_wrapped, given)):
+            return func(*args, **kwargs)
         inputs = [self.value(tensor) for tensor in given]
         arguments = _mapped(self._value_or_part, (args, kwargs))
         versions = [tensor._version for tensor in given]
         result = func(*args, **kwargs)
         written = [t for t, v in zip(given, versions, strict=True) if t._version != v]
-        made = [(leaf, t) for leaf, t in tree.tensors(result)]
+        made = [(leaf, t) for leaf, t in tree.tensors(result) if not is_wrapped(t)]
         if made or written:
             event = self._note(func, inputs, made, written)
             event.function, event.arguments, event.writes = func, arguments, bool(written)
@@ -247,6 +262,8 @@ class Trace(TorchFunctionMode):
 
     def _seen(self, site: Site, values: Any, kind: str) -> Iterator[tuple[tree.Leaf, Value]]:
         for leaf, tensor in tree.tensors(values):
+            if is_wrapped(tensor):
+                continue
             value = self.value(tensor)
             number = len(self.calls[site.path]) - 1
             value.places.append(Place(kind, site.path, leaf, number))
@@ -297,7 +314,10 @@ def replay(events: Iterable[Event], given: dict[int, Tensor], wanted: Value) -> 
 
 
 def replay_tokens(
-    events: Iterable[Event], given: dict[int, tuple[Value, Tensor]], wanted: Value
+    events: Iterable[Event],
+    given: dict[int, tuple[Value, Tensor]],
+    wanted: Value,
+    weights: Mapping[int, Tensor] | None = None,
 ) -> Tensor:
     """Compute a value again from other tokens, where each token is computed alone.
 
@@ -307,6 +327,7 @@ def replay_tokens(
         events: the calls that lead to the value, in order.
         given: the values, each with other numbers, by the ids of the values.
         wanted: the value.
+        weights: numbers in place of those of the run, by the ids of the values.
     """
     calls = list(events)
     rows = {key: numbers.flatten(0, -2) for key, (_, numbers) in given.items()}
@@ -316,7 +337,7 @@ def replay_tokens(
     for start in range(0, n_rows, n_slots):
         slots = torch.arange(start, start + n_slots) % n_rows
         parts = {key: rows[key][slots].reshape(given[key][0].tensor.shape) for key in given}
-        results.append(replay(calls, parts, wanted).flatten(0, -2))
+        results.append(replay(calls, {**(weights or {}), **parts}, wanted).flatten(0, -2))
     shape = next(iter(given.values()))[1].shape[:-1]
     computed = torch.cat(results)[:n_rows]
     return computed.reshape(*shape, *computed.shape[1:])

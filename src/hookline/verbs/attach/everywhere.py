@@ -173,9 +173,12 @@ class _Dispatcher:
         with self._lock:
             if line not in self._lines:
                 self._lines = (*self._lines, line)
-            for group in _GROUPS:  # in their order
-                if group in line.groups and group not in self._placed:
-                    self._place(group)
+            self._place_groups(line)
+
+    def _place_groups(self, line: GlobalHooks) -> None:
+        for group in _GROUPS:  # in their order
+            if group in line.groups and group not in self._placed:
+                self._place(group)
 
     def _place(self, group: str) -> None:
         registrations = self._placed[group] = Registrations()

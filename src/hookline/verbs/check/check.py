@@ -22,9 +22,9 @@ from hookline.engine import (
     hides,
     is_grouped,
     is_leaf,
+    module_tree,
     require_model,
     sharding,
-    walk,
 )
 from hookline.errors import warn
 from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in, not_finite, total
@@ -109,7 +109,7 @@ class CheckLine(VerbLine[Line]):
         is_told = outcome.at_end is not None or any(finding.is_error for finding in outcome.all)
         if is_told or root is None:
             return
-        finding = _poisoned(walk(root), self._forward.last_step, with_buffers=False)
+        finding = _poisoned(module_tree(root).nodes, self._forward.last_step, with_buffers=False)
         finding = self._checked.shared(finding)
         if finding is not None:
             outcome.at_end = outcome.add(finding.with_(notes=(SINCE_START,)))

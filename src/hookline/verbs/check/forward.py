@@ -21,8 +21,8 @@ from hookline.engine import (
     Site,
     SplitCallback,
     is_leaf,
+    module_tree,
     path_text,
-    walk,
 )
 from hookline.statistics import finiteness
 from hookline.statistics.finiteness import Measure, NonFinite, kinds_in, total, transformed
@@ -288,7 +288,7 @@ class ForwardChecks:
         call = sum(site_number == number for site_number, _, _ in run.sums[:index])
         site = self._outputs[number].site
         model = self._model()
-        nodes = [] if model is None else walk(model)
+        nodes = [] if model is None else module_tree(model).nodes
         node = next((candidate for candidate in nodes if candidate.path == site.path), None)
         parameters = [] if node is None else node.module.named_parameters(recurse=False)
         passed = [path_text(self._output(run, k).site.path) for k in suspects if k > index]

@@ -23,12 +23,12 @@ from hookline.engine import (
     buffers,
     inside_compiled,
     is_scripted,
+    module_tree,
     next_number,
     parameters,
     path_text,
     repeated,
     unwrap,
-    walk,
     without_modes,
 )
 from hookline.engine.pytree import tree
@@ -146,7 +146,7 @@ class Replay:
     ) -> None:
         self._passes = passes
         self._root = unwrap(inside_compiled(root))
-        self._nodes = walk(self._root)
+        self._nodes = module_tree(self._root).nodes
         self._run = run
         self._running: list[ModuleCall] = []
         self._counts: dict[int, int] = {}

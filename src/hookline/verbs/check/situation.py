@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hookline.display.text import first_line, type_and_line
-from hookline.engine import path_text, walk
+from hookline.engine import module_tree, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, ModelError, NonFiniteError
 from hookline.recordings.encoding import decode, encode
@@ -103,7 +103,9 @@ class Situation:
         Returns:
             The finding; None if all is finite.
         """
-        module = next((node.module for node in walk(model) if node.path == self.path), None)
+        module = next(
+            (node.module for node in module_tree(model).nodes if node.path == self.path), None
+        )
         if module is None:
             raise ModelError(
                 f"the model must have a module {self.path!r}, got {type(model).__name__}."

@@ -27,10 +27,10 @@ from hookline.engine import (
     Site,
     SitedNode,
     SplitCallback,
+    module_tree,
     path_text,
     snapshot,
     version_counter,
-    walk,
 )
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
@@ -200,7 +200,7 @@ def _failure(model: nn.Module, error: Exception) -> Note:
             "remove that hook and use hl.attach(model), line.backward(...), or a grad_output"
             " site; or use an operation that is not in place",
         )
-    hooks = {code: (path, kind) for path, kind, code in foreign_hooks(walk(model))}
+    hooks = {code: (path, kind) for path, kind, code in foreign_hooks(module_tree(model).nodes)}
     for frame, lineno in walk_tb(error.__traceback__):
         code = frame.f_code
         if code in hooks:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -289,15 +290,19 @@ class Slots:
         They share a turn, because nobody knows the order in which they came.
         """
         with self.lock:
-            alike = [pair for pair in pairs if pair[0].is_first_alike(pair[1])]
-            slots = self._measure_many([value.detach() for _, value in alike])
-            turn = self.turn(is_shared=True)
-            for (site, _), part in zip(alike, slots, strict=False):
-                site.slots, site.turn = [part], turn
-            measured = {id(site) for site, _ in alike} if slots else set()
+            measured = self._add_alike(pairs)
         for site, value in pairs:
             if id(site) not in measured:
                 site.add(value, is_shared=True)
+
+    def _add_alike(self, pairs: list[tuple[SiteSlots, Tensor]]) -> set[int]:
+        """Measure the values that one call can measure. Return the ids of their sites."""
+        alike = [pair for pair in pairs if pair[0].is_first_alike(pair[1])]
+        slots = self._measure_many([value.detach() for _, value in alike])
+        turn = self.turn(is_shared=True)
+        for (site, _), part in zip(alike, slots, strict=False):
+            site.slots, site.turn = [part], turn
+        return {id(site) for site, _ in alike} if slots else set()
 
     def _measure_many(self, values: list[Tensor]) -> list[Tensor]:
         """Return the slots of each value; none where they have to be measured one by one."""
@@ -322,7 +327,7 @@ class Slots:
     def sites(self) -> list[SiteSlots]:
         """Return the sites that ever had a value, in order."""
         with self.lock:
-            sites = [site for site in self._sites.values() if site.widths]
+            sites = list(filter(attrgetter("widths"), self._sites.values()))
         return sorted(sites, key=lambda site: site.order)
 
     def layout(self) -> tuple[list[SiteSlots], int]:
@@ -332,18 +337,22 @@ class Slots:
 
     def take(self) -> StepSlots:
         """Return the slots of each site that had a value in this step, and begin a new step."""
-        step_slots = StepSlots()
         with self.lock:
-            for site in self._sites.values():
-                slots = site.take()
-                if slots is not None:
-                    step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
+            return self._take()
+
+    def _take(self) -> StepSlots:
+        step_slots = StepSlots()
+        for site in self._sites.values():
+            slots = site.take()
+            if slots is not None:
+                step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
         return step_slots
 
     def has_modules(self, slots: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
         with self.lock:
-            modules = [site for site in self._sites.values() if site.order[0] < self.n_modules]
+            sites = list(self._sites.values())
+        modules = [site for site in sites if site.order[0] < self.n_modules]
         return not modules or any(site.is_off or site.name in slots for site in modules)
 
     def has_path(self, path: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hookline.display.text import listed, type_and_line
-from hookline.engine import Operation, path_text, walk
+from hookline.engine import Operation, module_tree, path_text
 from hookline.engine.pytree import describe
 from hookline.errors import HooklineError
 
@@ -51,7 +51,7 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
     Returns:
         The module's path, type and arguments. None if no module of the model is in the traceback.
     """
-    paths = {id(node.module): node.path for node in walk(model)}
+    paths = {id(node.module): node.path for node in module_tree(model).nodes}
     is_about_kinds = _ABOUT_KINDS.search(str(error)) is not None
     innermost: FailingModule | None = None
     host = ""  # the innermost module of the model

@@ -1,0 +1,129 @@
+"""Hold the whole weights of a model on each rank that FSDP or tensor parallelism shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine.torch_private.distributed import (
+    full_value,
+    gathered,
+    held_whole,
+    is_dtensor,
+    wraps_fsdp1,
+)
+from hookline.engine.torch_private.hooks import HookDict, hook_dict
+from hookline.engine.torch_private.modules import tensor_tables, unwrapping
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """Hold the whole weights on each rank, and compute as a model that is not sharded.
+
+    Entering is a collective of all ranks. What runs in the block gathers nothing.
+
+    Args:
+        model: the model, with the wrapper that FSDP1 has put around it.
+    """
+    with _whole_in_wrappers(model), held_whole(model), _whole_dtensors(model):
+        yield
+
+
+# -- FSDP1 ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _whole_in_wrappers(model: nn.Module) -> Iterator[None]:
+    """Gather the weights that FSDP1 shards. Its wrappers then call what they wrap, and no more."""
+    wrappers: list[Any] = [module for module in model.modules() if wraps_fsdp1(module)]
+    with ExitStack() as stack:
+        if wrappers and wrappers[0].training_state.name != "SUMMON_FULL_PARAMS":
+            summon = wrappers[0].summon_full_params
+            stack.enter_context(summon(model, writeback=False))
+        for wrapper in wrappers:
+            wrapper.__dict__["forward"] = unwrapping(wrapper)[1]
+            stack.callback(wrapper.__dict__.pop, "forward", None)
+        yield
+
+
+# -- tensor parallelism ---------------------------------------------------------------------------
+
+_SPLITTING = "torch.distributed.tensor"  # the package whose hooks split and join values
+
+
+@contextmanager
+def _whole_dtensors(model: nn.Module) -> Iterator[None]:
+    """Put whole tensors in place of DTensors, and take off the hooks that split and join values."""
+    places = list(_dtensors(model))
+    wholes: dict[int, Tensor] = {}  # a tied weight is one tensor
+    with ExitStack() as stack:
+        for table, name, tensor in places:
+            if id(tensor) not in wholes:
+                wholes[id(tensor)] = _whole(tensor)
+            stack.callback(table.__setitem__, name, tensor)
+            table[name] = wholes[id(tensor)]
+        for module in model.modules() if places else ():
+            for kind in ("forward_pre", "forward"):
+                _take_off(hook_dict(module, kind), stack)
+        yield
+
+
+def _dtensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield the parameters and buffers that are DTensors, each with its table and name."""
+    tables: list[Any] = [table for _, *both in tensor_tables(model) for table in both]
+    for table in tables:
+        for name, tensor in table.items():
+            if tensor is not None and is_dtensor(tensor):
+                yield table, name, tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole = full_value(tensor.detach())
+    return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+
+
+def _take_off(table: HookDict, stack: ExitStack) -> None:
+    """Take the hooks that split and join values off a module, until a stack unwinds."""
+    hooks = list(table.items())
+    taken = [key for key, hook in hooks if _splits(hook)]
+    for key in taken:
+        del table[key]
+    if taken:
+        stack.callback(_put_back, table, hooks, taken)
+
+
+def _put_back(table: HookDict, hooks: list[tuple[Any, Any]], taken: list[Any]) -> None:
+    """Put hooks back in their old order. The hooks that came meanwhile follow."""
+    current = dict(table)
+    table.clear()
+    table.update((key, hook) for key, hook in hooks if key in taken or key in current)
+    table.update(current)
+
+
+def _splits(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(function, "__module__", "")).startswith(_SPLITTING)
+
+
+def joined(part: Tensor, weight: Tensor | None, width: int) -> Tensor:
+    """Join the parts of a value that the ranks have in its last dimension: a collective.
+
+    Args:
+        part: what a layer gets on this rank: a DTensor, this rank's part, or the whole.
+        weight: the weight of the layer, which tensor parallelism may split over its inputs; None
+            for a layer without one.
+        width: the last dimension of the whole.
+    """
+    if is_dtensor(part):
+        return full_value(part)
+    if weight is None or part.shape[-1] == width or not is_dtensor(weight):
+        return part
+    for dim, placement in enumerate(weight.placements):  # type: ignore[attr-defined]
+        if placement.is_shard(weight.dim() - 1):
+            group = weight.device_mesh.get_group(dim)  # type: ignore[attr-defined]
+            part = torch.cat(list(gathered(part, group)), -1)
+    return part

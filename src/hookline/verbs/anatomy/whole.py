@@ -1,0 +1,68 @@
+"""Check that a model with whole weights computes what it computes with split ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookline.display.text import type_and_line
+from hookline.engine import full_value, is_dtensor
+from hookline.engine.pytree import tree
+from hookline.errors import AttachError
+from hookline.verbs.anatomy.numbers import error, limit
+from hookline.verbs.shared.run_model import call
+
+# Ranks sum in another order, and each layer adds to the difference. Other code is off by far more.
+_CLOSE = 1e-3
+
+
+def output_of(model: nn.Module, inputs: Any) -> dict[tree.Leaf, Tensor]:
+    """Run a model, and return the floating tensors of its output by leaf; DTensors are gathered."""
+    return {
+        leaf: (full_value(tensor) if is_dtensor(tensor) else tensor).detach()
+        for leaf, tensor in tree.tensors(call(model, inputs))
+        if tensor.is_floating_point() and tensor.numel()
+    }
+
+
+def check_whole(model: nn.Module, inputs: Any, split: dict[tree.Leaf, Tensor]) -> None:
+    """Run a model with whole weights, and compare its output with that of split weights.
+
+    Args:
+        model: the model, which has whole weights now.
+        inputs: the input.
+        split: the output that the model had with weights that tensor parallelism splits.
+
+    Raises:
+        AttachError: the model fails, or has another output.
+    """
+    kind = type(model).__name__
+    fix = (
+        "\nName the parts before parallelize_module: parts = hl.anatomy(model). Their sites stay"
+        " the same: [str(site) for site in parts['pattern']]."
+    )
+    try:
+        whole = output_of(model, inputs)
+    except Exception as reason:
+        raise AttachError(
+            "hl.anatomy must be given a model that also runs with whole weights, because it proves"
+            f" the names with these, got {kind}, which raises {type_and_line(reason)}.{fix}"
+        ) from reason
+    off = max((_off(part, whole.get(leaf)) for leaf, part in split.items()), default=0.0)
+    bound = max((limit(part.dtype) for part in split.values()), default=0.0)
+    if off > max(bound, _CLOSE):
+        raise AttachError(
+            "hl.anatomy must be given a model that has the same output with whole weights, because"
+            f" it proves the names with these, got {kind}, whose output is off by {off:.1e}.{fix}"
+        )
+
+
+def _off(part: Tensor, whole: Tensor | None) -> float:
+    """Return the error of an output, or of the part of it that this rank has in one dimension."""
+    if whole is None or part.dim() != whole.dim():
+        return float("inf")
+    dims = [dim for dim in range(part.dim()) if part.shape[dim] != whole.shape[dim]]
+    n_shares = -(-whole.shape[dims[0]] // part.shape[dims[0]]) if dims else 1
+    shares = whole.chunk(n_shares, *dims[:1])
+    return min(error(part, share) for share in shares)
