@@ -40,3 +40,8 @@ function ratioText(ratio) {
 }
 
 const counted = (number, noun, nouns = `${noun}s`) => `${number.toLocaleString("en")} ${number === 1 ? noun : nouns}`;
+
+// A path may be broken after its dots, so that no name is cut; a decimal point is none.
+const DOTS = /(?<=[^\W\d]\.)(?=\w)|(?<=\d\.)(?=[^\W\d])|(?<=[\])]\.)(?=\w)/;
+const broken = (text) =>
+  text.split(DOTS).flatMap((part, place) => (place ? [element("wbr"), part] : [part]));
