@@ -43,7 +43,7 @@ ONLY = {
     "hookline.models": GROUND,
     "hookline.views": GROUND | {
         "hookline.verbs.summary", "hookline.verbs.compare", "hookline.verbs.sweep",
-        "hookline.opening", "hookline.stores",
+        "hookline.verbs.check", "hookline.verbs.profile", "hookline.opening", "hookline.stores",
         "hookline.recordings", "hookline.curves", "hookline.findings", "hookline.statistics",
         "hookline.engine", "hookline.engine.pytree", "hookline.files",
     },

@@ -86,7 +86,6 @@ SIGNATURES = {
     "Profile.top": "(self, n=10, by='self')",
     "Profile.fold": "(self, depth)",
     "Profile.trace": "(self, path)",
-    "Profile.flame": "(self, path)",
     "Recording.gradients": "(self)",
     "Recording.save": "(self, folder, *, alone=False, group=None, timeout=60.0)",
     "Recording.full": "(self, key, dim=None, *, group=None, timeout=60.0)",
@@ -209,7 +208,7 @@ SURFACES = {
     "ClipLine": (lambda: hl.clip(nn.Linear(2, 2), norm=1.0), ["remove", "report"]),
     "Watch": (lambda: hl.watch(nn.Linear(2, 2)), ["remove", "report"]),
     "Profile": (lambda: hl.profile(nn.Linear(2, 2)), [
-        "failure", "first", "flame", "fold", "per_pass", "remove", "rows", "table", "to_dict",
+        "failure", "first", "fold", "per_pass", "remove", "rows", "table", "to_dict",
         "to_pandas", "top", "total", "trace",
     ]),
     "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
@@ -234,9 +233,9 @@ SURFACES = {
         "to_pandas", "warning", "why",
     ]),
     "Store": (stored, [
-        "cat", "dataset", "export", "files", "items", "job", "labels", "n_items", "n_rows", "names",
-        "nbytes", "parts", "place", "provenance", "release", "shuffled", "sites", "skipped",
-        "statistics", "to_dict", "to_pandas", "tokens", "verify",
+        "cat", "dataset", "export", "files", "findings", "items", "job", "labels", "n_items",
+        "n_rows", "names", "nbytes", "parts", "place", "provenance", "release", "shuffled",
+        "sites", "skipped", "statistics", "to_dict", "to_pandas", "tokens", "verify",
     ]),
     "Column": (lambda: stored()["x"], [
         "dtype", "is_ragged", "lengths", "name", "nbytes", "ndim", "numpy", "of_item", "of_items",

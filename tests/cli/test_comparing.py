@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 
 import hookline as hl
 from hookline.cli.app import app
+from packed_pages import data_of
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_out_writes_a_page_that_holds_the_json(folders, tmp_path):
     assert done.exit_code == 1
     assert f"written: {tmp_path / 'page' / 'report.html'}" in done.output.replace("\n", "")
     text = (tmp_path / "page" / "report.html").read_text()
-    shown = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    shown = data_of(text)
     data = json.loads(compare(folders, "b", "a", "--json").stdout)
     assert {name: shown[name] for name in data} == data
 

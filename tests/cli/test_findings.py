@@ -52,10 +52,11 @@ def test_a_written_page_is_followed_by_its_findings(folder, tmp_path):
     assert "Findings: 1 warning" in done.stdout
 
 
-def test_the_page_of_a_store_has_no_findings(folder, tmp_path):
+def test_a_store_is_judged_by_its_statistics(folder, tmp_path):
+    done = said(folder, "findings", "store", "--fail-on", "note")
+    assert (done.exit_code, "x has one number in every item." in done.stdout) == (1, True)
     done = said(folder, "view", "store", "--out", str(tmp_path / "page.html"))
-    assert done.exit_code == 0
-    assert "Findings" not in done.stdout
+    assert "Findings: 1 note; 1 site, 3 items" in done.stdout
 
 
 def test_inspect_prints_findings_and_gives_them_as_json(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hookline.cli.app import app
+from packed_pages import data_of
 
 
 def run(*arguments):
@@ -15,15 +16,15 @@ def run(*arguments):
 
 
 def test_it_prints_the_modules_and_writes_the_files(tmp_path):
-    trace, flame = tmp_path / "trace.json", tmp_path / "flame.html"
-    done = run("demo:digits", "demo", "--backward", "--trace", trace, "--flame", flame)
+    trace, page = tmp_path / "trace.json", tmp_path / "profile.html"
+    done = run("demo:digits", "demo", "--backward", "--trace", trace, "--out", page)
     assert done.exit_code == 0, done.output
     assert "block1" in done.output
     assert "Backward" in done.output
     assert "Median of a pass" in done.output
     assert "5 passes" in done.output
     assert json.loads(trace.read_text())["traceEvents"]
-    assert "<script>" in flame.read_text()
+    assert data_of(page.read_text())["tables"][0]["rows"]["path"][0] == ""
 
 
 def test_forward_alone_has_no_backward_and_depth_folds():

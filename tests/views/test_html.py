@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.recordings import notebook
 
 
 class Cells(HTMLParser):
@@ -50,6 +51,36 @@ def test_a_recording_is_a_table_of_its_sites(net, image):
         ["fc", "Linear", "[2, 5]", "float32", "1", "2", ""],
     ]  # fmt: skip
     assert "Recording of SmallNet: 3 sites, 2 passes, 6 values" in shown.text
+
+
+def test_findings_and_the_strip_stand_above_the_table():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    nn.init.constant_(model[1].weight, float("nan"))
+    with hl.record(model) as run:
+        model(torch.ones(2, 4))
+    html = run._repr_html_()
+    shown = Cells(html)
+    finding = run.findings()[0]
+    assert html.index(finding.text) < html.index("<svg") < html.index("<table>")
+    assert finding.advice in shown.text
+    assert {"svg", "title"} <= shown.tags
+    assert not {"script", "img", "link"} & shown.tags
+
+
+def test_a_healthy_recording_says_so_and_an_empty_one_nothing(net, image):
+    with torch.no_grad(), hl.record(net, nn.Conv2d) as run:
+        assert "<svg" not in run._repr_html_()
+        net(image)
+    assert "No error and no warning." in Cells(run._repr_html_()).text
+
+
+def test_a_large_recording_is_not_read_to_be_shown(net, image, monkeypatch):
+    with torch.no_grad(), hl.record(net, nn.Conv2d) as run:
+        net(image)
+    monkeypatch.setattr(notebook, "_MOST_BYTES", 100)
+    shown = Cells(run._repr_html_())
+    assert "print(run.findings()) says what is wrong" in shown.text
+    assert "svg" not in shown.tags
 
 
 def test_a_recording_from_a_folder_shows_the_same(net_run_folder):

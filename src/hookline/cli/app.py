@@ -336,8 +336,8 @@ def profile(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write a Chrome trace, for Perfetto")
     ] = None,
-    flame: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write a flame view, an HTML file")
+    out_path: Annotated[
+        Path | None, typer.Option("--out", metavar="PATH", help="write a page, report.html")
     ] = None,
     weights: Weights = "default",
     as_json: AsJson = False,
@@ -353,11 +353,9 @@ def profile(
     else:
         show(table)
     with complaints():
-        files = [
-            write(path)
-            for write, path in ((profiling.trace, trace), (profiling.flame, flame))
-            if path
-        ]
+        files = [profiling.trace(trace)] if trace is not None else []
+        if out_path is not None:
+            files.append(hl.write_page(profiling, page_of(out_path), title=loaded.name))
     for file in files:
         if not as_json:
             out.print(f"\nwritten: {file}", markup=False, soft_wrap=True)
@@ -370,7 +368,9 @@ def profile(
 def view(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="what run.save, hl.extract or hl.monitor wrote"),
+        typer.Argument(
+            metavar="DIR", help="what run.save, hl.extract, hl.monitor or hl.check(keep=) wrote"
+        ),
     ],
     other: Annotated[
         Path | None, typer.Argument(metavar="[DIR2]", help="a second folder to compare with")
@@ -391,7 +391,7 @@ def view(
         typer.Option("--out", metavar="PATH", help="write report.html there instead of serving"),
     ] = None,
 ) -> None:
-    """Show a recording, a store or a run in the browser, or two recordings; follow new ones."""
+    """Show a recording, a store, a run or a finding in the browser, or two recordings."""
     folders = [folder] if other is None else [folder, other]
     with complaints():
         chosen = chosen_items(items, folders)
@@ -409,12 +409,12 @@ def view(
 @app.command("findings")
 def findings_command(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="what run.save or hl.monitor wrote")
+        Path, typer.Argument(metavar="DIR", help="what run.save, hl.extract or hl.monitor wrote")
     ],
     level: FailOnOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong in a recording or a training, worst first, and where it begins."""
+    """Say what is wrong in a recording, a store or a training, worst first, and where it begins."""
     with complaints(), Busy("reading the values"):
         findings = findings_in(folder)
     if as_json:

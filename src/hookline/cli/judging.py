@@ -8,11 +8,8 @@ from typing import Annotated
 
 import typer
 
-from hookline.curves import Curves
-from hookline.errors import InputError
 from hookline.findings import Findings
 from hookline.opening import open as open_folder
-from hookline.recordings import Recording
 
 
 class FailOn(StrEnum):
@@ -30,18 +27,12 @@ FailOnOption = Annotated[
 
 
 def findings_in(folder: Path) -> Findings:
-    """Judge the recording or the run in a folder.
+    """Judge the recording, the store or the run in a folder.
 
     Raises:
-        HooklineError: the folder holds neither, or cannot be read.
+        HooklineError: the folder cannot be read.
     """
-    opened = open_folder(folder)
-    if not isinstance(opened, Recording | Curves):
-        raise InputError(
-            f"DIR must hold a recording or a run, got a {type(opened).__name__}: {folder}."
-            "\nGive a folder that run.save or hl.monitor(to=...) wrote."
-        )
-    return opened.findings()
+    return open_folder(folder).findings()
 
 
 def fail_on(findings: Findings, level: FailOn | None) -> None:

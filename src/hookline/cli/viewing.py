@@ -20,8 +20,10 @@ from hookline.views.page import (
     write_comparison_page,
     write_contents_page,
     write_curves_page,
+    write_page,
 )
 from hookline.views.page.links import items_of
+from hookline.views.page.sources import finding_in, is_kept
 
 
 def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | None:
@@ -50,7 +52,7 @@ def serving_of(
     shelf = OpenRecordings(*(FolderSource(folder, items) for folder in folders))
     if not wait or shelf.state():
         try:
-            if shelf.run() is None:
+            if shelf.run() is None and shelf.kept() is None:
                 shelf.page()  # report a bad folder before serving, and make the first page fast
         except FolderError as error:
             if wait or not any(map(_may_be_written_yet, folders)):
@@ -72,13 +74,13 @@ def write_view(
     """Write the page of a folder as one file.
 
     Args:
-        folders: the folder, or two to compare.
+        folders: the folder, or two to compare; or a file that `hl.check(keep=)` wrote.
         items: of a store, the items that are shown.
         out: a file that ends in `.html`, or a folder.
 
     Returns:
-        The file, and what was found in the folder; None for a store, which is not judged, and for a
-        comparison, whose page has findings of its own.
+        The file, and what was found in the folder; None for a comparison and a finding of
+        `hl.check`, whose pages have findings of their own.
 
     Raises:
         HooklineError: the folder holds nothing readable, or the file cannot be written.
@@ -90,6 +92,8 @@ def write_view(
     folder = folders[0]
     if is_run(folder):
         return write_curves_page(folder, target), findings_in(folder)
+    if is_kept(folder):
+        return write_page(finding_in(folder), target), None
     contents = FolderSource(folder, items).read()
     return write_contents_page(contents, target, title=folder.resolve().name)
 

@@ -58,25 +58,30 @@ class _Reader:
             )
 
 
-def findings_of_passes(
+def judge_passes(
     passes: Sequence[PassRecord], modules: Sequence[tuple[str, str]], report: Report
-) -> Findings:
+) -> tuple[Findings, Survey]:
     """Judge the values of passes, one pass after the other.
 
     A finding of several passes is told once, with the first of them.
+
+    Returns:
+        The findings, and the survey of the last pass.
     """
     reader = _Reader()
     types = {"" if path == "(root)" else path: kind for path, kind in modules}
     silent = [(site.path, site.port, report.why.get(site, "")) for site in report.silent]
     aliases = {site.path: site.aliases for site, _ in report.fired if site.aliases}
     told: dict[tuple[str, str], tuple[Finding, list[int]]] = {}
+    survey = Survey([])
     for record in passes:
         survey = Survey(list(reader.readings(record)), types, silent, aliases)
         for finding in findings_of(survey):
             told.setdefault((finding.kind, finding.site), (finding, []))[1].append(record.number)
     rows = [_in_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
     facts = f"{plural(reader.n_values, 'value')}, {plural(len(passes), 'pass', 'passes')}"
-    return Findings(in_order([*rows, *_overwritten(reader.overwritten)]), facts, _notes(reader))
+    judged = in_order([*rows, *_overwritten(reader.overwritten)])
+    return Findings(judged, facts, _notes(reader)), survey
 
 
 def _in_passes(finding: Finding, numbers: Sequence[int], n_passes: int) -> Finding:

@@ -37,7 +37,7 @@ from hookline.engine.provenance import Provenance
 from hookline.engine.run_settings import settings_of
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.findings.finding import Findings
-from hookline.recordings.findings import findings_of_passes
+from hookline.recordings.findings import judge_passes
 from hookline.recordings.folder import is_one_of_many, write, write_ranks
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key, Lookup
@@ -45,6 +45,7 @@ from hookline.recordings.joining import concatenated, stacked, way_to_join
 from hookline.recordings.log import Log, Read, note_copied, note_transformed
 from hookline.recordings.log_entries import Contents, Entry, PassContents
 from hookline.recordings.lookups import Lookups
+from hookline.recordings.notebook import judged_html
 from hookline.recordings.overview import MOST_PASSES, recording_printout, site_rows
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
 from hookline.recordings.stored_values import Stored
@@ -411,7 +412,7 @@ class Recording(Lookups, Result):
             AmbiguousError: the recording holds several ranks; write `run.ranks[0].findings()`.
         """
         self._refuse_of_ranks("findings()")
-        return findings_of_passes(self.passes, self.modules, self.report())
+        return judge_passes(self.passes, self.modules, self.report())[0]
 
     def report(self) -> Report:
         """Return the report: how often each site fired, and why some sites never fired.
@@ -565,6 +566,11 @@ class Recording(Lookups, Result):
             return _remark(*first[site], site) if site in first else ""
 
         return recording_printout(self._log, self.report().model_type, len(self.lost), remark)
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook shows: findings, the depth strip, and the table."""
+        judged = "" if self.ranks else judged_html(self.passes, self.modules, self.report())
+        return judged + super()._repr_html_()
 
     @property
     def _name(self) -> str:

@@ -156,6 +156,18 @@ class Shards:
         """Return the name of a shard's file, with its place."""
         return f"{self.places[shard]}/{name_of(self.numbers[shard])}"
 
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the file, the items, the rows and the bytes of each shard, as plain values."""
+        return [
+            {
+                "file": self.name(shard),
+                "items": int(self.n_items[shard]),
+                "rows": int(self.n_rows[shard]),
+                "bytes": int(self.sizes[shard]),
+            }
+            for shard in range(len(self))
+        ]
+
     def mapped_of(self, column: str) -> dict[int, Mapped]:
         """Return the rows of a column that are mapped now, by shard. Others change this dict."""
         return self._mapped.setdefault(column, {})

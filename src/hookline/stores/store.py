@@ -27,11 +27,13 @@ from hookline.errors import (
 from hookline.files.place import Place, as_place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.sealed_json import MANIFEST
+from hookline.findings import Findings
 from hookline.recordings.index import closest, quoted
 from hookline.statistics import Moments, merged
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
 from hookline.stores.exports import ExportedColumns, Format, export
+from hookline.stores.findings import findings_of_store
 from hookline.stores.job import read_manifest
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, ColumnForm, number_of
 from hookline.stores.shards import Shards
@@ -484,6 +486,17 @@ class Store(Result):
         text_columns = {name: column for name, column in texts.items() if column is not None}
         return export(ExportedColumns(columns, self.n_items, text_columns), to, format)
 
+    def findings(self) -> Findings:
+        """Say what is wrong with the values, by their statistics, and which items were skipped.
+
+            >>> store.findings().ok
+            True
+
+        No value is read: `store.statistics` tells NaN, infinity, and sites that are zero or have
+        one number in every item.
+        """
+        return findings_of_store(self.statistics, self.skipped, self.n_items)
+
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.
 
@@ -561,13 +574,14 @@ class Store(Result):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sites with their forms and statistics, and the job, as plain values."""
+        """Return the sites with their forms and statistics, the shards and the job."""
         return {
             "folder": self._where(),
             "items": self.n_items,
             "rows": self.n_rows,
             "bytes": self.nbytes,
             "skipped": self.skipped,
+            "shards": self._shards.to_dicts(),
             "job": self.job,
             "sites": self._table_rows(),
         }

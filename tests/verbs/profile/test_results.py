@@ -1,4 +1,4 @@
-"""The results of a profile: rows, tables, the trace, the flame view."""
+"""The results of a profile: rows, tables, the nested calls, the trace."""
 
 from __future__ import annotations
 
@@ -189,42 +189,22 @@ def test_a_trace_keeps_no_more_than_it_can(tmp_path, monkeypatch):
     assert prof[""].calls == 5
 
 
-@pytest.mark.processes
-def test_the_flame_view_shows_and_zooms_without_a_network(prof, tmp_path, browser):
-    page = browser.new_page(viewport={"width": 1000, "height": 600})
-    asked, errors = [], []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    path = prof.flame(tmp_path / "flame.html")
-    page.goto(path.as_uri())
-    names = page.eval_on_selector_all("#flame button", "all => all.map(one => one.title)")
-    assert any(name.startswith("h.1.0, ") for name in names)
-    assert any(name.startswith("outside the model, ") for name in names)
-    top, root = (page.locator("#flame button").nth(k).bounding_box() for k in (0, 1))
-    assert top["width"] == pytest.approx(page.locator("#flame").bounding_box()["width"], abs=1)
-    assert root["width"] / top["width"] == pytest.approx(
-        prof.total.time.all / prof.total.seconds, abs=0.02
-    )
-    page.locator("#flame button[title^='h.1, ']").click()
-    wide = page.locator("#flame button[title^='h.1, ']").bounding_box()["width"]
-    assert wide == pytest.approx(top["width"], abs=1)
-    whole = page.locator("#about").inner_text().partition("; ")[0]
-    assert whole.startswith("h.1 (Sequential): ")
-    page.locator("input[value='1']").uncheck()
-    assert page.locator("#flame button[title^='h.1, ']").bounding_box()["width"] == wide
-    assert page.locator("#about").inner_text().partition("; ")[0] != whole
-    assert asked == [path.as_uri()]
-    assert errors == []
-    page.close()
+def test_nested_calls_have_the_costs_of_the_table(prof):
+    def nodes(calls):
+        for node in calls:
+            yield node
+            yield from nodes(node["children"])
 
-
-def test_names_in_the_flame_view_cannot_end_the_script(tmp_path):
-    model = nn.Sequential()
-    model.add_module("</script><b>", nn.Linear(2, 2))
-    with hl.profile(model, flops=False) as prof:
-        model(torch.ones(1, 2))
-    text = prof.flame(tmp_path / "flame.html").read_text()
-    assert text.count("</script>") == 1
+    calls = prof.calls()
+    (root,) = calls
+    assert (root["path"], root["children"][0]["path"]) == ("(root)", prof.rows[1].path)
+    for row in prof.rows:
+        own = [node for node in nodes(calls) if node["path"] == (row.path or "(root)")]
+        assert sum(node["calls"] for node in own) == row.calls
+        assert sum(node["kept"] for node in own) == row.self_activation_bytes
+        for name, costs in (("seconds", row.self_time), ("flops", row.self_flops)):
+            sums = [sum(parts) for parts in zip(*(node[name] for node in own), strict=True)]
+            assert sums == pytest.approx(list(costs) if own else [])
 
 
 def test_a_context_finds_its_place_again():
@@ -261,14 +241,13 @@ def test_a_narrow_terminal_has_whole_numbers_in_fewer_columns(prof):
             assert row.module.name in narrow
 
 
-@pytest.mark.parametrize("write", ["trace", "flame"])
-def test_a_file_that_cannot_be_written_is_said(prof, tmp_path, write):
+def test_a_file_that_cannot_be_written_is_said(prof, tmp_path):
     with pytest.raises(hl.FolderError, match="No such file or directory"):
-        getattr(prof, write)(tmp_path / "missing" / "file")
+        prof.trace(tmp_path / "missing" / "file")
     with pytest.raises(hl.FolderError, match="No space left on device"):
-        getattr(prof, write)("/dev/full")
+        prof.trace("/dev/full")
     with pytest.raises(hl.FolderError):
-        getattr(prof, write)(tmp_path)
+        prof.trace(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -285,13 +264,12 @@ def test_a_depth_that_is_no_number_from_0_on_is_refused(depth):
         )
 
 
-@pytest.mark.parametrize("write", ["trace", "flame"])
-def test_a_file_that_is_no_path_is_refused(write):
+def test_a_file_that_is_no_path_is_refused():
     model = nn.Linear(2, 2)
     with hl.profile(model, flops=False) as prof:
         model(torch.ones(1, 2))
     with pytest.raises(hl.FolderError) as caught:
-        getattr(prof, write)(None)
+        prof.trace(None)
     assert str(caught.value) == (
         "the file must be a path, got None.\nGive its name, such as 'profile.html'."
     )

@@ -74,7 +74,7 @@ def lines(page):
 
 
 def chosen(page):
-    return page.locator("#site-name")
+    return page.locator("#pane-heading")
 
 
 def test_findings_come_first_then_the_difference_and_its_suspect(page, comparison):
@@ -103,8 +103,8 @@ def test_its_numbers_are_those_of_the_comparison(page, comparison):
     row = comparison["1.1"]
     cells = lines(page)[1]
     assert cells[1] == "differs"
-    numbers = page.locator("#site-body > .four tbody tr td:first-of-type").all_inner_texts()
-    floors = page.locator("#site-body > .four tbody tr td:last-of-type").all_inner_texts()
+    numbers = page.locator("#pane > .pane-body > .few tbody tr td:first-of-type").all_inner_texts()
+    floors = page.locator("#pane > .pane-body > .few tbody tr td:last-of-type").all_inner_texts()
     assert float(cells[2].replace(MINUS, "-")) == pytest.approx(row.relative, rel=5e-3)
     for number, text in zip((row.relative, row.worst_row, row.worst_element),
                             (numbers[0], *numbers[2:]), strict=True):  # fmt: skip
@@ -163,7 +163,7 @@ def test_a_site_shows_both_values_and_their_difference(folders, served, new_page
     server = served(*folders)
     page = new_page(server.base, server.base)
     page.get_by_role("slider").press("End")
-    panel = page.locator("#site")
+    panel = page.locator("#pane")
     expect(panel.locator(".maps > canvas")).to_have_count(3)
     a, b = (float(hl.open(folder)["(root)"].double().max()) for folder in folders)
     cells = panel.get_by_role("row", name="Max").locator("td").all_inner_texts()
@@ -186,7 +186,8 @@ def test_local_errors_stand_beside_those_of_all_before(models, open_file):
     expect(page.locator("#local-key")).to_be_visible()
     row = next(cells for cells in lines(page) if cells[0].startswith("1.1"))
     assert float(row[2].replace(MINUS, "-")) == pytest.approx(comparison["1.1"].local, rel=5e-3)
-    expect(page.locator("#findings li.culprit")).to_contain_text("at fault1.1 computes otherwise")
+    expect(page.locator("#findings li").last).to_contain_text("1.1 computes otherwise")
+    expect(page.locator("#findings .number").last).to_have_text("at fault")
 
 
 def test_equal_runs_are_said_to_be_equal(folders, open_file):
@@ -207,9 +208,9 @@ def test_values_that_are_nan_or_of_other_shapes_are_told(open_file):
     ]
     expect(page.locator("img")).to_have_count(0)
     page.get_by_role("slider").press("End")
-    expect(page.locator("#site-body")).to_contain_text("infinite")
+    expect(page.locator(".pane-body").first).to_contain_text("infinite")
     page.get_by_role("slider").press("ArrowLeft")
-    expect(page.locator("#site-body")).to_contain_text("not comparable: shapes [2] and [3]")
+    expect(page.locator(".pane-body").first).to_contain_text("not comparable: shapes [2] and [3]")
 
 
 def test_what_cannot_be_compared_is_said_on_the_page(served, new_page, tmp_path):

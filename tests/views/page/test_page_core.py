@@ -71,7 +71,7 @@ def test_values_that_are_not_measured_wait_without_numbers(strange_run):
 def test_findings_name_their_rows(strange_run):
     entries = read_values(strange_run)
     rows = rows_of(strange_run, entries)
-    data = findings_data(*judged(strange_run), rows, entries)
+    data = findings_data(*judged(strange_run.findings), rows, entries)
     assert data["judged"]
     assert [finding["text"] for finding in data["findings"]] == [
         finding.text for finding in strange_run.findings()
@@ -91,7 +91,7 @@ def test_a_finding_in_a_leaf_a_call_and_a_parameter_has_its_row(looped):
         model(torch.ones(2, 3))
     entries = read_values(run)
     rows = rows_of(run, entries)
-    (finding, *_) = findings_data(*judged(run), rows, entries)["findings"]
+    (finding, *_) = findings_data(*judged(run.findings), rows, entries)["findings"]
     assert finding["site"] == "1:output[1]"
     assert rows[finding["row"]].label == "1"
 

@@ -403,3 +403,21 @@ def test_the_list_is_saved_as_an_svg(page, tmp_path):
     assert named == [name for name in TREE if not name.isdecimal()]
     assert "BatchNorm2d" in texts
     assert texts[:3] == ["Type", "Shape", "Std"]
+
+
+def test_a_path_in_a_finding_breaks_at_its_dots(new_page, tmp_path):
+    inner = nn.Sequential()
+    inner.add_module("linear", nn.Linear(2, 2))
+    nn.init.constant_(inner[0].weight, float("nan"))
+    model = nn.Sequential()
+    model.add_module("encoder", inner)
+    with hl.record(model) as run:
+        model(torch.ones(1, 2))
+    finding = run.findings()[0]
+    address = hl.write_page(run, tmp_path / "report.html").as_uri()
+    page = new_page(address, address)
+    expect(page.locator("body[data-ready]")).to_be_visible()
+    words = f"{finding.text} {finding.why} {finding.advice}".replace("  ", " ")
+    assert page.locator(".callout").first.text_content() == words
+    for place in (".callout", ".finding strong", "#pane-heading"):
+        assert "encoder.<wbr>linear" in page.locator(place).first.inner_html()

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 from torch import nn
 
@@ -16,6 +17,7 @@ from hookline.views.page import FolderSource, OpenRecordings, write_contents_pag
 from hookline.views.page.core import core_data
 from hookline.views.page.links import items_of, text_of
 from packed_pages import core_of
+from small_stores import write_store
 
 ROWS = torch.arange(20.0 * 3 * 4 * 4).reshape(20, 3, 4, 4)
 
@@ -40,13 +42,38 @@ def test_statistics_are_of_all_items_and_pictures_of_some(folder):
     assert "items 3 and 5" in shown.about
 
 
-def test_a_file_has_the_statistics_of_all_items_and_no_findings(folder, tmp_path):
+def test_a_file_has_the_statistics_of_all_items(folder, tmp_path):
     contents = FolderSource(folder, [3, 5]).read()
     path, findings = write_contents_page(contents, tmp_path / "store.html", title="A store")
     core = core_of(path.read_text())
     assert max(core["values"]["max"]) == 959
-    assert findings is None
-    assert not core["judged"]
+    assert findings.ok
+    assert core["judged"]
+
+
+def test_shapes_sizes_and_counts_are_of_all_items(folder, tmp_path):
+    core = core_of(hl.write_page(hl.open(folder), tmp_path).read_text())
+    values = core["values"]
+    assert core["shapes"] == ["[20, 3, 4, 4]"]
+    assert values["numel"] == [960, 960]
+    assert values["stored"] == {"0": 3840, "1": 3840}
+    assert values["range"]["0"] == [0, 383, 384]  # the histogram is of the first eight items
+
+
+def test_a_page_tells_shards_skipped_items_and_origin(tmp_path):
+    broken = torch.ones(9, 2)
+    broken[4, 1] = float("nan")
+    write_store(
+        tmp_path / "s", {"x": broken, "y": torch.zeros(9, 2)}, skipped=[(8, "no such file")]
+    )
+    store = hl.open(tmp_path / "s")
+    core = core_of(hl.write_page(store, tmp_path / "store.html").read_text())
+    assert [finding["kind"] for finding in core["findings"]] == ["non-finite", "dead", "skipped"]
+    assert [finding["row"] for finding in core["findings"]] == [0, 1, None]
+    shown = core["store"]
+    assert [items for _, items, _, _ in shown["shards"]] == [8, 1]
+    assert (shown["skipped"], shown["nSkipped"]) == ([[8, "no such file"]], 1)
+    assert ["torch", store.provenance.versions["torch"]] in shown["origin"]
 
 
 def test_the_server_shows_a_store(folder, served):
@@ -54,8 +81,33 @@ def test_the_server_shows_a_store(folder, served):
     page, maps = server.get().text, json.loads(server.get("maps?at=1").text)
     assert "a store of 20 items; the table&#39;s statistics are of all" in page
     assert core_of(page)["values"]["mean"][0] == 479.5
-    assert not json.loads(server.get("findings").text)["judged"]
+    assert core_of(page)["store"]["nShards"] == 1
+    assert json.loads(server.get("findings").text)["judged"]
     assert maps["own"]["maps"]["samples"] == 8
+
+
+def test_shards_open_and_a_histogram_says_whose_it_is(folder, served, new_page):
+    base = served(folder).base
+    page = new_page(base, base)
+    region = page.get_by_role("region", name="The store")
+    expect(region).to_contain_text("Items20")
+    region.get_by_text("1 shard").click()
+    expect(region.get_by_role("row").nth(1)).to_contain_text("shard-")
+    expect(page.locator(".axis").first).to_contain_text("of the items shown")
+    expect(page.locator(".axis span").last).to_have_text("383")
+    expect(page.locator("dl.numbers", has_text="Stored").first).to_contain_text("Max959")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 800, 390])
+def test_axe_finds_no_fault_at_any_width(folder, tmp_path, new_page, scheme, width):
+    address = hl.write_page(hl.open(folder), tmp_path / "store.html").as_uri()
+    page = new_page(address, address, color_scheme=scheme, viewport={"width": width, "height": 900})
+    expect(page.locator("body[data-ready]")).to_be_visible()
+    page.locator("#store summary").last.click()
+    assert [fault["id"] for fault in Axe().run(page).response["violations"]] == []
+    wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
+    assert not page.locator("html").evaluate(wide)
 
 
 def test_an_item_that_is_not_there_is_refused(folder):

@@ -162,6 +162,7 @@ def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
     page.get_by_role("button", name="Tree").click()
     expect(page.get_by_role("treegrid")).to_be_visible()
     two = visit(tmp_path / "a", tmp_path / "b")
+    two.get_by_role("button", name="Tokens").click()
     grid = two.get_by_role("grid", name="Tokens")
     expect(grid).to_be_visible()
     grid.press("Control+End")

@@ -38,7 +38,7 @@ def test_a_page_loads_nothing_from_elsewhere_and_is_not_framed(served, runs):
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
-    assert re.search(r"script-src( 'sha256-[A-Za-z0-9+/]+=*'){4}$", policy)
+    assert re.search(r"script-src( 'sha256-[A-Za-z0-9+/]+=*'){5}$", policy)
     assert headers["x-content-type-options"] == "nosniff"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import InputError
+from packed_pages import data_of
 
 MINUS = "\N{MINUS SIGN}"
 WORDS = ["the", "<b>cat</b>", "sat", "the"]
@@ -94,27 +94,27 @@ def test_every_cell_is_read_by_keyboard_with_its_numbers(visit, swept):
 
 
 def test_the_metrics_without_a_change_and_clean_are_on_top(visit, swept):
-    facts = visit("sweep").locator("#metrics dd").all_inner_texts()
-    sweep = swept["sweep"]
+    page, sweep = visit("sweep"), swept["sweep"]
+    facts = page.locator("#metrics dd").all_inner_texts()
     assert number(facts[0]) == pytest.approx(sweep.baseline, rel=1e-3)
     assert number(facts[1]) == pytest.approx(sweep.clean, rel=1e-3)
-    assert facts[2:] == ["8", str(sweep.forwards)]
+    expect(page.get_by_role("status")).to_have_text(f"8 changes, {sweep.forwards} forwards")
 
 
 def test_the_largest_effect_is_chosen_and_leads_the_table(visit, swept):
     page, sweep = visit("sweep", {"position": WORDS}), swept["sweep"]
     row, column = np.unravel_index(np.abs(sweep.effects).argmax(), (2, 4))
     name = f"{sweep.labels['site'][row]}, position {column} “{WORDS[column]}”"
-    expect(page.locator("#change-name")).to_have_text(name)
-    first = page.locator("#largest-body tr").first
-    expect(first.get_by_role("button")).to_have_text(name)
-    assert number(first.locator("td").first.inner_text()) == pytest.approx(
+    expect(page.locator("#pane-heading")).to_have_text(name)
+    first, last = (page.locator("#findings button").nth(k) for k in (0, -1))
+    expect(first.locator("strong")).to_have_text(name)
+    assert number(first.locator(".number").inner_text()) == pytest.approx(
         sweep.effects[row, column], rel=1e-3
     )
-    last = page.locator("#largest-body tr").last
-    last.get_by_role("button").click()
+    last.click()
     expect(page.get_by_role("grid")).to_be_focused()
-    expect(page.locator("#change-name")).to_have_text(last.get_by_role("button").inner_text())
+    expect(last).to_have_attribute("aria-pressed", "true")
+    expect(page.locator("#pane-heading")).to_have_text(last.locator("strong").text_content())
 
 
 def test_the_picture_has_colours_for_signs_and_a_click_reads_it(visit, swept):
@@ -129,7 +129,7 @@ def test_the_picture_has_colours_for_signs_and_a_click_reads_it(visit, swept):
     red, _, blue, _ = colours
     assert (red > blue) == (largest > 0)
     page.locator("canvas").click(position={"x": 60, "y": 30})
-    expect(page.locator("#change-name")).to_have_text(re.compile("^first, position "))
+    expect(page.locator("#pane-heading")).to_have_text(re.compile("^first, position "))
 
 
 def test_a_third_axis_is_fixed_by_a_menu_and_axes_are_turned(visit, swept):
@@ -144,7 +144,7 @@ def test_a_third_axis_is_fixed_by_a_menu_and_axes_are_turned(visit, swept):
     menu(page, "Columns").select_option("unit")
     page.get_by_role("grid").press("Control+End")  # the second site has four units only
     expect(cell(page)).to_have_text("no such change")
-    expect(page.locator("#change-name")).to_have_text("No such change")
+    expect(page.locator("#pane-heading")).to_have_text("No such change")
     menu(page, "Rows").select_option("unit")
     expect(page.get_by_role("heading", name="Effect by unit and site")).to_be_visible()
 
@@ -173,7 +173,7 @@ def test_estimates_stand_beside_what_was_measured(visit, swept):
 def test_the_page_holds_the_numbers_of_to_dict(swept, tmp_path):
     sweep = swept["units"]
     text = hl.write_page(sweep, tmp_path).read_text()
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    data = data_of(text)
     values = np.full(sweep.values.size, np.nan)
     values[data["places"]] = data["numbers"]["metric"]
     assert np.array_equal(values.reshape(sweep.values.shape), sweep.values, equal_nan=True)
@@ -186,14 +186,14 @@ def test_a_metric_that_is_nan_is_a_cell_without_a_number(new_page, tmp_path):
     effects = hl.sweep(model, torch.ones(1, 2), changes, lambda out: out.sum())
     address = hl.write_page(effects, tmp_path / "nan.html").as_uri()
     page = new_page(address, address)
-    expect(page.locator("#change-name")).to_have_text(re.compile("nan"))
-    expect(page.locator("#change-body")).to_contain_text("not measured")
+    expect(page.locator("#pane-heading")).to_have_text(re.compile("nan"))
+    expect(page.locator(".pane-body")).to_contain_text("not measured")
 
 
 @pytest.mark.parametrize(
     ("result", "texts", "said"),
     [
-        ({}, None, "result must be a recording, a comparison, a sweep or an attribution, got dict"),
+        ({}, None, "result must be one that has a page, got dict"),
         ("sweep", {"position": ["one"]}, "texts must have one text for each label"),
         ("comparison", {"position": WORDS}, "texts must be left out of a page without axes"),
     ],
@@ -212,7 +212,7 @@ def test_what_has_no_page_is_refused(swept, tmp_path, result, texts, said):
 def test_axe_finds_no_fault_at_any_width(visit, scheme, width, name):
     size = {"width": width, "height": 900}
     page = visit(name, {"position": WORDS}, color_scheme=scheme, viewport=size)
-    expect(page.locator("#change-name")).not_to_have_text("")
+    expect(page.locator("#pane-heading")).not_to_have_text("")
     assert [fault["id"] for fault in Axe().run(page).response["violations"]] == []
     wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
     assert not page.locator("html").evaluate(wide)

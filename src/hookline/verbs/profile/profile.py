@@ -39,9 +39,9 @@ from hookline.verbs.profile.call_tree import (
 )
 from hookline.verbs.profile.chrome import write_trace
 from hookline.verbs.profile.clocks import clock_for
-from hookline.verbs.profile.flame import write_flame
 from hookline.verbs.profile.flops_and_memory import Counted, count_flops
 from hookline.verbs.profile.inputs import Kinds
+from hookline.verbs.profile.nested_calls import nested_calls
 from hookline.verbs.profile.rows import Row, median_phases, rows_of, spread, sum_of
 from hookline.verbs.profile.table import ProfileTable, Total
 from hookline.verbs.profile.tap import (
@@ -59,7 +59,7 @@ from hookline.verbs.summary import Summary, describe_modules
 
 
 @final
-@hides("start")
+@hides("calls", "start")
 class Profile(VerbLine[Line], Result):
     """The line of `hl.profile`, with the time, FLOPs and memory of each module.
 
@@ -312,28 +312,11 @@ class Profile(VerbLine[Line], Result):
         self._settle()
         return write_trace(path_of(path), self._ledger.lanes, self._described.model_type)
 
-    def flame(self, path: str | Path) -> Path:
-        """Write a flame graph as one HTML file, which needs no network.
-
-            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-            >>> with hl.profile(model) as prof:
-            ...     _ = model(torch.ones(4, 2))
-            >>> prof.flame(tmp_path / "flame.html").name
-            'flame.html'
-
-        Args:
-            path: the file to write.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            FolderError: the file cannot be written.
-        """
-        lanes = self._settle()
-        tops = [lane.top.context for lane in lanes]
-        costs, _ = self._ran().costs(PassChoice.ALL)
-        return write_flame(path_of(path), tops, costs, self.table)
+    def calls(self) -> list[dict[str, Any]]:
+        """Return the calls of all passes as nested plain values, for a flame graph."""
+        tops = [lane.top.context for lane in self._settle()]
+        measured = Measured(tops, self._ran().costs(PassChoice.ALL)[0], adds=True)
+        return nested_calls(tops, measured, self._count().top)
 
     def __repr__(self) -> str:
         passes = plural(self._ran().n_passes, "pass", "passes")

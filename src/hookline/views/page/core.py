@@ -5,11 +5,13 @@
      rows:   {parent*, name, type, call (-1: the only one), alias: {row: text}},
      values: {row*, order*, port, pass, backward, leaf: {value: text}, shape, dtype, numel,
               mean, std, min, max, zeros, hist, bad: {value: count}, leaves: {value: text},
+              stored: {value: bytes}, range: {value: [min, max, numel]} of the histogram,
               problem: {value: text}, waits: [value],
              parts: {value: [{leaf, shape, dtype, numel, mean, std, min, max, zeros, bad, hist}]}},
      trunk: [row], passes: [number], ports: [text],
      tokens: [the passes with one row a token in each block],
-     flow: {pass: [[from row, to row, whether it is added to another]]}}
+     flow: {pass: [[from row, to row, whether it is added to another]]},
+     store: what is known of a store, from `store_data`}
 
 Columns with `*` are differences of neighbours. `type`, `shape`, `dtype` and `port` are indices. A
 histogram is 24 characters of 64 levels, with logarithmic heights.
@@ -83,7 +85,8 @@ def core_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> dict[str, A
         "leaf": _some(entries, lambda entry: _leaf_of(entry) or None),
         "shape": [shapes(entry.shape) for entry in entries],
         "dtype": [dtypes(entry.dtype) for entry in entries],
-        "numel": [entry.numel for entry in entries],
+        "numel": [_numel(entry) for entry in entries],
+        "stored": _some(entries, lambda entry: entry.stored),
         **measured_columns(entries),
     }
     return {
@@ -115,9 +118,7 @@ def _row_of(rows: Sequence[Row]) -> dict[int, int]:
     return {entry.order: index for index, row in enumerate(rows) for entry in row.entries}
 
 
-def _some(
-    entries: Sequence[ValueEntry], of: Callable[[ValueEntry], int | str | None]
-) -> dict[str, int | str]:
+def _some(entries: Sequence[ValueEntry], of: Callable[[ValueEntry], Any]) -> dict[str, Any]:
     """Return what few values have, by position in firing order."""
     parts = ((str(entry.order), of(entry)) for entry in entries)
     return {order: part for order, part in parts if part is not None}
@@ -144,9 +145,23 @@ def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
         "bad": _some(entries, lambda entry: entry.non_finite or None),
         "leaves": _some(entries, lambda entry: entry.non_finite_text if entry.non_finite else None),
         "problem": _some(entries, lambda entry: escape_invisible(entry.problem) or None),
+        "range": _some(entries, _range_of_items),
         "waits": [entry.order for entry in entries if _waits(entry)],
         "parts": {str(e.order): [*map(_part_data, e.parts)] for e in entries if e.parts},
     }
+
+
+def _numel(entry: ValueEntry) -> int | None:
+    """Return the number of elements; of a store, of all items."""
+    return entry.numel if entry.whole is None or entry.numel is None else entry.whole.numel
+
+
+def _range_of_items(entry: ValueEntry) -> list[float | int | None] | None:
+    """Return the range and the number of elements of a histogram that is not of all items."""
+    shown = entry.statistics
+    if entry.whole is None or shown is None:
+        return None
+    return [_rounded(shown.min), _rounded(shown.max), shown.numel]
 
 
 def _part_data(part: Part) -> dict[str, Any]:
@@ -167,10 +182,10 @@ def _waits(entry: ValueEntry) -> bool:
     return entry.statistics is None and not entry.problem and entry.numel is not None
 
 
-def judged(recording: Recording) -> tuple[Findings | None, str]:
-    """Judge a recording, whose values are read once more; None and why if that cannot be."""
+def judged(judge: Callable[[], Findings]) -> tuple[Findings | None, str]:
+    """Judge values, which are read once more; None and why if that cannot be."""
     try:
-        return recording.findings(), ""
+        return judge(), ""
     except (AmbiguousError, FolderError) as error:
         return None, str(error).splitlines()[0]
 
@@ -181,8 +196,8 @@ def findings_data(
     """Return the findings of a recording, each with the row that it names.
 
     Args:
-        findings: the findings; None for what is not judged, such as a store.
-        note: why it is not judged; empty otherwise.
+        findings: the findings; None for what cannot be judged.
+        note: why it cannot; empty otherwise.
         rows: the rows.
         entries: the values in firing order.
     """
@@ -239,6 +254,15 @@ def pack(data: Any) -> str:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     raw = text.encode("utf-8", "backslashreplace")
     return base64.b64encode(gzip.compress(raw, 9, mtime=0)).decode("ascii")
+
+
+def visible(value: Any) -> Any:
+    """Escape characters that do not print, in all texts of plain data."""
+    if isinstance(value, dict):
+        return {name: visible(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [visible(part) for part in value]
+    return escape_invisible(value) if isinstance(value, str) else value
 
 
 def _leaf_of(entry: ValueEntry) -> str:

@@ -28,7 +28,7 @@ from hookline.errors import InputError
 from hookline.findings import Findings
 from hookline.views.page.core import finding_data, pack
 from hookline.views.page.links import number as number_of
-from hookline.views.page.render import environment
+from hookline.views.page.render import template_of
 from hookline.views.page.single_file import replace_file, target_of
 
 _COLUMNS_IN_FILE = 256
@@ -297,12 +297,11 @@ class CurvePages:
     """The served pages of a run: one method for each address."""
 
     def __init__(self) -> None:
-        self._templates = environment("training")
-        self._templates.globals["is_served"] = True
+        self._template = template_of("training")
 
     def index(self, run: OpenRun, where: str) -> tuple[str, str]:
         """Render the page, which asks for the numbers itself."""
-        return "text/html", _render(self._templates, run, where, {"kinds": _KINDS})
+        return "text/html", _render(self._template, run, where, {"kinds": _KINDS}, is_served=True)
 
     def new(self, run: OpenRun, parameters: dict[str, str]) -> tuple[str, str]:
         """Return the steps that a page lacks as JSON.
@@ -347,26 +346,25 @@ def write_curves_page(folder: str | os.PathLike[str], path: str | os.PathLike[st
     run = OpenRun(Path(folder), _COLUMNS_IN_FILE)
     run.read()
     data = {"kinds": _KINDS, **run.whole()}
-    text = _render(environment("training"), run, os.fspath(folder), data)
+    text = _render(template_of("training"), run, os.fspath(folder), data, is_served=False)
     return replace_file(target_of(path), text)
 
 
-def _render(templates: Any, run: OpenRun, where: str, core: dict[str, Any]) -> str:
-    is_served = templates.globals["is_served"]
+def _render(
+    template: Any, run: OpenRun, where: str, core: dict[str, Any], *, is_served: bool
+) -> str:
     facts = [
         ("sites", f"{len(run.table.sites):,}"), ("steps", f"{len(run.reports):,}"),
     ]  # fmt: skip
     ranks = [("ranks, merged", f"{run.n_ranks:,}")] if run.n_ranks > 1 else []
     now = {"state": run.version} if is_served else {"now": datetime.now().astimezone()}
     return str(
-        templates.get_template("training/training.html").render(
+        template.render(
+            is_served=is_served,
             title=run.folder.resolve().name or where,
             subtitle="" if is_served else where,
             where=where,
-            home="",
-            model_type="",
             facts=[*([] if is_served else facts), *ranks],
-            notices=(),
             core=pack(core),
             **now,
         )

@@ -63,8 +63,9 @@ class ValueEntry:
     counts: tuple[int, ...] = ()
     problem: str = ""  # the reason why the value could not be read or measured; otherwise empty
     is_overwritten: bool = False  # whether the reason is an in-place change
-    # for some items of a store, the statistics of all items; else None
+    # for some items of a store, the statistics of all items and their bytes; else None
     whole: Statistics | None = None
+    stored: int | None = None
     # the leaves with elements that are NaN or infinite, and their numbers; of all tensors of
     # the value. The other numbers are those of its main tensor
     broken: tuple[tuple[str, int], ...] = ()

@@ -8,41 +8,44 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from hookline.display.units import size
 from hookline.engine import as_written
 from hookline.errors import FolderError, InputError
+from hookline.findings import Findings
 from hookline.recordings import Recording
-from hookline.statistics.of_values import Statistics, main_tensor
+from hookline.statistics.of_values import main_tensor
+from hookline.stores import Store
 from hookline.views.page.core import findings_data, judged
 from hookline.views.page.entries import Place, ValueEntry, list_values, measured
 from hookline.views.page.flow import Edge, flow_of
 from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.links import text_of
 from hookline.views.page.rows import Row, rows_of
+from hookline.views.page.store_page import of_all_items
 
 
 class FolderContents(NamedTuple):
     """Hold the recording of a folder, or some items of a store."""
 
     recording: Recording  # the recording, or the items
-    # of a store, the statistics of all items by site, for the table
-    whole: Mapping[str, Statistics] = {}
+    judge: Callable[[], Findings]  # says what is wrong, from files of its own
     about: str = ""  # of a store, a sentence that says what is shown
     items: tuple[int, ...] = ()  # of a store, the items whose values are shown
-    n_items: int = 0  # of a store, how many items it has
-    # opens the recording once more, to judge it; None for a store
-    judge: Callable[[], Recording] | None = None
+    store: Store | None = None
 
     def values(self) -> list[ValueEntry]:
         """List the values, none of them measured; of a store, each with its whole statistics."""
         entries = list_values(self.recording)
-        return [replace(entry, whole=self.whole.get(entry.place.at)) for entry in entries]
+        if self.store is None:
+            return entries
+        return [of_all_items(entry, self.store) for entry in entries]
 
 
 @final
@@ -88,7 +91,13 @@ class PageState:
     @property
     def items(self) -> tuple[str, int]:
         """The items of a store that are shown, as text, and how many it has; ("", 0) if none."""
-        return text_of(self._contents.items), self._contents.n_items
+        store = self._contents.store
+        return text_of(self._contents.items), 0 if store is None else len(store)
+
+    @property
+    def store(self) -> Store | None:
+        """The store; None of a recording."""
+        return self._contents.store
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -182,26 +191,15 @@ class PageState:
         return measured_now, order
 
     def findings(self) -> dict[str, Any]:
-        """Judge the recording once, with a row for each finding; those of a store are not judged.
+        """Judge the values once, with a row for each finding.
 
-        The values are read from files of its own, so that other pages go on meanwhile.
+        They are read from files of its own, so that other pages go on meanwhile.
         """
         with self._judging:
             if self._findings is None:
-                self._findings = self._judge()
+                judgement = judged(self._contents.judge)
+                self._findings = findings_data(*judgement, self.rows, self.values)
             return self._findings
-
-    def _judge(self) -> dict[str, Any]:
-        if self._contents.judge is None:
-            return findings_data(None, "", self.rows, self.values)
-        try:
-            recording = self._contents.judge()
-        except FolderError as error:
-            return findings_data(None, str(error).splitlines()[0], self.rows, self.values)
-        try:
-            return findings_data(*judged(recording), self.rows, self.values)
-        finally:
-            recording.release()
 
     def flow(self, pass_number: int) -> list[Edge]:
         """Return what flows into what in a pass, as far as its values are measured."""
@@ -230,6 +228,16 @@ class PageState:
     def entry_at(self, site: str) -> ValueEntry | None:
         """Return the value that a row of a comparison is about, by the row's site; or None."""
         return self._by_key.get(site)
+
+
+def totals_of(recording: Recording, n_values: int, store: Store | None) -> list[tuple[str, str]]:
+    """List the totals at the top of the page as (label, text)."""
+    sites = "Sites", f"{len(recording.sites):,}"
+    if store is not None:
+        return [sites, ("Items", f"{len(store):,}"), ("Size", size(store.nbytes))]
+    n_passes = len(recording.passes)
+    passes = "Pass" if n_passes == 1 else "Passes", f"{n_passes:,}"
+    return [sites, ("Values", f"{n_values:,}"), passes]
 
 
 def notices_of(recording: Recording) -> list[str]:

@@ -13,44 +13,55 @@ from hookline.util.version import VERSION
 from hookline.views.pixels import PAGE_NEEDS
 
 FOLDER = Path(__file__).parent / "templates"
-# What each kind of page is made of.
-_SHARED = ("shared/page.js", "shared/tokens.css", "page.css")
-_OF_RESULTS = (*_SHARED, "shared/elements.js", "shared/colours.js", "result.css")
-_OF_MAPS = ("shared/packed.js", "shared/canvas.js", "shared/pictures.js", "shared/maps.css")
+# What each kind of page is made of, beside its own folder. Every kind has one set of tokens, one
+# frame and one client.
+_EVERY = ("shared/tokens.css", "shared/frame.css", "shared/page.js")
 _FRAME = (
-    "shared/tokens.css", "shared/frame.css", "shared/page.js", "shared/elements.js",
-    "shared/colours.js", *_OF_MAPS, "shared/findings.js",
+    *_EVERY, "shared/elements.js", "shared/colours.js", "shared/packed.js", "shared/canvas.js",
+    "shared/maps.css", "shared/findings.js", "shared/pane.js",
 )  # fmt: skip
-_OF_RECORDING = (
-    "shared/rows.js", "shared/rows.css", "shared/heat_map.js", "shared/tokens.js",
-    "recording/data.js", "recording/own.js", "recording/export.js", "recording/strip.js",
-    "recording/tree.js", "recording/pane.js", "recording/main.js",
-    "recording/recording.css",
-)  # fmt: skip
-_OF_TRAINING = (
-    "training/data.js", "training/chart.js", "training/curves.js", "training/main.js",
-    "training/training.css",
-)  # fmt: skip
-_PARTS = {
-    "recording": (*_FRAME, *_OF_RECORDING),
-    "training": (*_FRAME, *_OF_TRAINING),
-    "message": _SHARED,
-    "comparison": (
-        *_OF_RESULTS, *_OF_MAPS, "shared/rows.js", "shared/heat_map.js", "shared/tokens.js",
-        "depth_curve.js", "comparison.js",
+_ROWS = ("shared/rows.css", "shared/rows.js")
+_TABLE = (*_ROWS, "shared/table.js")
+_MAPS = ("shared/pictures.js", "shared/heat_map.js", "shared/tokens.js")
+_OWN = {
+    "recording": (
+        "data.js", "own.js", "export.js", "store.js", "strip.js", "tree.js", "pane.js", "main.js",
     ),
-    "sweep": (*_OF_RESULTS, "shared/maps.css", "shared/heat_map.js", "sweep.js"),
+    "training": ("data.js", "chart.js", "curves.js", "main.js"),
+    "comparison": ("depth_curve.js", "main.js"),
+    "sweep": ("main.js",),
+    "profile": ("flame.js", "main.js"),
+    "check": ("main.js",),
 }  # fmt: skip
-_SERVED = ("recording", "message", "training", "comparison")
+_SHARED = {
+    "recording": (*_FRAME, *_TABLE, *_MAPS, "shared/units.js"),
+    "training": _FRAME,
+    "comparison": (*_FRAME, *_ROWS, *_MAPS),
+    "sweep": (*_FRAME, "shared/heat_map.js"),
+    "profile": (*_FRAME, *_TABLE, "shared/units.js"),
+    "check": (*_FRAME, *_ROWS),
+    "message": _EVERY,
+}
+_PARTS = {
+    kind: (
+        *shared,
+        *(f"{kind}/{name}" for name in _OWN.get(kind, ())),
+        *[f"{kind}/{kind}.css"] * (kind in _OWN),
+    )
+    for kind, shared in _SHARED.items()
+}
+# What a page need not give.
+_DEFAULTS: dict[str, Any] = {
+    "is_served": False, "facts": (), "model_type": "", "notices": (), "subtitle": "", "where": "",
+}  # fmt: skip
+_SERVED = ("recording", "message", "training", "comparison", "check")
 
 
-def environment(kind: str = "message") -> Any:
-    """Create the template environment of a kind of page.
-
-    Texts are escaped, and unknown names raise.
+def template_of(kind: str) -> Any:
+    """Return the template of a kind of page, in which texts are escaped and unknown names raise.
 
     Args:
-        kind: "recording", "training", "message", "comparison" or "sweep".
+        kind: one of those in `_SHARED`, such as "recording" or "message".
     """
     jinja2 = load("jinja2", *PAGE_NEEDS)
     templates = jinja2.Environment(
@@ -63,10 +74,10 @@ def environment(kind: str = "message") -> Any:
     )
     code = _script(kind)
     templates.globals.update(
-        version=VERSION, is_served=False,
+        version=VERSION, **_DEFAULTS,
         style=_joined(kind, ".css"), script=code, script_hash=_hash(code),
     )  # fmt: skip
-    return templates
+    return templates.get_template(f"{kind if kind in _OWN else 'shared'}/{kind}.html")
 
 
 def _visible(value: Any) -> Any:

@@ -9,20 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from hookline.display.results import plain, printout_of
-from hookline.display.text import escape_invisible
 from hookline.errors import InputError
 from hookline.recordings import Recording
+from hookline.stores import Store
+from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.compare.comparison import Comparison
+from hookline.verbs.profile.profile import Profile
 from hookline.verbs.sweep.effects import Effects, Sweep
-from hookline.views.page.render import environment
-from hookline.views.page.single_file import replace_file, target_of, write_recording_page
+from hookline.views.page.check_page import check_data, title_of
+from hookline.views.page.core import pack, visible
+from hookline.views.page.profile_page import profile_data
+from hookline.views.page.render import template_of
+from hookline.views.page.single_file import (
+    replace_file,
+    target_of,
+    write_contents_page,
+    write_recording_page,
+)
+from hookline.views.page.sources import contents_of_store
 from hookline.views.plots.sweep import texts_of
 
 _TITLES = {True: "Measured effects", False: "Estimated effects"}
 
 
 def write_page(
-    result: Recording | Comparison | Effects,
+    result: Recording | Store | Comparison | Effects | Profile | CheckFinding,
     path: str | os.PathLike[str],
     *,
     title: str = "",
@@ -37,13 +48,15 @@ def write_page(
         >>> hl.write_page(effects, tmp_path / "sweep.html").name
         'sweep.html'
 
-    A comparison is shown with its findings, the error over depth, and its sites in firing order; a
-    sweep or an attribution as a heat map; a recording as the table of its values. The file is
-    written under a temporary name and renamed, so an older page stays until the new one is
-    complete.
+    A recording is shown with its findings, the depth strip and its values, and so is a store, whose
+    pictures and histograms are of its first eight items; a comparison with the error over depth and
+    its sites in firing order; a sweep or an attribution as a heat map; a profile as nested bars and
+    a table; a finding of `hl.check` as the chain of values that led to it. The file is written
+    under a temporary name and renamed, so an older page stays until the new one is complete.
 
     Args:
-        result: what `hl.compare`, `hl.shadow`, `hl.sweep`, `hl.attribute` or `hl.record` returned.
+        result: what `hl.record`, `hl.compare`, `hl.shadow`, `hl.sweep`, `hl.attribute` or
+            `hl.profile` returned, a store of `hl.extract`, or `error.finding` of `hl.check`.
         path: the file to write, or an existing folder, in which `report.html` is written. Missing
             folders are created.
         title: the heading of the page; empty for one that says what the result is.
@@ -63,18 +76,28 @@ def write_page(
             "texts must be left out of a page without axes, got texts for a"
             f" {type(result).__name__}.\nLeave texts= out."
         )
-    if isinstance(result, Recording):
-        return write_recording_page(result, path, title=title or result.report().model_type)
-    if isinstance(result, Comparison):
-        return write_comparison_page(result, path, title=title)
-    if isinstance(result, Effects):
-        data = effects_data(result, texts or {})
-        title = title or _TITLES[isinstance(result, Sweep)]
-        return _write("sweep", path, title=title, data=data)
+    match result:
+        case Recording():
+            return write_recording_page(result, path, title=title or result.report().model_type)
+        case Comparison():
+            return write_comparison_page(result, path, title=title)
+        case Effects():
+            data = effects_data(result, texts or {})
+            return _write("sweep", path, data, title=title or _TITLES[isinstance(result, Sweep)])
+        case Profile():
+            title = title or f"Profile of {result.table.model_type}"
+            return _write("profile", path, profile_data(result), title=title)
+        case Store():
+            contents = contents_of_store(result)
+            return write_contents_page(contents, path, title=title or last_part(str(result.place)))[
+                0
+            ]
+        case CheckFinding():
+            return _write("check", path, check_data(result), title=title or title_of(result))
     raise InputError(
-        "result must be a recording, a comparison, a sweep or an attribution, got"
-        f" {type(result).__name__}.\nGive what hl.compare, hl.shadow, hl.sweep, hl.attribute or"
-        " hl.record returned."
+        f"result must be one that has a page, got {type(result).__name__}.\nGive what hl.record,"
+        " hl.extract, hl.compare, hl.shadow, hl.sweep, hl.attribute or hl.profile returned, or"
+        " error.finding of hl.check."
     )
 
 
@@ -91,9 +114,7 @@ def write_comparison_page(
         names: the names of a and b, such as their folders.
     """
     title = title or comparison_title(names)
-    return _write(
-        "comparison", path, title=title, names=names, of_what="", data=comparison_data(comparison)
-    )  # fmt: skip
+    return _write("comparison", path, comparison_data(comparison), title=title, names=names)
 
 
 def comparison_title(names: Sequence[str]) -> str:
@@ -112,7 +133,7 @@ def comparison_data(comparison: Comparison, links: Sequence[str] = ()) -> dict[s
     Args:
         links: for each row the query of its values' page; empty where there is none.
     """
-    data: dict[str, Any] = _visible(plain(comparison.to_dict()))
+    data: dict[str, Any] = visible(plain(comparison.to_dict()))
     return {**data, "links": list(links)}
 
 
@@ -148,20 +169,15 @@ def effects_data(effects: Effects, texts: Mapping[str, Sequence[str]]) -> dict[s
         "remarks": list(printout_of(effects).notes),
         "numbers": {name: [row[name] for row in rows] for name in names},
     }
-    shown: dict[str, Any] = _visible(plain(data))
-    return shown
+    return data
 
 
-def _write(kind: str, path: str | os.PathLike[str], **variables: Any) -> Path:
-    page = environment(kind).get_template(f"{kind}.html")
+def packed(data: Any) -> str:
+    """Pack a result's plain data for its page: NaN as words, and no character that hides."""
+    return pack(visible(plain(data)))
+
+
+def _write(kind: str, path: str | os.PathLike[str], data: Any, **variables: Any) -> Path:
     now = datetime.now().astimezone()
-    return replace_file(target_of(path), page.render(home="", now=now, **variables))
-
-
-def _visible(value: Any) -> Any:
-    """Escape characters that do not print, in all texts of plain data."""
-    if isinstance(value, dict):
-        return {name: _visible(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_visible(part) for part in value]
-    return escape_invisible(value) if isinstance(value, str) else value
+    text = template_of(kind).render(now=now, core=packed(data), **variables)
+    return replace_file(target_of(path), text)

@@ -29,15 +29,18 @@ from hookline.display.text import plural, type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.util.optional import how_to_install, load
+from hookline.verbs.check.finding import CheckFinding
+from hookline.views.page.check_page import check_data, title_of
 from hookline.views.page.core import core_data, measured_columns, pack, silent_data
 from hookline.views.page.curves_view import CurvePages
 from hookline.views.page.entries import ValueEntry
 from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.links import choice_of, items_of, number, parameters_of, query_of, text_of
-from hookline.views.page.page_state import PageState, notices_of
-from hookline.views.page.render import environment, script_hashes
-from hookline.views.page.results import comparison_data, comparison_title, last_part
+from hookline.views.page.page_state import PageState, notices_of, totals_of
+from hookline.views.page.render import script_hashes, template_of
+from hookline.views.page.results import comparison_data, comparison_title, last_part, packed
 from hookline.views.page.sources import OpenRecordings
+from hookline.views.page.store_page import store_data
 from hookline.views.page.token_norms import token_rows
 from hookline.views.page.value_maps import tokens_of, value_maps
 from hookline.views.pixels import PAGE_NEEDS
@@ -60,11 +63,9 @@ class Pages:
     def __init__(self, shelf: OpenRecordings) -> None:
         load("PIL.Image", *PAGE_NEEDS)
         self._shelf = shelf
-        self._templates, self._of_comparisons, self._of_recordings = (
-            environment(kind) for kind in ("message", "comparison", "recording")
+        self._messages, self._of_comparisons, self._of_recordings, self._of_findings = (
+            template_of(kind) for kind in ("message", "comparison", "recording", "check")
         )
-        for templates in (self._templates, self._of_comparisons, self._of_recordings):
-            templates.globals["is_served"] = True
         self._of_runs = CurvePages()
 
     def index(self, parameters: dict[str, str]) -> tuple[str, str]:
@@ -72,6 +73,9 @@ class Pages:
         run = self._shelf.run()
         if run is not None:
             return self._of_runs.index(run, self._shelf.source.name)
+        kept = self._shelf.kept()
+        if kept is not None:
+            return self._kept(kept)
         page, state = self._page(parameters)
         if page.other is not None:
             return self._compared(page, state)
@@ -80,10 +84,11 @@ class Pages:
         core = core_data(page.rows, page.values) | {
             "measure": {"size": size(to_measure), "start": to_measure <= _UNASKED_BYTES},
             "silent": silent_data(page.recording),
+            "store": None if page.store is None else store_data(page.store),
         }
-        text = self._of_recordings.get_template("recording/recording.html").render(
+        text = self._of_recordings.render(
+            is_served=True,
             title=last_part(page.names[0]),
-            home="",
             state=state,
             subtitle=page.about,
             where=page.names[0],
@@ -94,8 +99,20 @@ class Pages:
             n_silent=len(report.silent),
             core=pack(core),
             pictures=(),
+            is_store=page.store is not None,
             items=page.items,
             top="../../" if parameters["items"] else "",
+        )
+        return "text/html", str(text)
+
+    def _kept(self, finding: CheckFinding) -> tuple[str, str]:
+        """Render the page of a finding of `hl.check`."""
+        text = self._of_findings.render(
+            is_served=True,
+            title=title_of(finding),
+            state=self._shelf.state(),
+            where=self._shelf.source.name,
+            core=packed(check_data(finding)),
         )
         return "text/html", str(text)
 
@@ -108,13 +125,13 @@ class Pages:
 
     def _compared(self, page: PageState, state: str) -> tuple[str, str]:
         """Render the page of two recordings, which asks for their comparison."""
-        text = self._of_comparisons.get_template("comparison.html").render(
+        of = f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}"
+        text = self._of_comparisons.render(
+            is_served=True,
             title=comparison_title(page.names),
-            home="",
             state=state,
             names=page.names,
-            data={"tokens": _passes_with_tokens(page)},
-            of_what=f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}",
+            core=pack({"tokens": _passes_with_tokens(page), "of": of}),
         )
         return "text/html", str(text)
 
@@ -206,18 +223,14 @@ class Pages:
             lines = [type_and_line(error), "The terminal that serves it shows more."]
         # A page of a run that cannot be read waits for any that can.
         state = "" if self._shelf.is_run() else self._shelf.state()
-        return status, self._render(
-            "message.html", title=title, home="./", lines=lines,
-            **({"state": state} if status == 503 else {}),
-        )  # fmt: skip
+        waits = {"state": state} if status == 503 else {}
+        text = self._messages.render(is_served=True, title=title, home="./", lines=lines, **waits)
+        return status, str(text)
 
     def _page(self, parameters: dict[str, str]) -> tuple[PageState, str]:
         """Return what the page shows, of a store the items that the address names."""
         items = parameters["items"]
         return self._shelf.page(items_of(items) if items else None)
-
-    def _render(self, template: str, **values: Any) -> str:
-        return str(self._templates.get_template(template).render(**values))
 
 
 def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
@@ -300,15 +313,5 @@ def _bytes_shown(page: PageState) -> str:
 
 
 def _facts(page: PageState) -> list[tuple[str, str]]:
-    """List the totals at the top of the page as (label, text)."""
-    bytes_shown = _bytes_shown(page)
-    n_items, n_passes = page.items[1], len(page.recording.passes)
-    sites = "Sites", f"{len(page.recording.sites):,}"
-    if n_items:
-        return [sites, ("Items", f"{n_items:,}"), ("Size of those shown", bytes_shown)]
-    return [
-        sites,
-        ("Values", f"{len(page.values):,}"),
-        ("Pass" if n_passes == 1 else "Passes", f"{n_passes:,}"),
-        ("Size", bytes_shown),
-    ]
+    facts = totals_of(page.recording, len(page.values), page.store)
+    return facts if page.store is not None else [*facts, ("Size", _bytes_shown(page))]

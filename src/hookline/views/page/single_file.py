@@ -24,10 +24,11 @@ from hookline.verbs.summary import Summary
 from hookline.views.page.core import core_data, findings_data, judged, pack, silent_data
 from hookline.views.page.entries import Place, ValueEntry, measured
 from hookline.views.page.flow import flow_of
-from hookline.views.page.page_state import FolderContents, notices_of
+from hookline.views.page.page_state import FolderContents, notices_of, totals_of
 from hookline.views.page.pictures import Choice, input_thumbnail
-from hookline.views.page.render import environment
+from hookline.views.page.render import template_of
 from hookline.views.page.rows import Row, rows_of
+from hookline.views.page.store_page import store_data
 from hookline.views.page.tiles import IN_FILE, tiles_of, with_channels
 from hookline.views.page.token_norms import ids_of, token_data, token_rows
 from hookline.views.pixels import PAGE_NEEDS
@@ -94,7 +95,7 @@ def write_recording_page(
         FolderError: the file cannot be written, or the recording's own folder is damaged.
         HooklineError: jinja2 or pillow is not installed.
     """
-    contents = FolderContents(recording, about=subtitle, judge=lambda: recording)
+    contents = FolderContents(recording, recording.findings, subtitle)
     file, _ = write_contents_page(contents, path, title=title, summary=summary, evidence=evidence)
     return file
 
@@ -110,13 +111,13 @@ def write_contents_page(
     """Write a recording, or some items of a store, as `write_recording_page` does.
 
     Returns:
-        The file's path, and the findings that it shows; None for a store, which is not judged.
+        The file's path, and the findings that it shows; None if the values cannot be judged.
 
     Raises:
         FolderError, HooklineError: as of `write_recording_page`.
     """
     # Both are loaded first, so that a missing package fails before any work.
-    templates, _ = environment("recording"), load("PIL.Image", *PAGE_NEEDS)
+    template, _ = template_of("recording"), load("PIL.Image", *PAGE_NEEDS)
     recording = contents.recording
     pictures = _Pictures(len(recording.passes))
     entries = [measured(entry, pictures.draw) for entry in contents.values()]
@@ -126,23 +127,24 @@ def write_contents_page(
     if summary is not None and summary.failure:
         notices.insert(0, f"The summary's run failed: {summary.failure}")
     report = recording.report()
-    findings, note = (None, "") if contents.judge is None else judged(recording)
+    findings, note = judged(contents.judge)
     core = core_data(rows, entries) | findings_data(findings, note, rows, entries)
     core["flow"] = {number: flow_of(rows, entries, number) for number in core["passes"]}
     core["norms"] = _token_norms(rows, entries, core["tokens"][-1:])
-    core |= {"silent": silent_data(recording), "view": _view_command(target)}
-    text = templates.get_template("recording/recording.html").render(
+    core |= {"silent": silent_data(recording), "view": _view_command(target, contents)}
+    core["store"] = None if contents.store is None else store_data(contents.store)
+    text = template.render(
         title=title,
         subtitle=contents.about,
-        home="",
         model_type=report.model_type,
         now=datetime.now().astimezone(),
-        facts=_facts(recording, entries, summary),
+        facts=[*totals_of(recording, len(entries), contents.store), *_facts(summary)],
         evidence=_evidence(evidence),
         notices=notices,
         n_silent=len(report.silent),
         core=pack(core),
         pictures=pictures.scripts(),
+        is_store=contents.store is not None,
         items=("", 0),
         top="",
     )
@@ -210,25 +212,20 @@ class _Pictures:
         self.packed.append((entry.order, text))
 
 
-def _facts(
-    recording: Recording, entries: list[ValueEntry], summary: Summary | None
-) -> list[tuple[str, str]]:
-    """List the totals at the top of the page as (label, text)."""
-    facts = [
-        ("Sites", f"{len(recording.sites):,}"),
-        ("Values", f"{len(entries):,}"),
-        ("Pass" if len(recording.passes) == 1 else "Passes", f"{len(recording.passes):,}"),
-    ]
+def _facts(summary: Summary | None) -> list[tuple[str, str]]:
+    """List the totals of a model as (label, text)."""
     if summary is None:
-        return facts
-    facts += [("Parameters", count(summary.parameters)), ("Weights", size(summary.parameter_bytes))]
+        return []
+    facts = [("Parameters", count(summary.parameters)), ("Weights", size(summary.parameter_bytes))]
     if summary.ran and not summary.failure:
         facts += [("FLOPs", count(summary.flops)), ("Activations", size(summary.activation_bytes))]
     return facts
 
 
-def _view_command(target: Path) -> str:
-    """Return the command that shows the whole recording; its folder if the page lies in it."""
+def _view_command(target: Path, contents: FolderContents) -> str:
+    """Return the command that shows everything; of a recording, its folder if the page lies there."""
+    if contents.store is not None:
+        return f"hookline view {shlex.quote(str(contents.store.place))}"
     if os.path.exists(target.parent / MANIFEST):
         return f"hookline view {shlex.quote(str(target.parent))}"
     return "run.save('DIR'), then hookline view DIR"

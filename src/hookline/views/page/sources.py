@@ -11,11 +11,12 @@ from typing import final
 from hookline.curves import Curves, is_run, run_version
 from hookline.display.text import plural
 from hookline.errors import FolderError, InputError
+from hookline.findings import Findings
 from hookline.opening import open as open_folder
 from hookline.recordings import Recording
-from hookline.statistics import Moments
-from hookline.statistics.of_values import statistics_of
 from hookline.stores import Store, excerpt
+from hookline.verbs.check.finding import CheckFinding
+from hookline.verbs.check.situation import read as read_situation
 from hookline.verbs.compare.compare import compare
 from hookline.verbs.compare.comparison import Comparison
 from hookline.views.page.curves_view import OpenRun
@@ -23,6 +24,7 @@ from hookline.views.page.links import in_words
 from hookline.views.page.page_state import FolderContents, PageState
 
 _MANIFEST = "manifest.json"
+_KEPT = ".safetensors"
 _N_ITEMS = 8  # of a store, if no items are chosen
 _MOST_KEPT = 4  # choices of items that are kept open
 
@@ -47,11 +49,16 @@ class FolderSource:
     def state(self) -> str:
         """Return a text that changes with the manifest, or with the run; empty if there is none."""
         try:
-            status = (self.folder / _MANIFEST).stat()
+            status = (self.folder if self.is_kept else self.folder / _MANIFEST).stat()
         except (OSError, ValueError):
             return run_version(self.folder)
         # The time of the last change tells that the right to read it was given.
         return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}"
+
+    @property
+    def is_kept(self) -> bool:
+        """Tell whether it is a file that `hl.check(keep=)` may have written."""
+        return is_kept(self.folder)
 
     def read(self, items: Sequence[int] | None = None) -> FolderContents:
         """Read the manifest, and of a store the items that are shown.
@@ -74,31 +81,57 @@ class FolderSource:
                     f"items can be chosen of a store, got a recording: {self.name}."
                     "\nLeave out the items; the page of a value shows its samples."
                 )
-            return FolderContents(opened, judge=self._recording)
-        items = range(min(len(opened), _N_ITEMS)) if items is None else items
-        try:
-            recording = excerpt(opened, items)
-        except IndexError as error:
-            raise InputError(f"{self.name}: {error}\nGive items that it has.") from error
-        whole = {
-            site: statistics_of(
-                opened.statistics.get(site, Moments()),
-                str(list(opened[site].shape)),
-                opened[site].dtype,
-            )
-            for site in opened.sites
-        }
-        about = (
-            f"a store of {plural(len(opened), 'item')}; the table's statistics are of all,"
-            f" pictures and histograms of {in_words(items)}"
-        )
-        return FolderContents(recording, whole, about, tuple(items), len(opened))
+            return FolderContents(opened, self._judge)
+        return contents_of_store(opened, items, self.name)
 
-    def _recording(self) -> Recording:
+    def _judge(self) -> Findings:
         opened = open_folder(self.folder)
         if not isinstance(opened, Recording):
             raise FolderError(f"{self.name} holds no recording now.\nOpen the page again.")
-        return opened
+        try:
+            return opened.findings()
+        finally:
+            opened.release()
+
+
+def contents_of_store(
+    store: Store, items: Sequence[int] | None = None, name: str = "the store"
+) -> FolderContents:
+    """Return some items of a store as a recording, and the store.
+
+    Args:
+        store: the store.
+        items: the items; None for the first eight.
+        name: the name of the store, for errors.
+
+    Raises:
+        InputError: the store has no such item.
+        FolderError: a shard is gone or damaged.
+    """
+    chosen = tuple(range(min(len(store), _N_ITEMS)) if items is None else items)
+    try:
+        recording = excerpt(store, chosen)
+    except IndexError as error:
+        raise InputError(f"{name}: {error}\nGive items that it has.") from error
+    about = (
+        f"a store of {plural(len(store), 'item')}; the table's statistics are of all,"
+        f" pictures and histograms of {in_words(chosen)}"
+    )
+    return FolderContents(recording, store.findings, about, chosen, store)
+
+
+def is_kept(file: Path) -> bool:
+    """Tell whether it is a file that `hl.check(keep=)` may have written."""
+    return file.suffix == _KEPT and file.is_file()
+
+
+def finding_in(file: str | os.PathLike[str]) -> CheckFinding:
+    """Return the finding in a file that `hl.check(keep=)` wrote.
+
+    Raises:
+        FolderError: it is another file, or damaged.
+    """
+    return read_situation(file).finding.with_(file=os.fspath(file))
 
 
 @final
@@ -149,6 +182,16 @@ class OpenRecordings:
             run = self._run
         run.read()
         return run
+
+    def kept(self) -> CheckFinding | None:
+        """Return the finding in the file that `hl.check(keep=)` wrote; None of a folder.
+
+        Raises:
+            FolderError: it is another file, or damaged.
+        """
+        if self.other is not None or not self.source.is_kept:
+            return None
+        return finding_in(self.source.folder)
 
     def comparison(self) -> Comparison:
         """Compare the two folders, once for each state.

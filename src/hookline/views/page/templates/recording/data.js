@@ -15,22 +15,15 @@ function readCore(core) {
   rows.parent = sums(rows.parent);
   values.row = sums(values.row);
   values.order = sums(values.order);
-  rows.children = Array.from({ length: nRows }, () => []);
-  rows.level = new Array(nRows);
-  rows.path = new Array(nRows);
-  rows.label = new Array(nRows);
-  rows.last = new Array(nRows); // the last row under it
+  Object.assign(rows, treeOf(rows.parent));
+  rows.path = [];
+  rows.label = [];
   for (let row = 0; row < nRows; row += 1) {
     const parent = rows.parent[row];
     const isOperation = rows.name[row].startsWith("@");
     const holder = parent < 0 || rows.path[parent] === "(root)" ? "" : rows.path[parent];
-    rows.level[row] = parent < 0 ? 1 : rows.level[parent] + 1;
     rows.path[row] = holder + (holder && !isOperation ? "." : "") + rows.name[row];
     rows.label[row] = rows.path[row] + (rows.call[row] < 0 ? "" : `#${rows.call[row]}`);
-    if (parent >= 0) rows.children[parent].push(row);
-  }
-  for (let row = nRows - 1; row >= 0; row -= 1) {
-    rows.last[row] = rows.children[row].length ? rows.last[rows.children[row].at(-1)] : row;
   }
   values.of = Array.from({ length: nRows }, () => []);
   values.row.forEach((row, value) => values.of[row].push(value));
@@ -95,5 +88,5 @@ function takeMeasured(core, at, columns) {
   });
   values.histList = hist;
   values.hist = hist.join("");
-  for (const name of ["bad", "leaves", "problem", "parts"]) Object.assign(values[name], columns[name]);
+  for (const name of ["bad", "leaves", "problem", "parts", "range"]) Object.assign(values[name], columns[name]);
 }

@@ -18,7 +18,6 @@
     pass: core.passes.at(-1) ?? 0,
     table: null,
     columns: keptColumns(),
-    note: noteAddress,
     choice: { sample: 0, order: "largest", first: 0, part: 0 }, // of the maps in the pane
   };
   view.table = tableOf(core, view.pass);
@@ -27,13 +26,18 @@
   takeFindings(core);
   strip.draw(view.table, view.findings);
   showSilent(core.silent);
+  if (core.store) showStore(core.store);
   await new Promise((done) => {
     requestAnimationFrame(() => setTimeout(done));
     setTimeout(done, 100);
   });
 
   const pane = makePane(byId("pane"), core, view, { onClose: closePane, onStale: measureOne });
-  const tree = makeTree(byId("view"), core, view, { onChoose: chosen, onEnter: openPane });
+  const tree = makeTree(byId("view"), core, view, {
+    onChoose: chosen,
+    onEnter: openPane,
+    onChange: noteAddress,
+  });
   findEdges();
   tree.foldAtFirst();
   const position = keptPosition();
@@ -59,7 +63,7 @@
   function beginAtWorst() {
     const worst = view.findings[0];
     if (byId("search").value) {
-      if (tree.first !== undefined) choose(tree.first, { notes: false });
+      if (tree.shown.length) choose(tree.shown[0], { notes: false });
     } else if (worst && worst.level !== "note" && worst.row !== null) chooseFinding(0, { opens: false });
     else if (rows.name.length) choose(core.trunk[0] ?? 0, { opens: false, notes: false });
   }
@@ -75,7 +79,7 @@
     strip.mark(view.findings);
     tree.draw();
     pane.draw();
-    if (opens) byId("pane").classList.add("open");
+    if (opens) openDrawer();
     if (notes) noteAddress();
   }
 
@@ -92,13 +96,12 @@
   }
 
   function openPane() {
-    byId("pane").classList.add("open");
+    openDrawer();
     byId("pane").focus();
   }
 
   function closePane() {
-    byId("pane").classList.remove("open");
-    tree.grid.focus();
+    closeDrawer(tree.grid);
   }
 
   // -- findings, passes, columns -----------------------------------------------------------------
@@ -141,20 +144,11 @@
       onChoose: (row) => row !== view.row && chosen(row, { notes: false }),
     });
     const has = (pass) => core.tokens.includes(pass) && (isServed || Boolean(core.norms?.[pass]));
-    const turn = (isTokens) => {
-      byId("view-tokens").setAttribute("aria-pressed", String(isTokens));
-      byId("view-tree").setAttribute("aria-pressed", String(!isTokens));
-      byId("tokens").hidden = !isTokens;
-      byId("view").hidden = isTokens;
-      if (isTokens) tokens.show();
-      else tree.relayOut();
-    };
+    const turn = makeViews({ onList: () => tree.relayOut(), onTokens: () => tokens.show() });
     view.offerTokens = () => {
       byId("views").hidden = !has(view.pass);
       if (!byId("tokens").hidden) turn(has(view.pass));
     };
-    byId("view-tokens").addEventListener("click", () => turn(true));
-    byId("view-tree").addEventListener("click", () => turn(false));
     view.offerTokens();
   }
 
@@ -195,7 +189,7 @@
   function offerColumns() {
     const wanted = new Set(view.columns ?? USUAL_COLUMNS);
     byId("column-choice").replaceChildren(
-      ...tree.columns.map(({ key, title }) => {
+      ...tree.columns().map(({ key, title }) => {
         const box = element("input", {
           type: "checkbox",
           checked: wanted.has(key),
@@ -351,55 +345,16 @@
 
   // -- the keyboard, the window ------------------------------------------------------------------
 
-  const search = byId("search");
-  search.addEventListener("input", () => {
-    tree.search(search.value);
-    noteAddress();
-  });
-  search.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") {
-      search.value = "";
-      tree.search("");
-      tree.grid.focus();
-    } else if (event.key === "Enter" && tree.best !== undefined) {
-      event.preventDefault();
-      const row = tree.best;
-      search.value = "";
-      tree.search("");
-      choose(row, { opens: true });
-      tree.grid.focus();
-    } else if (event.key === "ArrowDown" && tree.first !== undefined) {
-      event.preventDefault();
-      choose(tree.first);
-      tree.grid.focus();
-    }
-  });
-  byId("unsort").addEventListener("click", () => {
-    tree.setSort(null);
-    noteAddress();
-    tree.grid.focus();
-  });
-  byId("fold-all").addEventListener("click", () => tree.foldAll());
-  byId("keys").addEventListener("click", () => byId("help").showModal());
-  document.addEventListener("keydown", (event) => {
-    const keys = { findings: view.findings, view, onFinding: chooseFinding, onEscape: closePane };
-    const isArrow = ["ArrowDown", "ArrowUp"].includes(event.key);
-    if (answerKey(event, keys)) return;
-    if (isArrow && event.target === document.body && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
-      event.preventDefault();
-      tree.grid.focus();
-      if (tree.first !== undefined) choose(view.row < 0 ? tree.first : view.row);
-    }
-  });
+  document.addEventListener("keydown", (event) =>
+    answerKey(event, { findings: view.findings, view, onFinding: chooseFinding, onEscape: closePane }),
+  );
 
   function redraw() {
-    for (const name of Object.keys(inks)) delete inks[name];
     strip.draw(view.table, view.findings);
     tree.relayOut();
     pane.draw();
   }
-  byId("theme").addEventListener("click", redraw);
-  system.addEventListener("change", redraw);
+  onTheme(redraw);
   let waiting = 0;
   addEventListener("resize", () => {
     clearTimeout(waiting);

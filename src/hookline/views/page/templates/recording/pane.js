@@ -30,7 +30,7 @@ function makePane(host, core, view, { onClose, onStale }) {
     host.replaceChildren(headOf(row, first), body);
     host.scrollTop = 0;
     for (const finding of view.findings)
-      if (finding.row === row) body.append(callout(finding.level, finding.text, [finding.why, finding.advice]));
+      if (finding.row === row) body.append(findingCallout(finding));
     if (first === undefined) {
       const isHere = values.of[row].length;
       body.append(
@@ -56,47 +56,12 @@ function makePane(host, core, view, { onClose, onStale }) {
   }
 
   function headOf(row, first) {
-    const parts = [core.types[rows.type[row]] || "a tensor"];
+    const about = [core.types[rows.type[row]] || (core.store ? "" : "a tensor")];
     if (first !== undefined)
-      parts.push(core.dtypes[values.dtype[first]], `number ${values.order[first]} in firing order`);
-    if (rows.alias[row]) parts.push(`also ${rows.alias[row]}`);
-    const copy = element(
-      "button",
-      { type: "button", class: "small", onclick: () => copyText(rows.label[row], copy) },
-      "Copy",
-    );
-    copy.setAttribute("aria-label", "Copy the selector");
-    const close = element(
-      "button",
-      { type: "button", class: "small square close", "aria-label": "Close", onclick: onClose },
-      "✕",
-    );
-    const title = element(
-      "div",
-      {},
-      element("h2", { id: "pane-heading" }, rows.label[row]),
-      element("p", { class: "quiet" }, parts.filter(Boolean).join(" · ")),
-    );
-    return element("div", { class: "pane-head" }, title, element("span", { class: "grow" }), copy, close);
+      about.push(core.dtypes[values.dtype[first]], `number ${values.order[first]} in firing order`);
+    if (rows.alias[row]) about.push(`also ${rows.alias[row]}`);
+    return paneHead(rows.label[row], about, { onClose, copies: true });
   }
-
-  async function copyText(text, button) {
-    try {
-      await navigator.clipboard.writeText(text);
-      button.textContent = "Copied";
-    } catch {
-      button.textContent = "Select it";
-      getSelection().selectAllChildren(byId("pane-heading"));
-    }
-  }
-
-  const callout = (level, title, texts) =>
-    element(
-      "div",
-      { class: `callout ${level}-ground` },
-      glyph(level),
-      element("span", {}, strong(title), " ", texts.filter(Boolean).join(" ")),
-    );
 
   const cardsOf = (records) =>
     element("div", { class: records.length > 1 ? "cards" : "cards alone" }, records.map(cardOf));
@@ -118,6 +83,8 @@ function makePane(host, core, view, { onClose, onStale }) {
       bad: values.bad[value] ?? 0,
       badText: values.leaves[value],
       bars: barsOf(values.hist, value),
+      range: values.range[value], // of a store's items, whose numbers are of all items
+      stored: values.stored[value],
       ...Object.fromEntries(["mean", "std", "min", "max", "zeros"].map((name) => [name, values[name][value]])),
     };
   }
@@ -127,6 +94,7 @@ function makePane(host, core, view, { onClose, onStale }) {
     (values.parts[value] ?? []).map((part) => ({
       ...recordOf(value),
       ...part,
+      range: undefined,
       badText: part.bad.toLocaleString("en"),
       bars: barsOf(part.hist, 0),
     }));
@@ -149,21 +117,23 @@ function makePane(host, core, view, { onClose, onStale }) {
   }
 
   function contentsOf(record) {
-    if (record.problem) return [callout("warning", "", [record.problem])];
+    if (record.problem) return [callout("warning", record.problem)];
     if (record.isWaiting) return [element("p", { class: "quiet waiting" }, "Measuring…"), numbersOf(record)];
     if (record.numel === null) return [element("p", { class: "quiet mono" }, record.shape || "no tensor")];
     return [histogramOf(record), numbersOf(record)];
   }
 
-  function histogramOf({ min: low, max: high, numel, bad, bars, isBackward }) {
+  function histogramOf({ min, max, numel: all, range, bad, bars, isBackward }) {
+    const [low, high, numel] = range ?? [min, max, all];
     if (low === null || low === undefined)
-      return callout(numel ? "error" : "note", "", [
-        numel ? "No element is finite: there is nothing to draw." : "It has no elements.",
-      ]);
+      return numel
+        ? callout("error", "No element is finite: there is nothing to draw.")
+        : callout("note", "It has no elements.");
     if (low === high)
-      return callout("note", "", [
+      return callout(
+        "note",
         `All ${(numel - bad).toLocaleString("en")} ${bad ? "finite " : ""}elements are ${numberText(low, 4)}.`,
-      ]);
+      );
     const zero = low < 0 && high > 0 ? (240 * -low) / (high - low) : null;
     const words = `Histogram of ${numel.toLocaleString("en")} elements from ${numberText(low, 4)} to ${numberText(high, 4)}, heights logarithmic`;
     const picture = shape(
@@ -178,14 +148,15 @@ function makePane(host, core, view, { onClose, onStale }) {
       shape("path", { d: barsPath(bars, 240, 64) }),
       zero === null ? null : shape("line", { x1: zero, x2: zero, y1: 0, y2: 64 }),
     );
-    const axis = element("div", { class: "axis" }, soft(numberText(low, 3)), soft("log"), soft(numberText(high, 3)));
+    const about = range ? "of the items shown; log counts" : "log counts";
+    const axis = element("div", { class: "axis" }, soft(numberText(low, 3)), soft(about), soft(numberText(high, 3)));
     return element("div", {}, picture, axis);
   }
 
   function numbersOf(record) {
     const { bad, numel } = record;
-    const facts = [
-      ["Shape", record.shape],
+    return numbersList([
+      ["Shape", record.shape, false, true],
       ["Mean", numberText(record.mean, 4)],
       ["Std", numberText(record.std, 4)],
       ["Min", numberText(record.min, 4)],
@@ -194,21 +165,8 @@ function makePane(host, core, view, { onClose, onStale }) {
       ["Norm", numberText(normOfNumbers(record), 4)],
       ["NaN, inf", bad ? record.badText : record.isWaiting ? "" : "0", bad],
       ["Elements", numel?.toLocaleString("en") ?? ""],
-    ];
-    return element(
-      "dl",
-      { class: "numbers" },
-      facts
-        .filter(([, text]) => text)
-        .map(([name, text, isBad]) =>
-          element(
-            "div",
-            { class: `${isBad ? "bad" : ""}${name === "Shape" ? " wide" : ""}` },
-            element("dt", {}, name),
-            element("dd", {}, text),
-          ),
-        ),
-    );
+      ["Stored", sizeText(record.stored)],
+    ]);
   }
 
   // -- maps --------------------------------------------------------------------------------------

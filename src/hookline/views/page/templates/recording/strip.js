@@ -398,13 +398,15 @@ function makeStrip(host, core, chosen, onChoose) {
 
   function showLegend() {
     const trunk = core.types[rows.type[core.trunk[0]]] ?? "";
+    const key = (name) => element("i", { class: `key-${name}` });
     byId("strip-legend").replaceChildren(
-      element("i", { class: "key-line" }),
-      trunk ? `outputs of ${trunk}` : "outputs",
-      element("i", { class: "key-dot" }),
-      "of other modules",
-      element("i", { class: "key-hatch" }),
-      "NaN or infinity",
+      ...legendOf([
+        [key("line"), trunk ? `outputs of ${trunk}` : "outputs"],
+        [key("dot"), "of other modules"],
+        [key("hatch"), "NaN or infinity"],
+        [glyph("error"), glyph("warning"), "a finding begins"],
+        [key("also"), "what follows from the chosen one, also at the edge of rows"],
+      ]),
     );
   }
 

@@ -1,8 +1,8 @@
 // The calls of modules in firing order, as a tree; flat when they are searched or sorted.
 
-const USUAL_COLUMNS = ["type", "shape", "bars", "std", "zeros", "gradient"];
+const USUAL_COLUMNS = ["type", "shape", "bars", "std", "zeros", "gradient", "stored"];
 
-// The columns that there are: { key, title, width, isNumber, sortKey(row), cell(row) }.
+// The columns that there are, as of `makeTable`.
 function columnsOf(core, view) {
   const { rows, values } = core;
   const forward = (row) => view.table.forward[row];
@@ -25,6 +25,7 @@ function columnsOf(core, view) {
       ...text("shape", "Shape", "minmax(86px, 124px)", (row) => shapeText(core, forward(row) ?? gradient(row))),
       sortKey: (row) => values.numel[forward(row) ?? gradient(row)] ?? null,
       isNumber: true,
+      isLeft: true,
     },
     text("dtype", "Dtype", "70px", (row) => core.dtypes[values.dtype[forward(row) ?? gradient(row)]] ?? ""),
     { key: "bars", title: "Values", width: "48px", cell: (row) => spark(core, forward(row)) },
@@ -58,6 +59,15 @@ function columnsOf(core, view) {
       cell: (row) => values.order[forward(row) ?? gradient(row)]?.toLocaleString("en") ?? "",
     },
   ];
+  if (core.store)
+    list.push({
+      key: "stored",
+      title: "Size",
+      width: "70px",
+      isNumber: true,
+      sortKey: (row) => values.stored[forward(row)] ?? null,
+      cell: (row) => sizeText(values.stored[forward(row)]),
+    });
   if (view.own) {
     const mark = (row) =>
       element("i", { class: "own-mark", style: `--mark: ${view.own.colourOf(row)}`, "aria-hidden": "true" });
@@ -71,7 +81,8 @@ function columnsOf(core, view) {
     });
   }
   const hasGradients = core.ports.some((port) => port.startsWith("grad"));
-  return list.filter(({ key }) => key !== "gradient" || hasGradients);
+  const hasTypes = core.types.some(Boolean); // a store has none
+  return list.filter(({ key }) => (key !== "gradient" || hasGradients) && (key !== "type" || hasTypes));
 }
 
 const shapeText = (core, value) =>
@@ -94,137 +105,65 @@ function spark(core, value) {
 
 function zerosCell(share) {
   if (!share) return shareText(share);
-  return [element("i", { class: "share", style: `--share: ${share}`, "aria-hidden": "true" }), shareText(share)];
+  return [shareBar(share), shareText(share)];
 }
 
-function makeTree(host, core, view, { onChoose, onEnter }) {
+function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
   const { rows, values } = core;
-  const HEIGHT = 26;
-  const folded = new Set();
-  const holders = rows.name.map((_, row) => row).filter((row) => rows.children[row].length);
   const searched = rows.label.map((label, row) => {
     const ports = new Set(values.of[row].map((value) => core.ports[values.port[value]]));
     const names = [...ports].map((port) => (port === "output" ? label : `${rows.path[row]}:${port}`));
     const leaves = values.of[row].map((value) => values.leaf[value] ?? "");
     return [label, rows.alias[row] ?? "", ...names, ...leaves].join(" ").toLowerCase();
   });
+  const count = (list) => list.reduce((sum, row) => sum + values.of[row].length, 0);
   let columns = columnsOf(core, view);
-  let query = "";
-  let sort = null; // { key, isDown }
-  let shown = []; // the rows from top to bottom
-  let places = new Map();
 
-  const grid = makeRows(host, {
+  const table = makeTable(host, {
     label: "Values in firing order",
-    height: HEIGHT,
-    folds: true,
-    columns: chosenColumns,
-    rowClass: classOf,
-    headOf: headOf,
-    sortOf: ({ key }) =>
-      key === "bars" ? null : sort?.key !== key ? "none" : sort.isDown ? "descending" : "ascending",
-    onChoose: ({ key }, isClick) => onChoose(key, { opens: isClick }),
-    onToggle: ({ key }) => fold(key),
-    onDraw: (first, last) => rail?.draw(first, last),
-    onKey: treeKey,
+    tree: rows,
+    labelOf: (row) => rows.label[row],
+    searchedOf: (row) => searched[row],
+    typeOf: (row) => core.types[rows.type[row]].toLowerCase(),
+    isListed: (row) => values.of[row].length > 0,
+    columns: () => columns,
+    isWanted,
+    nameCell,
+    cellOf: (column, row) => problemOf(row, column) ?? column.cell(row),
+    classOf,
+    chosen: () => view.row,
+    say(shown, query) {
+      const all = counted(values.row.length, "value");
+      return query ? `${count(shown)} of ${all}` : all;
+    },
+    onChoose,
+    onEnter,
+    onChange,
+    onLayOut: () => rail.layOut(),
+    onDraw: (first, last) => rail.draw(first, last),
   });
-  const rail = makeRail(grid.grid, core, view, () => ({ shown, places, folded, isFlat: isFlat() }));
+  const layout = () => ({ shown: table.shown, places: table.places, folded: table.folded, isFlat: table.isFlat });
+  const rail = makeRail(table.grid, core, view, layout);
 
-  const isFlat = () => Boolean(query || sort);
-  const holdsValue = (row) => values.of[row].length > 0;
-
-  // 0 is a match of the whole name, 1 of the path, 2 of the type, 3 none.
-  function rankOf(row) {
-    if (rows.label[row].toLowerCase() === query) return 0;
-    if (searched[row].includes(query)) return 1;
-    return core.types[rows.type[row]].toLowerCase().includes(query) ? 2 : 3;
-  }
-
-  function order(column) {
-    const keys = rows.name.map((_, row) => (column.key === "path" ? rows.label[row] : column.sortKey(row)));
-    const isEmpty = (key) => key === null || key === undefined || key === "";
-    return (a, b) => {
-      const [x, y] = [keys[a], keys[b]];
-      if (isEmpty(x) || isEmpty(y)) return isEmpty(x) - isEmpty(y) || a - b; // last either way
-      const by = typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y;
-      return (sort.isDown ? -by : by) || a - b;
-    };
-  }
-
-  function layOut() {
-    const all = rows.name.map((_, row) => row);
-    if (isFlat()) {
-      const ranks = query ? all.map(rankOf) : null;
-      shown = all.filter((row) => holdsValue(row) && (!ranks || ranks[row] < 3));
-      if (sort) shown.sort(order(allColumns().find(({ key }) => key === sort.key)));
-      else shown.sort((a, b) => ranks[a] - ranks[b] || a - b);
-    } else {
-      shown = [];
-      for (let row = 0; row < all.length; row += 1) {
-        shown.push(row);
-        if (folded.has(row)) row = rows.last[row];
-      }
-    }
-    places = new Map(shown.map((row, place) => [row, place]));
-    rail.layOut();
-    grid.show(shown.map(itemOf), places.get(view.row) ?? -1);
-    showState();
-  }
-
-  function itemOf(row) {
-    const isOpen = isFlat() || !rows.children[row].length ? undefined : !folded.has(row);
-    return { key: row, level: isFlat() ? 1 : rows.level[row], isOpen };
-  }
-
-  function showState() {
-    const all = values.row.length;
-    const some = shown.reduce((sum, row) => sum + values.of[row].length, 0);
-    byId("status").textContent = query ? `${some} of ${counted(all, "value")}` : counted(all, "value");
-    byId("unsort").hidden = !sort;
-    byId("fold-all").hidden = isFlat() || !holders.length;
-    byId("fold-all").textContent = folded.size ? "Expand all" : "Collapse all";
-    const empty = byId("nothing") ?? host.appendChild(element("p", { id: "nothing" }));
-    empty.hidden = shown.length > 0;
-    empty.textContent = query
-      ? `No path or type has “${byId("search").value.trim()}” in it.`
-      : "Nothing was recorded.";
-  }
-
-  // -- columns -----------------------------------------------------------------------------------
-
-  function nameCell({ key: row }) {
+  function nameCell(row, isFlat, isFolded) {
     const notes = [];
-    if (!isFlat() && rows.call[row] >= 0) notes.push(`call ${rows.call[row]}`);
-    if (folded.has(row) && !isFlat()) notes.push(`${(rows.last[row] - row).toLocaleString("en")} inside`);
+    if (!isFlat && rows.call[row] >= 0) notes.push(`call ${rows.call[row]}`);
+    if (isFolded) notes.push(`${(rows.last[row] - row).toLocaleString("en")} inside`);
     if (rows.alias[row]) notes.push(`also ${rows.alias[row]}`);
     const level = view.levels[row];
     const small = notes.length ? element("small", {}, notes.join(" · ")) : null;
     return [
       level ? glyph(level) : null,
-      element("b", { class: "name" }, isFlat() ? rows.label[row] : rows.name[row]),
+      element("b", { class: "name" }, isFlat ? rows.label[row] : rows.name[row]),
       small,
     ].filter(Boolean);
   }
 
-  const nameColumn = { key: "path", title: "Module", kind: "path" };
-  const allColumns = () => [nameColumn, ...columns];
-
-  function chosenColumns(width) {
-    const isNarrow = width < 520;
-    const wanted = new Set([...(view.columns ?? USUAL_COLUMNS), ...(view.own ? ["own"] : [])]);
-    if (isNarrow && !view.columns) for (const key of ["type", "shape", "bars"]) wanted.delete(key);
-    if (width < 640 && !view.columns) wanted.delete("type");
-    if (sort) wanted.add(sort.key);
-    const others = columns
-      .filter(({ key }) => wanted.has(key))
-      .map((column) => ({
-        ...column,
-        kind: `${column.key}${column.isNumber && column.key !== "shape" ? " number" : ""}`,
-        cell: ({ key: row }) => problemOf(row, column) ?? column.cell(row),
-      }));
-    const least = others.reduce((sum, column) => sum + Number(/\d+/.exec(column.width)[0]) + 10, 170);
-    grid?.grid.style.setProperty("--least", `${least}px`);
-    return [{ ...nameColumn, width: "minmax(150px, 1fr)", cell: nameCell }, ...others];
+  function isWanted({ key }, width) {
+    if (key === "own") return true;
+    if (view.columns) return view.columns.includes(key);
+    const isLeftOut = (width < 520 && ["type", "shape", "bars"].includes(key)) || (width < 640 && key === "type");
+    return USUAL_COLUMNS.includes(key) && !isLeftOut;
   }
 
   // A value without numbers says why, in the place of its first numbers.
@@ -232,49 +171,16 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
     const problem = values.problem[view.table.forward[row]];
     if (!problem || ["type", "dtype", "gradient", "order", "own"].includes(column.key)) return undefined;
     if (column.key !== "std" && column.key !== "shape") return "";
-    return column.key === "std"
-      ? element("span", { class: "problem", title: problem }, "none")
-      : element("span", { class: "problem", title: problem }, problem);
+    return element("span", { class: "problem", title: problem }, column.key === "std" ? "none" : problem);
   }
 
-  function headOf({ key, title }) {
-    if (key === "bars") return title;
-    return element("button", { type: "button", onclick: () => turnSort(key) }, title);
-  }
-
-  function turnSort(key) {
-    const isNumber = Boolean(columns.find((column) => column.key === key)?.isNumber);
-    if (sort?.key !== key) sort = { key, isDown: isNumber };
-    else if (sort.isDown === isNumber) sort = { key, isDown: !isNumber };
-    else sort = null;
-    layOut();
-    host.querySelectorAll(".head button").forEach((button) => {
-      if (button.textContent === allColumns().find((c) => c.key === key).title) button.focus();
-    });
-    view.note();
-  }
-
-  function classOf({ key: row }) {
-    const classes = [rows.children[row].length && !isFlat() ? "holder" : ""];
-    const value = view.table.forward[row];
-    if (values.bad[value]) classes.push("is-bad");
+  function classOf(row) {
+    const classes = [];
+    if (values.bad[view.table.forward[row]]) classes.push("is-bad");
     if (values.bad[view.table.gradient[row]]) classes.push("is-bad-backward");
     const finding = view.findings[view.finding];
     if (finding?.also.includes(row)) classes.push(finding.level === "note" ? "also quietly" : "also");
-    return classes.filter(Boolean).join(" ");
-  }
-
-  // -- folding and keys --------------------------------------------------------------------------
-
-  function fold(row) {
-    if (!folded.delete(row)) folded.add(row);
-    layOut();
-  }
-
-  function foldAll() {
-    if (folded.size) folded.clear();
-    else for (const row of holders) folded.add(row);
-    layOut();
+    return classes.join(" ");
   }
 
   // Fold the blocks of a long model, but for those that hold an error or a warning.
@@ -285,87 +191,32 @@ function makeTree(host, core, view, { onChoose, onEnter }) {
       for (let at = level === "note" || row === null ? -1 : rows.parent[row]; at >= 0; at = rows.parent[at])
         open.add(at);
     }
-    for (const row of core.trunk) if (rows.children[row].length && !open.has(row)) folded.add(row);
+    for (const row of core.trunk) if (rows.children[row].length && !open.has(row)) table.folded.add(row);
   }
 
-  function treeKey(event) {
-    const row = grid.chosen?.key;
-    if (event.key === "Enter") onEnter();
-    else if (row === undefined) return false;
-    else if (event.key === "ArrowLeft" && rows.parent[row] >= 0 && !isFlat()) choose(rows.parent[row]);
-    else if (event.key === "ArrowRight" && rows.children[row].length && !isFlat()) choose(rows.children[row][0]);
-    else return false;
-    return true;
+  // What is shown, as an SVG.
+  function svg() {
+    const [, ...others] = table.columnsAt(host.clientWidth);
+    const plain = others
+      .filter(({ key }) => key !== "bars")
+      .map((column) => ({ ...column, cell: (row) => column.cell({ key: row }) }));
+    return treeSvg({ core, view, shown: table.shown, ...rail.drawn(), columns: plain, isFlat: table.isFlat });
   }
 
-  // Show a row, with the folds around it open, and choose it.
-  function choose(row, tells = true) {
-    let isChanged = false;
-    for (let at = rows.parent[row]; at >= 0; at = rows.parent[at]) isChanged = folded.delete(at) || isChanged;
-    if (query && !places.has(row)) {
-      query = "";
-      byId("search").value = "";
-      isChanged = true;
-    }
-    if (isChanged) layOut();
-    if (places.has(row)) grid.choose(places.get(row), { tells });
-  }
-
-  return {
-    grid: grid.grid,
-    layOut,
-    choose,
-    foldAll,
+  return Object.assign(table, {
     foldAtFirst,
-    draw: () => grid.draw(),
-    relayOut: () => grid.layOut(),
+    svg,
     refresh() {
       columns = columnsOf(core, view);
-      layOut();
-    },
-    search(text) {
-      query = text.trim().toLowerCase();
-      layOut();
-      grid.grid.scrollTop = 0;
-    },
-    setSort(next) {
-      sort = next && allColumns().some(({ key }) => key === next.key) ? next : null;
-      layOut();
-    },
-    get sort() {
-      return sort;
-    },
-    get first() {
-      return shown[0];
-    },
-    // What is folded, scrolled and focused; `restore` brings it back.
-    get position() {
-      return {
-        folded: [...folded].map((row) => rows.label[row]),
-        scrollTop: grid.grid.scrollTop,
-        hasFocus: document.activeElement === grid.grid,
-      };
+      table.layOut();
     },
     restoreFolds(labels) {
-      folded.clear();
-      for (const label of labels) if (core.rowOfLabel.has(label)) folded.add(core.rowOfLabel.get(label));
-      layOut();
+      table.folded.clear();
+      for (const label of labels) if (core.rowOfLabel.has(label)) table.folded.add(core.rowOfLabel.get(label));
+      table.layOut();
     },
-    // What is shown, as an SVG.
-    svg() {
-      const wanted = chosenColumns(host.clientWidth)
-        .slice(1)
-        .filter(({ key }) => key !== "bars");
-      const plain = wanted.map((column) => ({ ...column, cell: (row) => column.cell({ key: row }) }));
-      return treeSvg({ core, view, shown, ...rail.drawn(), columns: plain, isFlat: isFlat() });
-    },
-    get best() {
-      return query && sort ? [...shown].sort((a, b) => rankOf(a) - rankOf(b))[0] : shown[0];
-    },
-    get columns() {
-      return columns;
-    },
-  };
+    columns: () => columns,
+  });
 }
 
 // The line of the data flow at the left of the tree: what flows into what, where it is known.

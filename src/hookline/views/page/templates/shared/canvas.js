@@ -11,6 +11,15 @@ function ink(name) {
   }
   return inks[name];
 }
+// Draw again when the theme changes, which canvases do not notice.
+function onTheme(redraw) {
+  const again = () => {
+    for (const name of Object.keys(inks)) delete inks[name];
+    redraw();
+  };
+  byId("theme").addEventListener("click", again);
+  system.addEventListener("change", again);
+}
 const families = {};
 const family = (name) => (families[name] ??= getComputedStyle(document.body).getPropertyValue(`--${name}`).trim());
 
@@ -91,6 +100,9 @@ function colourKey(kind, low, high) {
   }
   return element("span", { class: "colour-key" }, low, bar, high);
 }
+
+// The parts of a legend: each is a mark and its words.
+const legendOf = (groups) => groups.map((parts) => element("span", {}, ...parts));
 
 // Codes to numbers: the highest code is NaN or infinity.
 function decoded({ q, lo, hi }, bits) {

@@ -6,7 +6,7 @@ function fill(node, attributes, children) {
     else if (value !== null && value !== undefined && value !== false)
       node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
   return node;
 }
 
@@ -40,3 +40,8 @@ function ratioText(ratio) {
 }
 
 const counted = (number, noun, nouns = `${noun}s`) => `${number.toLocaleString("en")} ${number === 1 ? noun : nouns}`;
+
+// A path may be broken after its dots, so that no name is cut; a decimal point is none.
+const DOTS = /(?<=[^\W\d]\.)(?=\w)|(?<=\d\.)(?=[^\W\d])|(?<=[\])]\.)(?=\w)/;
+const broken = (text) =>
+  text.split(DOTS).flatMap((part, place) => (place ? [element("wbr"), part] : [part]));

@@ -8,8 +8,7 @@ function showFindings({ findings, judged, notes }, onChoose) {
     .map((level) => [level, findings.filter((finding) => finding.level === level).length])
     .filter(([, count]) => count)
     .map(([level, count]) => counted(count, ...WORDS[level]));
-  const unjudged = notes?.length ? "" : "Findings are of recordings.";
-  const without = judged ? "Nothing is wrong, as far as the rules can tell." : unjudged;
+  const without = judged ? "Nothing is wrong, as far as the rules can tell." : "";
   byId("tally").textContent = counts.join(", ") || without;
   byId("findings").replaceChildren(
     ...findings.map((finding, index) => element("li", {}, buttonOf(finding, index, onChoose))),
@@ -31,9 +30,9 @@ function buttonOf(finding, index, onChoose) {
     "button",
     { type: "button", class: "finding", "aria-pressed": "false", onclick: () => onChoose(index) },
     glyph(level),
-    element("strong", {}, element("span", { class: "unseen" }, `${WORDS[level][0]}: `), text),
+    element("strong", {}, element("span", { class: "unseen" }, `${WORDS[level][0]}: `), broken(text)),
     element("span", { class: "number" }, number),
-    element("span", { class: "why" }, [why, following, advice].filter(Boolean).join(" ")),
+    element("span", { class: "why" }, broken([why, following, advice].filter(Boolean).join(" "))),
   );
 }
 
@@ -48,7 +47,7 @@ function pressFinding(index) {
 function answerKey(event, { findings, view, onFinding, onEscape }) {
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
   const isNext = event.altKey && step && findings.length;
-  if (event.key === "/" && !event.target.matches("input, select")) byId("search").focus();
+  if (event.key === "/" && byId("search") && !event.target.matches("input, select")) byId("search").focus();
   else if (isNext) {
     const next = (view.finding + step + findings.length) % findings.length;
     view.finding = -1;
@@ -70,7 +69,7 @@ function showSilent(silent) {
     if (byId("never-fired").children.length) return;
     byId("never-fired").replaceChildren(
       ...silent.map(([site, type, why]) =>
-        element("div", {}, element("dt", {}, element("code", {}, site), " ", soft(type)), element("dd", {}, why)),
+        element("div", {}, element("dt", {}, element("code", {}, broken(site)), " ", soft(type)), element("dd", {}, why)),
       ),
     );
   };

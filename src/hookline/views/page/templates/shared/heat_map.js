@@ -170,8 +170,7 @@ function makeHeatMap(host, { label, about, onChoose }) {
     choose(...next);
   });
   new ResizeObserver(draw).observe(host);
-  byId("theme").addEventListener("click", () => requestAnimationFrame(draw));
-  system.addEventListener("change", () => requestAnimationFrame(draw));
+  onTheme(draw);
 
   return {
     show(newTable) {

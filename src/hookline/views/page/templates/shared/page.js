@@ -56,6 +56,7 @@ async function fetchJson(address) {
   });
   system.addEventListener("change", showTheme);
   showTheme();
+  byId("keys")?.addEventListener("click", () => byId("help").showModal());
 
   // -- following: the recording may be replaced, deleted, or written for the first time ---------
 

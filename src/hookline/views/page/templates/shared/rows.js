@@ -63,8 +63,7 @@ function makeRows(host, options) {
       "aria-expanded": item.isOpen === undefined ? null : String(item.isOpen),
     };
     const cells = shown.map(({ kind, cell }, place) => {
-      const isMarked = !place && (folds || item.isOpen !== undefined);
-      const mark = isMarked ? element("span", { class: "mark", "aria-hidden": "true" }) : null;
+      const mark = place ? null : element("span", { class: "mark", "aria-hidden": "true" });
       return element("span", { role: "gridcell", class: kind }, mark, cell(item));
     });
     return element("div", attributes, cells);

@@ -92,3 +92,18 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
 
   return { show, draw: () => data && draw() };
 }
+
+// Offer the list of a page and its tokens × depth as two views. Returns a function that shows one.
+function makeViews({ onList = () => {}, onTokens }) {
+  const turn = (isTokens) => {
+    byId("view-tokens").setAttribute("aria-pressed", String(isTokens));
+    byId("view-list").setAttribute("aria-pressed", String(!isTokens));
+    byId("tokens").hidden = !isTokens;
+    byId("view").hidden = isTokens;
+    if (isTokens) onTokens();
+    else onList();
+  };
+  byId("view-tokens").addEventListener("click", () => turn(true));
+  byId("view-list").addEventListener("click", () => turn(false));
+  return turn;
+}

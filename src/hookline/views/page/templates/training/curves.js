@@ -27,19 +27,7 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     const loss = lossAt(view.series, span);
     const about = [span ? `${stepText(span)} of ${run.status.step?.toLocaleString("en")}` : "no step"];
     if (loss) about.push(`${view.series.name} ${loss}`);
-    const close = element(
-      "button",
-      { type: "button", class: "small square close", id: "close", "aria-label": "Close", onclick: onClose },
-      "✕",
-    );
-    const title = element("h2", { id: "pane-heading" }, label);
-    return element(
-      "div",
-      { class: "pane-head" },
-      element("div", {}, title, element("p", { class: "quiet" }, about.join(" · "))),
-      element("span", { class: "grow" }),
-      close,
-    );
+    return paneHead(label, about, { onClose });
   }
 
   const linkTo = (site, text, column = view.column) =>
@@ -53,7 +41,7 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     return run.findings
       .filter(({ row }, index) => row === view.site || (index === view.finding && row !== null))
       .map((finding) => {
-        const parts = [strong(finding.text), " ", [finding.why, finding.advice].filter(Boolean).join(" ")];
+        const parts = [];
         const column = run.columnOf(finding.step);
         if (finding.kind === "non-finite" && column > 0)
           parts.push(" ", linkTo(finding.row, "The step before", column - 1));
@@ -67,12 +55,7 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
               ...next.map((site) => linkTo(site, run.sites[site].label)),
             ),
           );
-        return element(
-          "div",
-          { class: `callout ${finding.level}-ground` },
-          glyph(finding.level),
-          element("span", {}, parts),
-        );
+        return findingCallout(finding, parts);
       });
   }
 
@@ -117,17 +100,7 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
         valueText(run.latest(name, view.site), name),
         name === "non_finite" && run.latest(name, view.site) > 0,
       ]);
-    const list = (items) =>
-      element(
-        "dl",
-        { class: "numbers" },
-        items
-          .filter(([, text]) => text)
-          .map(([name, text, isBad]) =>
-            element("div", { class: isBad ? "bad" : "" }, element("dt", {}, name), element("dd", {}, text)),
-          ),
-      );
-    return element("div", {}, list(facts), element("h3", { class: "quiet last" }, "Its last step"), list(last));
+    return element("div", {}, numbersList(facts), element("h3", { class: "quiet last" }, "Its last step"), numbersList(last));
   }
 
   // -- curves ------------------------------------------------------------------------------------

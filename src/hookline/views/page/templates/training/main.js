@@ -141,23 +141,20 @@
     const scale = view.shared ?? scaleOf(jointExtent(extents));
     const parts = [];
     if (view.isUsual) {
-      parts.push(colourKey("signed", "÷ 1000", "× 1000"), "of its median");
-      parts.push(element("i", { class: "key-zero" }), "zero");
+      parts.push([colourKey("signed", "÷ 1000", "× 1000"), "of its median"]);
+      parts.push([element("i", { class: "key-zero" }), "zero"]);
     } else if (scale) {
       const ends = view.shared
         ? [valueText(scale.low), valueText(scale.high)]
         : scale.isSigned
           ? ["below 0", "above 0"]
           : ["least", "greatest"];
-      parts.push(
-        colourKey(scale.isSigned ? "signed" : "plain", ...ends),
-        view.shared ? "of all rows" : "of each row",
-      );
-      if (scale.isLog) parts.push(soft("log"));
+      const of = view.shared ? "of all rows" : "of each row";
+      parts.push([colourKey(scale.isSigned ? "signed" : "plain", ...ends), scale.isLog ? `${of}, logarithmic` : of]);
     }
-    parts.push(element("i", { class: "key-hatch" }), "NaN or infinity");
-    if (run.isWide()) parts.push(soft(`· a column is ${run.stride} steps, by its most unusual number`));
-    byId("legend").replaceChildren(...parts);
+    parts.push([element("i", { class: "key-hatch" }), "NaN or infinity"]);
+    if (run.isWide()) parts.push([`a column is ${run.stride} steps, by its most unusual number`]);
+    byId("legend").replaceChildren(...legendOf(parts));
   }
 
   // -- choosing ----------------------------------------------------------------------------------
@@ -168,7 +165,7 @@
     view.site = site;
     view.column = column;
     isAtEnd = column === run.columns.length - 1;
-    if (opens) byId("pane").classList.add("open");
+    if (opens) openDrawer();
     if (isLeft) {
       // A choice from outside the list: show it, whatever was searched.
       search.value = "";
@@ -196,8 +193,7 @@
   }
 
   function closePane() {
-    byId("pane").classList.remove("open");
-    chart.grid.focus();
+    closeDrawer(chart.grid);
   }
 
   async function askRanks(site) {
@@ -269,24 +265,18 @@
     if (["Escape", "Enter", "ArrowDown"].includes(event.key)) chart.grid.focus();
     if (event.key === "ArrowDown") event.preventDefault();
   });
-  byId("keys").addEventListener("click", () => byId("help").showModal());
   document.addEventListener("keydown", (event) => {
     const keys = { findings: run.findings, view, onFinding: chooseFinding, onEscape: closePane };
     if (answerKey(event, keys)) return;
     if (event.key === "Enter" && event.target === chart.grid) {
-      byId("pane").classList.add("open");
+      openDrawer();
       byId("pane").focus();
     } else if (["ArrowDown", "ArrowUp"].includes(event.key) && event.target === document.body) {
       event.preventDefault();
       chart.grid.focus();
     }
   });
-  function redraw() {
-    for (const name of Object.keys(inks)) delete inks[name];
-    render();
-  }
-  byId("theme").addEventListener("click", redraw);
-  system.addEventListener("change", redraw);
+  onTheme(render);
 
   // -- following ---------------------------------------------------------------------------------
 

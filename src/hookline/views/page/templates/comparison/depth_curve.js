@@ -3,9 +3,9 @@
 // Draw the curve in an element. `rows` are those of the comparison. Returns `mark(index)`, which
 // shows the chosen row. Arrow keys, clicks and the pointer move over the rows.
 function makeDepthCurve(host, rows, onChoose) {
-  const HEIGHT = 176;
-  const TOP = 10;
-  const BOTTOM = 130;
+  const HEIGHT = 150;
+  const TOP = 8;
+  const BOTTOM = 104;
   const RIGHT = 10;
   const hasLocal = rows.some((row) => row.local !== null);
   const sizes = (name) => rows.map((row) => numberOf(row[name]));

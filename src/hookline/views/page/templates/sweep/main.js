@@ -1,11 +1,9 @@
 // The page of a sweep or an attribution: a heat map of two axes, and the largest effects.
 
-(() => {
-  if (!byId("map")) return;
-
+(async () => {
   const MOST = 12; // of the largest effects, as in the terminal
   const TITLES = { effect: "effect", metric: "metric", estimate: "estimated effect", measured: "measured effect", share: "of clean" };
-  const data = JSON.parse(byId("data").textContent);
+  const data = await unpack(byId("core").textContent);
   const { axes, places, baseline, clean } = data;
   const isMeasured = "metric" in data.numbers;
   const main = isMeasured ? "effect" : "estimate";
@@ -43,7 +41,6 @@
   // -- one table: for each cell, the change with the largest number -------------------------------
 
   let cells = []; // the change of each cell, or undefined
-  let chosen = 0; // the change
 
   function build() {
     const nRows = sizes[choice.rows];
@@ -75,19 +72,16 @@
   // -- what is chosen ----------------------------------------------------------------------------
 
   function tell(change) {
-    if (change === undefined) {
-      byId("change-name").textContent = "No such change";
-      byId("change-body").replaceChildren(element("p", { class: "quiet" }, "The site’s value is not as large in this axis."));
-      return;
-    }
-    chosen = change;
-    byId("change-name").textContent = nameOf(change);
-    const shown = Object.keys(numbers).map((name) => [TITLES[name], text(name, numbers[name][change]) || "not measured"]);
-    byId("change-body").replaceChildren(
-      element("dl", { class: "numbers" }, shown.map(([title, number]) => element("div", {}, element("dt", {}, title), element("dd", {}, number)))),
-      ...(unmoved[change] ? [element("p", { class: "quiet" }, "Unmoved: the change put in the value that was there, so that nothing could move.")] : []),
-    );
+    const isThere = change !== undefined;
+    const about = isThere && unmoved[change] ? "Unmoved: the change put in the value that was there, so that nothing could move." : "";
+    const body = element("div", { class: "pane-body" });
+    pressFinding(isThere ? ranked.indexOf(change) : -1);
+    byId("pane").replaceChildren(paneHead(isThere ? nameOf(change) : "No such change", [about], { onClose: close }), body);
+    if (!isThere) body.append(element("p", { class: "quiet" }, "The site’s value is not as large in this axis."));
+    else body.append(numbersList(Object.keys(numbers).map((name) => [TITLES[name], text(name, numbers[name][change]) || "not measured"])));
   }
+
+  const close = () => closeDrawer(document.querySelector(".heat-map"));
 
   function goTo(change) {
     const indices = indicesOf[change];
@@ -95,21 +89,35 @@
     show();
     map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], { tells: false });
     tell(change);
+    openDrawer();
     document.querySelector(".heat-map").focus();
   }
 
   // -- the largest effects -----------------------------------------------------------------------
 
+  const sizeOf = (change) => (Number.isNaN(numbers[main][change]) ? Infinity : Math.abs(numbers[main][change]));
+  const ranked = places.map((_, change) => change).sort((a, b) => sizeOf(b) - sizeOf(a) || a - b);
+
   function showLargest() {
-    const size = (change) => (Number.isNaN(numbers[main][change]) ? Infinity : Math.abs(numbers[main][change]));
-    const ranked = places.map((_, change) => change).sort((a, b) => size(b) - size(a) || a - b);
-    const names = Object.keys(numbers);
-    byId("largest-head").replaceChildren(element("tr", {}, element("th", { scope: "col" }, "Change"), names.map((name) => element("th", { scope: "col", class: "number" }, TITLES[name]))));
-    byId("largest-body").replaceChildren(...ranked.slice(0, MOST).map((change) => element("tr", {},
-      element("th", { scope: "row" }, element("button", { type: "button", class: "link", onclick: () => goTo(change) }, nameOf(change)), unmoved[change] ? element("span", { class: "tag still" }, "unmoved") : null),
-      names.map((name) => element("td", { class: "number" }, text(name, numbers[name][change]))))));
-    byId("largest-more").textContent = ranked.length > MOST ? `and ${(ranked.length - MOST).toLocaleString("en")} more` : "";
-    return ranked[0];
+    const most = sizeOf(ranked.find((change) => Number.isFinite(sizeOf(change)))) || 1;
+    const others = Object.keys(numbers).filter((name) => name !== main);
+    const items = ranked.slice(0, MOST).map((change) => {
+      const effect = numbers[main][change];
+      const colour = Number.isFinite(effect) ? cssColour(signedColour(effect / most)) : "#d55e00";
+      const more = others.map((name) => [TITLES[name], text(name, numbers[name][change])]).filter(([, shown]) => shown);
+      return element(
+        "button",
+        { type: "button", class: "finding", "aria-pressed": "false", onclick: () => goTo(change) },
+        element("i", { class: "swatch", style: `--mark: ${colour}`, "aria-hidden": "true" }),
+        element("strong", {}, broken(nameOf(change))),
+        element("span", { class: "number" }, text(main, effect) || "NaN"),
+        element("span", { class: "why" }, [...more.map((pair) => pair.join(" ")), unmoved[change] ? "unmoved" : ""].filter(Boolean).join("; ")),
+      );
+    });
+    byId("findings").replaceChildren(...items.map((item) => element("li", {}, item)));
+    const rest = ranked.length > MOST ? `, the largest ${MOST} below` : "";
+    const forwards = data.forwards === undefined ? "" : `, ${counted(data.forwards, "forward")}`;
+    byId("tally").textContent = `${counted(places.length, "change")}${forwards}${rest}`;
   }
 
   // -- what to draw ------------------------------------------------------------------------------
@@ -160,14 +168,22 @@
     about: aboutCell,
     onChoose: (row, column) => tell(changeAt(row, column)),
   });
-  byId("theme").addEventListener("click", () => requestAnimationFrame(show));
-  byId("metrics").replaceChildren(...[["Without a change", baseline], ["Clean", clean]].filter(([, number]) => number !== null).map(([title, number]) => element("div", {}, element("dt", {}, title), element("dd", {}, numberText(numberOf(number), 4)))),
-    element("div", {}, element("dt", {}, "Changes"), element("dd", {}, places.length.toLocaleString("en"))),
-    ...(data.forwards === undefined ? [] : [element("div", {}, element("dt", {}, "Forwards"), element("dd", {}, data.forwards.toLocaleString("en")))]));
+  onTheme(() => {
+    showLargest();
+    show();
+  });
+  document.addEventListener("keydown", (event) => answerKey(event, { findings: [], view: {}, onEscape: close }));
+  const metrics = [
+    ["Without a change", baseline],
+    ["Clean", clean],
+  ].filter(([, number]) => number !== null);
+  byId("metrics").replaceWith(numbersList(metrics.map(([title, number]) => [title, numberText(numberOf(number), 4)]), { id: "metrics" }));
   byId("notes").replaceChildren(...data.remarks.map((note) => element("li", {}, note)));
   showChoices();
-  const first = showLargest();
+  showLargest();
   show();
+  document.body.dataset.ready = "1";
+  const [first] = ranked;
   if (first === undefined) return;
   const indices = indicesOf[first];
   map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], { tells: false });
