@@ -30,6 +30,7 @@ from hookline.engine import (
     Tap,
     Unversioned,
     aside,
+    is_leaf,
     makes_new_memory,
     no_callback,
     ports_for,
@@ -473,7 +474,7 @@ def _may_hand_on(module: nn.Module) -> bool:
     Containers do, and layers such as `nn.Identity`. A layer of a user's own class mostly computes.
     """
     is_of_torch = type(module).__module__.startswith("torch.")
-    return is_of_torch or bool(module._modules)
+    return is_of_torch or not is_leaf(module)
 
 
 def _keep(number: int, keeper: Keeper, site: Site) -> Callback:
