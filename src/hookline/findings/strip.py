@@ -54,7 +54,8 @@ def strip_svg(survey: Survey, findings: Iterable[Finding]) -> str:
     lanes = _lanes(outputs, twins)
     drawing = _Drawing(outputs, _trunk(survey, outputs))
     height = _TOP + sum(lane.height + _GAP for lane in lanes) + _BOTTOM
-    parts, top = [], _TOP
+    parts: list[str] = []
+    top = _TOP
     for lane in lanes:
         parts += drawing.lane(lane, top)
         top += lane.height + _GAP

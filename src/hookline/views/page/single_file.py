@@ -223,7 +223,7 @@ def _facts(summary: Summary | None) -> list[tuple[str, str]]:
 
 
 def _view_command(target: Path, contents: FolderContents) -> str:
-    """Return the command that shows everything: of a recording, that of a page in its folder."""
+    """Return the command that shows everything: the folder of a store, or that the page lies in."""
     if contents.store is not None:
         return f"hookline view {shlex.quote(str(contents.store.place))}"
     if os.path.exists(target.parent / MANIFEST):
