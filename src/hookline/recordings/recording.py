@@ -642,3 +642,9 @@ def are_of_one_model(a: Recording, b: Recording) -> bool:
     references = [source._model for source in (a, b)]
     models = [reference() for reference in references if callable(reference)]
     return len(models) == 2 and models[0] is not None and models[0] is models[1]
+
+
+def has_lost_model(recording: Recording) -> bool:
+    """Tell whether a recording of this process cannot identify its model, which is gone."""
+    reference = recording._model
+    return callable(reference) and reference() is None

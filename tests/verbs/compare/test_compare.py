@@ -105,9 +105,25 @@ def test_weights_structure_and_versions_are_told(mlp, monkeypatch):
     assert text.startswith("weights of the model differ: compare two state dicts")
     port[1] = nn.GELU("tanh")
     (text,) = text_of(hl.compare(run_of(port, X), run), "model")
-    assert text.startswith("structure and weights of the model differ")
+    assert text == (
+        "structure and weights of the model differ: compare what print(model) says of both, and"
+        " compare two state dicts to see which"
+    )
     other = hl.compare(run_of(nn.Sequential(*port, nn.Identity()), X), run)
     assert "only in a: 3:input, 3" in text_of(other, "names")[0]
+
+
+def test_a_model_that_is_gone_is_said_not_to_be_compared(mlp):
+    def ported(step):
+        port = copy.deepcopy(mlp)
+        port[2].weight.data += step
+        return run_of(port, X)
+
+    (text,) = text_of(hl.compare(ported(1.0), run_of(mlp, X)), "model")
+    assert text.startswith("the model of a no longer exists, so structure and weights were not")
+    (text,) = text_of(hl.compare(ported(1.0), ported(0.0)), "model")
+    assert text.startswith("the models of a and b no longer exist, so")
+    assert text_of(hl.compare(ported(0.0), run_of(mlp, X)), "model") == []  # all values are equal
 
 
 def test_a_module_is_told_from_what_feeds_it(mlp):

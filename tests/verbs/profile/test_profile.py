@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -819,3 +820,18 @@ def test_ctrl_c_while_it_attaches_leaves_nothing(interrupted, left_as_found, fir
             break
     else:
         raise AssertionError("it never got to the end")
+
+
+@pytest.mark.processes
+def test_a_profile_at_the_end_of_a_program_says_nothing():
+    program = (
+        "import torch, hookline as hl\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "with hl.profile(model) as prof:\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "print(prof.total.flops.all > 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

@@ -161,15 +161,28 @@ def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Finding]:
     return remarks
 
 
-def of_models(side_a: Side, side_b: Side) -> list[Finding]:
+def of_models(side_a: Side, side_b: Side, rows: list[ComparedSite]) -> list[Finding]:
     """Say what differs between two models: class, structure, weights, code, versions.
 
     Of one model that is alive no weights are read.
     """
     if side_a.shares_model_with(side_b):
         return []
+    lost = [label for label, side in (("a", side_a), ("b", side_b)) if side.has_lost_model]
+    if lost and any(row.verdict == "differs" for row in rows):
+        whose = f"the model{'s' * (len(lost) - 1)} of {' and '.join(lost)}"
+        are = "no longer exists" if len(lost) == 1 else "no longer exist"
+        text = f"{whose} {are}, so structure and weights were not compared: keep the model"
+        return [Finding("model", f"{text} until then, or save the recording while it is there")]
     a, b = side_a.identify(), side_b.identify()
     return [] if a is None or b is None else list(_of_identities(a, b))
+
+
+# What shows the place of a difference between two models.
+_HINTS = {
+    "structure": "compare what print(model) says of both",
+    "weights": "compare two state dicts to see which",
+}
 
 
 def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
@@ -180,8 +193,9 @@ def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
         names = [name for name in parts if getattr(a, name) != getattr(b, name)]
         if names:
             are = "differ" if len(names) > 1 or names[0] == "weights" else "differs"
-            hint = ": compare two state dicts to see which" * ("weights" in names)
-            yield Finding("model", f"{' and '.join(names)} of the model {are}{hint}")
+            hints = [hint for name, hint in _HINTS.items() if name in names]
+            advice = f": {', and '.join(hints)}" if hints else ""
+            yield Finding("model", f"{' and '.join(names)} of the model {are}{advice}")
     versions = [
         f"{name} {a.versions.get(name, 'none')} and {b.versions.get(name, 'none')}"
         for name in dict.fromkeys((*a.versions, *b.versions))

@@ -127,7 +127,7 @@ def compare(
         *modes,
         *(of_inputs(inputs) if has_layers else ()),
         *about_tokens,
-        *of_models(side_a, side_b),
+        *of_models(side_a, side_b, rows),
         *rest,
         *of_names(pairing, judge.alone),
         *of_forms(rows),

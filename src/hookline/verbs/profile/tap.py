@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import threading
@@ -269,15 +268,16 @@ class GarbageHooks:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = weakref.ref(ledger, self.close)
+        self._callbacks = gc.callbacks  # modules have lost their names as the interpreter ends
 
     def open(self) -> None:
         """Register the object with Python."""
-        gc.callbacks.append(self)
+        self._callbacks.append(self)
 
     def close(self, _: Any = None) -> None:
         """Take it away again. Idempotent."""
-        with contextlib.suppress(ValueError):
-            gc.callbacks.remove(self)
+        if self in self._callbacks:
+            self._callbacks.remove(self)
 
     def __call__(self, phase: str, info: Any) -> None:
         """Stop the clock, or let it go on."""
