@@ -194,7 +194,8 @@ def _sizes(blocks: Blocks, scale: float) -> _Sizes:
 
 def _gaps(blocks: Blocks, scale: float, sizes: _Sizes) -> _Gaps:
     total, n_rows, n_elements = _Gaps(), 0, 0
-    by_c, by_torch = (partial(way, scale, sizes.least) for way in (_gaps_by_c, _gaps_of))
+    by_c = partial(_gaps_by_c, scale, sizes.least)
+    by_torch = partial(_gaps_of, scale, sizes.least)
     for b, gaps in _measured(blocks, by_c, by_torch):
         total = _Gaps(
             total.gap + gaps.gap,

@@ -232,7 +232,7 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
 def lazy_name(model: nn.Module) -> str | None:
     """Return the first parameter or buffer that the first run will create; None if all exist."""
     tables = (table(module) for module in model.modules() for table in (parameters, buffers))
-    if not any(is_lazy(tensor) for table in tables for tensor in table.values()):
+    if not any(t is not None and is_lazy(t) for table in tables for t in table.values()):
         return None  # as of most models, whose names need not be made
     tensors = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, tensor in tensors if is_lazy(tensor)), None)

@@ -121,7 +121,8 @@ def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n:
         raise NoRowsError
     new = value.clone()
     old, target = (
-        tensor.unflatten(dim, (n, known.shape[dim])).movedim(dim, 0) for tensor in (value, new)
+        torch.unflatten(tensor, dim, (n, known.shape[dim])).movedim(dim, 0)
+        for tensor in (value, new)
     )
     are_equal = torch.equal(old, old[:1].expand_as(old))
     if not all(is_near(row, known) for row in old[: 1 if are_equal else n]):
