@@ -1,8 +1,8 @@
 """Store the activations of a data set on disk, and train a linear probe on them.
 
 A loop that collects activations in lists can fill the memory, and starts again if it is killed.
-`hl.extract` writes to disk while the model runs, goes on where it was stopped, and stores the index
-of each image next to its activations.
+`hl.extract` writes files while the model runs, keeps the complete ones when it starts again, and
+stores the index of each image next to its activations.
 
 The network comes with hookline. It was trained on three quarters of these digits. So the accuracy
 of the deep layers is higher here than on new digits.

@@ -3,7 +3,7 @@
     python release/matrix.py                 run each environment that this machine can make
     python release/matrix.py --only "py313*" run those whose names match; may be repeated
     python release/matrix.py --short         run a tenth of the tests: for a busy machine
-    python release/matrix.py --table         write docs/tested.md anew from release/tested.json
+    python release/matrix.py --table         write the table in docs/where-it-works.md anew
 
 The environments stay in `.venv-matrix/`, each in a folder of its name: one that is there is used as
 it is. A build of torch for CUDA brings 4 GB of libraries; where an index of CPU builds is reached,
@@ -35,7 +35,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / ".venv-matrix"
 RESULTS = ROOT / "release" / "tested.json"
-PAGE = ROOT / "docs" / "tested.md"
+PAGE = ROOT / "docs" / "where-it-works.md"
 BEGIN, END = "<!-- the table: made by release/matrix.py -->\n", "<!-- end -->\n"
 
 # What hangs on versions most: hooks, regimes, recordings, edits; then compiled code.

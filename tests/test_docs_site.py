@@ -116,6 +116,38 @@ def test_every_file_of_the_package_is_listed_with_its_purpose(site):
         assert path.stem == "__init__" or path.name in listed[f"{folder}/"], path
 
 
+KEEP = (
+    "keep: Callable[[Any], Any] | None", "device: torch.device | str | None",
+    "dtype: torch.dtype | None", "detach: bool", "copy: bool | None",
+)  # fmt: skip
+OPTIONS = {
+    "record": KEEP,
+    "features": KEEP,
+    "extract": (
+        KEEP[0], KEEP[2], "mask: str | Callable[[Any], torch.Tensor] | None",
+        "inputs: Callable[[Any], Any] | None", "workers: int",
+        "on_error: Literal['raise', 'skip']", "preprocess: Callable[[Any], Any] | None",
+        "tokenize: Callable[..., Any] | None", "eval: bool", "shard_bytes: int", "progress: bool",
+    ),
+    "sweep": ("rows: int", "to: str | os.PathLike[str] | None", "progress: bool"),
+    "attribute": ("along: Selector | None", "steps: int | None", "check: int"),
+}  # fmt: skip
+
+
+def test_options_stand_in_the_signatures_with_their_types(make_site):
+    text = make_site.signatures_page(ROOT / "docs" / "api")
+    assert "**options" not in text
+    for name, options in OPTIONS.items():
+        assert ", ".join(f"{option} = ..." for option in options) in text, name
+
+
+def test_the_plain_text_of_a_table_has_a_line_for_each_row(make_site):
+    row = "<tr><{0}>{1}</{0}><{0} class='number'>{2}</{0}></tr>"
+    table = f"<table>{row.format('th', 'site', 'n')}{row.format('td', 'fc', 8)}</table>"
+    text = sys.modules["llms"].plain_text(f'Said\n\n<div class="output">{table}<p>a<br>b</p></div>')
+    assert text.split("\n") == ["Said", "", "site | n", "fc | 8", "a", "b", ""]
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_every_public_name_is_among_the_signatures(site):
@@ -128,7 +160,9 @@ def test_every_public_name_is_among_the_signatures(site):
     assert names - by_hand <= signatures.keys()
     for name, expected in SIGNATURES.items():
         if f"hl.{name}" in signatures:
-            assert signatures[f"hl.{name}"] == re.sub(r"^\(self(, )?", "(", expected)
+            options = ", ".join(f"{option} = ..." for option in OPTIONS.get(name, ()))
+            whole = expected.replace("**options", options)
+            assert signatures[f"hl.{name}"] == re.sub(r"^\(self(, )?", "(", whole)
 
 
 @pytest.mark.slow

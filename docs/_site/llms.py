@@ -17,6 +17,7 @@ import hookline.models
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(#{1,3}) (.*)$", re.MULTILINE)
 ENTRY = re.compile(r"^::: (hookline\S*)$", re.MULTILINE)
+ENDS = ((re.compile(r"</t[dh]>(?=<t[dh])"), " | "), (re.compile(r"<br>|</(p|tr)>"), "\n"))
 HTML = re.compile(r"<(style|div class=\"output\")>.*?</\1>|<[a-z/][^>]*>", re.DOTALL)
 # The calls that a section shows: what an assistant is to find.
 CALLS = re.compile(
@@ -47,9 +48,16 @@ def plain_text(markdown: str) -> str:
     text = ENTRY.sub(lambda match: docstring_of(match[1]), markdown)
     codes = FENCE.findall(text)
     return "".join(
-        HTML.sub("", part) + code
+        without_html(part) + code
         for part, code in zip(FENCE.split(text), [*codes, ""], strict=True)
     )
+
+
+def without_html(text: str) -> str:
+    """Take HTML off; each row of a table becomes a line."""
+    for end, sign in ENDS:
+        text = end.sub(sign, text)
+    return HTML.sub("", text)
 
 
 def docstring_of(name: str) -> str:

@@ -14,7 +14,8 @@ import hookline.models
 
 HEAD = (
     "# All signatures\n\nEvery public name on one page, for a quick look and for programs. The"
-    " [API reference](api/index.md) has the arguments, an example and the errors of each.\n"
+    " [API reference](api/index.md) has the arguments, an example and the errors of each. There"
+    " stand the defaults that are `...` here, too.\n"
 )
 ENTRY = re.compile(r"^::: hookline\.(\S+)$", re.MULTILINE)
 
@@ -53,4 +54,14 @@ def _signature(thing: Any) -> str:
         for key, parameter in signature.parameters.items()
         if key != "self"
     ]
-    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    options = ", ".join(f"{name}: {kind} = ..." for name, kind in _options(thing))
+    return text.replace("**options", options) if options else text
+
+
+def _options(thing: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names and types of the options that a function takes as a TypedDict."""
+    options = inspect.signature(thing).parameters.get("options")
+    if match := options and re.fullmatch(r"Unpack\[(\w+)\]", options.annotation):
+        for name, kind in thing.__globals__[match[1]].__annotations__.items():
+            yield name, kind.__forward_arg__

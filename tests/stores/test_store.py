@@ -133,7 +133,7 @@ def test_a_store_that_is_not_finished_says_how_to_go_on(tmp_path):
         hl.open(tmp_path / "s")
     assert str(caught.value) == (
         f"{tmp_path / 's'} is not finished: it holds 3 shards so far.\nStart the same hl.extract"
-        " again: it goes on where it was."
+        " again: it keeps the complete shards."
     )
 
 

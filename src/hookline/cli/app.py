@@ -236,7 +236,7 @@ def extract_command(
         str | None, typer.Option(help="ray: on a Ray cluster; default: here, or under torchrun")
     ] = None,
 ) -> None:
-    """Run a model over a data set, and store the values at some sites; goes on where it stopped."""
+    """Run a model over a data set, and store the values at some sites; keeps complete shards."""
     options = {
         "batch_size": batch_size, "dtype": dtype, "workers": workers,
         "on_error": "skip" if skip_errors else "raise", "engine": engine,

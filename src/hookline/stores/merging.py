@@ -179,7 +179,7 @@ def _concatenate(
         if manifest["shards"] is None:
             raise FolderError(
                 f"{place} must be finished to be merged with stores of other data."
-                "\nStart the same hl.extract again: it goes on where it was."
+                "\nStart the same hl.extract again: it keeps the complete shards."
             )
     shards: list[Shard] = []
     for place, manifest in zip(places, manifests, strict=True):

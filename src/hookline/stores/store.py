@@ -684,7 +684,7 @@ def _n_shards(place: Place) -> int:
 def _unfinished(place: Place) -> FolderError:
     return FolderError(
         f"{place} is not finished: it holds {plural(_n_shards(place), 'shard')} so far."
-        "\nStart the same hl.extract again: it goes on where it was."
+        "\nStart the same hl.extract again: it keeps the complete shards."
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
-from hookline.data.token_mask import Mask
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, only_options, positive_integer
 
@@ -35,7 +34,7 @@ class Extracting(TypedDict, total=False):
 
     keep: Callable[[Any], Any] | None
     dtype: torch.dtype | None
-    mask: Mask
+    mask: str | Callable[[Any], torch.Tensor] | None
     inputs: Callable[[Any], Any] | None
     workers: int
     on_error: Literal["raise", "skip"]
