@@ -55,7 +55,8 @@ SHORT = (
      "tests/test_kept_folders.py"),
 )  # fmt: skip
 PACKAGES = (
-    "pytest", "hypothesis", "torchvision", "timm", "matplotlib", "pillow", "jinja2", "pyarrow",
+    "pytest", "hypothesis", "torchvision", "timm", "torchao", "matplotlib", "pillow", "jinja2",
+    "pandas", "pyarrow",
 )  # fmt: skip
 TOLD = ("torch", "numpy", "transformers")
 
@@ -152,7 +153,7 @@ class Environment:
 ENVIRONMENTS = (
     Environment("3.11", "2.11.0", "1.26.4", "5.24.0"),
     Environment("3.12", "2.12.1", "2.5.5", "5.24.0"),
-    Environment("3.11", "2.13.0", "2.4.6", "5.23.0"),
+    Environment("3.11", "2.13.0", "2.4.6", "5.3.0"),  # the oldest transformers of the extra
     Environment("3.13", "2.14.1", "2.5.5", "5.24.0"),
     Environment("3.14", "2.14.1", "2.5.5", "5.24.0"),
 )

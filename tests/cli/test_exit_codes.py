@@ -100,7 +100,6 @@ WRONG = [
     "extract demo:digits demo --at head --to s --engine foo",
     "extract demo:digits demo --at head --to s --batch-size 0",
     "findings gone",
-    "findings store",
     "findings run --fail-on never",
     "store info gone",
     "store verify gone",

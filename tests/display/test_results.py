@@ -96,6 +96,8 @@ def test_a_result_is_plain_data_and_a_table_of_pandas(name, model):
 def test_a_notebook_says_what_the_text_says(name, model):
     result = RESULTS[name][0](model)
     notebook = re.sub(r"<style>.*?</style>", "", result._repr_html_(), flags=re.DOTALL)
+    if name == "recording":  # above its table stand the findings and the strip
+        notebook = re.sub(r"\A<div class=\"hookline\"><p>.*?</div>", "", notebook, flags=re.DOTALL)
     notebook = re.sub(r"<[^>]+>", " ", re.sub(r"</?b>", "", notebook))
     text = printout_of(result).text(10_000)
     assert repr(result) == str(result)

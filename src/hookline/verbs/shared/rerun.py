@@ -188,7 +188,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
-    if list(table) == list(before) and all(map(is_, table.values(), before.values())):
+    if list(table.keys()) == list(before) and all(map(is_, table.values(), before.values())):
         return
     for name in table.keys() - before.keys():
         del table[name]
