@@ -169,7 +169,9 @@ class ModuleTree:
     @functools.cached_property
     def by_path(self) -> dict[str, ModuleNode]:
         """Return the nodes of the modules by each of their paths."""
-        return {path: node for node in self.nodes for path in node.paths}
+        nodes = {node.path: node for node in self.nodes}
+        shared = [node for node in self.nodes if node.aliases]  # few: most modules have one path
+        return nodes | {path: node for node in shared for path in node.aliases}
 
     @functools.cached_property
     def modules_by_id(self) -> dict[int, ModuleNode]:
