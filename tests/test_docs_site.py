@@ -144,7 +144,8 @@ def test_options_stand_in_the_signatures_with_their_types(make_site):
 def test_the_plain_text_of_a_table_has_a_line_for_each_row(make_site):
     row = "<tr><{0}>{1}</{0}><{0} class='number'>{2}</{0}></tr>"
     table = f"<table>{row.format('th', 'site', 'n')}{row.format('td', 'fc', 8)}</table>"
-    text = sys.modules["llms"].plain_text(f'Said\n\n<div class="output">{table}<p>a<br>b</p></div>')
+    shown = f'<div class="output"><svg><text>9</text></svg>{table}<p>a<br>b</p></div>'
+    text = sys.modules["llms"].plain_text(f"Said\n\n{shown}")
     assert text.split("\n") == ["Said", "", "site | n", "fc | 8", "a", "b", ""]
 
 

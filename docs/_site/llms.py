@@ -18,7 +18,7 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(#{1,3}) (.*)$", re.MULTILINE)
 ENTRY = re.compile(r"^::: (hookline\S*)$", re.MULTILINE)
 ENDS = ((re.compile(r"</t[dh]>(?=<t[dh])"), " | "), (re.compile(r"<br>|</(p|tr)>"), "\n"))
-HTML = re.compile(r"<(style|div class=\"output\")>.*?</\1>|<[a-z/][^>]*>", re.DOTALL)
+HTML = re.compile(r"<(style|svg)\b.*?</\1>|<[a-z/][^>]*>", re.DOTALL)
 # The calls that a section shows: what an assistant is to find.
 CALLS = re.compile(
     r"\bhl\.[a-z]\w*(?:\.[a-z]\w*)?(?=\()|\b(?:line|run)\.[a-z_]+(?=\()|\bload_\w+(?=\()"

@@ -14,8 +14,8 @@ import hookline.models
 
 HEAD = (
     "# All signatures\n\nEvery public name on one page, for a quick look and for programs. The"
-    " [API reference](api/index.md) has the arguments, an example and the errors of each. There"
-    " stand the defaults that are `...` here, too.\n"
+    " [API reference](api/index.md) has the arguments, an example and the errors of each, and"
+    " the defaults that are `...` here.\n"
 )
 ENTRY = re.compile(r"^::: hookline\.(\S+)$", re.MULTILINE)
 

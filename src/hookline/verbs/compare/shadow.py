@@ -57,7 +57,7 @@ class _Local:
 
 
 def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = None) -> Comparison:
-    """Run two models, and each module of b again on what the same module of a got.
+    """Run two models, and each module of b again on the inputs of its counterpart in a.
 
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
         >>> port = nn.Sequential(nn.Linear(8, 8), nn.GELU("tanh"), nn.Linear(8, 2))
@@ -78,8 +78,8 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     meanwhile.
 
     Args:
-        a: the model to compare with; numbers are relative to it.
-        b: its port.
+        a: the reference: numbers are relative to it. In `hl.compare`, it is the second argument.
+        b: the port.
         inputs: the arguments of both models: a tensor, a tuple of arguments, or a dict of keyword
             arguments.
         names: renames modules of b to those of a, as in `hl.compare`: a function from a path to a
