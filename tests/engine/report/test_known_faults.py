@@ -29,7 +29,7 @@ def test_a_version_with_a_known_fault_is_told_once(monkeypatch):
         "torch 2.10.9+cu128 is older than the versions that hookline is tested with."
         "\nRun pip install 'torch>=2.11'.",
         "transformers 4.57.1 is older than the versions that hookline is tested with: hl.anatomy"
-        " fails on its models.\nRun pip install 'transformers>=5.0'.",
+        " fails on models before 5.0.\nRun pip install 'transformers>=5.3'.",
     ]
     assert told[0].filename == __file__
 

@@ -45,7 +45,8 @@ _UNTESTED = "is older than the versions that hookline is tested with"
 KNOWN_FAULTS = (
     KnownFault("torch", (2, 11), _UNTESTED),
     # Measured on 4.57.1, which makes its masks under vmap: NotImplementedError.
-    KnownFault("transformers", (5, 0), f"{_UNTESTED}: hl.anatomy fails on its models"),
+    # Up to 5.2 the blocks of GPT-2 return tuples, and hidden states leave out an edit.
+    KnownFault("transformers", (5, 3), f"{_UNTESTED}: hl.anatomy fails on models before 5.0"),
 )
 
 
