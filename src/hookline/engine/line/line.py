@@ -182,7 +182,7 @@ class Line:
         places = selection.places
         sites, nodes = [site for site, _ in places], [node for _, node in places]
         with self.all_or_nothing():
-            if self.root is not None and any(site.port == "grad_input" for site in sites):
+            if self.root is not None and "grad_input" in {site.port for site in sites}:
                 self._registrations.place([(BorderTap(self.passes), ModuleNode("", self.root, 0))])
             taps = [
                 bound if isinstance(bound, Tap) else self._make(site, bound, rank)
@@ -198,16 +198,19 @@ class Line:
             prepend: place each hook before the hooks of its order.
         """
         self.taps += [tap for tap, _ in taps]
-        self._nodes.update({id(tap): node for tap, node in taps if not isinstance(node, Optimizer)})
         self._watch_fast_paths(taps)
         # Most models have no scripted module: a look at the types saves one at each module.
         kinds = self.module_tree.kinds
         may_skip = self.options.lenient and any(issubclass(kind, ScriptModule) for kind in kinds)
-        hookable = [
-            pair
-            for pair in taps
-            if (type(pair[1]) is ModuleNode and not may_skip) or self._is_hookable(*pair)
-        ]
+        hookable: list[tuple[Tap, Node]] = []
+        nodes: dict[int, Any] = self._nodes
+        for pair in taps:
+            tap, node = pair
+            is_plain = type(node) is ModuleNode  # as most are
+            if is_plain or not isinstance(node, Optimizer):
+                nodes[id(tap)] = node
+            if (is_plain and not may_skip) or self._is_hookable(tap, node):
+                hookable.append(pair)
         self._registrations.place(hookable, prepend=prepend)
 
     def _is_hookable(self, tap: Any, node: Node) -> bool:
