@@ -9,7 +9,7 @@ from time import monotonic
 
 import torch
 
-from benchmarks import history, report
+from benchmarks import history, report, tables
 from benchmarks.models import Placement
 from benchmarks.rows import ROWS, measure
 from benchmarks.timing import CLOCKS, Plan
@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     path = history.keep(results, about, str(options.rounds or "full"))
     history.write()
-    print(f"\nwritten: {path.relative_to(history.HERE.parent)}, and the table of README.md")
+    tables.write()
+    print(f"\nwritten: {path.relative_to(history.HERE.parent)}, and the tables of the pages")
     kept = history.files()
     newest = next(file for file in kept if path.name.startswith(f"{file['hookline']}-"))
     for line in history.regressions(newest, kept):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,19 @@ def keep(results: list[Result], about: dict[str, Any], rounds: str) -> Path:
 
 def _row(result: Result) -> dict[str, Any]:
     held = result.held()
+    alone = "bare" if "bare" in result.seconds else result.base
+    ratios = {name: result.ratio(name, alone) for name in result.seconds if alone is not None}
     return {
         "title": result.title,
         "base": result.base,
         "unit": "" if result.base else result.unit,
+        "alone": alone,
+        "measured_in": result.unit,
         "target": result.target,
         "verdict": verdict(result),
         "held": None if held is None else _numbers(held),
         "measured": {name: _numbers(result.spread(name)) for name in result.seconds},
+        "ratios": {name: _numbers(ratio) for name, ratio in ratios.items() if ratio is not None},
         "notes": result.notes,
         "skipped": result.skipped,
     }
@@ -88,22 +94,27 @@ def regressions(file: File, all_files: Iterable[File]) -> list[str]:
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    if row is None or row["held"] is None:
-        return ""
-    scale, unit = {"": (1, ""), "s": (1e-3, " ms"), "B": (1e6, " MB")}.get(
-        row["unit"], (1e-6, " µs")
-    )
-    median, low, high = (f"{number / scale:.3g}" for number in row["held"])
-    return f"{median}{unit}" + (f" ({low} to {high})" if low != high else "")
+    return "" if row is None or row["held"] is None else in_words(row["held"], row["unit"])
+
+
+def in_words(numbers: list[float], unit: str) -> str:
+    """Return a median and its interval, or a number alone, to three digits."""
+    of_seconds = (1, " s") if numbers[0] >= 1 else (1e-3, " ms")
+    scale, sign = {"": (1, ""), "s": of_seconds, "B": (1e6, " MB")}.get(unit, (1e-6, " µs"))
+    first, *interval = (f"{number / scale:.3g}" for number in numbers)
+    return f"{first}{sign}" + (f" ({' to '.join(interval)})" if len({*interval}) > 1 else "")
 
 
 def table(all_files: list[File]) -> str:
-    """Return a table for each machine: a row a benchmark, a column a version."""
+    """Return a table for each machine: a row that several versions have, a column a version."""
     parts = []
     machines = [file["machine"] for file in all_files]
     for machine in [m for number, m in enumerate(machines) if m not in machines[:number]]:
         here = [file for file in all_files if file["machine"] == machine]
-        names = dict.fromkeys(name for file in here for name in file["rows"])
+        counts = Counter(name for file in here for name in file["rows"])
+        names = [name for name, count in counts.items() if count > 1]
+        if not names:
+            continue
         lines = [
             f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} thread,"
             f" models on {machine['device']}:",
@@ -114,25 +125,23 @@ def table(all_files: list[File]) -> str:
         for name in names:
             rows = [file["rows"].get(name) for file in here]
             last = next(row for row in reversed(rows) if row is not None)
-            target = _cell({**last, "held": [last["target"]] * 3})
+            target = in_words([last["target"]], last["unit"])
             cells = [last["title"], last["base"] or "a limit", *map(_cell, rows)]
             lines.append(f"| {' | '.join(cells)} | ≤ {target}: {last['verdict']} |")
-        days = sorted({row["date"][:10] for file in here for row in file["rows"].values()})
-        loads = [row["load"] for file in here for row in file["rows"].values()]
-        clocks = sorted({row["clock"] for file in here for row in file["rows"].values()})
+        measured = [row for file in here for name, row in file["rows"].items() if name in names]
+        days = sorted({row["date"][:10] for row in measured})
+        loads = [row["load"] for row in measured]
+        clocks = sorted({row["clock"] for row in measured})
         lines += [
             "",
             f"Measured from {days[0]} to {days[-1]} (clock: {', '.join(clocks)}), at a load of"
             f" {min(loads)} to {max(loads)} by all programs.",
         ]
-        n_common = sum(any(name in file["rows"] for file in here[:-1]) for name in here[-1]["rows"])
-        if n_common:
-            slower = "; ".join(regressions(here[-1], here))
-            lines += [
-                "",
-                f"Slower than before beyond both intervals, of {n_common} rows measured in an"
-                f" earlier version, too: {slower or 'none'}.",
-            ]
+        slower = "; ".join(regressions(here[-1], here))
+        lines += [
+            "",
+            f"Slower than before beyond both intervals, of {len(names)}: {slower or 'none'}.",
+        ]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

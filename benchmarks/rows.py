@@ -232,19 +232,19 @@ ROWS = (
         "profile-gpt2",
         20,
         5,
-        profile_row(models.gpt2, "profile a step of training of a GPT-2", 1.05, calls=4),
+        profile_row(models.gpt2, "`hl.profile`, a training step of a GPT-2", 1.05, calls=4),
     ),
     Row(
         "check-gpt2",
         60,
         4,
-        checking_row("a training step of a GPT-2 under hl.check", 1.02, compiled=False),
+        checking_row("`hl.check`, a training step of a GPT-2", 1.02, compiled=False),
     ),
     Row(
         "check-gpt2-compiled",
         60,
         4,
-        checking_row("a training step of a compiled GPT-2 under hl.check", 1.02, compiled=True),
+        checking_row("`hl.check`, a training step of a compiled GPT-2", 1.02, compiled=True),
     ),
     Row("inside-qkv", 60, 6, inside_row(("q", "k", "v"), 1.10)),
     Row("inside-pattern", 60, 6, inside_row(("pattern",), 1.15)),
@@ -295,32 +295,43 @@ ROWS = (
         "monitor-gpt2",
         20,
         4,
-        monitor_row("activations", "monitor the outputs of 12 blocks, each step", 1.05),
+        monitor_row("activations", "`hl.monitor` of the outputs of 12 blocks, each step", 1.05),
     ),
     Row(
         "monitor-gpt2-all",
         12,
         3,
-        monitor_row("all", "outputs, gradients, weights and updates, each step", 1.10),
+        monitor_row(
+            "all", "`hl.monitor` of outputs, gradients, weights and updates, each step", 1.10
+        ),
     ),
-    Row("monitor-gpt2-tenth", 8, 2, monitor_row("tenth", "all of these, every 10th step", 1.02)),
+    Row(
+        "monitor-gpt2-tenth",
+        8,
+        2,
+        monitor_row("tenth", "`hl.monitor` of all of these, every 10th step", 1.02),
+    ),
     Row(
         "monitor-small",
         20,
         4,
-        monitor_row("small", "a small GPT-2: the outputs of all modules, by default", 1.15),
+        monitor_row("small", "small GPT-2: `hl.monitor` of the outputs of all modules", 1.15),
     ),
     Row(
         "monitor-small-all",
         12,
         3,
-        monitor_row("small-all", "a small GPT-2: all kinds, by default", 1.5),
+        monitor_row(
+            "small-all", "small GPT-2: `hl.monitor` of outputs, gradients, weights and updates", 1.5
+        ),
     ),
     Row(
         "monitor-gpt2-compiled",
         20,
         4,
-        monitor_row("compiled", "compiled: the outputs of 12 blocks, each step", 1.05),
+        monitor_row(
+            "compiled", "compiled GPT-2: `hl.monitor` of the outputs of 12 blocks, each step", 1.05
+        ),
     ),
     Row("sweep-gpt2", 7, 1, sweep_row(12, 256, 0.334)),
     Row("sweep-gpt2-small", 15, 3, sweep_row(4, 64, 0.2)),
@@ -329,7 +340,11 @@ ROWS = (
         15,
         2,
         extracting_row(
-            models.resnet34, ["layer4"], 8, "extract ResNet-34's layer4 from 32 images", 1.053
+            models.resnet34,
+            ["layer4"],
+            8,
+            "`hl.extract` of ResNet-34's layer4 from 32 images",
+            1.053,
         ),
     ),
     Row(
@@ -340,7 +355,7 @@ ROWS = (
             models.resnet34,
             ["layer1", "layer2", "layer3", "layer4"],
             8,
-            "extract four stages of ResNet-34",
+            "`hl.extract` of four stages of ResNet-34",
             1.087,
         ),
     ),
@@ -352,7 +367,7 @@ ROWS = (
             models.gpt2,
             "h.11",
             (40, 20),
-            "extract a block of a GPT-2 by two actors of Ray, against two processes",
+            "`hl.extract` of a block of a GPT-2 by two actors of Ray, against two processes",
             1.176,  # 0.85 of their speed
         ),
     ),
@@ -361,7 +376,7 @@ ROWS = (
         10,
         2,
         extracting_row(
-            models.resnet34, ["layer*.*"], 8, "extract all 16 blocks of ResNet-34", 1.25
+            models.resnet34, ["layer*.*"], 8, "`hl.extract` of all 16 blocks of ResNet-34", 1.25
         ),
     ),
     Row(
@@ -369,7 +384,11 @@ ROWS = (
         15,
         2,
         extracting_row(
-            models.gpt2, ["h.11"], 40, "extract the last block of a GPT-2 from 160 texts", 1.053
+            models.gpt2,
+            ["h.11"],
+            40,
+            "`hl.extract` of the last block of a GPT-2 from 160 texts",
+            1.053,
         ),
     ),
     Row(
@@ -380,7 +399,7 @@ ROWS = (
             models.gpt2,
             ["h.2", "h.5", "h.8", "h.11"],
             40,
-            "extract four blocks of a GPT-2",
+            "`hl.extract` of four blocks of a GPT-2",
             1.087,
         ),
     ),
@@ -388,7 +407,7 @@ ROWS = (
         "extract-gpt2-all",
         10,
         2,
-        extracting_row(models.gpt2, ["h.*"], 40, "extract all 12 blocks of a GPT-2", 1.25),
+        extracting_row(models.gpt2, ["h.*"], 40, "`hl.extract` of all 12 blocks of a GPT-2", 1.25),
     ),
     Row(
         "store-slices",

@@ -1,0 +1,78 @@
+"""Write the tables of README.md and docs/performance.md from what was kept in `results/`.
+
+`python -m benchmarks.tables` writes them anew; a test says when that was forgotten. A table stands
+where a page names its rows: `<!-- rows: tiny own gpt2-* -->`, then the table, then `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks import history
+from benchmarks.history import File, in_words
+
+PAGES = (history.PAGE, history.HERE.parent / "docs" / "performance.md")
+PLACE = re.compile(r"(<!-- rows: ([^>]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+HEAD = "| work | without hookline | with hookline | target | others |\n|---|---|---|---|---|\n"
+
+
+def shown(files: Iterable[File]) -> File:
+    """Return the newest version's results, on the machine that measured most rows of it."""
+    newest = [file for file in files if file["machine"]["device"] == "the CPU"]
+    version = newest[-1]["hookline"]
+    return max(
+        (file for file in newest if file["hookline"] == version), key=lambda file: len(file["rows"])
+    )
+
+
+def table(globs: str, file: File) -> str:
+    """Return the table of the rows that are named, in the order of the names.
+
+    Raises:
+        LookupError: a name is that of no row that was kept.
+    """
+    names: dict[str, None] = {}
+    for glob in globs.split():
+        matches = fnmatch.filter(file["rows"], glob)
+        if not matches:
+            raise LookupError(f"no row {glob!r} was kept: python -m benchmarks --only {glob!r}")
+        names |= dict.fromkeys(matches)
+    return HEAD + "".join(_line(file["rows"][name]) for name in names)
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Return a row: ratios are to the time alone, and in the column of the target to its base."""
+    alone, base, unit = row["alone"], row["base"], row["unit"]
+    target, held = in_words([row["target"]], unit), in_words(row["held"], unit)
+    if base is None:
+        before, ours, aim = "", held, f"≤ {target}: {row['verdict']}"
+    else:
+        before = in_words(row["measured"][alone][:1], row["measured_in"])
+        ours = in_words(row["ratios"]["hookline"], "")
+        against = "" if base == alone else f" x {base}: {held}"
+        aim = f"≤ {target}{against}: {row['verdict']}"
+    others = [
+        f"{name} {in_words(ratio[:1], '')}"
+        for name, ratio in row["ratios"].items()
+        if name not in ("hookline", alone)
+    ]
+    return f"| {row['title']} | {before} | {ours} | {aim} | {', '.join(others)} |\n"
+
+
+def page(text: str, file: File) -> str:
+    """Return a page with its tables in their places."""
+    return PLACE.sub(lambda at: f"{at[1]}\n{table(at[2], file)}\n{at[3]}", text)
+
+
+def write() -> None:
+    """Write all tables anew."""
+    file = shown(history.files())
+    for path in PAGES:
+        path.write_text(page(path.read_text("utf-8"), file), "utf-8")
+
+
+if __name__ == "__main__":
+    write()
