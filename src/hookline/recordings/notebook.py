@@ -1,4 +1,4 @@
-"""What a notebook shows above the table of a recording: what is wrong, and the depth strip."""
+"""Show above the table of a recording, in a notebook, what is wrong and the depth strip."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class _Sizes(NamedTuple):
 
 
 class _Gaps(NamedTuple):
-    """How far the first value lies from the second."""
+    """Tell how far the first value lies from the second."""
 
     gap: float = 0.0  # the sum of the squares of the difference
     norm_a: float = 0.0  # the sum of the squares of the first value

@@ -86,7 +86,7 @@ class Rows(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """How far the rows of a lie from those of b; the sums are over all elements."""
+    """Tell how far the rows of a lie from those of b. Sums are over all elements."""
 
     gap: float  # of the squares of the difference
     norm_a: float  # of the squares of a

@@ -58,7 +58,7 @@ def _non_finite(sites: Sequence[str], statistics: Mapping[str, Moments]) -> list
             "error",
             f"{share(first.non_finite / first.count)} NaN, inf",
             _others(sites),
-            "Find the items: store[site][:].isfinite() tells them, and store.files their files.",
+            f"Find the items: store[{sites[0]!r}][:].isfinite() tells them.",
             tuple(sites[1:]),
         )
     ]

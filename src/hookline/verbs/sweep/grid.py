@@ -54,7 +54,7 @@ class Group:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a site lies inside a module's own forward, where hooks make each run slower."""
+        """Tell whether a site lies inside a module's own forward, where hooks slow each run."""
         return any(isinstance(module, Operation) for module in self.modules)
 
 

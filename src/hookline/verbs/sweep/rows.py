@@ -104,6 +104,18 @@ def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
 _CONTAINERS = (tuple, list, Mapping)
 
 
+def _dim_of_rows(value: Tensor, known: Tensor, n: int) -> int:
+    """Return the dimension in which a value has n times the rows of the batch alone.
+
+    Raises:
+        NoRowsError: there is none.
+    """
+    dim = longer_dim(value.shape, known.shape, n)
+    if dim is None:
+        raise NoRowsError
+    return dim
+
+
 def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int) -> Tensor:
     """Apply each change to its own rows of a value.
 
@@ -116,9 +128,7 @@ def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n:
     Raises:
         NoRowsError: the rows are not n times the value of the batch alone.
     """
-    dim = longer_dim(value.shape, known.shape, n)
-    if dim is None:
-        raise NoRowsError
+    dim = _dim_of_rows(value, known, n)
     new = value.clone()
     old, target = (
         torch.unflatten(tensor, dim, (n, known.shape[dim])).movedim(dim, 0)
@@ -145,9 +155,7 @@ def with_further_rows(
     Raises:
         NoRowsError: the rows are not n times the value of the batch alone.
     """
-    dim = longer_dim(value.shape, known.shape, n)
-    if dim is None:
-        raise NoRowsError
+    dim = _dim_of_rows(value, known, n)
     old = known.expand(len(changes), *known.shape)
     new = _with_changes(old, changes, are_equal=True)
     return torch.cat([value, new.movedim(0, dim).flatten(dim, dim + 1)], dim)
