@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -399,6 +401,19 @@ assert counters["stats"]["unique_graphs"] == 1, counters
 def test_a_line_made_before_dynamo_was_loaded_costs_one_graph():
     done = run_python("-c", BEFORE_DYNAMO)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_ended_line_is_freed_at_once():
+    model = nn.Sequential(nn.Linear(2, 2))
+    gc.disable()  # what lives on in a cycle would otherwise be freed by chance
+    try:
+        with hl.edit(model, "0", hl.edits.scale(2.0)) as line:
+            model(torch.ones(1, 2))
+        taps = [weakref.ref(tap) for tap in line.taps]
+        del line
+        assert [tap() for tap in taps] == [None]
+    finally:
+        gc.enable()
 
 
 def test_two_threads_that_first_meet_dynamo_leave_nothing(monkeypatch, left_as_found):

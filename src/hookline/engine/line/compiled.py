@@ -97,7 +97,8 @@ class _Border:
     """
 
     __slots__ = (
-        "_around_root", "_borders", "_here", "_line", "_lock", "_members", "_passes", "_root",
+        "__weakref__", "_around_root", "_borders", "_here", "_line", "_lock", "_members",
+        "_passes", "_root",
     )  # fmt: skip
 
     def __init__(self, line: Compiled, passes: Passes, root: nn.Module) -> None:

@@ -129,7 +129,9 @@ class Line:
         self._is_entered = False
         self._registrations = Registrations()
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
-        self.originals: Originals = Originals(name, self.root, self.taps, self._nodes)
+        self.originals: Originals = Originals(
+            name, self.root, self.module_tree, self.taps, self._nodes
+        )
         self.attached: list[Attachment] = [self._registrations, self._compiled]
         self._had_handles = False
         # Weak keys: a line need not know a handle that nobody holds.
@@ -199,19 +201,17 @@ class Line:
         """
         self.taps += [tap for tap, _ in taps]
         self._watch_fast_paths(taps)
-        # Most models have no scripted module: a look at the types saves one at each module.
-        kinds = self.module_tree.kinds
-        may_skip = self.options.lenient and any(issubclass(kind, ScriptModule) for kind in kinds)
-        hookable: list[tuple[Tap, Node]] = []
+        types = self.module_tree.kinds
+        may_skip = self.options.lenient and any(issubclass(kind, ScriptModule) for kind in types)
+        # Most taps are on modules alone: a look at the kinds of nodes saves one at each node.
+        is_plain = not may_skip and {type(node) for _, node in taps} == {ModuleNode}
         nodes: dict[int, Any] = self._nodes
-        for pair in taps:
-            tap, node = pair
-            is_plain = type(node) is ModuleNode  # as most are
-            if is_plain or not isinstance(node, Optimizer):
-                nodes[id(tap)] = node
-            if (is_plain and not may_skip) or self._is_hookable(tap, node):
-                hookable.append(pair)
-        self._registrations.place(hookable, prepend=prepend)
+        nodes.update(
+            {id(tap): node for tap, node in taps if is_plain or not isinstance(node, Optimizer)}
+        )
+        if not is_plain:
+            taps = [pair for pair in taps if self._is_hookable(*pair)]
+        self._registrations.place(taps, prepend=prepend)
 
     def _is_hookable(self, tap: Any, node: Node) -> bool:
         """Tell whether a node takes hooks. If the line skips a node, the report says why."""

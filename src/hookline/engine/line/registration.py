@@ -39,14 +39,14 @@ from hookline.util.locks import fork_safe_lock
 
 Hook = Callable[..., Any]
 Node = ModuleNode | ParameterNode | Optimizer
-# The dictionaries that hold a hook (the hook's own, then those of its flags), its key, its module.
-Entry = tuple[Sequence[Any], int, nn.Module | None]
+# The dictionary that holds a hook, the hook's key, its module, the dictionaries of its flags.
+Entry = tuple[Any, int, nn.Module | None, Sequence[Any]]
 
 # The id of most hooks. Compiled code is guarded on the ids, so they are always the same.
 _FIRST_ID = own_hook_id(0)
 
 # Replaces a removed entry, so that the indices of the other entries stay valid.
-_TAKEN_OFF: Entry = ((), 0, None)
+_TAKEN_OFF: Entry = ({}, 0, None, ())
 
 # Several threads may attach lines to one model at once, and a signal handler may do so in between.
 _lock = fork_safe_lock()
@@ -101,7 +101,8 @@ class Registrations(Attachment):
             if kind not in plain or (hooks := attributes[name]):
                 self._place(tap, node, prepend=prepend)
                 continue
-            self.placed.append(((hooks,), _FIRST_ID, module))
+            # One object for each entry, no more: at 700 new ones Python collects garbage.
+            self.placed.append((hooks, _FIRST_ID, module, ()))
             hooks[_FIRST_ID] = tap.fire  # type: ignore[attr-defined]
             if "forward" in attributes:
                 follow(module)
@@ -155,15 +156,14 @@ class Registrations(Attachment):
                 f"{type(module).__name__} is a ScriptModule: torch refuses hooks on its modules, or"
                 " never calls them.\nAttach to the Python model, before torch.jit.script or .trace."
             )
-        dicts = hook_dicts(
+        hooks, *marks = hook_dicts(
             module, spec.kind, with_kwargs=spec.with_kwargs, always_call=spec.always_call
         )
-        hooks = dicts[0]
         is_first = not hooks  # the common case, in which no order must be kept
         key = _FIRST_ID if is_first else _free_id(hooks)
         # First, so that an interrupt from here on removes the hook, too.
-        self.placed.append((dicts, key, module))
-        for flags in dicts[1:]:
+        self.placed.append((hooks, key, module, marks))
+        for flags in marks:
             flags[key] = True
         later = () if is_first else _later(hooks, order, Order.HOOK, prepend=prepend)
         hooks[key] = hook
@@ -217,7 +217,7 @@ class Registrations(Attachment):
             # hook, too.
             key = new_hook_id()
             # First, so that an interrupt from here on removes the hook, too.
-            self.placed.append(((hooks, *marks), key, None))
+            self.placed.append((hooks, key, None, marks))
             for flags in marks:
                 flags[key] = True
             hooks[key] = hook
@@ -229,7 +229,7 @@ class Registrations(Attachment):
             handle = register(hook)
             hooks = handle.hooks_dict_ref()
             assert hooks is not None
-            self.placed.append(([hooks], handle.id, None))
+            self.placed.append((hooks, handle.id, None, ()))
         except BaseException:
             if handle is not None:
                 handle.remove()
@@ -253,9 +253,10 @@ class Registrations(Attachment):
                 raise
 
     def _remove(self, keep: int) -> None:
-        for number, (dicts, key, module) in enumerate(self.placed[keep:], 1):
-            for hooks in dicts:
-                hooks.pop(key, None)
+        for number, (hooks, key, module, marks) in enumerate(self.placed[keep:], 1):
+            hooks.pop(key, None)
+            for flags in marks:
+                flags.pop(key, None)
             if module is not None and "forward" in module.__dict__:
                 try:
                     follow(module)
@@ -276,7 +277,7 @@ class Registrations(Attachment):
         for entry in self.placed[start:]:
             if entry is _TAKEN_OFF:
                 continue
-            placed = entry[0][0].get(entry[1])
+            placed = entry[0].get(entry[1])
             placed = getattr(placed, "hook", placed)  # torch wraps load_state_dict pre-hooks
             is_meant = hook is None or getattr(placed, "__name__", None) == hook
             if is_meant and id(getattr(placed, "__self__", None)) in owners:
@@ -296,10 +297,11 @@ class Registrations(Attachment):
         ids = set(map(id, entries))
         for index, entry in enumerate(self.placed):
             # Entries that the line's end has removed are no longer in this list.
-            if id(entry) in ids and not _is_walked_over(entry[0][0]):
-                dicts, key, module = entry
-                for hooks in dicts:
-                    hooks.pop(key, None)
+            if id(entry) in ids and not _is_walked_over(entry[0]):
+                hooks, key, module, marks = entry
+                hooks.pop(key, None)
+                for flags in marks:
+                    flags.pop(key, None)
                 if module is not None and "forward" in module.__dict__:
                     follow(module)
                 self.placed[index] = _TAKEN_OFF

@@ -82,6 +82,7 @@ class Originals:
     Args:
         name: the verb of the line.
         root: the model of the line; None for a line without one.
+        tree: the modules of the model.
         taps: the taps of the line; the list grows.
         nodes: the taps' modules and parameters, by the tap's id.
 
@@ -92,24 +93,30 @@ class Originals:
 
     __slots__ = (
         "_children", "_core", "_further", "_has_parameters", "_lock", "_n_linked", "_name",
-        "_named", "_nodes", "_root", "_taps", "_tensors", "lapse", "told",
+        "_named", "_nodes", "_root", "_taps", "_tensors", "_tree", "lapse", "told",
     )  # fmt: skip
 
     def __init__(
-        self, name: str, root: nn.Module | None, taps: list[Tap], nodes: dict[int, Node]
+        self,
+        name: str,
+        root: nn.Module | None,
+        tree: ModuleTree,
+        taps: list[Tap],
+        nodes: dict[int, Node],
     ) -> None:
         self.lapse: Lapse = Lapse()
         self.told: dict[Site, Loss] = {}
         self._name = name
         self._root = root
         self._core = None if root is None else unwrap(root)
+        self._tree: ModuleTree | None = tree  # None after the first look
         self._taps = taps
         self._nodes = nodes
         self._further: list[tuple[Site, Node]] = []
         # FSDP1 puts other tensors in the parameters' places, and back.
         self._has_parameters = True
         self._lock = fork_safe_lock()
-        # Made at the first look. `_children` has the attributes and the children of each module
+        # Made at the second look. `_children` has the attributes and the children of each module
         # above a selected module, which is quickest to make and to compare. `_named` takes its
         # place after a change of other modules. It has each module on a selected path, with its
         # name and the attributes of its parent. `_tensors` has each selected parameter, with its
@@ -127,12 +134,17 @@ class Originals:
 
     def end(self) -> None:
         """Release the model."""
-        self._root = self._core = None
+        self._root = self._core = self._tree = None
         self._nodes, self._further = {}, []
         self._children, self._named, self._tensors = [], [], []
 
     def look(self) -> None:
         """Warn of the sites that were replaced since the last look. Called when a pass begins."""
+        # Most lines see one pass. For that, comparing all modules takes less time than noting
+        # which of them matter.
+        tree, self._tree = self._tree, None
+        if tree is not None and self._is_untouched(tree):
+            return
         if self._n_linked == len(self._taps) and self._are_in_place():
             return
         with self._lock:
@@ -150,14 +162,22 @@ class Originals:
 
     # -- the quick look ----------------------------------------------------------------------------
 
+    def _is_untouched(self, tree: ModuleTree) -> bool:
+        """Tell whether every module of the model is where it was when the line was attached."""
+        root, kinds = self._root, set(map(type, self._nodes.values()))
+        if root is None or unwrap(root) is not self._core:
+            return root is None
+        if self._further or ParameterNode in kinds:
+            return False
+        parents = [node for node in tree.nodes if node.children]
+        return all(_holds(table_of(node.module, "_modules"), node.children) for node in parents)
+
     def _are_in_place(self) -> bool:
         root = self._root  # another thread may end the line meanwhile
         if root is None or unwrap(root) is not self._core:
             return root is None
-        for attributes, children in self._children:
-            now = tuple(attributes["_modules"].values())
-            if len(now) != len(children) or not all(map(is_, now, children)):
-                return False
+        if not all(starmap(_holds, self._children)):
+            return False
         for attributes, name, module in self._named:
             table = attributes["_modules"]
             if name not in table or table[name] is not module:
@@ -258,6 +278,12 @@ class Originals:
             f"hl.{self._name}: {'; '.join(parts)}{remainder}."
             f"\nEnd the line, and call hl.{self._name} again after the model has changed."
         )
+
+
+def _holds(attributes: dict[str, Any], children: tuple[nn.Module | None, ...]) -> bool:
+    """Tell whether a module still holds the same children."""
+    now = tuple(attributes["_modules"].values())
+    return len(now) == len(children) and all(map(is_, now, children))
 
 
 def _is_held(attributes: dict[str, Any], name: str, node: ParameterNode) -> bool:

@@ -447,7 +447,7 @@ def _matcher(selector: Selector) -> Callable[[ModuleNode], bool]:
             )
         return lambda node: (
             isinstance(node.module, selector)
-            or issubclass(getattr(node.module, "cls_to_become", None) or type(None), selector)
+            or issubclass(getattr(type(node.module), "cls_to_become", None) or type(None), selector)
         )  # a lazy module counts as the class that its first run turns it into
     if isinstance(selector, nn.Module):
         bare = unwrap(selector)

@@ -268,7 +268,7 @@ class _Recorder:
         self._passes = line.passes
         self._after = after
         self._places = enumerate(places)  # `bind` is called once for each site, in this order
-        self._is_fast = after is None and is_plain(options)
+        self._fast = _FAST_TAPS if after is None and is_plain(options) else {}
         self._takes_blocks = isinstance(options.get("keep"), ByQuery)
         self._kept = Keeper(options, unversioned)
         self._in_graph = in_graph(options)
@@ -289,9 +289,8 @@ class _Recorder:
     def bind(self, site: Site) -> Bound:
         """Return the tap or callback for the next site."""
         number, (_, node) = next(self._places)
-        is_fast = self._is_fast and not site.leaf and site.call is None
-        make = _FAST_TAPS.get(site.port) if is_fast else None
-        if make is not None:
+        make = self._fast.get(site.port)
+        if make is not None and not site.leaf and site.call is None:
             return make(self, site, number, node)
         if site.is_gradient:
             return self._gradient(number, node)
