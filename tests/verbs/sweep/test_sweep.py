@@ -543,7 +543,31 @@ def test_the_size_of_values_bounds_what_shares_a_forward(monkeypatch, name, size
     hook.remove()
     expected = loop(model, X, CLEAN, split(sites), metric, 1)
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
-    assert max(n_rows) == max(6, most // 6 * 6)
+    n_sites = most // 6
+    assert max(n_rows) == (6 * n_sites + 1 if n_sites > 1 else 6)  # the inputs' own, and theirs
+
+
+class Masked(nn.Module):
+    """Adds what was made of the inputs, a batch of one, which any number of rows may take."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        mask, value = (x > 0).float(), x
+        for layer in self.layers:
+            value = layer(value) * mask
+        return value
+
+
+def test_rows_join_where_a_mask_of_the_inputs_is_shared():
+    torch.manual_seed(0)
+    model, sites = Masked().eval(), ["layers.0", "layers.1", "layers.2"]
+    sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
+    expected = loop(model, X, CLEAN, split(sites), metric, 1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
+    assert sweep.forwards == 5
 
 
 class Residual(nn.Module):

@@ -84,13 +84,12 @@ class Batches:
         self._batches.clear()
 
     @contextmanager
-    def shortened(self, batch: Batch, start: int, *, is_joined: bool = False) -> Iterator[None]:
+    def shortened(self, batch: Batch, start: int) -> Iterator[None]:
         """Leave calls out of the forward in the block, if their outputs are known.
 
         Args:
             batch: the inputs of the forward.
             start: the time up to which it does not depend on changes.
-            is_joined: whether further rows come to the batch in the forward.
         """
         if not self.reuses or (batch.tape is None and batch.n_tries):
             yield
@@ -99,7 +98,7 @@ class Batches:
             with forms.recording(kept=()):
                 yield
             size = batch_size(self._inputs) or 0
-            batch.tape = self.tape.repeated(forms, size, batch.n, has_more=is_joined)
+            batch.tape = self.tape.repeated(forms, size, batch.n)
             batch.n_tries += 1
         else:
             with batch.tape.replaying(start, self._written):

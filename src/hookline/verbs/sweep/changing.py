@@ -22,28 +22,31 @@ class _Rows:
 
     Args:
         known: the value at the site in the unchanged run.
+        size: the size of the batch.
 
     Attributes:
         changes: the changes, each with its own rows; several such lists, if the site is changed
             several times. Empty in the forwards of other sites.
         n: how often the batch is repeated in the value.
-        appends: whether the rows of the changes come to the value here, behind those of other
-            sites.
+        adds: whether the rows of the changes come to the value here, behind those that it has.
     """
 
     known: Any
+    size: int
     changes: list[Sequence[SiteChange]] = field(default_factory=list)
     n: int = 1
-    appends: bool = False
+    adds: bool = False
 
     def changed(self, current: Pass, value: Any) -> Any:
         """Return the changed value; None in the forwards of other sites."""
         for changes in self.changes:
-            if self.n == 1:
+            if self.n == 1 and not self.adds:
                 value = changes[0](value)
             elif isinstance(value, Tensor) and isinstance(self.known, Tensor):
-                make = with_further_rows if self.appends else changed_rows
-                value = make(value, self.known, changes, self.n)
+                if self.adds:
+                    value = with_further_rows(value, self.known, changes, self.n, self.size)
+                else:
+                    value = changed_rows(value, self.known, changes, self.n)
             else:
                 raise NoRowsError
         return value if self.changes else None
@@ -56,18 +59,22 @@ class Changing:
     Args:
         model: the model.
         known: the value at each site in the unchanged run.
+        size: the size of the batch.
     """
 
-    def __init__(self, model: nn.Module, known: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, known: Mapping[str, Any], size: int) -> None:
         self._model = model
         self._known = known
+        self._size = size
         self._rows: dict[str, _Rows] = {}
 
     @contextmanager
     def hooked(self, groups: Sequence[Group]) -> Iterator[None]:
         """Register hooks at the sites of groups for the block, as far as they have none."""
         sites = [str(site) for group in groups for site in group.sites]
-        rows = {site: _Rows(self._known[site]) for site in sites if site not in self._rows}
+        rows = {
+            site: _Rows(self._known[site], self._size) for site in sites if site not in self._rows
+        }
         if not rows:
             yield
             return
@@ -84,30 +91,45 @@ class Changing:
                     del self._rows[site]
 
     @contextmanager
-    def making(self, shares: Sequence[Sequence[Point]], n: int) -> Iterator[None]:
-        """Make changes in the forward of the block.
+    def making(self, points: Sequence[Point], n: int) -> Iterator[None]:
+        """Make the changes of one group in the forward of the block.
 
         Args:
-            shares: the changes of each group, in the order in which the forward comes to the sites.
-                The first ones have rows of the batch, the others further rows from their site on.
+            points: the changes; each has its own rows of the batch.
             n: how often the batch is repeated.
         """
-        asked: list[_Rows] = []
+        asked = self._asked(points, n, adds=False)
         try:
-            for number, points in enumerate(shares):
-                asked += self._asked(points, n, appends=number > 0)
-                n += len(points) * (number > 0)
             yield
         finally:
             for rows in asked:
                 rows.changes.clear()
 
-    def _asked(self, points: Sequence[Point], n: int, *, appends: bool) -> list[_Rows]:
+    @contextmanager
+    def adding(self, shares: Sequence[Sequence[Point]]) -> Iterator[None]:
+        """Make the changes of several groups in the forward of the block, in further rows.
+
+        Args:
+            shares: the changes of each group, in the order in which the forward comes to the sites.
+                From its site on, each has rows behind those of the inputs and of earlier groups.
+        """
+        asked: list[_Rows] = []
+        n = 1
+        try:
+            for points in shares:
+                asked += self._asked(points, n, adds=True)
+                n += len(points)
+            yield
+        finally:
+            for rows in asked:
+                rows.changes.clear()
+
+    def _asked(self, points: Sequence[Point], n: int, *, adds: bool) -> list[_Rows]:
         """Ask the hooks at the sites of a group for its changes."""
         asked = []
         for changes in zip(*[point.changes for point in points], strict=True):
             rows = self._rows[str(changes[0].site)]
-            rows.n, rows.appends = n, appends
+            rows.n, rows.adds = n, adds
             rows.changes.append(changes)
             asked.append(rows)
         for change in (change for point in points for change in point.changes):

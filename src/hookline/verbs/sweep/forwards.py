@@ -78,7 +78,7 @@ class Forwards:
         self.output: Any
         self.output, recording = self._first_run(tape, sites)
         self.known: dict[str, Any] = first_values(recording)
-        self.changing: Changing = Changing(model, self.known)
+        self.changing: Changing = Changing(model, self.known, batch_size(inputs) or 0)
         self._batches = Batches(modules, self._forward, inputs, tape)
         self.baseline: float = number_of(metric, copy_of(self.output))
         changed = state.changed() if state else []
@@ -184,10 +184,9 @@ class Forwards:
 
     def _measure_some(self, groups: Sequence[Group], ends: Sequence[Group]) -> None:
         """Measure the last changes of two groups, and what shares a forward with them."""
-        together = self.joined(groups)
-        for joined in together:
+        for joined in self.joined(groups):
             if len(joined) > 1 and any(group in ends for group in joined):
-                self.measure(joined, is_all=len(together) == 1)
+                self.measure(joined)
         for group in ends:
             points = self._missing(group.points)[-self.n_rows :]
             self.measure([replace(group, points=points)])
@@ -220,7 +219,7 @@ class Forwards:
                 n += size
             else:
                 together.append([group])
-                n, may_follow = self.n_rows, may_join
+                n, may_follow = size, may_join
         return together
 
     def _may_join(self, group: Group) -> bool:
@@ -230,14 +229,13 @@ class Forwards:
         is_whole = len(group.sites) == 1 and self._batches.tape.runs_once(group.modules[0])
         return is_tensor and is_whole and 1 < len(self._missing(group.points)) <= self.n_rows
 
-    def measure(self, groups: Sequence[Group], *, is_all: bool = False) -> None:
-        """Measure those changes of groups that have no result yet, in one forward if possible.
-
-        Args:
-            groups: the groups.
-            is_all: whether there are no others.
-        """
-        if self.joins and len(groups) > 1 and self._measure_joined(groups, learns=not is_all):
+    def measure(self, groups: Sequence[Group]) -> None:
+        """Measure those changes of groups that have no result yet, in one forward if possible."""
+        # The row of the inputs themselves costs little where several sites could share a forward.
+        is_small = len(groups) > 1 or (
+            self._most_joined >= 2 * self.n_rows and self._may_join(groups[0])
+        )
+        if self.joins and is_small and self._measure_joined(groups):
             return
         for group in groups:
             try:
@@ -258,37 +256,34 @@ class Forwards:
         with self.changing.hooked([group]):
             for first in range(0, len(points), n):
                 shared = points[first : first + n]
-                with self._batches.shortened(batch, start), self.changing.making([shared], n):
+                with self._batches.shortened(batch, start), self.changing.making(shared, n):
                     output = self._forward(batch.inputs)
                 self._note(shared, parts_of(output, self.output, n))
 
-    def _measure_joined(self, groups: Sequence[Group], *, learns: bool) -> bool:
-        """Measure groups in one forward, in which each has rows from its site on.
+    def _measure_joined(self, groups: Sequence[Group]) -> bool:
+        """Measure groups in one forward of the inputs, to which each adds rows at its site.
 
         Args:
             groups: the groups, in the order of their sites.
-            learns: whether the forward shows the shapes of outputs, for further forwards.
 
         Returns:
             Whether this was possible. The model may go on with other values, such as the sum in a
             residual block, that have no such rows.
         """
         shares = [self._missing(group.points) for group in groups]
-        batch, start = self._batches.of(self.n_rows), self._start(groups[0])
+        batch, start = self._batches.of(1), self._start(groups[0])
         try:
-            with ExitStack() as stack:
-                stack.enter_context(self.changing.hooked(groups))
-                if learns:
-                    stack.enter_context(self._batches.shortened(batch, start, is_joined=True))
-                stack.enter_context(self.changing.making(shares, batch.n))
+            with (
+                self.changing.hooked(groups),
+                self._batches.shortened(batch, start),
+                self.changing.adding(shares),
+            ):
                 output = self._forward(batch.inputs)
         except Exception:  # of the model; a change will raise it again
             self.joins = False
             return False
-        n_first, *n_others = map(len, shares)
-        parts = parts_of(output, self.output, batch.n + sum(n_others))
-        self._note(shares[0], parts[:n_first])
-        self._note([point for points in shares[1:] for point in points], parts[batch.n :])
+        points = [point for share in shares for point in share]
+        self._note(points, parts_of(output, self.output, 1 + len(points))[1:])
         return True
 
     def _note(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:

@@ -58,10 +58,8 @@ def parts(value: Tensor, form: torch.Size, n: int) -> list[Tensor]:
     return list(torch.split(value, form[dim], dim))
 
 
-def longer_dim(shape: torch.Size, form: torch.Size, n: int | None) -> int | None:
+def longer_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
     """Return the dimension in which a shape is n times as long as a form; None for equal ones.
-
-    If n is None, the shape may be any whole number of times as long.
 
     Raises:
         NoRowsError: they differ in another way.
@@ -72,7 +70,7 @@ def longer_dim(shape: torch.Size, form: torch.Size, n: int | None) -> int | None
     if len(dims) != 1:
         raise NoRowsError
     (dim,) = dims
-    if not form[dim] or shape[dim] != form[dim] * (n or shape[dim] // form[dim]):
+    if not form[dim] or shape[dim] != form[dim] * n:
         raise NoRowsError
     return dim
 
@@ -142,20 +140,24 @@ def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n:
 
 
 def with_further_rows(
-    value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int
+    value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int, size: int
 ) -> Tensor:
     """Append rows to a value: for each change those of the batch alone, with this change.
 
     Args:
-        value: the value of the repeated batch.
+        value: the value of the batch, and of the rows that came to it so far.
         known: the value of the batch alone.
         changes: the changes.
-        n: how often the batch was repeated.
+        n: how many times the rows of the batch the value has.
+        size: the size of the batch; with n = 1, the first dimension that has it is that of rows.
 
     Raises:
         NoRowsError: the rows are not n times the value of the batch alone.
     """
-    dim = _dim_of_rows(value, known, n)
+    if n == 1 and value.shape == known.shape and size in known.shape:
+        dim = known.shape.index(size)
+    else:
+        dim = _dim_of_rows(value, known, n)
     old = known.expand(len(changes), *known.shape)
     new = _with_changes(old, changes, are_equal=True)
     return torch.cat([value, new.movedim(0, dim).flatten(dim, dim + 1)], dim)

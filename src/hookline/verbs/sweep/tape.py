@@ -167,14 +167,13 @@ class Tape:
             if call.number not in numbers:
                 call.output = None
 
-    def repeated(self, forms: Tape, size: int, n: int, *, has_more: bool = False) -> Tape | None:
+    def repeated(self, forms: Tape, size: int, n: int) -> Tape | None:
         """Return the tape of a batch that stands n times in a row.
 
         Args:
             forms: the tape of a run on such a batch, with the shapes alone.
             size: the size of the batch.
             n: how often the batch is to be repeated.
-            has_more: whether further rows came to it in that run.
 
         Returns:
             The tape; None if that run made other calls, or an output has no dimension for the batch
@@ -187,9 +186,7 @@ class Tape:
             for call, known in zip(forms.calls, self.calls, strict=True):
                 shapes, call.output = iter(call.output or ()), None
                 if known.output is not None:
-                    repeat = partial(
-                        _repeated, shapes=shapes, sizes=(size, n), known=longer, has_more=has_more
-                    )
+                    repeat = partial(_repeated, shapes=shapes, sizes=(size, n), known=longer)
                     call.output = tree.map_tensors(repeat, known.output)
         except NoRowsError:
             return None
@@ -314,12 +311,7 @@ def standing_in(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
 
 
 def _repeated(
-    tensor: Tensor,
-    shapes: Iterator[torch.Size],
-    sizes: tuple[int, int],
-    known: dict[int, Tensor],
-    *,
-    has_more: bool,
+    tensor: Tensor, shapes: Iterator[torch.Size], sizes: tuple[int, int], known: dict[int, Tensor]
 ) -> Tensor:
     """Repeat a tensor n times along the dimension in which the next shape is longer.
 
@@ -329,7 +321,7 @@ def _repeated(
     if shape is None:
         raise NoRowsError
     if id(tensor) not in known:
-        dim = longer_dim(shape, tensor.shape, None if has_more else n)
+        dim = longer_dim(shape, tensor.shape, n)
         if dim is not None and tensor.shape[dim] != size:
             raise NoRowsError
         known[id(tensor)] = tensor if dim is None else torch.cat([tensor] * n, dim)
