@@ -204,7 +204,9 @@ class Line:
         types = self.module_tree.kinds
         may_skip = self.options.lenient and any(issubclass(kind, ScriptModule) for kind in types)
         # Most taps are on modules alone: a look at the kinds of nodes saves one at each node.
-        is_plain = not may_skip and {type(node) for _, node in taps} == {ModuleNode}
+        kinds = {type(node) for _, node in taps}
+        self.originals.kinds |= kinds
+        is_plain = not may_skip and kinds == {ModuleNode}
         nodes: dict[int, Any] = self._nodes
         nodes.update(
             {id(tap): node for tap, node in taps if is_plain or not isinstance(node, Optimizer)}

@@ -87,13 +87,14 @@ class Originals:
         nodes: the taps' modules and parameters, by the tap's id.
 
     Attributes:
+        kinds: the kinds of the taps' nodes.
         lapse: the consequence that a warning names.
         told: the losses that `look` has warned of, by site.
     """
 
     __slots__ = (
         "_children", "_core", "_further", "_has_parameters", "_lock", "_n_linked", "_name",
-        "_named", "_nodes", "_root", "_taps", "_tensors", "_tree", "lapse", "told",
+        "_named", "_nodes", "_root", "_taps", "_tensors", "_tree", "kinds", "lapse", "told",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +105,7 @@ class Originals:
         taps: list[Tap],
         nodes: dict[int, Node],
     ) -> None:
+        self.kinds: set[type] = set()
         self.lapse: Lapse = Lapse()
         self.told: dict[Site, Loss] = {}
         self._name = name
@@ -164,10 +166,10 @@ class Originals:
 
     def _is_untouched(self, tree: ModuleTree) -> bool:
         """Tell whether every module of the model is where it was when the line was attached."""
-        root, kinds = self._root, set(map(type, self._nodes.values()))
+        root = self._root
         if root is None or unwrap(root) is not self._core:
             return root is None
-        if self._further or ParameterNode in kinds:
+        if self._further or ParameterNode in self.kinds:
             return False
         parents = [node for node in tree.nodes if node.children]
         return all(_holds(table_of(node.module, "_modules"), node.children) for node in parents)
