@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.compare import judge
+from hookline.verbs.compare import in_turn
 from ported import IDS, net, run_of
 
 
@@ -448,7 +448,7 @@ def resident(name):
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_memory_holds_a_few_values_of_many(tmp_path, monkeypatch):
     n_sites, size = 48, 2**19
-    monkeypatch.setattr(judge, "_RELEASE_BYTES", 2**22)
+    monkeypatch.setattr(in_turn, "_RELEASE_BYTES", 2**22)
     model = nn.Sequential(*(nn.Identity() for _ in range(n_sites)))
     for name, noise in (("a", 1e-6), ("b", 0.0)):
         with hl.record(model, "*", keep=lambda x, noise=noise: torch.randn(size) + noise) as run:

@@ -11,7 +11,6 @@ from hookline.display.text import plural
 from hookline.engine import path_text
 from hookline.engine.pytree.describe import leaf_text
 from hookline.engine.pytree.tree import Leaf
-from hookline.errors import OverwrittenError
 from hookline.findings import Finding
 from hookline.statistics.difference import Difference
 from hookline.verbs.compare.aligned import (
@@ -30,10 +29,9 @@ from hookline.verbs.compare.comparison import (
     ratio_text,
 )
 from hookline.verbs.compare.floor import Floor, eps_of, floor_of, measured_floor
+from hookline.verbs.compare.in_turn import Values, read_in_turn
 from hookline.verbs.compare.measure import Measured, measured
 from hookline.verbs.compare.sides import Entry, Side
-
-_RELEASE_BYTES = 2**28  # files of folders are closed after so many bytes were read
 
 
 @final
@@ -65,44 +63,35 @@ class Judge:
 
     def rows(self, a: Side, b: Side) -> Iterator[ComparedSite]:
         """Yield the rows of all pairs, and close files from time to time."""
-        n_bytes = 0
         if self._alignment is not None:
             observe(self._alignment, self._pairs)
-        for ours, theirs in self._pairs:
-            for row, size in self._rows_of(ours, theirs):
+        for (ours, theirs), values in read_in_turn(self._pairs, a, b):
+            for row in self._rows_of(ours, theirs, values):
                 self.entry_of[row.site] = ours
-                n_bytes += size
                 yield row
-            if n_bytes > _RELEASE_BYTES:
-                n_bytes = 0
-                a.release()
-                b.release()
-        a.release()
-        b.release()
+            del values
 
-    def _rows_of(self, ours: Entry, theirs: Entry) -> Iterator[tuple[ComparedSite, int]]:
-        try:
-            values = ours.read(), theirs.read()
-        except OverwrittenError:
+    def _rows_of(self, ours: Entry, theirs: Entry, values: Values | None) -> Iterator[ComparedSite]:
+        if values is None:
             why = "overwritten in place after recording; record with copy=True"
-            yield ComparedSite(ours.key, theirs.key, "not comparable", why=why), 0
+            yield ComparedSite(ours.key, theirs.key, "not comparable", why=why)
             return
-        rows: dict[Leaf, tuple[ComparedSite, int]] = {}
+        rows: dict[Leaf, ComparedSite] = {}
         for pair in self._measured(ours, values):
             if pair.alone_in and not ours.is_input:
                 self.alone[pair.alone_in].append(with_leaf(ours, pair.leaf))
             else:
-                rows[pair.leaf] = self._row(pair, ours, theirs), pair.n_bytes
-        noisy = [leaf for leaf, (row, _) in rows.items() if row.verdict == "noise"]
-        for leaf, (row, n_bytes) in rows.items():
+                rows[pair.leaf] = self._row(pair, ours, theirs)
+        noisy = [leaf for leaf, row in rows.items() if row.verdict == "noise"]
+        for leaf, row in rows.items():
             is_odd = row.verdict == "differs" and bool(noisy)
             if is_odd and is_flipped_by_noise(*values, leaf, noisy):
                 self.flipped.append(replace(row, verdict="noise", why=f"{row.why}: {_FLIPPED}"))
-                yield self.flipped[-1], n_bytes
+                yield self.flipped[-1]
             else:
-                yield row, n_bytes
+                yield row
 
-    def _measured(self, entry: Entry, values: tuple[Any, Any]) -> Iterator[Measured]:
+    def _measured(self, entry: Entry, values: Values) -> Iterator[Measured]:
         if self._alignment is None:
             return measured(*values)
         if entry.port == "grad":

@@ -35,7 +35,6 @@ class Measured(NamedTuple):
         dtypes: the dtypes of both.
         gap: the difference; None if they cannot be compared.
         why: the reason, if so.
-        n_bytes: how many bytes were read.
     """
 
     leaf: Leaf
@@ -43,7 +42,6 @@ class Measured(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = ()
     gap: Difference | None = None
     why: str = ""
-    n_bytes: int = 0
 
     @property
     def alone_in(self) -> str:
@@ -91,7 +89,7 @@ def measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
     """Measure how far two tensors lie apart, or say why they cannot be compared."""
     forms = _form(a), _form(b)
     dtypes = a.dtype, b.dtype
-    result = Measured(leaf, forms, dtypes, n_bytes=_n_bytes(a) + _n_bytes(b))
+    result = Measured(leaf, forms, dtypes)
     if tuple(a.shape) != tuple(b.shape):
         return result._replace(why=f"shapes {_shape(a)} and {_shape(b)}")
     if _has_fractions(a.dtype) != _has_fractions(b.dtype):
@@ -181,10 +179,6 @@ def _form(array: Array) -> str:
 
 def _shape(array: Array) -> str:
     return describe.shape(array) if isinstance(array, Tensor) else str(list(array.shape))
-
-
-def _n_bytes(array: Array) -> int:
-    return describe.n_bytes(array) if isinstance(array, Tensor) else array.nbytes
 
 
 def _name(dtype: torch.dtype) -> str:

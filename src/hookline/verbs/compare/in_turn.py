@@ -1,0 +1,59 @@
+"""Read pairs of values in turn, the next one while a large one is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+from hookline.engine.pytree import describe, tree
+from hookline.errors import OverwrittenError
+from hookline.recordings import Recording
+from hookline.verbs.compare.sides import Entry, Side
+
+Pair = tuple[Entry, Entry]
+Values = tuple[Any, Any]
+
+_RELEASE_BYTES = 2**28  # files of folders are closed after so many bytes were read
+_AHEAD_BYTES = 2**20  # handing a smaller value to the thread takes longer than reading it
+
+
+def read_in_turn(pairs: Sequence[Pair], a: Side, b: Side) -> Iterator[tuple[Pair, Values | None]]:
+    """Yield each pair of entries with its values; None for values that were overwritten.
+
+    While a large pair of recordings is used, a thread reads the next one: the values of folders are
+    mapped from files, so they take no memory of their own. From time to time, files are closed.
+
+    Args:
+        pairs: the pairs.
+        a: the side of the first entry of each.
+        b: the side of the second.
+    """
+    are_recorded = isinstance(a.source, Recording) and isinstance(b.source, Recording)
+    reading: Future[Values | None] | None = None
+    n_read = 0
+    with ThreadPoolExecutor(1, "hookline-reader") as readers:
+        for number, pair in enumerate(pairs):
+            values = _read(*pair) if reading is None else reading.result()
+            n_bytes = sum(describe.n_bytes(tensor) for _, tensor in tree.tensors(values))
+            n_read += n_bytes
+            reading, following = None, pairs[number + 1 : number + 2]
+            if are_recorded and following and n_bytes >= _AHEAD_BYTES and n_read <= _RELEASE_BYTES:
+                reading = readers.submit(copy_context().run, partial(_read, *following[0]))
+            yield pair, values
+            del values
+            if n_read > _RELEASE_BYTES:
+                n_read = 0
+                a.release()
+                b.release()
+        a.release()
+        b.release()
+
+
+def _read(ours: Entry, theirs: Entry) -> Values | None:
+    try:
+        return ours.read(), theirs.read()
+    except OverwrittenError:
+        return None

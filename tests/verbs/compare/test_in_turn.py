@@ -1,0 +1,92 @@
+"""Pairs are read in turn, the next one while a large one is measured."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.verbs.compare import in_turn
+from hookline.verbs.compare.in_turn import read_in_turn
+from hookline.verbs.compare.sides import Entry, Side, side_of
+
+LARGE, SMALL = torch.ones(in_turn._AHEAD_BYTES // 4), torch.ones(1)
+
+
+@pytest.fixture
+def side():
+    with hl.record(model := nn.Identity()) as run:
+        model(SMALL)
+    return side_of(run, "a")
+
+
+class Reads:
+    """Entries whose reading is told: the number of each, and the thread."""
+
+    def __init__(self, values):
+        self.values = values
+        self.threads = {}
+        self.begun = [threading.Event() for _ in values]
+
+    def read(self, number):
+        self.threads[number] = threading.current_thread()
+        self.begun[number].set()
+        if isinstance(self.values[number], Exception):
+            raise self.values[number]
+        return self.values[number]
+
+    @property
+    def pairs(self):
+        entries = [
+            Entry(str(number), "", lambda number=number: self.read(number))
+            for number in range(len(self.values))
+        ]
+        return list(zip(entries, entries, strict=True))
+
+
+def test_the_next_pair_is_read_while_a_large_one_is_used(side):
+    reads = Reads([LARGE, LARGE, SMALL, SMALL])
+    keys = []
+    for (ours, _), values in read_in_turn(reads.pairs, side, side):
+        keys.append(ours.key)
+        if values[0] is LARGE:
+            assert reads.begun[len(keys)].wait(60)
+    assert keys == ["0", "1", "2", "3"]
+    here = threading.current_thread()
+    assert [reads.threads[number] is here for number in range(4)] == [True, False, False, True]
+    assert not any(thread.name.startswith("hookline-reader") for thread in threading.enumerate())
+
+
+def test_what_takes_memory_of_its_own_is_not_read_ahead():
+    reads, arrays = Reads([LARGE, LARGE]), Side("arrays", [])
+    assert len(list(read_in_turn(reads.pairs, arrays, arrays))) == 2
+    assert set(reads.threads.values()) == {threading.current_thread()}
+
+
+def test_an_error_is_raised_when_the_turn_of_its_pair_comes(side):
+    reads = Reads([LARGE, hl.FolderError("gone")])
+    pairs = read_in_turn(reads.pairs, side, side)
+    assert next(pairs)[1][0] is LARGE
+    with pytest.raises(hl.FolderError, match="gone"):
+        next(pairs)
+
+
+def test_an_overwritten_value_has_no_values(side):
+    reads = Reads([LARGE, hl.OverwrittenError("written"), SMALL])
+    assert [values is None for _, values in read_in_turn(reads.pairs, side, side)] == [
+        False, True, False,
+    ]  # fmt: skip
+
+
+def test_files_are_closed_before_the_next_pair_is_read(side, monkeypatch):
+    monkeypatch.setattr(in_turn, "_RELEASE_BYTES", LARGE.nbytes)
+    events = []
+    reads = Reads([LARGE, LARGE])
+    told = Side("recording", [], release=lambda: events.append("closed"), source=side.source)
+    for (ours, _), _ in read_in_turn(reads.pairs, told, side):
+        events.append(ours.key)
+        assert not reads.begun[1].is_set() or ours.key == "1"
+    assert events == ["0", "closed", "1", "closed", "closed"]
