@@ -10,7 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
-from parallel import half, llama, loss_of, sharded, sharded_by_wrappers, split, tokens
+from parallel import (
+    half,
+    llama,
+    loss_of,
+    planned,
+    sharded,
+    sharded_by_wrappers,
+    split,
+    tokens,
+)
 from processes import on_ranks
 
 ATTENTION = "model.layers.1.self_attn"
@@ -116,7 +125,16 @@ def _compare_parts(model, plain, mine):
 )  # fmt: skip
 @on_ranks
 def test_split_attention_shows_the_heads_of_this_rank(rank, folder):
-    model, plain, batch = split(_model()), _model(), tokens()
+    _compare_split(split(_model()), rank)
+
+
+@on_ranks
+def test_tp_plan_of_transformers_splits_as_torch_does(rank, folder):
+    _compare_split(planned(_model(), folder).eval(), rank)
+
+
+def _compare_split(model, rank):
+    plain, batch = _model(), tokens()
     seen, whole = _seen(model, batch), _seen(plain, batch)
     heads = slice(2 * rank, 2 * rank + 2)
     for site, values in seen.items():
