@@ -15,6 +15,7 @@ from hookline.engine import (
     Selection,
     is_compiled,
     is_exported,
+    is_scripted,
     is_split,
     joined,
     register_parts,
@@ -253,6 +254,9 @@ class Anatomy(Result):
         others = [name for name in reasons if name not in told]
         if others:
             notes.append(f"None of {', '.join(others)}: parts.refused has the reasons.")
+        scripted = [path for path, module in self._model.named_modules() if is_scripted(module)]
+        if scripted:
+            notes.append(f"{scripted[0]} is a ScriptModule: what it calls has no names.")
         stacks = [path for path, parts in self.stacks.items() if parts is not self]
         if len(stacks) > 1:
             stack = self._names.stack
