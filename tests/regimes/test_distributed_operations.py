@@ -15,6 +15,7 @@ from parallel import (
     llama,
     loss_of,
     planned,
+    recorded,
     sharded,
     sharded_by_wrappers,
     split,
@@ -130,7 +131,19 @@ def test_split_attention_shows_the_heads_of_this_rank(rank, folder):
 
 @on_ranks
 def test_tp_plan_of_transformers_splits_as_torch_does(rank, folder):
-    _compare_split(planned(_model(), folder).eval(), rank)
+    model = planned(_model(), folder).eval()
+    _compare_split(model, rank)
+    run, wanted = recorded(model, tokens()), recorded(_model(), tokens())
+    for site in wanted:
+        if isinstance(wanted[site], torch.Tensor):
+            own = _part(wanted[site], run[site].shape, rank)
+            assert_close(run[site], own, rtol=1e-4, atol=1e-5, msg=str(site))
+
+
+def _part(whole, shape, rank):
+    """Return the half of a value that a rank has, in the dimension that is split, if one is."""
+    dims = [dim for dim in range(whole.dim()) if whole.shape[dim] != shape[dim]]
+    return whole.chunk(2, dims[0])[rank] if dims else whole
 
 
 def _compare_split(model, rank):
