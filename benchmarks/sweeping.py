@@ -142,19 +142,19 @@ def _by_transformer_lens(model: nn.Module, corrupt: Tensor, clean: Tensor) -> An
     bridge = _bridges.get(model)
     if bridge is None:
         bridge = _bridges[model] = TransformerBridge.boot_transformers(
-            "gpt2", hf_model=copy.deepcopy(model), tokenizer=_tokenizer()
+            "gpt2", hf_model=copy.deepcopy(model), tokenizer=word_tokenizer(_N_WORDS)
         )
     _, cache = bridge.run_with_cache(clean)
     metric = lambda logits: logits[0, -1, 3] - logits[0, -1, 5]  # noqa: E731
     return patching.get_act_patch_resid_pre(bridge, corrupt, cache, metric)
 
 
-def _tokenizer() -> Any:
+def word_tokenizer(n_words: int) -> Any:
     """A tokenizer that is not looked up on the web."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{number}": number for number in range(_N_WORDS)}
+    words = {f"w{number}": number for number in range(n_words)}
     tokens = Tokenizer(models.WordLevel(words, unk_token="w0"))
     marks = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "w0")
     folder = tempfile.mkdtemp()  # from which the bridge loads it once more

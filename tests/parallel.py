@@ -8,6 +8,7 @@ import sys
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -113,6 +114,14 @@ def split(model):
         plan[f"model.layers.{k}.mlp.up_proj"] = ColwiseParallel()
         plan[f"model.layers.{k}.mlp.down_proj"] = RowwiseParallel()
     return parallelize_module(model, mesh(), plan)
+
+
+def planned(model, folder):
+    """As transformers splits a model over two ranks, by its own plan, while it loads it."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    return type(model).from_pretrained(folder, tp_plan="auto", tp_size=2)
 
 
 class Stack(nn.Sequential):

@@ -10,7 +10,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
-from parallel import half, llama, loss_of, sharded, sharded_by_wrappers, split, tokens
+from parallel import (
+    half,
+    llama,
+    loss_of,
+    planned,
+    recorded,
+    sharded,
+    sharded_by_wrappers,
+    split,
+    tokens,
+)
 from processes import on_ranks
 
 ATTENTION = "model.layers.1.self_attn"
@@ -116,7 +126,28 @@ def _compare_parts(model, plain, mine):
 )  # fmt: skip
 @on_ranks
 def test_split_attention_shows_the_heads_of_this_rank(rank, folder):
-    model, plain, batch = split(_model()), _model(), tokens()
+    _compare_split(split(_model()), rank)
+
+
+@on_ranks
+def test_tp_plan_of_transformers_splits_as_torch_does(rank, folder):
+    model = planned(_model(), folder).eval()
+    _compare_split(model, rank)
+    run, wanted = recorded(model, tokens()), recorded(_model(), tokens())
+    for site in wanted:
+        if isinstance(wanted[site], torch.Tensor):
+            own = _part(wanted[site], run[site].shape, rank)
+            assert_close(run[site], own, rtol=1e-4, atol=1e-5, msg=str(site))
+
+
+def _part(whole, shape, rank):
+    """Return the half of a value that a rank has, in the dimension that is split, if one is."""
+    dims = [dim for dim in range(whole.dim()) if whole.shape[dim] != shape[dim]]
+    return whole.chunk(2, dims[0])[rank] if dims else whole
+
+
+def _compare_split(model, rank):
+    plain, batch = _model(), tokens()
     seen, whole = _seen(model, batch), _seen(plain, batch)
     heads = slice(2 * rank, 2 * rank + 2)
     for site, values in seen.items():

@@ -76,6 +76,23 @@ def test_hooks_that_come_in_the_block_stay_behind_the_old_ones(mesh):
     assert list(model[0]._forward_hooks) == [*before, late.id]
 
 
+def test_forwards_that_split_values_are_taken_off_in_the_block(mesh):
+    def forward(x):
+        raise AssertionError
+
+    forward.__module__ = "transformers.distributed.tensor_parallel"  # which replaces forwards
+    model, x = split(Tied(), mesh), torch.eye(2)
+    own = model[1].forward
+    model[0].forward, model[1].forward = forward, own
+    with whole_weights(model) as dtensors:
+        assert torch.equal(model[0](x), nn.functional.linear(x, model[0].weight, model[0].bias))
+        assert model[1].forward is own
+        assert set(dtensors) >= {id(model[0].weight), id(model[0].bias), id(model[0].kept)}
+        weight = dtensors[id(model[0].weight)]
+    assert weight is model[0].weight
+    assert (model[0].forward, model[1].forward) == (forward, own)
+
+
 @pytest.mark.filterwarnings("ignore:.*FSDP.*")
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*")
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -113,6 +130,6 @@ def test_parts_of_a_value_are_joined_as_the_weight_is_split(mesh):
     part = torch.randn(3, 2)
     weight = distribute_tensor(torch.ones(2, 4), mesh, [Shard(1)])
     assert joined(part, weight, 2) is part
-    assert joined(part, torch.ones(2, 4), 4) is part
+    assert joined(part, None, 4) is part
     assert torch.equal(joined(part, weight, 4), part)  # all parts of one rank
     assert torch.equal(joined(distribute_tensor(part, mesh, [Shard(1)]), weight, 4), part)

@@ -78,6 +78,11 @@ def test_a_selection_is_refused_after_its_module_has_gone():
         ("blocks.0@reluu", "no function 'reluu'.*Did you mean 'blocks.0@relu'"),
         ("blocks.0@patern", "Did you mean 'blocks.0@pattern'"),
         ("blocks.0@mT", "'mT' in 'blocks.0@mT' is an attribute"),
+        ("blocks.0@torch.relu", r"no function 'torch\.relu'.*Did you mean 'blocks\.0@relu'\?"),
+        ("blocks.0@F.relu", r"Did you mean 'blocks\.0@relu'\?"),
+        ("blocks.0@ relu", r"Did you mean 'blocks\.0@relu'\?"),
+        ("blocks.0@__add__", r"Did you mean 'blocks\.0@add'\?"),
+        ("blocks.0@torch.ops.own.kernel", "operators of torch.ops cannot be selected.\nhl.operat"),
         ("block@relu", "'block@relu' matches no module"),
         ("blocks@relu", "nothing flows through 'blocks'"),
         ("blocks.0@relu:grad", "Block@relu at 'blocks.0@relu' has no parameters"),
@@ -106,10 +111,13 @@ def test_scripted_and_exported_models_are_refused_by_name(net):
     exported = torch.export.export(net, (torch.ones(1, 2),)).module()
     with pytest.raises(hl.SelectionError, match="exported program"):
         hl.record(exported, "@relu")
+    with pytest.raises(hl.SelectionError, match=r"^\(root\) is an exported program"):
+        hl.record(exported, "blocks.0@relu")  # which holds parameters, and is not called
 
 
 def test_a_function_that_is_never_called_is_explained(net):
-    said = r"blocks.0 calls no `gelu` itself.*hl.operations\(model, x, 'blocks.0'\)"
+    said = r"blocks.0 calls no `gelu` itself, took another branch, or did not run; "
+    said += r"hl.operations\(model, x, 'blocks.0'\)"
     with pytest.warns(hl.HooklineWarning, match=said):
         with hl.record(net, "blocks.0@gelu"):
             net(torch.ones(1, 2))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -87,6 +87,22 @@ class Seeing(nn.Linear):
     def forward(self, x):
         self.given = x
         return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*")
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_split_weight_is_known_within_flat_ones(mesh, use_orig_params):
+    """If FSDP1's notes move, heads are counted wrongly where it shards a model that is split."""
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    options = {"device_mesh": both["dp"], "use_orig_params": use_orig_params}
+    options["device_id"] = torch.device("cpu")
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert not internals.is_split(model)
+    assert not internals.is_split(FullyShardedDataParallel(nn.Linear(2, 2), **options))
+    model = parallelize_module(model, both["tp"], {"0": ColwiseParallel()})
+    assert internals.is_split(model)
+    assert internals.is_split(FullyShardedDataParallel(model, **options))
 
 
 @pytest.mark.parametrize("library", ["FSDP2", "tensor parallel"])

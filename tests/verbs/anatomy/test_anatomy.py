@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import vmap
+from torch.nn.attention.flex_attention import flex_attention
 
 import hookline as hl
 from causal_zoo import build, texts
@@ -231,6 +232,43 @@ def test_what_mixes_tokens_without_a_pattern_is_no_attention():
     assert sites(parts["mixer_out"]) == ["blocks.0.shift", "blocks.1.shift"]
     with pytest.raises(hl.SelectionError, match="the block has no attention"):
         parts["attn_out"]
+    with pytest.raises(hl.SelectionError, match=r"in it, mixer_out \(blocks\.0\.shift\), shows no"):
+        parts["pattern"]
+
+
+class Flex(Attention):
+    """Attention by a kernel that compiles itself."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(flex_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+class FlexBlock(Block):
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.mlp = Flex(width)
+
+
+@pytest.mark.compiles
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")
+def test_an_attention_that_compiles_itself_is_refused_by_name():
+    with pytest.raises(hl.AttachError, match=r"^hl\.anatomy must .*, got flex_attention, whic"):
+        hl.anatomy(Text(FlexBlock))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_named():
+    model = Text()
+    for block in model.blocks:
+        block.attn = torch.jit.script(block.attn)
+    assert "blocks.0.attn is a ScriptModule: what it calls has no names." in str(hl.anatomy(model))
+    model = Text(Mlp)
+    model.blocks[0] = torch.jit.script(model.blocks[0])
+    with pytest.raises(hl.SelectionError, match=r"; blocks\.0 is a ScriptModule, whose calls are"):
+        hl.anatomy(model)
 
 
 class Gate(nn.Module):

@@ -191,6 +191,15 @@ def test_the_wrong_value_of_a_rival_is_not_given(name, part, path):
     assert off > 0.05
 
 
+def test_the_embedding_is_what_its_module_returns():
+    # Gemma's module scales what it looks up; Granite scales what its module returns.
+    for name in ("gemma2", "granite"):
+        parts = family(name)[1]
+        assert list(map(str, parts["embed"])) == ["model.embed_tokens"]
+    scaled, stream = family("gemma2")[2].gave["model.embed_tokens"], value("gemma2", "resid_pre", 0)
+    assert torch.equal(scaled, stream)
+
+
 def test_the_dense_first_layer_of_deepseek_has_neurons():
     _, parts, seen = family("deepseek_v3")
     (neurons,) = seen.got["model.layers.0.mlp.down_proj"]

@@ -40,6 +40,12 @@ def test_a_model_that_needs_its_part_is_refused_with_its_error():
         check_whole(Halves(), torch.ones(3), {})
 
 
+def test_parts_that_do_not_say_of_what_are_refused(model):
+    model._hf_tp_plan = "colwise"  # as transformers before 5.16 marks a module that it splits
+    with pytest.raises(hl.AttachError, match=r"Sequential, which transformers before 5.16 has sp"):
+        hl.anatomy(nn.Sequential(model), torch.ones(2, 4))
+
+
 def test_the_floating_tensors_of_an_output_count():
     class Several(nn.Module):
         def forward(self, x):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,16 +21,19 @@ from hookline.engine.torch_private.modules import tensor_tables, unwrapping
 
 
 @contextmanager
-def whole_weights(model: nn.Module) -> Iterator[None]:
+def whole_weights(model: nn.Module) -> Iterator[Mapping[int, Tensor]]:
     """Hold the whole weights on each rank, and compute as a model that is not sharded.
 
     Entering is a collective of all ranks. What runs in the block gathers nothing.
 
     Args:
         model: the model, with the wrapper that FSDP1 has put around it.
+
+    Yields:
+        The DTensors that tensor parallelism has made, by the id of the whole tensor.
     """
-    with _whole_in_wrappers(model), held_whole(model), _whole_dtensors(model):
-        yield
+    with _whole_in_wrappers(model), held_whole(model), _whole_dtensors(model) as split:
+        yield split
 
 
 # -- FSDP1 ----------------------------------------------------------------------------------------
@@ -52,12 +55,13 @@ def _whole_in_wrappers(model: nn.Module) -> Iterator[None]:
 
 # -- tensor parallelism ---------------------------------------------------------------------------
 
-_SPLITTING = "torch.distributed.tensor"  # the package whose hooks split and join values
+# The packages whose hooks (torch) and forwards (transformers' tp_plan) split and join values.
+_SPLITTING = ("torch.distributed.tensor", "transformers.distributed")
 
 
 @contextmanager
-def _whole_dtensors(model: nn.Module) -> Iterator[None]:
-    """Put whole tensors in place of DTensors, and take off the hooks that split and join values."""
+def _whole_dtensors(model: nn.Module) -> Iterator[Mapping[int, Tensor]]:
+    """Put whole tensors in place of DTensors, and take off what splits and joins values."""
     places = list(_dtensors(model))
     wholes: dict[int, Tensor] = {}  # a tied weight is one tensor
     with ExitStack() as stack:
@@ -69,7 +73,10 @@ def _whole_dtensors(model: nn.Module) -> Iterator[None]:
         for module in model.modules() if places else ():
             for kind in ("forward_pre", "forward"):
                 _take_off(hook_dict(module, kind), stack)
-        yield
+            if _splits(forward := module.__dict__.get("forward")):
+                stack.callback(module.__dict__.__setitem__, "forward", forward)
+                del module.__dict__["forward"]
+        yield {id(wholes[id(tensor)]): tensor for _, _, tensor in places}
 
 
 def _dtensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -104,8 +111,8 @@ def _put_back(table: HookDict, hooks: list[tuple[Any, Any]], taken: list[Any]) -
     table.update(current)
 
 
-def _splits(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)  # of a partial
+def _splits(call: Any) -> bool:
+    function = getattr(call, "func", call)  # of a partial
     return str(getattr(function, "__module__", "")).startswith(_SPLITTING)
 
 
@@ -114,13 +121,13 @@ def joined(part: Tensor, weight: Tensor | None, width: int) -> Tensor:
 
     Args:
         part: what a layer gets on this rank: a DTensor, this rank's part, or the whole.
-        weight: the weight of the layer, which tensor parallelism may split over its inputs; None
-            for a layer without one.
+        weight: the weight of the layer, which tensor parallelism may split over its inputs: a
+            DTensor; None for another layer.
         width: the last dimension of the whole.
     """
     if is_dtensor(part):
         return full_value(part)
-    if weight is None or part.shape[-1] == width or not is_dtensor(weight):
+    if weight is None or part.shape[-1] == width:
         return part
     for dim, placement in enumerate(weight.placements):  # type: ignore[attr-defined]
         if placement.is_shard(weight.dim() - 1):

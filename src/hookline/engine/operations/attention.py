@@ -179,7 +179,7 @@ class Attention:
         raise kind(
             f"{self.path}@{name}: {name_of(function)} computes this attention, and shows none of"
             " its parts.\nBuild the model with another attention; of transformers:"
-            " attn_implementation='sdpa'."
+            f" attn_implementation='sdpa'. Or select the module itself, {self.path or '(root)'!r}."
         )
 
     @property

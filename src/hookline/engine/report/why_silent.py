@@ -147,7 +147,9 @@ def not_its_own(node: OperationNode, or_else: str = "") -> Why:
 
 def _not_its_own(silent: Silent) -> Why | None:
     node = silent.node
-    return not_its_own(node, ", or did not run") if isinstance(node, OperationNode) else None
+    if not isinstance(node, OperationNode):
+        return None
+    return not_its_own(node, ", took another branch, or did not run")
 
 
 def _not_called(silent: Silent) -> Why | None:

@@ -36,11 +36,24 @@ def operation_names(text: str, host: str) -> list[str]:
             f"{text!r} in '{host}@{text}' is an attribute of tensors, and no function that is"
             f" called.\nSelect a function that uses it.{list_them}"
         )
-    near = difflib.get_close_matches(text, known, n=4)
+    bare = _bare(text)
+    near = [bare] if bare in known else difflib.get_close_matches(bare, known, n=4)
+    if "." in text and bare not in known:
+        raise SelectionError(
+            f"{text!r} in '{host}@{text}' must be the name of a function of torch, without its"
+            f" module; operators of torch.ops cannot be selected.{list_them}"
+        )
     close = f" Did you mean {', '.join(repr(f'{host}@{name}') for name in near)}?" if near else ""
     raise SelectionError(
         f"torch has no function {text!r}, as '{host}@{text}' asks for.{close}{list_them}"
     )
+
+
+def _bare(text: str) -> str:
+    """Return the name of a function as selectors write it, from how code writes it."""
+    name = text.strip().rpartition(".")[2]
+    is_operator = name.startswith("__") and name.endswith("__")
+    return name.strip("_") if is_operator else name
 
 
 def refuse_graph(node: ModuleNode) -> None:

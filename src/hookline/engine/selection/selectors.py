@@ -422,10 +422,10 @@ def _match_operations(
     names = operation_names(name, host)
     hosts = _callable(hosts) or hosts
     is_glob = len(hosts) > 1 or len(names) > 1
+    for node in (*hosts, tree.nodes[0]):
+        refuse_graph(node)
     if not any(has_forward(node.module) for node in hosts):
         return text, hosts
-    for node in hosts:
-        refuse_graph(node)
     glob = f"{host}@{name}" if is_glob else ""
     return text, [OperationNode.of(node, name, glob) for node in hosts for name in names]
 

@@ -273,6 +273,17 @@ def sharding(model: nn.Module) -> str:
     return "split" if is_split else "FSDP2" if has_fsdp else ""
 
 
+def is_split(model: nn.Module) -> bool:
+    """Tell whether tensor parallelism splits weights, whether or not FSDP shards the parts.
+
+    FSDP1 flattens the weights of each wrapper, and notes how to make DTensors of them again.
+    """
+    if sharding(model) == "split":
+        return True
+    handles: list[Any] = [module._handle for module in model.modules() if wraps_fsdp1(module)]
+    return any(any(handle.flat_param._param_extensions) for handle in handles if handle)
+
+
 @contextmanager
 def calls_of_sharded(model: nn.Module) -> Iterator[list[Any]]:
     """Note the modules whose weights FSDP2 gathers, in the order in which they are called.

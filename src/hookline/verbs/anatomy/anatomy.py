@@ -15,11 +15,12 @@ from hookline.engine import (
     Selection,
     is_compiled,
     is_exported,
+    is_scripted,
+    is_split,
     joined,
     register_parts,
     require_model,
     select,
-    sharding,
     unwrap,
     whole_weights,
 )
@@ -29,7 +30,7 @@ from hookline.recordings import Recording
 from hookline.verbs.anatomy.lens import Lens, lens_of
 from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
-from hookline.verbs.anatomy.whole import check_whole, output_of
+from hookline.verbs.anatomy.whole import check_whole, output_of, refuse_plain_parts
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
 
@@ -148,7 +149,7 @@ class Anatomy(Result):
     def _n_heads_side_by_side(self, width: int) -> int:
         """Return the number of heads in a value: tensor parallelism gives each rank some."""
         assert self.n_heads is not None
-        if sharding(self._model) != "split" or "attn_heads" not in self:
+        if "attn_heads" not in self or not is_split(self._wrapped):
             return self.n_heads
         full_width = self._names.shapes[self._names.find("attn_heads")[0]][-1]
         return max(self.n_heads * min(width, full_width) // full_width, 1)
@@ -170,9 +171,10 @@ class Anatomy(Result):
         site = self._site("attn_heads", layer)
         projection = self._model.get_submodule(self._projections[layer])
         full_width = self._names.shapes[site][-1]
-        value = joined(run.tensor(site), getattr(projection, "weight", None), full_width)
         width = full_width // self._names.shapes[self._site("z", layer)][-3]
-        with torch.no_grad(), whole_weights(self._wrapped):
+        with torch.no_grad(), whole_weights(self._wrapped) as split:
+            weight = split.get(id(getattr(projection, "weight", None)))
+            value = joined(run.tensor(site), weight, full_width)
             bias = projection(torch.zeros_like(value[..., :1, :]))
             parts = []
             for begin in range(0, value.shape[-1], width):
@@ -252,6 +254,9 @@ class Anatomy(Result):
         others = [name for name in reasons if name not in told]
         if others:
             notes.append(f"None of {', '.join(others)}: parts.refused has the reasons.")
+        scripted = [path for path, module in self._model.named_modules() if is_scripted(module)]
+        if scripted:
+            notes.append(f"{scripted[0]} is a ScriptModule: what it calls has no names.")
         stacks = [path for path, parts in self.stacks.items() if parts is not self]
         if len(stacks) > 1:
             stack = self._names.stack
@@ -319,7 +324,8 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
 
     Raises:
         AttachError: `model` is not a model, or compiled; or it computes something else with whole
-            weights than with those that tensor parallelism has split.
+            weights than with those that tensor parallelism has split; or transformers before 5.16
+            has split it.
         InputError: None was given for `inputs`, and no input can be made.
         SelectionError: the model has no residual stream that can be proven: its blocks are not a
             sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
@@ -336,13 +342,13 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
             "hl.anatomy must be given a model that is not compiled, because it follows the calls of"
             " torch's functions.\nCall parts = hl.anatomy(model) before torch.compile."
         )
+    refuse_plain_parts(model)
     wrapped, model = model, unwrap(model)
     both = trial_inputs(model, inputs)
     with eval_without_side_effects(model), quiet():
-        is_split = sharding(model) == "split"
-        split_output = output_of(model, both[0]) if is_split else {}
+        split_output = output_of(wrapped, both[0]) if is_split(wrapped) else None
         with whole_weights(wrapped):
-            if is_split:
+            if split_output is not None:
                 check_whole(model, both[0], split_output)
             parts = Anatomy(model, structure_of(model, both), wrapped)
     register_parts(model, parts._names.find)

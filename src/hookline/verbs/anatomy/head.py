@@ -43,6 +43,8 @@ def name_embeddings(trace: Trace, first: Layer, names: Names) -> None:
     start = first.block.pre
     total = _below_rescales(start)
     addends = _addends(total)
+    if addends == [total] and _embeds(total):
+        addends = [_module_output(start)]
     words = [value for value in addends if _embeds(value) and not _counts_up(value)]
     positions = [value for value in addends if _counts_up(value)]
     positions += [value for value in addends if _is_table(value, start)]
@@ -72,15 +74,34 @@ def _embedding_errors(trace: Trace, start: Value, begin: int) -> Iterator[float]
 
 def _below_rescales(value: Value) -> Value:
     """Return the value of which another one is a scale or a norm."""
+    return list(_rescaled(value))[-1]
+
+
+def _rescaled(value: Value) -> Iterator[Value]:
+    """Yield a value, and the values of which it is a scale or a norm, the first one last."""
     value = value.origin
+    yield value
     event = value.maker
     while event is not None and event.name not in (*SUMS, "embedding") and len(event.data) == 1:
         source = event.data[0]
         if error_of_rescale(source.tensor, value.tensor) > 1e-4:
             break
         value = source.origin
+        yield value
         event = value.maker
-    return value
+
+
+def _module_output(stream: Value) -> Value:
+    """Return what the module that embeds returns: it may scale what it looks up, as in Gemma."""
+    values = list(_rescaled(stream))
+    event = values[-1].maker
+    path = event.path if event is not None else ""
+    returned = (
+        value
+        for value in values
+        if any(place.kind == "output" and place.path == path for place in value.places)
+    )
+    return next(returned, values[-1])
 
 
 def _addends(value: Value) -> list[Value]:

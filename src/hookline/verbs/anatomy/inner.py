@@ -257,6 +257,9 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
     core = parts[0].cores[0] if len(parts) == 1 else None
     if core is None:
         why = "the block has no single attention"
+        if not parts and "mixer_out" in layer.sites:
+            mixer = layer.sites["mixer_out"]
+            why += f"; what mixes tokens in it, mixer_out ({mixer}), shows no softmax"
         layer.refused.update(dict.fromkeys((*names, *_ATTENTION), why))
         return []
     sites = {name: f"{core.path}@{name}" for name in names}

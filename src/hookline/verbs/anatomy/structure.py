@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from hookline.engine import PARTS
+from hookline.engine import PARTS, is_scripted
 from hookline.errors import (
     AmbiguousError,
     AttachError,
@@ -128,12 +128,18 @@ def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
             stacks.append(Stack(path, layers, Names({}, {}, [])))
     if not stacks:
         none = "no stack of blocks of one type ran, each on what the last one returned"
-        why = max(reasons)[-1] if reasons else none
+        why = max(reasons)[-1] if reasons else none + _scripted_text(model)
         raise SelectionError(
             f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
             "\nSelect modules by their paths: hl.summary(model) lists them."
         )
     return sorted(stacks, key=lambda stack: stack.layers[-1].block.call.end)
+
+
+def _scripted_text(model: nn.Module) -> str:
+    """Name a module whose calls nobody sees, if the model has one."""
+    paths = [path for path, module in model.named_modules() if is_scripted(module)]
+    return f"; {paths[0]} is a ScriptModule, whose calls are not seen" if paths else ""
 
 
 def _name(

@@ -10,15 +10,18 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from hookline.engine import (
     Line,
     Order,
     Site,
+    TracingAttachError,
     buffers,
     is_wrapped,
     parameters,
+    while_tracing,
     without_function_modes,
 )
 from hookline.engine.operations.names import functions, name_of
@@ -124,6 +127,17 @@ class ModuleCall:
     outputs: list[tuple[tree.Leaf, Value]] = field(default_factory=list)
 
 
+@while_tracing
+def _refuse_flex_attention(function: Any) -> None:
+    """Refuse the kernel that compiles itself: a trace sees no call of it."""
+    if name_of(function) == "flex_attention":
+        raise TracingAttachError(
+            "hl.anatomy must be given a model whose attention it can follow, got flex_attention,"
+            " which compiles itself.\nBuild the model with another attention; of transformers:"
+            " attn_implementation='sdpa'."
+        )
+
+
 @final
 class Trace(TorchFunctionMode):
     """The values, calls of functions and calls of modules of one run.
@@ -181,6 +195,8 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, and note the call."""
         kwargs = kwargs or {}
+        if is_dynamo_compiling():
+            _refuse_flex_attention(func)
         given = [tensor for _, tensor in tree.tensors((args, kwargs))]
         if not self._running or any(map(is_wrapped, given)):
             return func(*args, **kwargs)

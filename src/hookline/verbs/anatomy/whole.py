@@ -15,6 +15,23 @@ from hookline.verbs.shared.run_model import call
 
 # Ranks sum in another order, and each layer adds to the difference. Other code is off by far more.
 _CLOSE = 1e-3
+_FIX = (
+    "\nName the parts before parallelize_module, or without tp_plan: parts = hl.anatomy(model)."
+    " Their sites stay the same: [str(site) for site in parts['pattern']]."
+)
+
+
+def refuse_plain_parts(model: nn.Module) -> None:
+    """Refuse a model whose parts of weights do not say what they are parts of.
+
+    Raises:
+        AttachError: transformers has split the model, and made no DTensors.
+    """
+    if any("_hf_tp_plan" in module.__dict__ for module in model.modules()):
+        raise AttachError(
+            "hl.anatomy must be given a model whose weights are whole or DTensors, got"
+            f" {type(model).__name__}, which transformers before 5.16 has split by tp_plan.{_FIX}"
+        )
 
 
 def output_of(model: nn.Module, inputs: Any) -> dict[tree.Leaf, Tensor]:
@@ -38,23 +55,19 @@ def check_whole(model: nn.Module, inputs: Any, split: dict[tree.Leaf, Tensor]) -
         AttachError: the model fails, or has another output.
     """
     kind = type(model).__name__
-    fix = (
-        "\nName the parts before parallelize_module: parts = hl.anatomy(model). Their sites stay"
-        " the same: [str(site) for site in parts['pattern']]."
-    )
     try:
         whole = output_of(model, inputs)
     except Exception as reason:
         raise AttachError(
             "hl.anatomy must be given a model that also runs with whole weights, because it proves"
-            f" the names with these, got {kind}, which raises {type_and_line(reason)}.{fix}"
+            f" the names with these, got {kind}, which raises {type_and_line(reason)}.{_FIX}"
         ) from reason
     off = max((_off(part, whole.get(leaf)) for leaf, part in split.items()), default=0.0)
     bound = max((limit(part.dtype) for part in split.values()), default=0.0)
     if off > max(bound, _CLOSE):
         raise AttachError(
             "hl.anatomy must be given a model that has the same output with whole weights, because"
-            f" it proves the names with these, got {kind}, whose output is off by {off:.1e}.{fix}"
+            f" it proves the names with these, got {kind}, whose output is off by {off:.1e}.{_FIX}"
         )
 
 
