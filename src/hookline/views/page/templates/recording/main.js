@@ -18,7 +18,7 @@
     pass: core.passes.at(-1) ?? 0,
     table: null,
     columns: keptColumns(),
-    choice: { sample: 0, order: "largest", first: 0, part: 0 }, // of the maps in the pane
+    choice: { sample: 0, order: "largest", first: 0, part: 0, form: "places" }, // of the maps in the pane
   };
   view.table = tableOf(core, view.pass);
 

@@ -3,11 +3,12 @@
 const TITLES = { channels: "Channels", heads: "Heads", table: "Values" };
 
 // Draw maps of one form in an element: of a value and its gradient, or of two values and their
-// difference. `sets` are { name, ink, maps }; `choices` say which of the value is drawn.
-function drawMaps(host, sets, view, redraw, choices = null) {
+// difference. `sets` are { name, ink, maps }; `choices` say which of the value is drawn, and
+// `onTile(channel)` is told of a map that is pressed.
+function drawMaps(host, sets, view, redraw, { choices = null, onTile = null } = {}) {
   const [{ maps: base }] = sets;
   host.replaceChildren(barOf(base, view, redraw, Boolean(choices)), ...(choices ? [choices] : []));
-  for (const set of sets) host.append(...pictureOf(set, Math.max(200, host.clientWidth), view));
+  for (const set of sets) host.append(...pictureOf(set, Math.max(200, host.clientWidth), view, onTile));
 }
 
 function barOf(base, view, redraw, hasChoices) {
@@ -55,7 +56,7 @@ function rangeOf(tiles, isSigned) {
   return isSigned ? [-most, most] : [low, high];
 }
 
-function pictureOf({ name, ink: colour, maps }, width, view) {
+function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
   const { kind, tiles, bits } = maps;
   for (const tile of tiles) tile.numbers ??= decoded(tile, bits);
   const isTable = kind === "table";
@@ -85,7 +86,7 @@ function pictureOf({ name, ink: colour, maps }, width, view) {
     isOwn ? "least" : numberText(range[0]),
     isOwn ? "greatest" : numberText(range[1]),
   );
-  listenTo(canvas, { name, maps, form, readout });
+  listenTo(canvas, { name, maps, form, readout, onTile: maps.isPlaced ? onTile : null });
   return [
     element(
       "div",
@@ -138,7 +139,7 @@ function drawTile(pen, tile, [x, y], { form, maps, isSigned, range, isTable }) {
 }
 
 // Read numbers by pointer and by keyboard.
-function listenTo(canvas, { name, maps, form, readout }) {
+function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
   const { tiles, h, w, bits } = maps;
   let cell = [0, 0, 0]; // the tile, the row and the column
   const words = ([index, row, column]) => {
@@ -169,7 +170,12 @@ function listenTo(canvas, { name, maps, form, readout }) {
     return showTip([strong(number), soft(error), element("br"), soft(place)], event);
   });
   canvas.addEventListener("mouseleave", hideTip);
+  canvas.addEventListener("click", (event) => {
+    const at = onTile && hit(event);
+    if (at) onTile(tiles[at[0]].c);
+  });
   canvas.addEventListener("keydown", (event) => {
+    if (onTile && event.key === "Enter") return onTile(tiles[cell[0]].c);
     const [down, across] =
       { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [];
     if (down === undefined || event.altKey) return;
