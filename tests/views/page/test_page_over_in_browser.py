@@ -147,6 +147,31 @@ def test_a_file_shows_the_same_of_the_first_sample(written, folder):
     assert page.locator("#pane .over-figures img").first.get_attribute("alt") == "The input"
 
 
+def test_a_file_shows_the_pictures_and_numbers_of_each_pass(new_page, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with hl.record(model, ports=("input", "output", "grad_output"), copy=True) as run:
+        for step in range(3):
+            model((1 + step) * torch.rand(1, 3, 8, 8))[:, step].sum().backward()
+    address = hl.write_page(run, tmp_path / "report.html").as_uri()
+    page = new_page(f"{address}#at=0&pass=0", address)
+    expect(page.locator("body[data-ready]")).to_be_visible()
+    sources = []
+    for number in range(3):
+        page.get_by_label("Pass").select_option(str(number))
+        value = run.passes[number]["0"][0].double()
+        std = page.locator("#pane .card").first.locator("dd").nth(2)
+        expect(std).to_have_text(f"{float(value.std(correction=0)):.4g}")
+        maps = page.get_by_role("img", name=re.compile("^Output: 4 channels"))
+        maps.press("ArrowDown")
+        readout = page.locator("#pane .readout").first
+        channel = int(re.search(r"channel (\d+)", readout.inner_text())[1])
+        expected = pytest.approx(float(value[channel, 1, 0]), abs=float(value.abs().max()) / 100)
+        assert number_in(readout) == expected
+        sources.append(page.locator(".over-figures img").first.get_attribute("src"))
+    assert len(set(sources)) == 3
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 800, 390])
 def test_axe_finds_no_fault_and_nothing_is_too_wide(visit, scheme, width):

@@ -251,3 +251,17 @@ def test_maps_of_gradients_have_the_channels_of_their_own_value(tmp_path):
         model(x)[:, 10:].square().sum().backward()
     text = write_recording_page(run, tmp_path, title="Gradients").read_text("utf-8")
     assert [len(maps["tiles"]) for maps in maps_of(text).values()] == [1, 8, 1]
+
+
+def test_tokens_are_measured_in_each_pass_that_fits(tmp_path, monkeypatch):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)])
+    with hl.record(model, copy=True) as run:
+        for step in range(3):
+            model(torch.rand(1, 5, 4) + step)
+    norms = core_of(hl.write_page(run, tmp_path / "report.html").read_text("utf-8"))["norms"]
+    for number, record in enumerate(run.passes):
+        expected = record["1"][0].double().norm(dim=-1).tolist()
+        assert norms[str(number)]["output"][1] == pytest.approx(expected, rel=1e-3)
+    monkeypatch.setattr("hookline.views.page.single_file._MOST_NORMS", 2 * 15)
+    norms = core_of(hl.write_page(run, tmp_path / "report.html").read_text("utf-8"))["norms"]
+    assert sorted(norms) == ["1", "2"]

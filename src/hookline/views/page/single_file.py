@@ -141,7 +141,7 @@ def write_contents_page(
     core = core_data(rows, entries) | findings_data(findings, note, rows, entries)
     core["flow"] = {number: flow_of(rows, entries, number) for number in core["passes"]}
     core["images"] = pictures.image_places
-    core["norms"] = _token_norms(rows, entries, core["tokens"][-1:])
+    core["norms"] = _token_norms(rows, entries, core["tokens"])
     core |= {"silent": silent_data(recording), "view": _view_command(target, contents)}
     core["store"] = None if contents.store is None else store_data(contents.store)
     text = template.render(
@@ -165,11 +165,12 @@ def write_contents_page(
 def _token_norms(
     rows: Sequence[Row], entries: Sequence[ValueEntry], passes: Sequence[int]
 ) -> dict[int, Any]:
-    """Return the norms of the first sample's tokens in the last pass, if they are few."""
-    norms = {}
-    for number in passes:
+    """Return the norms of the first sample's tokens, of as many passes as fit, the last first."""
+    norms, room = {}, _MOST_NORMS
+    for number in reversed(passes):
         chosen = token_rows(rows, entries, number)
-        if chosen is not None and chosen.n_tokens * len(chosen.blocks) <= _MOST_NORMS:
+        room -= 0 if chosen is None else chosen.n_tokens * len(chosen.blocks)
+        if chosen is not None and room >= 0:
             ids = ids_of(entries, number, chosen.n_tokens)
             norms[number] = token_data(chosen, rows, {}, ids, 0)
     return norms
