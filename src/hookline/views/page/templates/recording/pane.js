@@ -192,6 +192,7 @@ function makePane(host, core, view, { onClose, onStale }) {
     const over = element("div", { class: "maps" });
     boxes.over.replaceChildren(...(answer.scores ? [scoresSection(answer.scores)] : []), over);
     const showChannel = drawOver(over, answer.over, sets, view);
+    if (!over.children.length) over.remove();
     const redraw = () => {
       const had = boxes.maps.contains(document.activeElement) ? document.activeElement.id : "";
       drawMaps(boxes.maps, sets, view, redraw, { choices, onTile: showChannel });
