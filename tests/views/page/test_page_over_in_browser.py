@@ -87,7 +87,7 @@ def test_the_output_shows_its_classes_and_where_they_come_from(visit, folder):
     run, page = hl.open(folder), visit("#at=(root)")
     scores = page.locator("#pane .scores")
     expect(scores).to_contain_text("sample 0 of 2; 5 of 7 classes")
-    expect(page.locator("#pane")).to_contain_text("act, the last layer with one.")
+    expect(page.locator("#pane")).to_contain_text("At act, the last layer with a map.")
     top = run["(root)"][0].double()
     for item, index in zip(scores.locator("li").all(), top.topk(5).indices.tolist(), strict=True):
         text = item.inner_text().replace(MINUS, "-")

@@ -1,8 +1,8 @@
 // What a value says of the input images: maps laid over them, and the scores of the classes.
 
 const ABOUT_CAM =
-  "The scalar is that on which backward() was called: of a loss, places that lower it speak for the class. " +
-  "Each channel is weighted by the mean of its gradient.";
+  "The scalar is that on which backward() was called: of a loss, places that lower it speak for " +
+  "the class. Each channel is weighted by the mean of its gradient.";
 
 // Draw maps over the image in an element. `over` is { image, sets, why }; `sets` are those of the
 // value and its gradient, whose channels can be laid over the image, too. Returns a function that
@@ -23,7 +23,12 @@ function drawOver(host, over, sets, view) {
     options.map(({ key, text }) => element("option", { value: key }, text)),
   );
   const title = over.image ? "Over the input" : "At the patches";
-  const label = element("label", { class: "choices" }, element("span", { class: "unseen" }, "Map "), select);
+  const label = element(
+    "label",
+    { class: "choices" },
+    element("span", { class: "unseen" }, "Map "),
+    select,
+  );
   host.replaceChildren(
     element("div", { class: "maps-bar" }, element("h3", {}, title), label, scale),
     figures,
@@ -42,7 +47,9 @@ function drawOver(host, over, sets, view) {
     input.style.cssText = `width: ${width}px; height: ${height}px`;
     figures.replaceChildren(
       ...(over.image ? [figureOf(width, input, "Input", "")] : []),
-      ...option.maps.flatMap((maps) => maps.tiles.map((tile) => overFigure(option, maps, tile, place))),
+      ...option.maps.flatMap((maps) =>
+        maps.tiles.map((tile) => overFigure(option, maps, tile, place)),
+      ),
     );
     const isSigned = option.maps.some(({ tiles }) => tiles.some(({ lo }) => lo < 0));
     scale.replaceChildren(colourKey(isSigned ? "signed" : "plain", "least", "greatest"));
@@ -68,7 +75,9 @@ function optionsOf(ready, sets) {
     const maps = placed
       .map(({ name, maps: all }) => ({
         ...all,
-        tiles: all.tiles.filter((tile) => tile.c === c).map((tile) => ({ ...tile, c: name.toLowerCase() })),
+        tiles: all.tiles
+          .filter((tile) => tile.c === c)
+          .map((tile) => ({ ...tile, c: name.toLowerCase() })),
       }))
       .filter(({ tiles }) => tiles.length);
     options.push({ key: `channel ${c}`, text: `Channel ${c}`, at: "", about: [], maps });
@@ -76,7 +85,10 @@ function optionsOf(ready, sets) {
   return options;
 }
 
-const aboutCam = ({ at }) => (at ? [element("code", {}, ...broken(at)), ", the last layer with one. ", ABOUT_CAM] : [ABOUT_CAM]);
+const aboutCam = ({ at }) =>
+  at
+    ? ["At ", element("code", {}, ...broken(at)), ", the last layer with a map. ", ABOUT_CAM]
+    : [ABOUT_CAM];
 
 function aboutNorm({ rows, columns, prefix }) {
   const places = `Of the channels at each of ${rows} × ${columns} places.`;
@@ -99,7 +111,12 @@ function overFigure({ text, at }, maps, tile, { image, width, height, readout })
   const pixels = pixelsOf(numbers, h, w, rangeOf([tile], isSigned), isSigned ? "signed" : "plain");
   pen.drawImage(pixels, 0, 0, width, height);
   const table = { ...maps, kind: "table", down: "row", tiles: [tile] };
-  listenTo(canvas, { name, maps: table, form: { tileWidth: width, tileHeight: height, at: () => [0, 0] }, readout });
+  listenTo(canvas, {
+    name,
+    maps: table,
+    form: { tileWidth: width, tileHeight: height, at: () => [0, 0] },
+    readout,
+  });
   const ground = image ? element("img", { src: image, alt: "" }) : null;
   const range = `${numberText(tile.lo, 2)} to ${numberText(tile.hi, 2)}`;
   const box = element("div", { class: image ? "over-image" : "" }, ground, canvas);
@@ -119,7 +136,8 @@ function wordsOf({ numbers, lo, hi }, h, w) {
     if (number > numbers[most] || Number.isNaN(numbers[most])) most = place;
   });
   const range = `from ${numberText(lo, 4)} to ${numberText(hi, 4)}`;
-  return `${h} × ${w} numbers ${range}, the greatest at row ${Math.floor(most / w)}, column ${most % w}`;
+  const place = `row ${Math.floor(most / w)}, column ${most % w}`;
+  return `${h} × ${w} numbers ${range}, the greatest at ${place}`;
 }
 
 // The highest classes of one sample, with their scores and shares.
@@ -131,7 +149,12 @@ function scoresSection({ classes, samples, sample, top, is_share: isShare }) {
       { style: `--share: ${share}` },
       element("span", {}, `Class ${index}`),
       " ",
-      element("span", { class: "number" }, isShare ? "" : `${numberText(number, 4)} · `, `${(100 * share).toFixed(1)} %`),
+      element(
+        "span",
+        { class: "number" },
+        isShare ? "" : `${numberText(number, 4)} · `,
+        `${(100 * share).toFixed(1)} %`,
+      ),
     ),
   );
   const about = isShare
@@ -146,7 +169,13 @@ function scoresSection({ classes, samples, sample, top, is_share: isShare }) {
       element("h3", { id: "scores-heading" }, "Highest classes"),
       soft(`${of}${top.length} of ${counted(classes, "class", "classes")}`),
     ),
-    top.length ? element("ol", { class: "classes", "aria-labelledby": "scores-heading" }, items) : null,
-    element("p", { class: "quiet" }, top.length ? about : "The scores of this sample hold NaN or infinity."),
+    top.length
+      ? element("ol", { class: "classes", "aria-labelledby": "scores-heading" }, items)
+      : null,
+    element(
+      "p",
+      { class: "quiet" },
+      top.length ? about : "The scores of this sample hold NaN or infinity.",
+    ),
   );
 }

@@ -42,22 +42,40 @@ function makePane(host, core, view, { onClose, onStale }) {
         element(
           "p",
           { class: "quiet" },
-          isHere ? `Nothing in pass ${view.pass}. Choose another pass.` : "No value of its own was recorded here.",
+          isHere
+            ? `Nothing in pass ${view.pass}. Choose another pass.`
+            : "No value of its own was recorded here.",
         ),
       );
       return;
     }
-    const pair = [forward[row], main[row].grad_output ?? gradient[row]].filter((value) => value !== undefined);
+    const pair = [forward[row], main[row].grad_output ?? gradient[row]].filter(
+      (value) => value !== undefined,
+    );
     body.append(cardsOf(recordsOf(pair)));
-    const boxes = { over: element("div", { class: "maps" }), maps: element("div", { class: "maps" }) };
+    const boxes = {
+      over: element("div", { class: "maps" }),
+      maps: element("div", { class: "maps" }),
+    };
     body.append(boxes.over, boxes.maps);
     showMaps(boxes, pair);
-    const others = [...Object.values(main[row]), ...rest[row]].filter((value) => !pair.includes(value));
+    const others = [...Object.values(main[row]), ...rest[row]].filter(
+      (value) => !pair.includes(value),
+    );
     if (others.length) body.append(cardsOf(recordsOf(others.slice(0, 8))));
-    if (others.length > 8) body.append(element("p", { class: "quiet" }, `and ${others.length - 8} more values`));
+    if (others.length > 8)
+      body.append(element("p", { class: "quiet" }, `and ${others.length - 8} more values`));
     if (!isServed && core.view)
-      body.append(element("p", { class: "quiet" }, "All channels and samples: ", element("code", {}, core.view)));
-    if (pair.some((value) => values.waiting.has(value))) onStale(pair.find((value) => values.waiting.has(value)));
+      body.append(
+        element(
+          "p",
+          { class: "quiet" },
+          "All channels and samples: ",
+          element("code", {}, core.view),
+        ),
+      );
+    if (pair.some((value) => values.waiting.has(value)))
+      onStale(pair.find((value) => values.waiting.has(value)));
   }
 
   function headOf(row, first) {
@@ -76,7 +94,8 @@ function makePane(host, core, view, { onClose, onStale }) {
     const port = core.ports[values.port[value]];
     const leaf = values.leaf[value];
     const isWeight = port === "grad" && leaf;
-    const backward = values.backward[value] === undefined ? "" : `, backward ${values.backward[value]}`;
+    const backward =
+      values.backward[value] === undefined ? "" : `, backward ${values.backward[value]}`;
     return {
       title: (isWeight ? `Gradient of ${leaf}` : (CARD_NAMES[port] ?? port)) + backward,
       leaf: isWeight ? "" : leaf,
@@ -90,7 +109,9 @@ function makePane(host, core, view, { onClose, onStale }) {
       bars: barsOf(values.hist, value),
       range: values.range[value], // of a store's items, whose numbers are of all items
       stored: values.stored[value],
-      ...Object.fromEntries(["mean", "std", "min", "max", "zeros"].map((name) => [name, values[name][value]])),
+      ...Object.fromEntries(
+        ["mean", "std", "min", "max", "zeros"].map((name) => [name, values[name][value]]),
+      ),
     };
   }
 
@@ -123,8 +144,10 @@ function makePane(host, core, view, { onClose, onStale }) {
 
   function contentsOf(record) {
     if (record.problem) return [callout("warning", record.problem)];
-    if (record.isWaiting) return [element("p", { class: "quiet waiting" }, "Measuring…"), numbersOf(record)];
-    if (record.numel === null) return [element("p", { class: "quiet mono" }, record.shape || "no tensor")];
+    if (record.isWaiting)
+      return [element("p", { class: "quiet waiting" }, "Measuring…"), numbersOf(record)];
+    if (record.numel === null)
+      return [element("p", { class: "quiet mono" }, record.shape || "no tensor")];
     return [histogramOf(record), numbersOf(record)];
   }
 
@@ -137,10 +160,13 @@ function makePane(host, core, view, { onClose, onStale }) {
     if (low === high)
       return callout(
         "note",
-        `All ${(numel - bad).toLocaleString("en")} ${bad ? "finite " : ""}elements are ${numberText(low, 4)}.`,
+        `All ${(numel - bad).toLocaleString("en")} ${bad ? "finite " : ""}elements are ` +
+          `${numberText(low, 4)}.`,
       );
     const zero = low < 0 && high > 0 ? (240 * -low) / (high - low) : null;
-    const words = `Histogram of ${numel.toLocaleString("en")} elements from ${numberText(low, 4)} to ${numberText(high, 4)}, heights logarithmic`;
+    const ends = `from ${numberText(low, 4)} to ${numberText(high, 4)}`;
+    const many = numel.toLocaleString("en");
+    const words = `Histogram of ${many} elements ${ends}, heights logarithmic`;
     const picture = shape(
       "svg",
       {
@@ -154,7 +180,13 @@ function makePane(host, core, view, { onClose, onStale }) {
       zero === null ? null : shape("line", { x1: zero, x2: zero, y1: 0, y2: 64 }),
     );
     const about = range ? "of the items shown; log counts" : "log counts";
-    const axis = element("div", { class: "axis" }, soft(numberText(low, 3)), soft(about), soft(numberText(high, 3)));
+    const axis = element(
+      "div",
+      { class: "axis" },
+      soft(numberText(low, 3)),
+      soft(about),
+      soft(numberText(high, 3)),
+    );
     return element("div", {}, picture, axis);
   }
 
@@ -188,7 +220,8 @@ function makePane(host, core, view, { onClose, onStale }) {
       }))
       .filter((set) => set.maps);
     const ask = () => showMaps(boxes, pair);
-    const choices = isServed && sets.length ? choicesOf(sets[0].maps, pair[0], answer.scores, ask) : null;
+    const choices =
+      isServed && sets.length ? choicesOf(sets[0].maps, pair[0], answer.scores, ask) : null;
     const over = element("div", { class: "maps" });
     boxes.over.replaceChildren(...(answer.scores ? [scoresSection(answer.scores)] : []), over);
     const showChannel = drawOver(over, answer.over, sets, view);
@@ -199,20 +232,24 @@ function makePane(host, core, view, { onClose, onStale }) {
       if (had) byId(had)?.focus();
     };
     if (sets.length) redraw();
-    else if (answer.own?.problem) boxes.maps.replaceChildren(element("p", { class: "quiet" }, answer.own.problem));
+    else if (answer.own?.problem)
+      boxes.maps.replaceChildren(element("p", { class: "quiet" }, answer.own.problem));
     else if (!isServed && core.hasMaps)
-      boxes.maps.replaceChildren(element("p", { class: "quiet" }, "Its picture did not fit into the file."));
+      boxes.maps.replaceChildren(
+        element("p", { class: "quiet" }, "Its picture did not fit into the file."),
+      );
   }
 
   const isGradient = (value) => core.ports[values.port[value]].startsWith("grad");
   const nameOf = (value) =>
     isGradient(value) ? "Gradient" : (CARD_NAMES[core.ports[values.port[value]]] ?? "Value");
 
-  // A file has what is drawn of 64 values in firing order in one script, which is parsed when needed.
+  // A file has what is drawn of 64 values in firing order in one script, parsed when needed.
   const scripts = new Map();
   function embedded(order, name = "") {
     const number = order >> 6;
-    if (!scripts.has(number)) scripts.set(number, JSON.parse(byId(`maps-${number}`)?.textContent ?? "{}"));
+    if (!scripts.has(number))
+      scripts.set(number, JSON.parse(byId(`maps-${number}`)?.textContent ?? "{}"));
     return scripts.get(number)[`${order}${name}`];
   }
 
@@ -223,7 +260,10 @@ function makePane(host, core, view, { onClose, onStale }) {
     return {
       own: { maps: embedded(order) },
       gradient: gradient === undefined ? null : { maps: embedded(values.order[gradient]) },
-      over: { image: place === undefined ? "" : embedded(place, " image"), sets: embedded(order, " over") },
+      over: {
+        image: place === undefined ? "" : embedded(place, " image"),
+        sets: embedded(order, " over"),
+      },
       scores: embedded(order, " scores"),
     };
   }
@@ -264,12 +304,20 @@ function makePane(host, core, view, { onClose, onStale }) {
         value: maps.sample,
         onchange: () => choose({ sample: clamp(Math.round(Number(input.value)), 0, samples - 1) }),
       });
-      box.append(element("label", {}, "Sample ", input, soft(` of ${samples.toLocaleString("en")}`)));
+      box.append(
+        element("label", {}, "Sample ", input, soft(` of ${samples.toLocaleString("en")}`)),
+      );
     }
     if (maps.form)
-      box.append(menuOf("form", "Tokens", choice.form, FORMS, (change) => choose({ ...change, first: 0 })));
+      box.append(
+        menuOf("form", "Tokens", choice.form, FORMS, (change) => choose({ ...change, first: 0 })),
+      );
     if (maps.kind === "channels" && maps.of > 1) {
-      box.append(menuOf("order", "Channels", choice.order, ORDERS, (change) => choose({ ...change, first: 0 })));
+      box.append(
+        menuOf("order", "Channels", choice.order, ORDERS, (change) =>
+          choose({ ...change, first: 0 }),
+        ),
+      );
       const { length } = maps.tiles;
       if (length < maps.of) {
         const turn = (text, name, first) =>
@@ -300,7 +348,9 @@ function makePane(host, core, view, { onClose, onStale }) {
     const select = element(
       "select",
       { id: `maps-${name}`, onchange: () => choose({ [name]: select.value }) },
-      options.map(([value, text]) => element("option", { value, selected: String(value) === String(chosen) }, text)),
+      options.map(([value, text]) =>
+        element("option", { value, selected: String(value) === String(chosen) }, text),
+      ),
     );
     return element("label", {}, `${title} `, select);
   }

@@ -8,7 +8,8 @@ const TITLES = { channels: "Channels", heads: "Heads", table: "Values" };
 function drawMaps(host, sets, view, redraw, { choices = null, onTile = null } = {}) {
   const [{ maps: base }] = sets;
   host.replaceChildren(barOf(base, view, redraw, Boolean(choices)), ...(choices ? [choices] : []));
-  for (const set of sets) host.append(...pictureOf(set, Math.max(200, host.clientWidth), view, onTile));
+  for (const set of sets)
+    host.append(...pictureOf(set, Math.max(200, host.clientWidth), view, onTile));
 }
 
 function barOf(base, view, redraw, hasChoices) {
@@ -20,7 +21,8 @@ function barOf(base, view, redraw, hasChoices) {
       ? `${size}, ${base.down}s down`
       : `${all}${base.kind === "channels" && base.order === "largest" ? ", largest first" : ""}`,
   ];
-  if (base.samples > 1 && !hasChoices) about.push(`sample ${base.sample} of ${base.samples.toLocaleString("en")}`);
+  if (base.samples > 1 && !hasChoices)
+    about.push(`sample ${base.sample} of ${base.samples.toLocaleString("en")}`);
   if (base.h !== base.rows || base.w !== base.columns) about.push(`means, ${base.h} × ${base.w}`);
   const bar = element(
     "div",
@@ -44,7 +46,9 @@ function barOf(base, view, redraw, hasChoices) {
       text,
     );
   });
-  bar.append(element("span", { class: "choice", role: "group", "aria-label": "Scale of colours" }, choices));
+  bar.append(
+    element("span", { class: "choice", role: "group", "aria-label": "Scale of colours" }, choices),
+  );
   return bar;
 }
 
@@ -64,7 +68,9 @@ function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
   const isOwn = !isTable && !view.isShared;
   const range = rangeOf(tiles, isSigned);
   const form = formOf(maps, width);
-  const words = `${name}: ${counted(tiles.length, isTable ? "map" : kind.slice(0, -1))} from ${numberText(rangeOf(tiles, false)[0])} to ${numberText(rangeOf(tiles, false)[1])}`;
+  const [least, most] = rangeOf(tiles, false).map((number) => numberText(number));
+  const many = counted(tiles.length, isTable ? "map" : kind.slice(0, -1));
+  const words = `${name}: ${many} from ${least} to ${most}`;
   const [canvas, pen] = canvasOf(width, form.height, {
     role: "img",
     tabindex: 0,
@@ -148,11 +154,16 @@ function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
     const error = bits === 8 ? ` ± ${numberText((tile.hi - tile.lo) / 508, 1)}` : "";
     const down = Math.floor((row * maps.rows) / h);
     const across = Math.floor((column * maps.columns) / w);
+    const channel = maps.kind === "channels" ? `channel ${tile.c}, ` : "";
     const place =
       maps.kind === "heads"
         ? `head ${tile.c}, query ${down}, key ${across}`
-        : `${maps.kind === "channels" ? `channel ${tile.c}, ` : ""}${maps.down} ${down}, column ${across}`;
-    return [Number.isNaN(number) ? "NaN or infinity" : numberText(number, 4), error, `${name}, ${place}`];
+        : `${channel}${maps.down} ${down}, column ${across}`;
+    return [
+      Number.isNaN(number) ? "NaN or infinity" : numberText(number, 4),
+      error,
+      `${name}, ${place}`,
+    ];
   };
   const hit = ({ offsetX, offsetY }) => {
     for (let index = 0; index < tiles.length; index += 1) {
@@ -177,7 +188,8 @@ function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
   canvas.addEventListener("keydown", (event) => {
     if (onTile && event.key === "Enter") return onTile(tiles[cell[0]].c);
     const [down, across] =
-      { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [];
+      { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ??
+      [];
     if (down === undefined || event.altKey) return;
     event.preventDefault();
     let [index, row, column] = [cell[0], cell[1] + down, cell[2] + across];
