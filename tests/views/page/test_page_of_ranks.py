@@ -35,6 +35,8 @@ def test_each_rank_has_its_own_values_and_findings(served, folder):
         assert len(core_of(page)["values"]["row"]) == 3
         answer = json.loads(server.get(f"{base}findings").text)
         assert [found["kind"] for found in answer["findings"]] == ["non-finite"] * rank
+        notes = [f"Rank 1: error: {hl.open(folder).ranks[1].findings()[0].text}"]
+        assert answer["notes"] == ([] if rank else notes)
         tile = json.loads(server.get(f"{base}maps?at=0").text)["own"]["maps"]["tiles"][0]
         finite = hl.open(folder).ranks[rank]["0"]
         assert tile["hi"] == pytest.approx(float(finite[finite.isfinite()].max()), rel=1e-5)
@@ -52,6 +54,7 @@ def test_a_rank_is_chosen_by_keyboard(served, folder, new_page):
     base = served(folder).base
     page = new_page(base, base)
     expect(page.get_by_text("rank 0 of 2 ranks")).to_be_visible()
+    expect(page.locator("#notices")).to_contain_text("Rank 1: error")
     page.get_by_label("Rank").fill("1")
     page.keyboard.press("Enter")
     expect(page.get_by_text("rank 1 of 2 ranks")).to_be_visible()

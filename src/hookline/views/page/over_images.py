@@ -52,7 +52,7 @@ class Images(NamedTuple):
         """Return one image as a `data:` address, its numbers from black to white; "" if unknown."""
         if self.pixels is None or not 0 <= sample < len(self.pixels):
             return ""
-        small = smaller(self.pixels[sample].detach().cpu().double(), _SIDE)
+        small = smaller(self.pixels[sample].detach().cpu().float(), _SIDE)
         small = small.nan_to_num(0.0, 0.0, 0.0)
         low, high = float(small.min()), float(small.max())
         shades = ((small - low) / ((high - low) or 1.0) * 255).round().to(torch.uint8)

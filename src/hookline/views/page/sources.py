@@ -96,9 +96,19 @@ class FolderSource:
         if not is_there or not isinstance(opened, Recording):
             raise FolderError(f"{self.name} holds no recording now.\nOpen the page again.")
         try:
-            return (opened if rank is None else opened.ranks[rank]).findings()
+            return opened.findings() if rank is None else _judge_rank(opened.ranks, rank)
         finally:
             opened.release()
+
+
+def _judge_rank(ranks: Sequence[Recording], rank: int) -> Findings:
+    """Judge one rank; a note names the worst finding of each other rank that has one."""
+    findings = ranks[rank].findings()
+    for number in range(len(ranks)):
+        judged = findings if number == rank else ranks[number].findings()
+        if number != rank and not judged.ok:
+            findings.notes.append(f"Rank {number}: {judged[0].level}: {judged[0].text}")
+    return findings
 
 
 def _rank_of(items: Sequence[int] | None, n_ranks: int, name: str) -> int:
