@@ -247,3 +247,16 @@ def unused(texts: list[str]) -> set[str]:
 def test_each_private_function_is_used():
     assert unused([path.read_text() for path in SRC.rglob("*.py")]) == CALLED_BY_OTHERS
     assert unused(["def _f(): ...\ndef _g(): _g\ndef __h__(): ..."]) == {"_f"}
+
+
+def test_lines_of_the_pages_templates_are_short():
+    folder = SRC / "views" / "page" / "templates"
+    files = [path for path in folder.rglob("*.*") if path.suffix in (".css", ".html", ".js")]
+    assert len(files) > 40
+    long = [
+        f"{path.relative_to(folder)}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert long == []

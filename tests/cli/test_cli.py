@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import hookline as hl
 from hookline.cli.app import app
+from hookline.models import load_model
 from warm import run_python
 
 
@@ -82,6 +83,18 @@ def test_inspect_records_what_is_selected(tmp_path):
     assert list(hl.open(tmp_path / "r")) == ["block1", "block2", "block3", "head:input"]
     assert "%" in done.stdout
     assert "r/report.html" in done.stdout
+
+
+def test_inspect_of_an_image_records_what_the_model_got(tmp_path):
+    Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4).save(tmp_path / "d.png")
+    done = run("inspect", "demo:digits", "d.png", "--out", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    recording, model = hl.open(tmp_path / "r"), load_model("demo:digits").model
+    assert [site for site in recording if ":" in site] == ["(root):input"]
+    assert len(recording.sites) == 1 + len(hl.select(model))
+    x = recording["(root):input"]
+    with torch.no_grad():
+        assert torch.allclose(model(x), recording["(root)"], atol=1e-5)
 
 
 def test_inspect_takes_a_factory_and_random_input(tmp_path):

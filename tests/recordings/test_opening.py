@@ -20,6 +20,7 @@ from torch import nn
 import hookline as hl
 from hookline.engine.pytree import tree
 from hookline.files.sealed_json import MANIFEST, sealed
+from rank_folders import folder_of_ranks
 from thoroughness import examples
 
 
@@ -39,19 +40,6 @@ def recorded(scale=1.0):
         for k in range(2):
             model(torch.arange(4.0).reshape(2, 2) * scale + k)["floats"].sum().backward()
     return run
-
-
-def folder_of_ranks(folder, runs):
-    """Lay out what the ranks of a distributed job save."""
-    folder.mkdir(parents=True)
-    sums = {}
-    for rank, run in enumerate(runs):
-        one = run.save(folder / f"rank{rank}")
-        sums[one.name] = json.loads((one / MANIFEST).read_text())["checksum"]
-    manifest = json.loads((one / MANIFEST).read_text())
-    head = {key: manifest[key] for key in ("format", "version", "checksum", "hookline", "torch")}
-    (folder / MANIFEST).write_bytes(sealed({**head, "ranks": sums}))
-    return folder
 
 
 def everything(opened):

@@ -383,7 +383,10 @@ def view(
         bool, typer.Option("--wait", help="wait for a folder that is not written yet")
     ] = False,
     items: Annotated[
-        str | None, typer.Option(help="of a store: the items to draw, as 5,17 or 1000:1008")
+        str | None,
+        typer.Option(
+            help="of a store: the items to draw, as 5,17 or 1000:1008; of several ranks: the rank"
+        ),
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="do not open a browser")] = False,
     out_path: Annotated[

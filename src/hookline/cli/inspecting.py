@@ -27,6 +27,7 @@ from hookline.verbs.summary import Summary
 from hookline.views.page import Evidence, write_recording_page
 
 PAGE = "report.html"
+_OUTPUTS_AND_INPUT = ["(root)", "**", "(root):input"]
 _N_SILENT = 3
 
 
@@ -59,12 +60,14 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
                 f"--at must name sites of the forward, got {site}: inspect runs no backward."
                 "\nUse Python: with hl.record(model, ...) as run: loss(model(x)).backward()."
             )
+    # The page lays maps over the images that the model got.
+    sites = _OUTPUTS_AND_INPUT if batch.images and not at else at or None
     n_modules = sum(1 for _ in model.modules())
     output: list[Any] = []
     with Busy("running the model", n_modules) as busy, warnings.catch_warnings():
         # `silence` and the page already report sites that never fired.
         warnings.simplefilter("ignore", HooklineWarning)
-        with hl.record(model, at or None, copy=True) as run, hl.attach(model) as line:
+        with hl.record(model, sites, copy=True) as run, hl.attach(model) as line:
             line.forward(None, lambda *_: busy.step())
             line.forward("", lambda module, args, value: output.append(value))
             summary = hl.summary(model, inputs_of(model, batch))

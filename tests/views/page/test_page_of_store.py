@@ -15,6 +15,7 @@ import hookline as hl
 from hookline.stores import excerpt
 from hookline.views.page import FolderSource, OpenRecordings, write_contents_page
 from hookline.views.page.core import core_data
+from hookline.views.page.entries import tensor_of
 from hookline.views.page.links import items_of, text_of
 from packed_pages import core_of
 from small_stores import write_store
@@ -35,7 +36,7 @@ def test_statistics_are_of_all_items_and_pictures_of_some(folder):
     values = core_data(shown.rows, shown.values)["values"]
     assert [values[name][entry.order] for name in ("mean", "max")] == [479.5, 959]
     with shown.reading():
-        assert torch.equal(shown.tensor(entry), ROWS[[3, 5]])
+        assert torch.equal(tensor_of(entry), ROWS[[3, 5]])
         measured = shown.measure(entry)
     assert measured.statistics.max == 287  # its histogram is of the items shown
     assert "a store of 20 items" in shown.about

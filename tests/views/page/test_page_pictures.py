@@ -5,68 +5,17 @@ from __future__ import annotations
 import base64
 import io
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
-import hookline as hl
 from hookline.errors import InputError
 from hookline.views.page.pictures import (
     Choice,
-    class_maps,
     input_thumbnail,
     is_image_like,
 )
 from hookline.views.page.tiles import ASKED_FOR, IN_FILE, tiles_of
-
-
-def pixels(tile) -> np.ndarray:
-    data = base64.b64decode(tile.source.partition(",")[2])
-    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), float)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 6, 3, padding=1)
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.head(self.conv(x).relu().mean((2, 3)))
-
-
-def test_class_maps_are_those_of_hl_cam():
-    torch.manual_seed(1)
-    model = Net().eval()
-    x = torch.rand(2, 3, 16, 16)
-    with hl.record(model, "conv", ports=("output", "grad_output")) as run:
-        model(x)[:, 2].sum().backward()
-    expected = hl.cam(model, x, "conv", target=2).maps
-    for sample in range(2):
-        raises, lowers = class_maps(run["conv"], run["conv:grad_output"], x, sample)
-        assert (raises.caption, lowers.caption) == ("what raises it", "what lowers it")
-        grey = x[sample].mean(0)
-        grey = (grey - grey.min()) / (grey.max() - grey.min())
-        heat = pixels(raises) - 127.5 * grey[:, :, None].numpy()
-        # Magma's red rises all the way: where there is more of it, the map is greater.
-        one = expected[sample].flatten().numpy()
-        order = np.corrcoef(one, heat[:, :, 0].flatten())[0, 1]
-        assert order > 0.9
-        at = np.unravel_index(int(expected[sample].argmax()), (16, 16))
-        assert heat[at][0] > 120
-        assert np.abs(heat[expected[sample].numpy() == 0]).max() < 4
-
-
-def test_there_is_no_class_map_of_what_does_not_fit_together():
-    maps, image = torch.rand(2, 4, 5, 5), torch.rand(2, 3, 8, 8)
-    assert class_maps(maps, maps, image, 1)
-    assert class_maps(maps, maps[:, :, :4], image, 0) == []
-    assert class_maps(maps, maps, image[:1], 0) == []
-    assert class_maps(maps, maps, torch.rand(2, 7, 8, 8), 0) == []
-    assert class_maps(maps, maps * float("nan"), image, 0) == []
-    assert class_maps(maps, maps, image, 2) == []
 
 
 def channels(value, **choice):

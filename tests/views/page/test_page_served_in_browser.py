@@ -73,7 +73,7 @@ def test_it_opens_measures_searches_sorts_and_leads_to_a_value(visit, runs):
     pane = page.locator("#pane")
     expect(pane.get_by_role("img", name=re.compile("^Histogram of 5,120"))).to_be_visible()
     expect(pane.get_by_role("img", name=re.compile("^Output: 16 channels"))).to_be_visible()
-    assert page.locator("#pane .class-maps").count() == 0
+    assert page.locator("#pane .over-figures").count() == 0
 
 
 def test_numbers_on_the_page_are_those_of_the_tensors(visit, runs):
@@ -222,7 +222,7 @@ def test_samples_channels_and_tensors_are_chosen_in_the_pane(visit, runs):
         return int(re.search(r"channel (\d+)", readout.inner_text())[1])
 
     expect(pane.locator(".maps > canvas")).to_have_count(2)
-    pictures = pane.locator(".class-maps img")
+    pictures = pane.locator(".over-figures canvas")
     expect(pictures).to_have_count(2)
     assert len({box["y"] for box in (pictures.nth(k).bounding_box() for k in (0, 1))}) == 1
     with redrawn(pane):
@@ -300,13 +300,13 @@ def test_dark_and_light_are_remembered_from_page_to_page(visit, runs):
 def test_axe_finds_no_serious_fault(visit, runs, scheme):
     page = visit(runs / "passes", path="#at=first", color_scheme=scheme)
     is_measured(page)
-    expect(page.locator("#pane .class-maps img")).to_have_count(2)
+    expect(page.locator("#pane .over-figures canvas")).to_have_count(2)
     assert faults(page) == []
 
 
 def test_a_phone_never_scrolls_the_page_sideways(visit, runs):
     page = visit(runs / "passes", path="#at=first", viewport=PHONE)
-    expect(page.locator("#pane .class-maps img")).to_have_count(2)
+    expect(page.locator("#pane .over-figures canvas")).to_have_count(2)
     wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
     assert not page.locator("html").evaluate(wide)
     assert faults(page) == []

@@ -19,6 +19,7 @@ import hookline as hl
 from benchmarks.large_recording import write as write_large
 from hookline.display.units import measure
 from hookline.views.page import FolderSource, OpenRecordings, Serving
+from hookline.views.page.entries import tensor_of
 from hookline.views.page.guard import Rules
 from packed_pages import core_of
 
@@ -211,8 +212,8 @@ def test_maps_of_a_value_come_with_those_of_its_gradient(served, runs):
     at = core_of(server.get().text)["values"]["order"][-1]
     answer = json.loads(server.get("maps?at=first&pass=1&sample=1").text)
     own, gradient = answer["own"]["maps"], answer["gradient"]["maps"]
-    assert [caption for _, caption in answer["classes"]["tiles"]] == [
-        "what raises it", "what lowers it",
+    assert [tile["c"] for tile in answer["over"]["sets"][0]["tiles"]] == [
+        "raises the scalar", "lowers the scalar",
     ]  # fmt: skip
     later = json.loads(server.get("maps?at=first&pass=1&order=index&first=32").text)
     for part in ("own", "gradient"):
@@ -368,7 +369,7 @@ def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
         with shown.reading():
             shown.measure(seen)
     assert resident() - before < 60 * 1024**2
-    tensors = [shown.tensor(seen).sum() for seen in shown.values[1:13]]  # and it can be seen to
+    tensors = [tensor_of(seen).sum() for seen in shown.values[1:13]]  # and it can be seen to
     assert resident() - before > 250 * 1024**2
     assert sum(tensors) == 0
 

@@ -15,12 +15,17 @@ from hookline.views.page.entries import read_values
 from packed_pages import core_of
 
 
+def drawn_in(text):
+    """What is drawn in a page: `7` are the maps of value 7, `7 scores` its class scores."""
+    parts = {}
+    for script in re.findall(r'id="maps-\d+">(.*?)</script>', text):
+        parts |= json.loads(script)
+    return parts
+
+
 def maps_of(text):
     """The maps in a page, by the position of their value."""
-    maps = {}
-    for script in re.findall(r'id="maps-\d+">(.*?)</script>', text):
-        maps |= json.loads(script)
-    return maps
+    return {name: maps for name, maps in drawn_in(text).items() if name.isdecimal()}
 
 
 def test_it_gives_the_path_of_the_file_that_it_wrote(tmp_path, strange_run):
@@ -220,3 +225,43 @@ def test_many_leaves_with_nan_are_counted():
     (seen,) = read_values(run)
     assert seen.non_finite == 10
     assert seen.non_finite_text == "10 in output[0], output[1], output[2] and 1 more"
+
+
+def test_the_output_of_an_image_model_has_scores_and_a_class_map(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with hl.record(model, ports=("input", "output", "grad_output"), copy=True) as run:
+        for _ in range(2):
+            model(torch.rand(2, 3, 8, 8))[:, 1].sum().backward()
+    text = write_recording_page(run, tmp_path, title="Images").read_text("utf-8")
+    parts, core = drawn_in(text), core_of(text)
+    assert len([name for name in parts if name.endswith(" scores")]) == 2
+    maps = [sets for name, sets in parts.items() if name.endswith(" over")]
+    assert [[part["at"] for part in sets] for sets in maps] == [["0"], ["0"]]
+    assert sorted(core["images"]) == ["0", "1"]
+    for order in core["images"].values():
+        assert parts[f"{order} image"].startswith("data:image/png;base64,")
+
+
+def test_maps_of_gradients_have_the_channels_of_their_own_value(tmp_path):
+    # The gradient of an input has the input's channels, also where the output has more.
+    model = nn.Sequential(nn.Conv2d(1, 20, 1))
+    x = torch.rand(1, 1, 4, 4, requires_grad=True)
+    with hl.record(model, "0", ports=("input", "output", "grad_input")) as run:
+        model(x)[:, 10:].square().sum().backward()
+    text = write_recording_page(run, tmp_path, title="Gradients").read_text("utf-8")
+    assert [len(maps["tiles"]) for maps in maps_of(text).values()] == [1, 8, 1]
+
+
+def test_tokens_are_measured_in_each_pass_that_fits(tmp_path, monkeypatch):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)])
+    with hl.record(model, copy=True) as run:
+        for step in range(3):
+            model(torch.rand(1, 5, 4) + step)
+    norms = core_of(hl.write_page(run, tmp_path / "report.html").read_text("utf-8"))["norms"]
+    for number, record in enumerate(run.passes):
+        expected = record["1"][0].double().norm(dim=-1).tolist()
+        assert norms[str(number)]["output"][1] == pytest.approx(expected, rel=1e-3)
+    monkeypatch.setattr("hookline.views.page.single_file._MOST_NORMS", 2 * 15)
+    norms = core_of(hl.write_page(run, tmp_path / "report.html").read_text("utf-8"))["norms"]
+    assert sorted(norms) == ["1", "2"]

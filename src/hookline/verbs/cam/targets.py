@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
+from hookline.recordings.image_values import scores_in
 
 ClassTarget = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
 
@@ -107,19 +108,11 @@ def _integers(target: Any, n_images: int) -> list[int]:
 def logits(output: Any) -> Tensor:
     """Return the class scores in a model's output, shape `(batch, classes)`.
 
-    They are the output itself, its `logits`, or the first element of a tuple or list.
-
     Raises:
         InputError: the output holds no class scores.
     """
-    scores = output
-    if isinstance(output, Mapping):
-        scores = output.get("logits")
-    elif not isinstance(output, Tensor):
-        scores = getattr(output, "logits", None)
-        if scores is None and isinstance(output, tuple | list) and output:
-            scores = output[0]
-    if not isinstance(scores, Tensor) or scores.dim() != 2 or not scores.is_floating_point():
+    scores = scores_in(output)
+    if scores is None:
         raise InputError(
             f"the model must return class scores of shape (batch, classes), got"
             f" {describe.in_words(output)}.{_WRITE}"

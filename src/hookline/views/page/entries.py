@@ -12,7 +12,7 @@ from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.describe import leaf_text
-from hookline.errors import FolderError, OverwrittenError
+from hookline.errors import FolderError, InputError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.statistics import measure
@@ -93,6 +93,48 @@ class ValueEntry:
         where = f" in {', '.join(leaves[:_MOST_LEAVES])}" if leaves else ""
         more = len(leaves) - _MOST_LEAVES
         return f"{self.non_finite:,}{where}" + f" and {more} more" * (more > 0)
+
+
+Beside = Callable[[Place], ValueEntry | None]  # returns the value at a place
+
+_TWINS = {
+    "output": "grad_output", "input": "grad_input",
+    "grad_output": "output", "grad_input": "input",
+}  # fmt: skip
+
+
+def gradient_of(beside: Beside, entry: ValueEntry) -> ValueEntry | None:
+    """Return the gradient of a value; None if there is none, or for a gradient."""
+    return None if entry.site.port.startswith("grad") else twin_of(beside, entry)
+
+
+def twin_of(beside: Beside, entry: ValueEntry) -> ValueEntry | None:
+    """Return the gradient of a value, or the value of a gradient."""
+    port = _TWINS.get(entry.site.port)
+    if port is None:
+        return None
+    at = str(Site(entry.site.path, port, entry.site.leaf, entry.site.call))
+    for backward in (entry.place.backward, None, 0):
+        twin = beside(Place(at, entry.place.pass_number, entry.place.call, backward))
+        if twin is not None:
+            return twin
+    return None
+
+
+def tensor_of(entry: ValueEntry, part: int = 0) -> Tensor:
+    """Read one of the tensors of a value, the main one first.
+
+    Raises:
+        OverwrittenError: the value was changed in place.
+        FolderError: the folder is gone or damaged.
+        InputError: the value holds no such tensor.
+    """
+    value = entry.recorded.read()
+    tensors = [tensor for _, tensor in measured_tensors(value)] if part else [main_tensor(value)]
+    tensor = tensors[part] if part < len(tensors) else None
+    if tensor is None:
+        raise InputError(f"the value holds no {'such ' * bool(part)}tensor.")
+    return tensor
 
 
 # -- values ---------------------------------------------------------------------------------------

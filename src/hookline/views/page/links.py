@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, quote_plus
 from hookline.display.text import plural
 from hookline.errors import InputError, one_of
 from hookline.views.page.entries import Place
-from hookline.views.page.pictures import ORDERS, Choice
+from hookline.views.page.pictures import FORMS, ORDERS, Choice
 
 # Names may have lone surrogates, which strict UTF-8 refuses.
 _ERRORS = "surrogatepass"
@@ -43,12 +43,14 @@ def choice_of(parameters: dict[str, str]) -> Choice:
     """Parse the choice of what to draw.
 
     Raises:
-        InputError: a number or the order is malformed.
+        InputError: a number, the order or the form is malformed.
     """
     order = parameters.get("order", ORDERS[0])
     one_of("order", order[:20], ORDERS, f"Write order={ORDERS[0]}.")
+    form = parameters.get("form", FORMS[0])
+    one_of("form", form[:20], FORMS, f"Write form={FORMS[0]}.")
     sample, first, part = (number(parameters, name) or 0 for name in ("sample", "first", "part"))
-    return Choice(sample, order, first, part)
+    return Choice(sample, order, first, part, form)
 
 
 def number(parameters: dict[str, str], name: str) -> int | None:

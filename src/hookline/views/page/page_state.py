@@ -13,14 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
-from torch import Tensor
-
 from hookline.display.units import size
 from hookline.engine import as_written
 from hookline.errors import FolderError, InputError
 from hookline.findings import Findings
 from hookline.recordings import Recording
-from hookline.statistics.of_values import main_tensor
 from hookline.stores import Store
 from hookline.views.page.core import findings_data, judged
 from hookline.views.page.entries import Place, ValueEntry, list_values, measured
@@ -32,13 +29,15 @@ from hookline.views.page.store_page import of_all_items
 
 
 class FolderContents(NamedTuple):
-    """Hold the recording of a folder, or some items of a store."""
+    """Hold the recording of a folder, of one of its ranks, or some items of a store."""
 
     recording: Recording  # the recording, or the items
     judge: Callable[[], Findings]  # says what is wrong, from files of its own
-    about: str = ""  # of a store, a sentence that says what is shown
-    items: tuple[int, ...] = ()  # of a store, the items whose values are shown
+    about: str = ""  # of a store or of several ranks, a sentence that says what is shown
+    # of a store, the items whose values are shown; of several ranks, the rank
+    items: tuple[int, ...] = ()
     store: Store | None = None
+    n_ranks: int = 0  # 0 of a recording of one process
 
     def values(self) -> list[ValueEntry]:
         """List the values, none of them measured; of a store, each with its whole statistics."""
@@ -85,14 +84,17 @@ class PageState:
 
     @property
     def about(self) -> str:
-        """A sentence that says what is shown of a store; empty for a recording."""
+        """A sentence that says what is shown of a store or of ranks; else empty."""
         return self._contents.about
 
     @property
     def items(self) -> tuple[str, int]:
-        """The items of a store that are shown, as text, and how many it has; ("", 0) if none."""
-        store = self._contents.store
-        return text_of(self._contents.items), 0 if store is None else len(store)
+        """The items of a store, or the rank, that are shown, as text, and how many it has.
+
+        ("", 0) of a recording of one process.
+        """
+        n_items = self._contents.n_ranks if self.store is None else len(self.store)
+        return text_of(self._contents.items), n_items
 
     @property
     def store(self) -> Store | None:
@@ -142,19 +144,6 @@ class PageState:
                 yield
             finally:
                 self._release()
-
-    def tensor(self, entry: ValueEntry) -> Tensor:
-        """Read a value's main tensor; call it inside `reading`.
-
-        Raises:
-            OverwrittenError: the value was changed in place.
-            FolderError: the folder is gone or damaged.
-            InputError: the value holds no tensor.
-        """
-        tensor = main_tensor(entry.recorded.read())
-        if tensor is None:
-            raise InputError("the value holds no tensor.")
-        return tensor
 
     def measure(self, entry: ValueEntry, *, of_other: bool = False) -> ValueEntry:
         """Measure a value once and return it with its statistics; call it inside `reading`."""

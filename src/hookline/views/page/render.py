@@ -25,7 +25,8 @@ _TABLE = (*_ROWS, "shared/table.js")
 _MAPS = ("shared/pictures.js", "shared/heat_map.js", "shared/tokens.js")
 _OWN = {
     "recording": (
-        "data.js", "own.js", "export.js", "store.js", "strip.js", "tree.js", "pane.js", "main.js",
+        "data.js", "own.js", "export.js", "store.js", "strip.js", "tree.js", "over.js", "pane.js",
+        "main.js",
     ),
     "training": ("data.js", "chart.js", "curves.js", "main.js"),
     "comparison": ("depth_curve.js", "main.js"),

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,8 +21,17 @@ from hookline.recordings import Recording
 from hookline.util.optional import load
 from hookline.verbs.summary import Summary
 from hookline.views.page.core import core_data, findings_data, judged, pack, silent_data
-from hookline.views.page.entries import Place, ValueEntry, measured
+from hookline.views.page.entries import Place, ValueEntry, measured, twin_of
 from hookline.views.page.flow import flow_of
+from hookline.views.page.over_images import (
+    Images,
+    images_of,
+    is_input,
+    last_class_maps,
+    layers_back,
+    norm_maps,
+    scores_of,
+)
 from hookline.views.page.page_state import FolderContents, notices_of, totals_of
 from hookline.views.page.pictures import Choice, input_thumbnail
 from hookline.views.page.render import template_of
@@ -119,8 +127,10 @@ def write_contents_page(
     # Both are loaded first, so that a missing package fails before any work.
     template, _ = template_of("recording"), load("PIL.Image", *PAGE_NEEDS)
     recording = contents.recording
-    pictures = _Pictures(len(recording.passes))
-    entries = [measured(entry, pictures.draw) for entry in contents.values()]
+    listed = contents.values()
+    pictures = _Pictures(listed, len(recording.passes))
+    entries = [measured(entry, pictures.draw) for entry in listed]
+    pictures.judge()
     rows = rows_of(recording, entries)
     target = target_of(path)
     notices = notices_of(recording)
@@ -130,7 +140,8 @@ def write_contents_page(
     findings, note = judged(contents.judge)
     core = core_data(rows, entries) | findings_data(findings, note, rows, entries)
     core["flow"] = {number: flow_of(rows, entries, number) for number in core["passes"]}
-    core["norms"] = _token_norms(rows, entries, core["tokens"][-1:])
+    core["images"] = pictures.image_places
+    core["norms"] = _token_norms(rows, entries, core["tokens"])
     core |= {"silent": silent_data(recording), "view": _view_command(target, contents)}
     core["store"] = None if contents.store is None else store_data(contents.store)
     text = template.render(
@@ -154,11 +165,12 @@ def write_contents_page(
 def _token_norms(
     rows: Sequence[Row], entries: Sequence[ValueEntry], passes: Sequence[int]
 ) -> dict[int, Any]:
-    """Return the norms of the first sample's tokens in the last pass, if they are few."""
-    norms = {}
-    for number in passes:
+    """Return the norms of the first sample's tokens, of as many passes as fit, the last first."""
+    norms, room = {}, _MOST_NORMS
+    for number in reversed(passes):
         chosen = token_rows(rows, entries, number)
-        if chosen is not None and chosen.n_tokens * len(chosen.blocks) <= _MOST_NORMS:
+        room -= 0 if chosen is None else chosen.n_tokens * len(chosen.blocks)
+        if chosen is not None and room >= 0:
             ids = ids_of(entries, number, chosen.n_tokens)
             norms[number] = token_data(chosen, rows, {}, ids, 0)
     return norms
@@ -177,39 +189,91 @@ _MAPS_A_SCRIPT = 64  # values in firing order: the page parses a script when one
 
 
 class _Pictures:
-    """The maps of values, as many as fit in a file; each pass has an equal share of it."""
+    """The maps of values, as many as fit in a file; each pass has an equal share of it.
 
-    def __init__(self, n_passes: int) -> None:
-        self.packed: list[tuple[int, str]] = []
+    Args:
+        entries: the values in firing order.
+        n_passes: the number of passes.
+    """
+
+    def __init__(self, entries: Sequence[ValueEntry], n_passes: int) -> None:
+        self._entries = entries
+        self._places = {entry.place: entry for entry in entries}
+        self._packed: list[tuple[int, str, str]] = []
         self._room = dict[int, int]()
         self._share = _PICTURE_BYTES // max(n_passes, 1)
         self._channels: dict[Place, dict[str, Any]] = {}
+        self._images: dict[int, Images | None] = {}
+        self.image_places: dict[int, int] = {}  # by pass, the value with whose maps its image is
 
     def scripts(self) -> list[tuple[int, str]]:
-        """Return the JSON of each script with its number: the maps of some values by position."""
+        """Return the JSON of each script with its number: what is drawn of some values.
+
+        It holds, by position of the value, `7` its maps, `7 over` what is laid over the input
+        images, `7 image` the first of these, and `7 scores` the highest classes.
+        """
         parts: dict[int, list[str]] = {}
-        for order, text in self.packed:
-            parts.setdefault(order // _MAPS_A_SCRIPT, []).append(f'"{order}":{text}')
+        for order, name, text in self._packed:
+            parts.setdefault(order // _MAPS_A_SCRIPT, []).append(f'"{order}{name}":{text}')
         return [(number, "{" + ",".join(texts) + "}") for number, texts in parts.items()]
 
     def draw(self, entry: ValueEntry, tensor: Tensor) -> None:
-        """Keep the maps of a value, of the same channels as those of the output if a gradient."""
-        place = entry.place
-        room = self._room.setdefault(place.pass_number, self._share)
-        if room <= 0:
+        """Keep the maps of a value, of the same channels as those of its gradient."""
+        if self._room.setdefault(entry.place.pass_number, self._share) <= 0:
             return
-        beside = replace(entry.site, port="output"), place.pass_number, place.call
-        twin = Place(str(beside[0]), *beside[1:])
-        choice = with_channels(Choice(), self._channels.get(twin))
+        twin = twin_of(self._places.get, entry)
+        choice = with_channels(Choice(), None if twin is None else self._channels.get(twin.place))
+        images = self._images_of(entry)
+        grid = None if images is None else images.grid_of(tensor)
+        placed = tensor if grid is None else grid.read(tensor)
+        norms = None
         try:
-            maps = tiles_of(tensor, entry.site.module_type, choice, IN_FILE)
+            maps = tiles_of(placed, entry.site.module_type, choice, IN_FILE)
+            if images is not None and grid is not None and grid.form == "tokens":
+                norms = norm_maps([("norm", tensor)], images, 0, IN_FILE)
+            if grid is not None and not is_input(entry):
+                maps["isPlaced"] = True
         except (HooklineError, RuntimeError, TypeError):
             return  # the pane shows its numbers
-        if entry.site.port == "output":
-            self._channels[place] = maps
-        text = json.dumps(maps, separators=(",", ":"))
-        self._room[place.pass_number] = room - len(text)
-        self.packed.append((entry.order, text))
+        if not entry.site.port.startswith("grad"):
+            self._channels[entry.place] = maps
+        self._keep(entry, "", maps)
+        if norms is not None:
+            self._keep(entry, " over", [norms])
+
+    def judge(self) -> None:
+        """Keep the class scores of the first sample, and its class map, for each pass's output."""
+        for entry in self._entries:
+            images = self._images.get(entry.place.pass_number)
+            if images is None or entry.site.path or entry.site.port != "output":
+                continue
+            scores = scores_of(entry, images, 0)
+            if scores is not None:
+                self._keep(entry, " scores", scores)
+            layers = layers_back(self._entries, self._places.get, entry.place.pass_number, images)
+            try:
+                last = last_class_maps(layers, images, 0, IN_FILE)
+            except (RuntimeError, TypeError):
+                continue
+            if last is not None:
+                self._keep(entry, " over", [last])
+
+    def _images_of(self, entry: ValueEntry) -> Images | None:
+        """Return the images of a value's pass, the first of them alone with its pixels."""
+        number = entry.place.pass_number
+        if number not in self._images:
+            images = images_of(self._entries, number)
+            self._images[number] = images
+            if images is not None and images.pixels is not None:
+                self._images[number] = images._replace(pixels=images.pixels[:1].clone())
+                self.image_places[number] = entry.order
+                self._keep(entry, " image", images.address(0))
+        return self._images[number]
+
+    def _keep(self, entry: ValueEntry, name: str, data: Any) -> None:
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+        self._room[entry.place.pass_number] -= len(text)
+        self._packed.append((entry.order, name, text))
 
 
 def _facts(summary: Summary | None) -> list[tuple[str, str]]:

@@ -31,14 +31,15 @@ _MOST_KEPT = 4  # choices of items that are kept open
 
 @final
 class FolderSource:
-    """A recording in a folder, or some items of a store.
+    """A recording in a folder, one of its ranks, or some items of a store.
 
     `run.save` replaces the folder, so its manifest is a new file.
 
     Args:
         folder: the folder, which need not exist yet.
-        items: of a store, the items whose values are shown; None shows the first eight. The
-            statistics are always those of all items.
+        items: of several ranks, the rank; None shows the first. Of a store, the items whose
+            values are shown; None shows the first eight. The statistics are always those of all
+            items.
     """
 
     def __init__(self, folder: str | os.PathLike[str], items: Sequence[int] | None = None) -> None:
@@ -61,12 +62,12 @@ class FolderSource:
         return is_kept(self.folder)
 
     def read(self, items: Sequence[int] | None = None) -> FolderContents:
-        """Read the manifest, and of a store the items that are shown.
+        """Read the manifest, and of a store the items, of several ranks the rank, to be shown.
 
         Raises:
             FolderError: the folder holds no recording or store, one of another version, or a
                 damaged one.
-            InputError: the store has no such item, or items are chosen of a recording.
+            InputError: there is no such item or rank, or items are chosen of one process.
         """
         opened = open_folder(self.folder)
         if isinstance(opened, Curves):
@@ -75,23 +76,54 @@ class FolderSource:
                 "\nGive a run alone: hookline view DIR."
             )
         items = self._items if items is None else items
-        if not isinstance(opened, Store):
-            if items is not None:
-                raise InputError(
-                    f"items can be chosen of a store, got a recording: {self.name}."
-                    "\nLeave out the items; the page of a value shows its samples."
-                )
-            return FolderContents(opened, self._judge)
-        return contents_of_store(opened, items, self.name)
+        if isinstance(opened, Store):
+            return contents_of_store(opened, items, self.name)
+        if opened.ranks:
+            rank = _rank_of(items, len(opened.ranks), self.name)
+            about = f"rank {rank} of {plural(len(opened.ranks), 'rank')}"
+            contents = FolderContents(opened.ranks[rank], lambda: self._judge(rank), about, (rank,))
+            return contents._replace(n_ranks=len(opened.ranks))
+        if items is not None:
+            raise InputError(
+                f"items can be chosen of a store, got a recording: {self.name}."
+                "\nLeave out the items; the page of a value shows its samples."
+            )
+        return FolderContents(opened, self._judge)
 
-    def _judge(self) -> Findings:
+    def _judge(self, rank: int | None = None) -> Findings:
         opened = open_folder(self.folder)
-        if not isinstance(opened, Recording):
+        is_there = isinstance(opened, Recording) and (rank is None or rank < len(opened.ranks))
+        if not is_there or not isinstance(opened, Recording):
             raise FolderError(f"{self.name} holds no recording now.\nOpen the page again.")
         try:
-            return opened.findings()
+            return opened.findings() if rank is None else _judge_rank(opened.ranks, rank)
         finally:
             opened.release()
+
+
+def _judge_rank(ranks: Sequence[Recording], rank: int) -> Findings:
+    """Judge one rank; a note names the worst finding of each other rank that has one."""
+    findings = ranks[rank].findings()
+    for number in range(len(ranks)):
+        judged = findings if number == rank else ranks[number].findings()
+        if number != rank and not judged.ok:
+            findings.notes.append(f"Rank {number}: {judged[0].level}: {judged[0].text}")
+    return findings
+
+
+def _rank_of(items: Sequence[int] | None, n_ranks: int, name: str) -> int:
+    """Return the rank that is chosen, the first if none is.
+
+    Raises:
+        InputError: several are chosen, or there is no such rank.
+    """
+    ranks = (0,) if items is None else tuple(items)
+    if len(ranks) != 1 or ranks[0] >= n_ranks:
+        raise InputError(
+            f"{name} has {plural(n_ranks, 'rank')}, of which a page shows one, got"
+            f" {in_words(ranks).replace('item', 'rank')}.\nGive a rank from 0 to {n_ranks - 1}."
+        )
+    return ranks[0]
 
 
 def contents_of_store(

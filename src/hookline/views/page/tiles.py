@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -
     data = made.data.double()
     if len(made.space) < 2 or data[0].numel() == 1:
         rows = data.reshape(len(data), -1).T
-        tiles = [_tile(0, cells(rows, limits.table), limits.bits)]
+        maps = coded([(0, cells(rows, limits.table))], limits.bits)
         kind, of, first = "table", 1, 0
     else:
         kind = "heads" if _are_heads(data) else "channels"
@@ -65,17 +66,28 @@ def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -
         first = min(choice.first, of - 1) // limits.maps * limits.maps if kind == "channels" else 0
         channels = list(choice.channels) or _ordered(data, kind, choice.order, limits.maps, first)
         kept = [channel for channel in channels if channel < of]
-        maps = smaller(data[kept], limits.side)
-        tiles = [_tile(k, part, limits.bits) for k, part in zip(kept, maps, strict=True)]
-    height, width = tiles[0].pop("size")
-    for tile in tiles[1:]:
-        tile.pop("size")
-    return {
-        "kind": kind, "h": height, "w": width, "rows": rows.shape[0], "columns": rows.shape[1],
-        "of": of, "bits": limits.bits, "sample": choice.sample, "samples": n_samples,
-        "down": "sample" if made.space == "N" else "row", "tiles": tiles,
+        maps = coded([*zip(kept, smaller(data[kept], limits.side), strict=True)], limits.bits)
+    return maps | {
+        "kind": kind, "rows": rows.shape[0], "columns": rows.shape[1],
+        "of": of, "sample": choice.sample, "samples": n_samples,
+        "down": "sample" if made.space == "N" else "row",
         "order": choice.order, "first": first,
     }  # fmt: skip
+
+
+def coded(maps: Sequence[tuple[int | str, Tensor]], bits: int) -> dict[str, Any]:
+    """Write maps of one size as codes, each from its least to its greatest finite number.
+
+        >>> coded([("norm", torch.eye(2))], 8)["tiles"][0]["hi"]
+        1.0
+
+    Args:
+        maps: the maps, each with its channel or caption, shape `(height, width)`.
+        bits: the bits of a number; the highest code stands for NaN and infinity.
+    """
+    height, width = maps[0][1].shape
+    tiles = [_tile(channel, numbers, bits) for channel, numbers in maps]
+    return {"h": height, "w": width, "bits": bits, "tiles": tiles}
 
 
 def channels_of(maps: dict[str, Any]) -> tuple[int, ...]:
@@ -107,8 +119,7 @@ def _ordered(data: Tensor, kind: str, order: str, most: int, first: int) -> list
     return channels[first : first + most]
 
 
-def _tile(channel: int, numbers: Tensor, bits: int) -> dict[str, Any]:
-    """Write a map as codes from its least to its greatest finite number."""
+def _tile(channel: int | str, numbers: Tensor, bits: int) -> dict[str, Any]:
     array = numbers.cpu().numpy()
     top = 2**bits - 1
     is_finite = np.isfinite(array)
@@ -121,4 +132,4 @@ def _tile(channel: int, numbers: Tensor, bits: int) -> dict[str, Any]:
     codes[is_finite] = np.round(shares * (top - 1))
     text = base64.b64encode(codes.tobytes()).decode("ascii")
     ends = {"lo": float(f"{low:.{_DIGITS}g}"), "hi": float(f"{high:.{_DIGITS}g}")}
-    return {"c": channel, **ends, "q": text, "size": array.shape}
+    return {"c": channel, **ends, "q": text}

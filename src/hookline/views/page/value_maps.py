@@ -2,50 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from hookline.display.text import first_line
 from hookline.display.units import measure, share, size
-from hookline.engine import Site
 from hookline.errors import HooklineError, InputError
-from hookline.statistics.of_values import main_tensor, measured_tensors
-from hookline.views.page.entries import Place, ValueEntry
+from hookline.views.page.entries import ValueEntry, gradient_of, tensor_of, twin_of
+from hookline.views.page.over_images import (
+    Images,
+    class_maps,
+    images_of,
+    is_input,
+    last_class_maps,
+    layers_back,
+    norm_maps,
+    scores_of,
+)
 from hookline.views.page.page_state import PageState
-from hookline.views.page.pictures import Choice, class_maps, is_picture
+from hookline.views.page.pictures import Choice
 from hookline.views.page.tiles import ASKED_FOR, tiles_of, with_channels
 from hookline.views.page.token_norms import ids_of, token_data, token_rows
-
-_TWINS = {
-    "output": "grad_output", "input": "grad_input",
-    "grad_output": "output", "grad_input": "input",
-}  # fmt: skip
 
 
 def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, Any]:
     """Return the maps that the pane of a value draws, as plain data; values are read one at a time.
 
     Returns:
-        `own` and `gradient`, each `{"maps": ...}`, `{"problem": text}` or None; `classes`, Grad-CAM
-        over the input. Beside another recording also `other`, `difference` and the `numbers` of
-        both.
+        `own` and `gradient`, each `{"maps": ...}`, `{"problem": text}` or None; `over`, what is
+        laid over the input images; `scores`, the highest classes. Beside another recording also
+        `other`, `difference` and the `numbers` of both.
     """
-    twin = gradient_of(page, entry)
+    gradient = gradient_of(page.beside, entry)
     with page.reading():
-        own = _maps_of(page, entry, choice)
+        images = images_of(page.values, entry.place.pass_number)
+        own = _maps_of(entry, choice, images)
         same = with_channels(choice, own.get("maps"))
         answer: dict[str, Any] = {
             "own": own,
-            "gradient": None if twin is None else _maps_of(page, twin, same),
-            "classes": _class_maps(page, entry, _twin(page, entry), choice.sample),
+            "gradient": None if gradient is None else _maps_of(gradient, same, images),
         }
         other = page.twin(entry.place)
         if other is not None:
-            answer["other"] = _maps_of(page, other, same)
-            answer["difference"] = _difference_of(page, entry, other, same)
+            answer["other"] = _maps_of(other, same, images)
+            answer["difference"] = _difference_of(entry, other, same, images)
             pair = [page.measure(entry), page.measure(other, of_other=True)]
             answer["numbers"] = [dict(facts_of(value)) for value in pair]
+        elif images is not None and own.get("maps", {}).get("kind") != "heads":
+            answer["over"] = _over(page, entry, images, choice)
+            answer["scores"] = scores_of(entry, images, choice.sample)
     return answer
 
 
@@ -59,7 +66,7 @@ def tokens_of(page: PageState, number: int, sample: int) -> dict[str, Any]:
     if chosen is None:
         raise InputError(f"pass {number} has no tokens.\nGo to the start page.")
     outputs = [entry for _, entry in chosen.blocks]
-    twins = {entry.order: gradient_of(page, entry) for entry in outputs}
+    twins = {entry.order: gradient_of(page.beside, entry) for entry in outputs}
     others = {"gradient": {order: twin for order, twin in twins.items() if twin is not None}}
     if page.other is not None:
         pairs = {entry.order: page.twin(entry.place) for entry in outputs}
@@ -84,20 +91,9 @@ def facts_of(entry: ValueEntry) -> list[tuple[str, str]]:
     return [fact for fact in [*facts, ("Problem", entry.problem)] if fact[1]]
 
 
-def _tensor_of(entry: ValueEntry, part: int) -> Tensor:
-    """Read one of the tensors of a value; call it inside `reading`."""
-    value = entry.recorded.read()
-    tensors = [tensor for _, tensor in measured_tensors(value)] if part else [main_tensor(value)]
-    tensor = tensors[part] if part < len(tensors) else None
-    if tensor is None:
-        raise InputError(f"the value holds no {'such ' * bool(part)}tensor.")
-    return tensor
-
-
-def _maps_of(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, Any]:
+def _maps_of(entry: ValueEntry, choice: Choice, images: Images | None) -> dict[str, Any]:
     try:
-        tensor = _tensor_of(entry, choice.part)
-        return {"maps": tiles_of(tensor, entry.site.module_type, choice, ASKED_FOR)}
+        return {"maps": _drawn(tensor_of(entry, choice.part), entry, choice, images)}
     except HooklineError as error:
         return {"problem": str(error).splitlines()[0]}
     except (RuntimeError, TypeError) as error:
@@ -105,64 +101,71 @@ def _maps_of(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, An
 
 
 def _difference_of(
-    page: PageState, entry: ValueEntry, other: ValueEntry, choice: Choice
+    entry: ValueEntry, other: ValueEntry, choice: Choice, images: Images | None
 ) -> dict[str, Any]:
     try:
-        a, b = (_tensor_of(value, choice.part) for value in (entry, other))
+        a, b = (tensor_of(value, choice.part) for value in (entry, other))
         if a.shape != b.shape:
             return {"problem": "The shapes differ."}
-        gap = a.double() - b.double()
-        return {"maps": tiles_of(gap, entry.site.module_type, choice, ASKED_FOR)}
+        return {"maps": _drawn(a.double() - b.double(), entry, choice, images)}
     except (HooklineError, RuntimeError, TypeError) as error:
         return {"problem": f"cannot be drawn: {first_line(error)}"}
 
 
-def _class_maps(
-    page: PageState, entry: ValueEntry, twin: ValueEntry | None, sample: int
+def _drawn(
+    tensor: Tensor, entry: ValueEntry, choice: Choice, images: Images | None
+) -> dict[str, Any]:
+    """Return the maps of a tensor; tokens of patches as channels of maps, if this is asked for."""
+    grid = None if images is None else images.grid_of(tensor)
+    is_first = grid is None or grid.form == "channels first"
+    placed = tensor if grid is None or choice.form == "table" else grid.read(tensor)
+    maps = tiles_of(placed, entry.site.module_type, choice, ASKED_FOR)
+    if grid is not None and not is_input(entry):
+        maps["isPlaced"] = True
+    return maps if is_first else maps | {"form": choice.form}
+
+
+# -- over the images ------------------------------------------------------------------------------
+
+
+def _over(
+    page: PageState, entry: ValueEntry, images: Images, choice: Choice
 ) -> dict[str, Any] | None:
-    """Draw Grad-CAM over the input, or say what is missing for it; None if it has no sense."""
-    pair = {value.site.port: value for value in (entry, twin) if value is not None}
-    if not {"output", "grad_output"} <= set(pair) or not entry.is_image:
-        return None
-    image = _input_of(page, entry)
-    if image is None:
-        return {"why": "For Grad-CAM over the input image, record the input as well: (root):input."}
+    """Return what is laid over the images, or what is missing for it; None if there is nothing."""
+    is_root = entry.site.path == ""
+    pair = [value for value in (entry, twin_of(page.beside, entry)) if value is not None]
+    pair.sort(key=lambda value: value.site.port.startswith("grad"))
     try:
-        tensors = [page.tensor(pair[port]) for port in ("output", "grad_output")]
-        tiles = class_maps(tensors[0], tensors[1], image, sample)
+        sets = _last_maps(page, entry, images, choice) if is_root else None
+        if sets is None:
+            sets = _own_maps(pair, images, choice)
     except HooklineError:
         return None
     except (RuntimeError, TypeError) as error:
-        return {"why": f"Grad-CAM cannot be drawn: {first_line(error)}"}
-    return {"tiles": [[tile.source, tile.caption] for tile in tiles]} if tiles else None
+        return {"why": f"Maps over the input cannot be drawn: {first_line(error)}"}
+    if images.pixels is None and entry.is_image and len(pair) > 1 and not is_root:
+        return {"why": "For Grad-CAM over the input image, record the input as well: (root):input."}
+    address = images.address(choice.sample)
+    return {"image": address, "sets": sets} if sets else None
 
 
-def _input_of(page: PageState, entry: ValueEntry) -> Tensor | None:
-    """Return the model's input images in the pass of a value, if they were recorded."""
-    for value in page.values:
-        is_input = value.site.path == "" and value.site.port == "input"
-        if is_input and value.place.pass_number == entry.place.pass_number:
-            try:
-                tensor = page.tensor(value)
-            except HooklineError:
-                return None
-            return tensor if is_picture(tensor) else None
-    return None
-
-
-def gradient_of(page: PageState, entry: ValueEntry) -> ValueEntry | None:
-    """Return the gradient of a value; None if there is none, or for a gradient."""
-    return None if entry.site.port.startswith("grad") else _twin(page, entry)
-
-
-def _twin(page: PageState, entry: ValueEntry) -> ValueEntry | None:
-    """Return the gradient of a value, or the value of a gradient."""
-    port = _TWINS.get(entry.site.port)
-    if port is None:
+def _last_maps(
+    page: PageState, entry: ValueEntry, images: Images, choice: Choice
+) -> list[dict[str, Any]] | None:
+    """Return the class map of the last layer that has one, for the model's output."""
+    if not entry.site.port.endswith("output"):
         return None
-    at = str(Site(entry.site.path, port, entry.site.leaf, entry.site.call))
-    for backward in (entry.place.backward, None, 0):
-        twin = page.beside(Place(at, entry.place.pass_number, entry.place.call, backward))
-        if twin is not None:
-            return twin
-    return None
+    layers = layers_back(page.values, page.beside, entry.place.pass_number, images)
+    maps = last_class_maps(layers, images, choice.sample, ASKED_FOR)
+    return None if maps is None else [maps]
+
+
+def _own_maps(pair: Sequence[ValueEntry], images: Images, choice: Choice) -> list[dict[str, Any]]:
+    """Return the class map of a value and its gradient, and their norms at each place."""
+    tensors = [tensor_of(value) for value in pair]
+    names = ["norm of the gradient" if v.site.port.startswith("grad") else "norm" for v in pair]
+    named = [*zip(names, tensors, strict=True)][is_input(pair[0]) :]
+    sets = [norm_maps(named, images, choice.sample, ASKED_FOR)]
+    if len(tensors) > 1 and pair[0].site.port == "output":
+        sets.insert(0, class_maps(tensors[0], tensors[1], images, choice.sample, ASKED_FOR))
+    return [maps for maps in sets if maps is not None]

@@ -14,10 +14,27 @@
     const parts = [];
     if (line) {
       const within = line.function ? `, in ${line.function}` : "";
-      parts.push(element("p", {}, element("code", {}, broken(`${line.file}:${line.number}`)), within));
-      if (line.text) parts.push(element("pre", { tabindex: 0, role: "region", "aria-label": "The line of code" }, line.text));
+      parts.push(
+        element("p", {}, element("code", {}, broken(`${line.file}:${line.number}`)), within),
+      );
+      if (line.text)
+        parts.push(
+          element(
+            "pre",
+            { tabindex: 0, role: "region", "aria-label": "The line of code" },
+            line.text,
+          ),
+        );
     } else parts.push(element("p", { class: "quiet" }, "The line of code is not known."));
-    if (keep) parts.push(element("p", { class: "quiet" }, "Its inputs are kept: ", element("code", {}, `hookline replay ${keep} MODEL`)));
+    if (keep)
+      parts.push(
+        element(
+          "p",
+          { class: "quiet" },
+          "Its inputs are kept: ",
+          element("code", {}, `hookline replay ${keep} MODEL`),
+        ),
+      );
     return element("div", { class: "where" }, parts);
   }
 
@@ -34,10 +51,21 @@
       { title: "Step", width: "minmax(120px, 1fr)", kind: "path", cell: nameCell },
       { title: "Role", width: "96px", kind: "role", cell: ({ key }) => chain[key].role },
     ];
-    if (width > 460) list.push({ title: "Shape", width: "minmax(90px, 1fr)", kind: "words", cell: ({ key }) => chain[key].text || shapeOf(chain[key]) });
+    if (width > 460)
+      list.push({
+        title: "Shape",
+        width: "minmax(90px, 1fr)",
+        kind: "words",
+        cell: ({ key }) => chain[key].text || shapeOf(chain[key]),
+      });
     if (width > 640) list.push(number("min", "Min", "76px"), number("max", "Max", "76px"));
     if (width > 860) list.push(number("mean", "Mean", "76px"), number("std", "Std", "76px"));
-    list.push({ title: "NaN, inf", width: "66px", kind: "number bad", cell: ({ key }) => chain[key].numbers?.bad.toLocaleString("en") ?? "" });
+    list.push({
+      title: "NaN, inf",
+      width: "66px",
+      kind: "number bad",
+      cell: ({ key }) => chain[key].numbers?.bad.toLocaleString("en") ?? "",
+    });
     return list;
   }
 

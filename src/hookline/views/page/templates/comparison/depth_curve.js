@@ -9,23 +9,47 @@ function makeDepthCurve(host, rows, onChoose) {
   const RIGHT = 10;
   const hasLocal = rows.some((row) => row.local !== null);
   const sizes = (name) => rows.map((row) => numberOf(row[name]));
-  const curves = { relative: sizes("relative"), local: sizes("local"), floor: sizes("floor_relative") };
-  const positive = Object.values(curves).flat().filter((number) => number > 0 && number < Infinity);
+  const curves = {
+    relative: sizes("relative"),
+    local: sizes("local"),
+    floor: sizes("floor_relative"),
+  };
+  const positive = Object.values(curves)
+    .flat()
+    .filter((number) => number > 0 && number < Infinity);
   const low = positive.length ? Math.floor(Math.log10(Math.min(...ends(positive)))) : -8;
-  const high = positive.length ? Math.max(Math.ceil(Math.log10(Math.max(...ends(positive)))), low + 1) : 0;
+  const high = positive.length
+    ? Math.max(Math.ceil(Math.log10(Math.max(...ends(positive)))), low + 1)
+    : 0;
   let chosen = 0;
   let x = () => 0;
 
   const cursor = shape("line", { class: "cursor", y1: TOP - 6, y2: BOTTOM + 16 });
   const picture = shape("svg", { height: HEIGHT, "aria-hidden": "true" });
-  const slider = element("div", { class: "depth", role: "slider", tabindex: 0, "aria-label": "Site in firing order", "aria-valuemin": 1, "aria-valuemax": rows.length }, picture);
+  const slider = element(
+    "div",
+    {
+      class: "depth",
+      role: "slider",
+      tabindex: 0,
+      "aria-label": "Site in firing order",
+      "aria-valuemin": 1,
+      "aria-valuemax": rows.length,
+    },
+    picture,
+  );
   host.replaceChildren(slider);
 
   // The least and the greatest: `Math.min` of many thousands of arguments fails.
   function ends(numbers) {
     return [numbers.reduce((a, b) => (b < a ? b : a)), numbers.reduce((a, b) => (b > a ? b : a))];
   }
-  const y = (number) => (number === Infinity ? TOP - 4 : number > 0 ? BOTTOM - ((Math.log10(number) - low) / (high - low)) * (BOTTOM - TOP) : BOTTOM + 14);
+  const y = (number) =>
+    number === Infinity
+      ? TOP - 4
+      : number > 0
+        ? BOTTOM - ((Math.log10(number) - low) / (high - low)) * (BOTTOM - TOP)
+        : BOTTOM + 14;
   const point = (number, index) => `${x(index).toFixed(1)} ${y(number).toFixed(1)}`;
 
   // Join neighbours; where there is no number, or a zero, the curve is interrupted.
@@ -39,8 +63,16 @@ function makeDepthCurve(host, rows, onChoose) {
     return path;
   }
   // Local errors have nothing to do with their neighbours', so nothing joins them.
-  const stems = (numbers) => numbers.map((number, index) => (number > 0 ? `M${point(number, index)}V${BOTTOM + 14}` : "")).join("");
-  const dots = (numbers, isMeant) => numbers.map((number, index) => (Number.isNaN(number) || !isMeant(index) ? "" : `M${point(number, index)}h0`)).join("");
+  const stems = (numbers) =>
+    numbers
+      .map((number, index) => (number > 0 ? `M${point(number, index)}V${BOTTOM + 14}` : ""))
+      .join("");
+  const dots = (numbers, isMeant) =>
+    numbers
+      .map((number, index) =>
+        Number.isNaN(number) || !isMeant(index) ? "" : `M${point(number, index)}h0`,
+      )
+      .join("");
 
   function draw() {
     const width = host.clientWidth;
@@ -48,14 +80,30 @@ function makeDepthCurve(host, rows, onChoose) {
     const step = (width - left - RIGHT) / Math.max(rows.length, 1);
     x = (index) => left + step * (index + 0.5);
     const stride = Math.max(1, Math.ceil((high - low) / 4));
-    const ticks = Array.from({ length: high - low + 1 }, (_, k) => low + k).filter((power) => (high - power) % stride === 0);
+    const ticks = Array.from({ length: high - low + 1 }, (_, k) => low + k).filter(
+      (power) => (high - power) % stride === 0,
+    );
     const verdictIs = (verdict) => (index) => rows[index].verdict === verdict;
     const main = hasLocal ? curves.local : curves.relative;
     picture.setAttribute("width", width);
     picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     picture.replaceChildren(
-      ...ticks.map((power) => shape("line", { class: "grid", x1: left, x2: width - RIGHT, y1: y(10 ** power), y2: y(10 ** power) })),
-      ...ticks.map((power) => shape("text", { x: left - 7, y: y(10 ** power) + 4, "text-anchor": "end" }, numberText(10 ** power, 1))),
+      ...ticks.map((power) =>
+        shape("line", {
+          class: "grid",
+          x1: left,
+          x2: width - RIGHT,
+          y1: y(10 ** power),
+          y2: y(10 ** power),
+        }),
+      ),
+      ...ticks.map((power) =>
+        shape(
+          "text",
+          { x: left - 7, y: y(10 ** power) + 4, "text-anchor": "end" },
+          numberText(10 ** power, 1),
+        ),
+      ),
       shape("text", { x: left - 7, y: BOTTOM + 20, "text-anchor": "end" }, "0"),
       ...blocks(step, left),
       shape("path", { class: "floor", d: line(curves.floor) }),
@@ -63,7 +111,14 @@ function makeDepthCurve(host, rows, onChoose) {
       shape("path", { class: "error", d: hasLocal ? stems(main) : line(main) }),
       shape("path", { class: "dot", d: dots(main, (index) => !verdictIs("differs")(index)) }),
       shape("path", { class: "dot differs", d: dots(main, verdictIs("differs")) }),
-      shape("path", { class: "missing", d: rows.map((row, index) => (row.verdict === "not comparable" ? `M${x(index).toFixed(1)} ${BOTTOM + 10}v8` : "")).join("") }),
+      shape("path", {
+        class: "missing",
+        d: rows
+          .map((row, index) =>
+            row.verdict === "not comparable" ? `M${x(index).toFixed(1)} ${BOTTOM + 10}v8` : "",
+          )
+          .join(""),
+      }),
       cursor,
     );
     place();
@@ -76,7 +131,9 @@ function makeDepthCurve(host, rows, onChoose) {
     let end = 0;
     for (const { name, from, to } of stretches) {
       const start = left + step * from;
-      parts.push(shape("line", { class: "tick", x1: start, x2: start, y1: BOTTOM + 20, y2: BOTTOM + 25 }));
+      parts.push(
+        shape("line", { class: "tick", x1: start, x2: start, y1: BOTTOM + 20, y2: BOTTOM + 25 }),
+      );
       const room = step * (to - from);
       const middle = start + room / 2;
       if (name.length * 6.6 > room || middle - name.length * 3.3 < end) continue;
@@ -109,20 +166,41 @@ function makeDepthCurve(host, rows, onChoose) {
   function mark(index) {
     chosen = index;
     const { site, verdict, relative, local } = rows[index];
-    const errors = [local === null ? "" : `local error ${numberText(numberOf(local))}`, relative === null ? "" : `relative error ${numberText(numberOf(relative))}`];
+    const errors = [
+      local === null ? "" : `local error ${numberText(numberOf(local))}`,
+      relative === null ? "" : `relative error ${numberText(numberOf(relative))}`,
+    ];
     slider.setAttribute("aria-valuenow", index + 1);
-    slider.setAttribute("aria-valuetext", [`${index + 1} of ${rows.length}: ${site}`, verdict, ...errors].filter(Boolean).join(", "));
+    slider.setAttribute(
+      "aria-valuetext",
+      [`${index + 1} of ${rows.length}: ${site}`, verdict, ...errors].filter(Boolean).join(", "),
+    );
     place();
   }
 
   const nearest = (event) => {
     const box = picture.getBoundingClientRect();
-    return clamp(Math.floor(((event.clientX - box.left - 46) / (box.width - 46 - RIGHT)) * rows.length), 0, rows.length - 1);
+    return clamp(
+      Math.floor(((event.clientX - box.left - 46) / (box.width - 46 - RIGHT)) * rows.length),
+      0,
+      rows.length - 1,
+    );
   };
   slider.addEventListener("click", (event) => onChoose(nearest(event)));
-  slider.addEventListener("pointermove", (event) => { slider.title = rows[nearest(event)].site; });
+  slider.addEventListener("pointermove", (event) => {
+    slider.title = rows[nearest(event)].site;
+  });
   slider.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 10, PageUp: -10, Home: -Infinity, End: Infinity }[event.key];
+    const step = {
+      ArrowRight: 1,
+      ArrowDown: 1,
+      ArrowLeft: -1,
+      ArrowUp: -1,
+      PageDown: 10,
+      PageUp: -10,
+      Home: -Infinity,
+      End: Infinity,
+    }[event.key];
     if (!step) return;
     event.preventDefault();
     onChoose(clamp(chosen + step, 0, rows.length - 1));

@@ -1,7 +1,12 @@
 // The page of a comparison: what differs first, the error over depth, the sites in firing order.
 
 (async () => {
-  const LEVELS = { differs: "error", "not comparable": "warning", noise: "note", identical: "fine" };
+  const LEVELS = {
+    differs: "error",
+    "not comparable": "warning",
+    noise: "note",
+    identical: "fine",
+  };
   const NUMBERS = [
     ["relative", "Relative error", "the L2 norm of the difference, over that of the reference"],
     ["norm_ratio", "Ratio of norms", "the norm over that of the reference"],
@@ -38,7 +43,8 @@
     const indexOf = (site) => rows.findIndex((row) => row.site === site);
     const stretches = stretchesOf();
     let query = "";
-    const view = { row: 0, finding: -1, isShared: true, redraw: () => {} }; // both in one scale of colours
+    // Both are in one scale of colours.
+    const view = { row: 0, finding: -1, isShared: true, redraw: () => {} };
     // hl.shadow has the reference first.
     const hasLocal = rows.some((row) => row.local !== null);
     const [port, reference] = hasLocal ? ["b", "a"] : ["a", "b"];
@@ -47,7 +53,13 @@
       const isCause = finding.kind === "site";
       const number = !isCause ? finding.kind : hasLocal ? "at fault" : "where it begins";
       const row = indexOf(finding.site);
-      return { ...finding, level: isCause ? "error" : "note", number, row: row < 0 ? null : row, follows: 0 };
+      return {
+        ...finding,
+        level: isCause ? "error" : "note",
+        number,
+        row: row < 0 ? null : row,
+        follows: 0,
+      };
     });
 
     // -- what differs, first ---------------------------------------------------------------------
@@ -56,7 +68,11 @@
       const index = indexOf(site);
       if (index < 0) return element("code", {}, site);
       const open = () => choose(index, { opens: true });
-      return element("button", { type: "button", class: "link", onclick: open }, element("code", {}, broken(site)));
+      return element(
+        "button",
+        { type: "button", class: "link", onclick: open },
+        element("code", {}, broken(site)),
+      );
     }
 
     function verdict() {
@@ -68,15 +84,26 @@
           : callout("warning", strong("No value that was compared differs beyond noise."));
       }
       const about =
-        suspect === null ? "No module is the suspect: read the findings." : ["Suspect: ", siteButton(suspectName), "."];
-      const error = row.relative === null ? row.why : `relative error ${numberText(numberOf(row.relative))}`;
-      const begin = element("b", {}, "The first value beyond noise is ", siteButton(first), `: ${error}.`);
+        suspect === null
+          ? "No module is the suspect: read the findings."
+          : ["Suspect: ", siteButton(suspectName), "."];
+      const error =
+        row.relative === null ? row.why : `relative error ${numberText(numberOf(row.relative))}`;
+      const begin = element(
+        "b",
+        {},
+        "The first value beyond noise is ",
+        siteButton(first),
+        `: ${error}.`,
+      );
       return callout("error", begin, " ", ...[about].flat());
     }
 
     function showWhatDiffers() {
       const hasSame = !shownFindings.length && rows.every((row) => QUIET.includes(row.verdict));
-      const notes = hasSame ? ["The inputs, the models and the versions are the same, as far as they were recorded."] : [];
+      const notes = hasSame
+        ? ["The inputs, the models and the versions are the same, as far as they were recorded."]
+        : [];
       showFindings({ findings: shownFindings, judged: false, notes }, chooseFinding);
       byId("verdict").hidden = false;
       byId("verdict").replaceChildren(verdict());
@@ -102,10 +129,12 @@
 
     function items() {
       const single = (index, level) => ({ key: index, index, level });
-      if (query) return rows.map((_, index) => single(index, 1)).filter(({ index }) => matches(rows[index]));
+      if (query)
+        return rows.map((_, index) => single(index, 1)).filter(({ index }) => matches(rows[index]));
       return stretches.flatMap((stretch) => {
         const { from, to, isOpen } = stretch;
-        const inside = (level) => Array.from({ length: to - from }, (_, k) => single(from + k, level));
+        const inside = (level) =>
+          Array.from({ length: to - from }, (_, k) => single(from + k, level));
         if (!isFolded(stretch)) return inside(1);
         return [{ key: `fold-${from}`, stretch, level: 1, isOpen }, ...(isOpen ? inside(2) : [])];
       });
@@ -128,7 +157,12 @@
     function verdictCell({ index, stretch }) {
       const { from, to } = stretch ?? { from: index, to: index + 1 };
       const verdicts = [...new Set(rows.slice(from, to).map((row) => row.verdict))];
-      return element("span", { class: "verdict" }, glyph(LEVELS[verdicts.at(-1)]), verdicts.join(" or "));
+      return element(
+        "span",
+        { class: "verdict" },
+        glyph(LEVELS[verdicts.at(-1)]),
+        verdicts.join(" or "),
+      );
     }
 
     const numberColumn = (name, title, width) => ({
@@ -144,7 +178,8 @@
 
     function columns(width) {
       const list = [{ title: "Site", width: "minmax(110px, 1fr)", kind: "path", cell: nameCell }];
-      if (width > 420) list.push({ title: "Verdict", width: "132px", kind: "word", cell: verdictCell });
+      if (width > 420)
+        list.push({ title: "Verdict", width: "132px", kind: "word", cell: verdictCell });
       if (hasLocal) list.push(numberColumn("local", "Local", "66px"));
       list.push(numberColumn("relative", "Relative", "66px"));
       if (width > 620) list.push(numberColumn("norm_ratio", "Norm ratio", "76px"));
@@ -160,7 +195,9 @@
       const row = rows[view.row];
       const other = row.other === row.site ? "" : `in b ${row.other}`;
       const forms =
-        row.form === row.other_form ? row.form : `${row.form} in ${port}, ${row.other_form} in ${reference}`;
+        row.form === row.other_form
+          ? row.form
+          : `${row.form} in ${port}, ${row.other_form} in ${reference}`;
       const isSame = row.verdict === "identical";
       const worst = [
         row.row === null || isSame ? "" : `The worst row is number ${row.row}.`,
@@ -171,11 +208,16 @@
         "div",
         { class: "pane-body" },
         callout(LEVELS[row.verdict], strong(row.verdict), row.why ? `: ${row.why}` : ""),
-        row.relative === null ? null : smallTable(["Number", "Measured", "Noise floor"], numbersOf(row)),
+        row.relative === null
+          ? null
+          : smallTable(["Number", "Measured", "Noise floor"], numbersOf(row)),
         worst.length ? element("p", { class: "quiet" }, worst.join(" ")) : null,
         links[view.row] ? values : null,
       );
-      byId("pane").replaceChildren(paneHead(row.site, [other, forms], { onClose: close, copies: true }), body);
+      byId("pane").replaceChildren(
+        paneHead(row.site, [other, forms], { onClose: close, copies: true }),
+        body,
+      );
       if (links[view.row]) showValues(values, links[view.row]);
     }
 
@@ -186,7 +228,12 @@
       const lines = NUMBERS.map(([name, title, about]) => {
         const floor = numberOf(row[`floor_${name}`]);
         const around = name === "norm_ratio" ? `1 ± ${numberText(floor, 2)}` : numberText(floor);
-        return line(title, about, text(name, row[name]), row.verdict === "identical" || isLocal ? "" : around);
+        return line(
+          title,
+          about,
+          text(name, row[name]),
+          row.verdict === "identical" || isLocal ? "" : around,
+        );
       });
       const about = "of the module alone, on its counterpart’s inputs";
       return isLocal ? [line("Local error", about, ...local), ...lines] : lines;
@@ -208,7 +255,9 @@
         ["b", other, "fwd"],
         ["a − b", difference, "bwd"],
       ];
-      const sets = pairs.map(([name, part, colour]) => ({ name, maps: part?.maps, ink: colour })).filter((set) => set.maps);
+      const sets = pairs
+        .map(([name, part, colour]) => ({ name, maps: part?.maps, ink: colour }))
+        .filter((set) => set.maps);
       view.redraw = () => drawMaps(maps, sets, view, view.redraw);
       if (sets.length) view.redraw();
       const problem = difference?.problem ?? own.problem;
@@ -249,12 +298,15 @@
     const close = () => closeDrawer(grid.grid);
     const curve = makeDepthCurve(byId("curve"), rows, (index) => choose(index));
     byId("local-key").hidden = !hasLocal;
-    byId("error-words").textContent = hasLocal ? "local error: of each module alone" : "relative error";
+    byId("error-words").textContent = hasLocal
+      ? "local error: of each module alone"
+      : "relative error";
     const grid = makeRows(byId("view"), {
       label: "Sites in firing order",
       height: 26,
       columns,
-      rowClass: ({ index, stretch }) => (stretch ? "quiet-line" : isSuspect(rows[index]) ? "is-suspect" : ""),
+      rowClass: ({ index, stretch }) =>
+        stretch ? "quiet-line" : isSuspect(rows[index]) ? "is-suspect" : "",
       onChoose: ({ index, stretch }, isClick) => {
         view.row = index ?? stretch.from;
         tell();
@@ -263,7 +315,10 @@
       onToggle: (item) => {
         item.stretch.isOpen = !item.stretch.isOpen;
         const list = items();
-        grid.show(list, list.findIndex(({ key }) => key === item.key));
+        grid.show(
+          list,
+          list.findIndex(({ key }) => key === item.key),
+        );
       },
       onKey: (event) => {
         if (event.key !== "Enter") return false;
@@ -283,7 +338,12 @@
       if (event.key === "Enter" && items().length) choose(items()[0].index ?? 0, { opens: true });
     });
     document.addEventListener("keydown", (event) =>
-      answerKey(event, { findings: shownFindings, view, onFinding: chooseFinding, onEscape: close }),
+      answerKey(event, {
+        findings: shownFindings,
+        view,
+        onFinding: chooseFinding,
+        onEscape: close,
+      }),
     );
     onTheme(() => view.redraw());
 

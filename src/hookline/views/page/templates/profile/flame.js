@@ -5,8 +5,20 @@ const AROUND = 3; // the place of costs that belong to no module
 
 // Complete the calls: who called each, and the costs by number and phase.
 function readCalls(calls, around) {
-  const top = { path: "all", calls: 0, seconds: [0, 0, 0, 0], flops: [0, 0, 0], kept: 0, children: calls };
-  const outside = around.map(([path, seconds]) => ({ ...top, path, seconds: [0, 0, 0, seconds], children: [] }));
+  const top = {
+    path: "all",
+    calls: 0,
+    seconds: [0, 0, 0, 0],
+    flops: [0, 0, 0],
+    kept: 0,
+    children: calls,
+  };
+  const outside = around.map(([path, seconds]) => ({
+    ...top,
+    path,
+    seconds: [0, 0, 0, seconds],
+    children: [],
+  }));
   top.children = [...calls, ...outside];
   const link = (node, caller) => {
     node.caller = caller;
@@ -59,8 +71,13 @@ function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
     const width = host.clientWidth;
     layOut(width);
     const height = ROW * (1 + Math.max(...bars.map(({ depth }) => depth)));
-    const about = `Calls as nested bars, ${textOf(cost, top.sum)} in all. Arrow keys move from bar to bar.`;
-    const [canvas, pen] = canvasOf(width, height, { role: "img", tabindex: 0, "aria-label": about });
+    const all = textOf(cost, top.sum);
+    const about = `Calls as nested bars, ${all} in all. Arrow keys move from bar to bar.`;
+    const [canvas, pen] = canvasOf(width, height, {
+      role: "img",
+      tabindex: 0,
+      "aria-label": about,
+    });
     const had = host.contains(document.activeElement);
     for (const bar of bars) paint(pen, bar);
     host.replaceChildren(canvas);
@@ -106,9 +123,15 @@ function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
 
   function tell() {
     const share = top.sum ? shareText(chosen.sum / top.sum) : "";
-    const facts = [textOf(cost, chosen.sum), share && `${share} of all`, `itself ${textOf(cost, own(chosen))}`];
+    const facts = [
+      textOf(cost, chosen.sum),
+      share && `${share} of all`,
+      `itself ${textOf(cost, own(chosen))}`,
+    ];
     if (chosen.calls) facts.push(counted(chosen.calls, "call"));
-    say(`${chosen.path}${typeOf(chosen.path) ? ` (${typeOf(chosen.path)})` : ""}: ${facts.filter(Boolean).join(", ")}`);
+    const type = typeOf(chosen.path);
+    const name = type ? `${chosen.path} (${type})` : chosen.path;
+    say(`${name}: ${facts.filter(Boolean).join(", ")}`);
   }
 
   function choose(node, zooms) {
@@ -120,7 +143,10 @@ function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
 
   function listen(canvas) {
     const hit = ({ offsetX, offsetY }) =>
-      bars.find(({ x, width, depth }) => depth === Math.floor(offsetY / ROW) && offsetX >= x && offsetX < x + width);
+      bars.find(
+        ({ x, width, depth }) =>
+          depth === Math.floor(offsetY / ROW) && offsetX >= x && offsetX < x + width,
+      );
     canvas.addEventListener("click", (event) => {
       const bar = hit(event);
       if (bar) choose(bar.node, true);
@@ -130,7 +156,10 @@ function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
       if (!bar) return hideTip();
       const share = top.sum ? shareText(bar.node.sum / top.sum) : "";
       const words = [textOf(cost, bar.node.sum), share].filter(Boolean).join(", ");
-      return showTip([strong(bar.node.path), soft(` ${typeOf(bar.node.path)}`), element("br"), words], event);
+      return showTip(
+        [strong(bar.node.path), soft(` ${typeOf(bar.node.path)}`), element("br"), words],
+        event,
+      );
     });
     canvas.addEventListener("mouseleave", hideTip);
     canvas.addEventListener("keydown", (event) => {
@@ -148,8 +177,15 @@ function makeFlame(host, top, { typeOf, textOf, onChoose, say }) {
     const shown = new Set(bars.map(({ node }) => node));
     const among = (chosen.caller?.children ?? [chosen]).filter((node) => shown.has(node));
     const at = among.indexOf(chosen);
-    const widest = chosen.children.filter((node) => shown.has(node)).sort((a, b) => b.sum - a.sum)[0];
-    const next = { ArrowUp: chosen.caller, ArrowDown: widest, ArrowLeft: among[at - 1], ArrowRight: among[at + 1] };
+    const widest = chosen.children
+      .filter((node) => shown.has(node))
+      .sort((a, b) => b.sum - a.sum)[0];
+    const next = {
+      ArrowUp: chosen.caller,
+      ArrowDown: widest,
+      ArrowLeft: among[at - 1],
+      ArrowRight: among[at + 1],
+    };
     return key in next ? (next[key] ?? null) : undefined;
   }
 

@@ -10,9 +10,11 @@
   const { type: types, depth: depths, parameters, aliases } = core.tables[0].rows;
   const view = { row: -1, finding: -1, table: core.tables.at(-1) };
   const tree = treeOf(holdersOf(depths));
-  const sum = (cost, row) => PHASES.reduce((all, phase) => all + view.table.rows[`${cost}_${phase}`][row], 0);
+  const sum = (cost, row) =>
+    PHASES.reduce((all, phase) => all + view.table.rows[`${cost}_${phase}`][row], 0);
   const part = (cost, phase, row) => view.table.rows[`${cost}_${phase}`][row];
-  const textOf = (cost, number) => ({ seconds: durationText, flops: countText, kept: sizeText })[cost](number);
+  const textOf = (cost, number) =>
+    ({ seconds: durationText, flops: countText, kept: sizeText })[cost](number);
   const columns = columnsOf();
 
   // Rows stand depth first: the row that holds one is the last before it with a lesser depth.
@@ -26,7 +28,8 @@
   }
 
   function columnsOf() {
-    const time = (row, seconds) => seconds && `${view.table.rows.is_exact[row] ? "" : "~"}${durationText(seconds)}`;
+    const time = (row, seconds) =>
+      seconds && `${view.table.rows.is_exact[row] ? "" : "~"}${durationText(seconds)}`;
     const column = (key, title, from, of, cell, width = "78px") => ({
       key,
       title,
@@ -38,8 +41,21 @@
     });
     const text = (words) => (_, number) => words(number);
     const all = [
-      { key: "type", title: "Type", from: 840, width: "minmax(70px, 120px)", sortKey: (r) => types[r], cell: (r) => types[r] },
-      column("calls", "Calls", 530, (row) => view.table.rows.calls[row], text((n) => String(Number(n.toPrecision(4))))),
+      {
+        key: "type",
+        title: "Type",
+        from: 840,
+        width: "minmax(70px, 120px)",
+        sortKey: (r) => types[r],
+        cell: (r) => types[r],
+      },
+      column(
+        "calls",
+        "Calls",
+        530,
+        (row) => view.table.rows.calls[row],
+        text((n) => String(Number(n.toPrecision(4)))),
+      ),
       column("self", "Itself", 0, (row) => sum("self_time", row), selfCell, "104px"),
       column("time", "Time", 0, (row) => sum("time", row), time),
       column("flops", "FLOPs", 440, (row) => sum("flops", row), text(countText)),
@@ -48,7 +64,13 @@
       column("recompute", "Recompute", 1010, (row) => part("time", "recompute", row), time),
       column("kept", "Kept", 930, (row) => view.table.rows.activation_bytes[row], text(sizeText)),
       column("peak", "Peak", 1100, (row) => view.table.rows.peak_bytes[row], text(sizeText)),
-      column("parameters", "Parameters", 1190, (row) => parameters[row], text((n) => n.toLocaleString("en"))),
+      column(
+        "parameters",
+        "Parameters",
+        1190,
+        (row) => parameters[row],
+        text((n) => n.toLocaleString("en")),
+      ),
     ];
     return all.filter(({ sortKey }) => paths.some((_, row) => sortKey(row)));
   }
@@ -68,10 +90,13 @@
     isWanted: ({ from }, width) => width >= from,
     nameCell: (row, isFlat, isFolded) => [
       element("b", { class: "name" }, isFlat ? paths[row] : nameOf(row)),
-      isFolded ? element("small", {}, `${(tree.last[row] - row).toLocaleString("en")} inside`) : null,
+      isFolded
+        ? element("small", {}, `${(tree.last[row] - row).toLocaleString("en")} inside`)
+        : null,
     ],
     chosen: () => view.row,
-    say: (shown) => (shown.length < paths.length ? `${shown.length} of ` : "") + counted(paths.length, "module"),
+    say: (shown) =>
+      (shown.length < paths.length ? `${shown.length} of ` : "") + counted(paths.length, "module"),
     onChoose: chosen,
     onEnter() {
       openDrawer();
@@ -110,20 +135,49 @@
   function drawPane() {
     const { row } = view;
     const { rows } = view.table;
-    const about = [types[row], rows.calls[row] ? counted(Number(rows.calls[row].toPrecision(4)), "call") : "never called"];
+    const about = [
+      types[row],
+      rows.calls[row] ? counted(Number(rows.calls[row].toPrecision(4)), "call") : "never called",
+    ];
     const line = (name, text, ...numbers) => [name, ...numbers.map((number) => text(number))];
     const phases = PHASES.filter((phase) => part("time", phase, row) || part("flops", phase, row));
     const lines = [
-      ...phases.map((phase) => line(`Time, ${phase}`, durationText, part("time", phase, row), part("self_time", phase, row))),
-      ...phases.map((phase) => line(`FLOPs, ${phase}`, countText, part("flops", phase, row), part("self_flops", phase, row))),
-      line("Kept for backward", sizeText, rows.activation_bytes[row], rows.self_activation_bytes[row]),
+      ...phases.map((phase) =>
+        line(
+          `Time, ${phase}`,
+          durationText,
+          part("time", phase, row),
+          part("self_time", phase, row),
+        ),
+      ),
+      ...phases.map((phase) =>
+        line(
+          `FLOPs, ${phase}`,
+          countText,
+          part("flops", phase, row),
+          part("self_flops", phase, row),
+        ),
+      ),
+      line(
+        "Kept for backward",
+        sizeText,
+        rows.activation_bytes[row],
+        rows.self_activation_bytes[row],
+      ),
       line("Peak", sizeText, rows.peak_bytes[row], 0),
       line("Parameters", (n) => (n ? n.toLocaleString("en") : ""), parameters[row], 0),
     ].filter(([, ...texts]) => texts.some(Boolean));
     const all = sum("time", 0);
-    const share = all ? `${shareText(sum("time", row) / all)} of the model’s time, ${shareText(sum("self_time", row) / all)} by itself.` : "";
-    const spread = rows.spread[row] ? ` Half of the passes lie within ${durationText(rows.spread[row])}.` : "";
-    const rough = rows.is_exact[row] ? "" : "Its calls are so short that hooks may add a tenth or more to its time (~).";
+    const share = all
+      ? `${shareText(sum("time", row) / all)} of the model’s time, ` +
+        `${shareText(sum("self_time", row) / all)} by itself.`
+      : "";
+    const spread = rows.spread[row]
+      ? ` Half of the passes lie within ${durationText(rows.spread[row])}.`
+      : "";
+    const rough = rows.is_exact[row]
+      ? ""
+      : "Its calls are so short that hooks may add a tenth or more to its time (~).";
     const head = paneHead(paths[row], about, { onClose: close, copies: true });
     const body = element(
       "div",
@@ -131,7 +185,9 @@
       rough ? callout("note", rough) : null,
       element("p", { class: "quiet" }, share + spread),
       smallTable(["Cost", "With those inside", "Itself"], lines),
-      aliases[row].length ? element("p", { class: "quiet" }, `also ${aliases[row].join(", ")}`) : null,
+      aliases[row].length
+        ? element("p", { class: "quiet" }, `also ${aliases[row].join(", ")}`)
+        : null,
     );
     byId("pane").replaceChildren(head, body);
   }
@@ -168,14 +224,23 @@
           },
         },
         element("span"),
-        element("strong", {}, broken(paths[row]), " ", element("small", { class: "quiet" }, types[row])),
+        element(
+          "strong",
+          {},
+          broken(paths[row]),
+          " ",
+          element("small", { class: "quiet" }, types[row]),
+        ),
         element("span", { class: "number" }, shareText(all ? seconds / all : 0)),
         element("span", { class: "why" }, phases.join(", ")),
       );
     });
     byId("findings").replaceChildren(...items.map((item) => element("li", {}, item)));
-    byId("tally").textContent = "the modules that cost most by themselves, of the time in the model";
-    byId("totals").replaceChildren(numbersList(view.table.totals.map(([name, text]) => [name, text, false, text.length > 18])));
+    byId("tally").textContent =
+      "the modules that cost most by themselves, of the time in the model";
+    byId("totals").replaceChildren(
+      numbersList(view.table.totals.map(([name, text]) => [name, text, false, text.length > 18])),
+    );
     byId("notices").replaceChildren(...view.table.notes.map((note) => element("li", {}, note)));
     byId("notices").hidden = !view.table.notes.length;
     pressFinding(costly().indexOf(view.row));
@@ -191,20 +256,34 @@
   }
 
   const hasCost = (node, of) => of(node) || node.children.some((inner) => hasCost(inner, of));
-  const costs = Object.entries(COSTS).filter(([cost]) => cost === "seconds" || hasCost(top, (node) => [node[cost]].flat().some(Boolean)));
-  const phases = PHASES.map((phase, place) => [place, phase]).filter(([place]) => hasCost(top, (node) => node.seconds[place]));
+  const costs = Object.entries(COSTS).filter(
+    ([cost]) => cost === "seconds" || hasCost(top, (node) => [node[cost]].flat().some(Boolean)),
+  );
+  const phases = PHASES.map((phase, place) => [place, phase]).filter(([place]) =>
+    hasCost(top, (node) => node.seconds[place]),
+  );
   const redrawFlame = () => flame.show(byId("cost").value, Number(byId("phase").value));
   fill("cost", costs, "seconds", redrawFlame);
   fill("phase", [[-1, "all"], ...phases], "-1", redrawFlame);
-  fill("numbers", core.tables.map(({ name }, place) => [place, name]), String(core.tables.length - 1), (event) => {
-    view.table = core.tables[Number(event.target.value)];
-    showCosts();
-    table.layOut();
-    drawPane();
-  });
+  fill(
+    "numbers",
+    core.tables.map(({ name }, place) => [place, name]),
+    String(core.tables.length - 1),
+    (event) => {
+      view.table = core.tables[Number(event.target.value)];
+      showCosts();
+      table.layOut();
+      drawPane();
+    },
+  );
   byId("numbers-label").hidden = core.tables.length < 2;
   document.addEventListener("keydown", (event) =>
-    answerKey(event, { findings: costly(), view, onFinding: (index) => chosen(costly()[index]), onEscape: close }),
+    answerKey(event, {
+      findings: costly(),
+      view,
+      onFinding: (index) => chosen(costly()[index]),
+      onEscape: close,
+    }),
   );
   onTheme(flame.draw);
   new ResizeObserver(flame.draw).observe(byId("flame").parentElement);

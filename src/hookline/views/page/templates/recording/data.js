@@ -62,7 +62,12 @@ function tableOf(core, pass) {
 function normOf({ values }, value) {
   if (value === undefined) return null;
   const { numel, std, mean, bad } = values;
-  return normOfNumbers({ numel: numel[value], std: std[value], mean: mean[value], bad: bad[value] ?? 0 });
+  return normOfNumbers({
+    numel: numel[value],
+    std: std[value],
+    mean: mean[value],
+    bad: bad[value] ?? 0,
+  });
 }
 const normOfNumbers = ({ numel, std, mean, bad }) =>
   std === null || std === undefined ? null : Math.sqrt((numel - bad) * (std ** 2 + mean ** 2));
@@ -80,13 +85,17 @@ function barsOf(text, place) {
 // Take measured columns of some values into the core.
 function takeMeasured(core, at, columns) {
   const { values } = core;
-  const hist = [...(values.histList ??= values.row.map((_, k) => values.hist.substr(k * BINS, BINS)))];
+  const hist = [
+    ...(values.histList ??= values.row.map((_, k) => values.hist.substr(k * BINS, BINS))),
+  ];
   at.forEach((value, place) => {
-    for (const name of ["mean", "std", "min", "max", "zeros"]) values[name][value] = columns[name][place];
+    for (const name of ["mean", "std", "min", "max", "zeros"])
+      values[name][value] = columns[name][place];
     hist[value] = columns.hist.substr(place * BINS, BINS);
     values.waiting.delete(value);
   });
   values.histList = hist;
   values.hist = hist.join("");
-  for (const name of ["bad", "leaves", "problem", "parts", "range"]) Object.assign(values[name], columns[name]);
+  for (const name of ["bad", "leaves", "problem", "parts", "range"])
+    Object.assign(values[name], columns[name]);
 }

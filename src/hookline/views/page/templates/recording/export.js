@@ -18,8 +18,11 @@ function treeSvg({ core, view, shown, wires, joins, columns, isFlat }) {
   );
   const names = shown.map((row) => (isFlat ? rows.label[row] : rows.name[row]));
   const indent = (row) => (isFlat ? 0 : 12 * (rows.level[row] - 1));
-  const nameWidth = Math.max(...shown.map((row, k) => indent(row) + 7.2 * names[k].length), 60) + 20;
-  const starts = widths.map((_, k) => left + nameWidth + widths.slice(0, k).reduce((a, b) => a + b, 0));
+  const nameWidth =
+    Math.max(...shown.map((row, k) => indent(row) + 7.2 * names[k].length), 60) + 20;
+  const starts = widths.map(
+    (_, k) => left + nameWidth + widths.slice(0, k).reduce((a, b) => a + b, 0),
+  );
   const width = left + nameWidth + widths.reduce((a, b) => a + b, 0);
   const x = left - 8;
   const y = (place) => LINE * (place + 1.5);
@@ -37,11 +40,17 @@ function treeSvg({ core, view, shown, wires, joins, columns, isFlat }) {
   );
   for (const [start, end, lane] of wires) {
     const side = x - 8 * lane;
+    const [top, foot] = [y(start), y(end)];
     const path = lane
-      ? `M${x} ${y(start)}Q${side} ${y(start)} ${side} ${y(start) + 10}V${y(end) - 10}Q${side} ${y(end)} ${x} ${y(end)}`
-      : `M${x} ${y(start)}V${y(end)}`;
+      ? `M${x} ${top}Q${side} ${top} ${side} ${top + 10}V${foot - 10}Q${side} ${foot} ${x} ${foot}`
+      : `M${x} ${top}V${foot}`;
     svg.append(
-      shape("path", { d: path, fill: "none", stroke: ink(lane ? "ink-3" : "line-strong"), "stroke-width": 1.5 }),
+      shape("path", {
+        d: path,
+        fill: "none",
+        stroke: ink(lane ? "ink-3" : "line-strong"),
+        "stroke-width": 1.5,
+      }),
     );
   }
   shown.forEach((row, place) => {
@@ -49,7 +58,9 @@ function treeSvg({ core, view, shown, wires, joins, columns, isFlat }) {
     svg.append(
       shape("circle", { cx: x, cy: y(place), r: 3.5, fill }),
       shape("text", { x: left + indent(row), y: y(place) + 4 }, names[place]),
-      ...table[place].map((text, k) => shape("text", { x: starts[k], y: y(place) + 4, fill: ink("ink-2") }, text)),
+      ...table[place].map((text, k) =>
+        shape("text", { x: starts[k], y: y(place) + 4, fill: ink("ink-2") }, text),
+      ),
     );
   });
   for (const place of joins) {

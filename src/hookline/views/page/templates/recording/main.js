@@ -1,4 +1,5 @@
-// The page of a recording: findings and strip are drawn first, one frame later the tree and the pane.
+// The page of a recording: findings and strip are drawn first, one frame later the tree and the
+// pane.
 
 (async () => {
   const core = readCore(await unpack(byId("core").textContent));
@@ -18,7 +19,8 @@
     pass: core.passes.at(-1) ?? 0,
     table: null,
     columns: keptColumns(),
-    choice: { sample: 0, order: "largest", first: 0, part: 0 }, // of the maps in the pane
+    // of the maps in the pane
+    choice: { sample: 0, order: "largest", first: 0, part: 0, form: "places" },
   };
   view.table = tableOf(core, view.pass);
 
@@ -43,7 +45,8 @@
   const position = keptPosition();
   if (position) tree.restoreFolds(position.folded);
   byId("search").value = address.get("q") ?? "";
-  if (address.get("sort")) tree.setSort({ key: address.get("sort"), isDown: address.get("up") === null });
+  if (address.get("sort"))
+    tree.setSort({ key: address.get("sort"), isDown: address.get("up") === null });
   tree.search(byId("search").value);
   offerPasses();
   offerTokens();
@@ -64,7 +67,8 @@
     const worst = view.findings[0];
     if (byId("search").value) {
       if (tree.shown.length) choose(tree.shown[0], { notes: false });
-    } else if (worst && worst.level !== "note" && worst.row !== null) chooseFinding(0, { opens: false });
+    } else if (worst && worst.level !== "note" && worst.row !== null)
+      chooseFinding(0, { opens: false });
     else if (rows.name.length) choose(core.trunk[0] ?? 0, { opens: false, notes: false });
   }
 
@@ -110,7 +114,8 @@
     view.findings = answer.findings ?? [];
     const rank = { error: 3, warning: 2 };
     for (const { row, level } of view.findings) {
-      if (row !== null && (rank[level] ?? 0) > (rank[view.levels[row]] ?? 0)) view.levels[row] = level;
+      if (row !== null && (rank[level] ?? 0) > (rank[view.levels[row]] ?? 0))
+        view.levels[row] = level;
     }
     if (answer.findings) showFindings(answer, (index) => chooseFinding(index));
   }
@@ -119,7 +124,8 @@
   async function findEdges() {
     const { pass } = view;
     core.flow ??= {};
-    if (isServed && !core.flow[pass] && !values.waiting.size) core.flow[pass] = await fetchJson(`flow?pass=${pass}`);
+    if (isServed && !core.flow[pass] && !values.waiting.size)
+      core.flow[pass] = await fetchJson(`flow?pass=${pass}`);
     view.edges = core.flow[pass] ?? [];
     if (view.edges.length && view.pass === pass) tree.layOut();
   }
@@ -140,7 +146,9 @@
   function offerTokens() {
     const tokens = makeTokens(byId("tokens"), {
       ask: async (sample) =>
-        isServed ? fetchJson(`tokens?pass=${view.pass}&sample=${sample}`) : (core.norms ?? {})[view.pass],
+        isServed
+          ? fetchJson(`tokens?pass=${view.pass}&sample=${sample}`)
+          : (core.norms ?? {})[view.pass],
       onChoose: (row) => row !== view.row && chosen(row, { notes: false }),
     });
     const has = (pass) => core.tokens.includes(pass) && (isServed || Boolean(core.norms?.[pass]));
@@ -154,7 +162,9 @@
 
   function offerPasses() {
     byId("pass-choice").hidden = core.passes.length < 2;
-    byId("pass").replaceChildren(...core.passes.map((pass) => element("option", { value: pass }, String(pass))));
+    byId("pass").replaceChildren(
+      ...core.passes.map((pass) => element("option", { value: pass }, String(pass))),
+    );
     byId("pass").value = String(view.pass);
     byId("pass").addEventListener("change", () => showPass(Number(byId("pass").value)));
   }
@@ -225,7 +235,9 @@
     tree.refresh();
   }
   byId("own").addEventListener("change", (event) => takeOwn(event.target.files[0]));
-  byId("save-svg").addEventListener("click", () => saveText("tree.svg", tree.svg(), "image/svg+xml"));
+  byId("save-svg").addEventListener("click", () =>
+    saveText("tree.svg", tree.svg(), "image/svg+xml"),
+  );
 
   // -- the address: what is searched, sorted and chosen -----------------------------------------
 
@@ -239,7 +251,10 @@
     const isLast = view.pass === core.passes.at(-1);
     let at = "";
     try {
-      at = view.row < 0 ? "" : `#at=${encodeURIComponent(rows.label[view.row])}${isLast ? "" : `&pass=${view.pass}`}`;
+      at =
+        view.row < 0
+          ? ""
+          : `#at=${encodeURIComponent(rows.label[view.row])}${isLast ? "" : `&pass=${view.pass}`}`;
     } catch {
       /* a name that no address can hold */
     }
@@ -346,7 +361,12 @@
   // -- the keyboard, the window ------------------------------------------------------------------
 
   document.addEventListener("keydown", (event) =>
-    answerKey(event, { findings: view.findings, view, onFinding: chooseFinding, onEscape: closePane }),
+    answerKey(event, {
+      findings: view.findings,
+      view,
+      onFinding: chooseFinding,
+      onEscape: closePane,
+    }),
   );
 
   function redraw() {

@@ -4,12 +4,14 @@
 function parseNumbers(text) {
   const pairs = /^\s*[[{]/.test(text) ? pairsOfJson(JSON.parse(text)) : pairsOfLines(text);
   const numbers = new Map();
-  for (const [site, number] of pairs) if (Number.isFinite(number)) numbers.set(String(site).trim(), number);
+  for (const [site, number] of pairs)
+    if (Number.isFinite(number)) numbers.set(String(site).trim(), number);
   return numbers;
 }
 
 function pairsOfJson(data) {
-  if (!Array.isArray(data)) return Object.entries(data).map(([site, number]) => [site, Number(number)]);
+  if (!Array.isArray(data))
+    return Object.entries(data).map(([site, number]) => [site, Number(number)]);
   return data.map((row) => {
     const parts = Array.isArray(row) ? row : Object.values(row);
     const site = parts.find((part) => typeof part === "string");
@@ -22,7 +24,10 @@ const pairsOfLines = (text) =>
   text.split(/\r?\n/).map((line) => {
     const place = Math.max(line.lastIndexOf(","), line.lastIndexOf("\t"), line.lastIndexOf(";"));
     const number = line.slice(place + 1).trim();
-    return [line.slice(0, place).replace(/^"|"$/g, ""), place < 0 || !number ? NaN : Number(number)];
+    return [
+      line.slice(0, place).replace(/^"|"$/g, ""),
+      place < 0 || !number ? NaN : Number(number),
+    ];
   });
 
 // The numbers by row, and the scale of their colours; `missing` sites have no row.
@@ -30,7 +35,8 @@ function numbersOfRows(core, numbers) {
   const byRow = new Map();
   let missing = 0;
   for (const [site, number] of numbers) {
-    const row = core.rowOfLabel.get(site.replace(/:output$/, "")) ?? core.rowOfLabel.get(`${site}#0`);
+    const row =
+      core.rowOfLabel.get(site.replace(/:output$/, "")) ?? core.rowOfLabel.get(`${site}#0`);
     if (row === undefined) missing += 1;
     else byRow.set(row, number);
   }

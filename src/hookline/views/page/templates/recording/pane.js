@@ -16,6 +16,11 @@ const ORDERS = [
   ["max", "by maximum"],
 ];
 
+const FORMS = [
+  ["places", "at their patches"],
+  ["table", "as a table"],
+];
+
 function makePane(host, core, view, { onClose, onStale }) {
   const { rows, values } = core;
   const isServed = state !== undefined;
@@ -37,22 +42,40 @@ function makePane(host, core, view, { onClose, onStale }) {
         element(
           "p",
           { class: "quiet" },
-          isHere ? `Nothing in pass ${view.pass}. Choose another pass.` : "No value of its own was recorded here.",
+          isHere
+            ? `Nothing in pass ${view.pass}. Choose another pass.`
+            : "No value of its own was recorded here.",
         ),
       );
       return;
     }
-    const pair = [forward[row], main[row].grad_output ?? gradient[row]].filter((value) => value !== undefined);
+    const pair = [forward[row], main[row].grad_output ?? gradient[row]].filter(
+      (value) => value !== undefined,
+    );
     body.append(cardsOf(recordsOf(pair)));
-    const maps = element("div", { class: "maps" });
-    body.append(maps);
-    showMaps(maps, pair);
-    const others = [...Object.values(main[row]), ...rest[row]].filter((value) => !pair.includes(value));
+    const boxes = {
+      over: element("div", { class: "maps" }),
+      maps: element("div", { class: "maps" }),
+    };
+    body.append(boxes.over, boxes.maps);
+    showMaps(boxes, pair);
+    const others = [...Object.values(main[row]), ...rest[row]].filter(
+      (value) => !pair.includes(value),
+    );
     if (others.length) body.append(cardsOf(recordsOf(others.slice(0, 8))));
-    if (others.length > 8) body.append(element("p", { class: "quiet" }, `and ${others.length - 8} more values`));
+    if (others.length > 8)
+      body.append(element("p", { class: "quiet" }, `and ${others.length - 8} more values`));
     if (!isServed && core.view)
-      body.append(element("p", { class: "quiet" }, "All channels and samples: ", element("code", {}, core.view)));
-    if (pair.some((value) => values.waiting.has(value))) onStale(pair.find((value) => values.waiting.has(value)));
+      body.append(
+        element(
+          "p",
+          { class: "quiet" },
+          "All channels and samples: ",
+          element("code", {}, core.view),
+        ),
+      );
+    if (pair.some((value) => values.waiting.has(value)))
+      onStale(pair.find((value) => values.waiting.has(value)));
   }
 
   function headOf(row, first) {
@@ -71,7 +94,8 @@ function makePane(host, core, view, { onClose, onStale }) {
     const port = core.ports[values.port[value]];
     const leaf = values.leaf[value];
     const isWeight = port === "grad" && leaf;
-    const backward = values.backward[value] === undefined ? "" : `, backward ${values.backward[value]}`;
+    const backward =
+      values.backward[value] === undefined ? "" : `, backward ${values.backward[value]}`;
     return {
       title: (isWeight ? `Gradient of ${leaf}` : (CARD_NAMES[port] ?? port)) + backward,
       leaf: isWeight ? "" : leaf,
@@ -85,7 +109,9 @@ function makePane(host, core, view, { onClose, onStale }) {
       bars: barsOf(values.hist, value),
       range: values.range[value], // of a store's items, whose numbers are of all items
       stored: values.stored[value],
-      ...Object.fromEntries(["mean", "std", "min", "max", "zeros"].map((name) => [name, values[name][value]])),
+      ...Object.fromEntries(
+        ["mean", "std", "min", "max", "zeros"].map((name) => [name, values[name][value]]),
+      ),
     };
   }
 
@@ -118,8 +144,10 @@ function makePane(host, core, view, { onClose, onStale }) {
 
   function contentsOf(record) {
     if (record.problem) return [callout("warning", record.problem)];
-    if (record.isWaiting) return [element("p", { class: "quiet waiting" }, "Measuring…"), numbersOf(record)];
-    if (record.numel === null) return [element("p", { class: "quiet mono" }, record.shape || "no tensor")];
+    if (record.isWaiting)
+      return [element("p", { class: "quiet waiting" }, "Measuring…"), numbersOf(record)];
+    if (record.numel === null)
+      return [element("p", { class: "quiet mono" }, record.shape || "no tensor")];
     return [histogramOf(record), numbersOf(record)];
   }
 
@@ -132,10 +160,13 @@ function makePane(host, core, view, { onClose, onStale }) {
     if (low === high)
       return callout(
         "note",
-        `All ${(numel - bad).toLocaleString("en")} ${bad ? "finite " : ""}elements are ${numberText(low, 4)}.`,
+        `All ${(numel - bad).toLocaleString("en")} ${bad ? "finite " : ""}elements are ` +
+          `${numberText(low, 4)}.`,
       );
     const zero = low < 0 && high > 0 ? (240 * -low) / (high - low) : null;
-    const words = `Histogram of ${numel.toLocaleString("en")} elements from ${numberText(low, 4)} to ${numberText(high, 4)}, heights logarithmic`;
+    const ends = `from ${numberText(low, 4)} to ${numberText(high, 4)}`;
+    const many = numel.toLocaleString("en");
+    const words = `Histogram of ${many} elements ${ends}, heights logarithmic`;
     const picture = shape(
       "svg",
       {
@@ -149,7 +180,13 @@ function makePane(host, core, view, { onClose, onStale }) {
       zero === null ? null : shape("line", { x1: zero, x2: zero, y1: 0, y2: 64 }),
     );
     const about = range ? "of the items shown; log counts" : "log counts";
-    const axis = element("div", { class: "axis" }, soft(numberText(low, 3)), soft(about), soft(numberText(high, 3)));
+    const axis = element(
+      "div",
+      { class: "axis" },
+      soft(numberText(low, 3)),
+      soft(about),
+      soft(numberText(high, 3)),
+    );
     return element("div", {}, picture, axis);
   }
 
@@ -171,38 +208,64 @@ function makePane(host, core, view, { onClose, onStale }) {
 
   // -- maps --------------------------------------------------------------------------------------
 
-  async function showMaps(box, pair) {
+  async function showMaps(boxes, pair) {
     const ticket = (asked += 1);
-    const answer = isServed ? await askMaps(pair[0]) : null;
-    if (ticket !== asked) return;
-    const maps = isServed ? [answer?.own?.maps, answer?.gradient?.maps] : pair.map(embeddedMaps);
+    const answer = isServed ? await askMaps(pair[0]) : embeddedAnswer(pair);
+    if (ticket !== asked || !answer) return;
     const sets = pair
-      .map((value, index) => ({ name: nameOf(value), ink: isGradient(value) ? "bwd" : "fwd", maps: maps[index] }))
+      .map((value, index) => ({
+        name: nameOf(value),
+        ink: isGradient(value) ? "bwd" : "fwd",
+        maps: [answer.own, answer.gradient][index]?.maps,
+      }))
       .filter((set) => set.maps);
-    const choices = isServed && sets.length ? choicesOf(sets[0].maps, pair[0], () => showMaps(box, pair)) : null;
+    const ask = () => showMaps(boxes, pair);
+    const choices =
+      isServed && sets.length ? choicesOf(sets[0].maps, pair[0], answer.scores, ask) : null;
+    const over = element("div", { class: "maps" });
+    boxes.over.replaceChildren(...(answer.scores ? [scoresSection(answer.scores)] : []), over);
+    const showChannel = drawOver(over, answer.over, sets, view);
+    if (!over.children.length) over.remove();
     const redraw = () => {
-      const had = box.contains(document.activeElement) ? document.activeElement.id : "";
-      drawMaps(box, sets, view, redraw, choices);
-      if (answer?.classes) box.append(classMaps(answer.classes));
+      const had = boxes.maps.contains(document.activeElement) ? document.activeElement.id : "";
+      drawMaps(boxes.maps, sets, view, redraw, { choices, onTile: showChannel });
       if (had) byId(had)?.focus();
     };
     if (sets.length) redraw();
-    else if (answer?.own?.problem) box.replaceChildren(element("p", { class: "quiet" }, answer.own.problem));
+    else if (answer.own?.problem)
+      boxes.maps.replaceChildren(element("p", { class: "quiet" }, answer.own.problem));
     else if (!isServed && core.hasMaps)
-      box.replaceChildren(element("p", { class: "quiet" }, "Its picture did not fit into the file."));
+      boxes.maps.replaceChildren(
+        element("p", { class: "quiet" }, "Its picture did not fit into the file."),
+      );
   }
 
   const isGradient = (value) => core.ports[values.port[value]].startsWith("grad");
   const nameOf = (value) =>
     isGradient(value) ? "Gradient" : (CARD_NAMES[core.ports[values.port[value]]] ?? "Value");
 
-  // A file has the maps of 64 values in firing order in one script, which is parsed when needed.
+  // A file has what is drawn of 64 values in firing order in one script, parsed when needed.
   const scripts = new Map();
-  function embeddedMaps(value) {
-    const order = values.order[value];
+  function embedded(order, name = "") {
     const number = order >> 6;
-    if (!scripts.has(number)) scripts.set(number, JSON.parse(byId(`maps-${number}`)?.textContent ?? "{}"));
-    return scripts.get(number)[order] ?? null;
+    if (!scripts.has(number))
+      scripts.set(number, JSON.parse(byId(`maps-${number}`)?.textContent ?? "{}"));
+    return scripts.get(number)[`${order}${name}`];
+  }
+
+  // What a server would answer.
+  function embeddedAnswer([value, gradient]) {
+    const order = values.order[value];
+    const place = core.images?.[values.pass[value]];
+    return {
+      own: { maps: embedded(order) },
+      gradient: gradient === undefined ? null : { maps: embedded(values.order[gradient]) },
+      over: {
+        image: place === undefined ? "" : embedded(place, " image"),
+        sets: embedded(order, " over"),
+      },
+      scores: embedded(order, " scores"),
+    };
   }
 
   function askMaps(value) {
@@ -213,7 +276,7 @@ function makePane(host, core, view, { onClose, onStale }) {
   }
 
   // What is drawn of a value: which of its tensors, which sample, which channels in which order.
-  function choicesOf(maps, value, ask) {
+  function choicesOf(maps, value, scores, ask) {
     const { choice } = view;
     const choose = (changes) => {
       Object.assign(choice, changes);
@@ -231,19 +294,30 @@ function makePane(host, core, view, { onClose, onStale }) {
           choose,
         ),
       );
-    if (maps.samples > 1) {
+    const samples = Math.max(maps.samples, scores?.samples ?? 1);
+    if (samples > 1) {
       const input = element("input", {
         id: "maps-sample",
         type: "number",
         min: 0,
-        max: maps.samples - 1,
+        max: samples - 1,
         value: maps.sample,
-        onchange: () => choose({ sample: clamp(Math.round(Number(input.value)), 0, maps.samples - 1) }),
+        onchange: () => choose({ sample: clamp(Math.round(Number(input.value)), 0, samples - 1) }),
       });
-      box.append(element("label", {}, "Sample ", input, soft(` of ${maps.samples.toLocaleString("en")}`)));
+      box.append(
+        element("label", {}, "Sample ", input, soft(` of ${samples.toLocaleString("en")}`)),
+      );
     }
+    if (maps.form)
+      box.append(
+        menuOf("form", "Tokens", choice.form, FORMS, (change) => choose({ ...change, first: 0 })),
+      );
     if (maps.kind === "channels" && maps.of > 1) {
-      box.append(menuOf("order", "Channels", choice.order, ORDERS, (change) => choose({ ...change, first: 0 })));
+      box.append(
+        menuOf("order", "Channels", choice.order, ORDERS, (change) =>
+          choose({ ...change, first: 0 }),
+        ),
+      );
       const { length } = maps.tiles;
       if (length < maps.of) {
         const turn = (text, name, first) =>
@@ -274,25 +348,11 @@ function makePane(host, core, view, { onClose, onStale }) {
     const select = element(
       "select",
       { id: `maps-${name}`, onchange: () => choose({ [name]: select.value }) },
-      options.map(([value, text]) => element("option", { value, selected: String(value) === String(chosen) }, text)),
-    );
-    return element("label", {}, `${title} `, select);
-  }
-
-  // Grad-CAM over the input image, for both signs.
-  function classMaps({ tiles, why }) {
-    const about = tiles
-      ? "Grad-CAM over the input: each channel is weighted by the mean of its gradient, that of the scalar on which backward() was called. Of a loss, the regions that lower it speak for the class."
-      : why;
-    const pictures = (tiles ?? []).map(([source, caption]) =>
-      element(
-        "figure",
-        {},
-        element("img", { src: source, alt: `Class map: ${caption}` }),
-        element("figcaption", {}, caption[0].toUpperCase() + caption.slice(1)),
+      options.map(([value, text]) =>
+        element("option", { value, selected: String(value) === String(chosen) }, text),
       ),
     );
-    return element("section", { class: "class-maps" }, ...pictures, element("p", { class: "quiet" }, about));
+    return element("label", {}, `${title} `, select);
   }
 
   return { draw };

@@ -4,7 +4,9 @@ function showStore({ facts, origin, shards, nShards, skipped, nSkipped }) {
   const sheet = (title, ...nodes) =>
     element("details", { class: "more" }, element("summary", {}, title), ...nodes.filter(Boolean));
   const rest = (shown, all) =>
-    shown < all ? element("p", { class: "quiet" }, `and ${(all - shown).toLocaleString("en")} more`) : null;
+    shown < all
+      ? element("p", { class: "quiet" }, `and ${(all - shown).toLocaleString("en")} more`)
+      : null;
   const isRagged = shards.some(([, items, rows]) => items !== rows);
   const lines = shards.map(([file, items, rows, size]) => {
     const counts = isRagged ? [items, rows] : [items];
@@ -25,7 +27,10 @@ function showStore({ facts, origin, shards, nShards, skipped, nSkipped }) {
           )
         : null,
       sheet(counted(nShards, "shard"), smallTable(titles, lines), rest(shards.length, nShards)),
-      sheet("Origin", numbersList(origin.map(([name, text]) => [name, text, false, text.length > 12]))),
+      sheet(
+        "Origin",
+        numbersList(origin.map(([name, text]) => [name, text, false, text.length > 12])),
+      ),
     ].filter(Boolean),
   );
 }

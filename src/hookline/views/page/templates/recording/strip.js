@@ -11,7 +11,9 @@ function makeStrip(host, core, chosen, onChoose) {
 
   // The rows with an output in firing order, and the place of each.
   function lineOf(table) {
-    const line = rows.name.map((_, row) => row).filter((row) => table.main[row].output !== undefined);
+    const line = rows.name
+      .map((_, row) => row)
+      .filter((row) => table.main[row].output !== undefined);
     line.sort((a, b) => values.order[table.main[a].output] - values.order[table.main[b].output]);
     return [line, new Map(line.map((row, place) => [row, place]))];
   }
@@ -93,7 +95,16 @@ function makeStrip(host, core, chosen, onChoose) {
     const left = isNarrow ? 56 : 92;
     const [line, places] = lineOf(table);
     const step = (width - left - RIGHT) / Math.max(1, line.length);
-    plot = { table, line, places, step, left, width, isNarrow, x: (place) => left + step * (place + 0.5) };
+    plot = {
+      table,
+      line,
+      places,
+      step,
+      left,
+      width,
+      isNarrow,
+      x: (place) => left + step * (place + 0.5),
+    };
     const lanes = lanesOf(table);
     const height = TOP + lanes.reduce((sum, lane) => sum + lane.height + GAP, 0) + BOTTOM;
     plot.height = height;
@@ -131,7 +142,13 @@ function makeStrip(host, core, chosen, onChoose) {
     const { pen, x, step, height } = plot;
     pen.fillStyle = ink("sunk");
     parts.forEach(({ first, last }, index) => {
-      if (index % 2) pen.fillRect(x(first) - step / 2, TOP - 2, step * (last - first + 1), height - TOP - BOTTOM + 2);
+      if (index % 2)
+        pen.fillRect(
+          x(first) - step / 2,
+          TOP - 2,
+          step * (last - first + 1),
+          height - TOP - BOTTOM + 2,
+        );
     });
   }
 
@@ -145,11 +162,14 @@ function makeStrip(host, core, chosen, onChoose) {
     });
     const finite = heights.filter((number) => number !== null && number !== -Infinity);
     let [low, high] = lane.isLog ? [Infinity, -Infinity] : [0, 1];
-    for (const number of lane.isLog ? finite : []) [low, high] = [Math.min(low, number), Math.max(high, number)];
+    for (const number of lane.isLog ? finite : [])
+      [low, high] = [Math.min(low, number), Math.max(high, number)];
     if (high - low < 1) [low, high] = [(low + high - 1) / 2, (low + high + 1) / 2];
     const bottom = lane.y + lane.height;
     const at = (number) =>
-      number === -Infinity ? bottom : bottom - 2 - ((lane.height - 4) * (number - low)) / (high - low);
+      number === -Infinity
+        ? bottom
+        : bottom - 2 - ((lane.height - 4) * (number - low)) / (high - low);
     return { heights, at, low, high, isEmpty: !finite.length };
   }
 
@@ -191,7 +211,12 @@ function makeStrip(host, core, chosen, onChoose) {
       if (!(number > 0)) return;
       pen.fillStyle = ink(number === 1 ? "warning" : "line-strong");
       const top = at(number);
-      pen.fillRect(x(place) - Math.max(0.6, step * 0.36), top, Math.max(1, step * 0.72), lane.y + lane.height - top);
+      pen.fillRect(
+        x(place) - Math.max(0.6, step * 0.36),
+        top,
+        Math.max(1, step * 0.72),
+        lane.y + lane.height - top,
+      );
     });
   }
 
@@ -326,7 +351,12 @@ function makeStrip(host, core, chosen, onChoose) {
     for (const row of finding?.also ?? []) {
       const place = plot.places.get(row);
       if (place !== undefined)
-        pen.fillRect(x(place) - Math.max(0.5, step / 2 - 0.5), height - BOTTOM - 3, Math.max(1, step - 1), 2.5);
+        pen.fillRect(
+          x(place) - Math.max(0.5, step / 2 - 0.5),
+          height - BOTTOM - 3,
+          Math.max(1, step - 1),
+          2.5,
+        );
     }
     pen.globalAlpha = 1;
     const at = chosen.row < 0 ? undefined : placeOf(chosen.row);
@@ -381,7 +411,14 @@ function makeStrip(host, core, chosen, onChoose) {
     const { output, grad_output: gradient } = plot.table.main[row];
     const broken = (value) =>
       values.bad[value]
-        ? [" · ", element("span", { class: "error" }, `${counted(values.bad[value], "element")} not finite`)]
+        ? [
+            " · ",
+            element(
+              "span",
+              { class: "error" },
+              `${counted(values.bad[value], "element")} not finite`,
+            ),
+          ]
         : [];
     const lines = [strong(rows.label[row]), soft(` ${core.types[rows.type[row]]}`), element("br")];
     lines.push(
@@ -392,7 +429,12 @@ function makeStrip(host, core, chosen, onChoose) {
       ...broken(output),
     );
     if (gradient !== undefined)
-      lines.push(element("br"), soft("gradient norm "), numberText(normOf(core, gradient)), ...broken(gradient));
+      lines.push(
+        element("br"),
+        soft("gradient norm "),
+        numberText(normOf(core, gradient)),
+        ...broken(gradient),
+      );
     return lines;
   }
 

@@ -7,7 +7,8 @@ function columnsOf(core, view) {
   const { rows, values } = core;
   const forward = (row) => view.table.forward[row];
   const gradient = (row) => view.table.gradient[row];
-  const number = (name) => (row) => (forward(row) === undefined ? null : (values[name][forward(row)] ?? null));
+  const number = (name) => (row) =>
+    forward(row) === undefined ? null : (values[name][forward(row)] ?? null);
   const ofNumber = (key, title, width = "66px") => ({
     key,
     title,
@@ -18,19 +19,31 @@ function columnsOf(core, view) {
   });
   const text = (key, title, width, of) => ({ key, title, width, sortKey: of, cell: of });
   const bad = (row) =>
-    forward(row) === undefined || values.waiting.has(forward(row)) ? null : (values.bad[forward(row)] ?? 0);
+    forward(row) === undefined || values.waiting.has(forward(row))
+      ? null
+      : (values.bad[forward(row)] ?? 0);
   const list = [
     text("type", "Type", "minmax(70px, 110px)", (row) => core.types[rows.type[row]]),
     {
-      ...text("shape", "Shape", "minmax(86px, 124px)", (row) => shapeText(core, forward(row) ?? gradient(row))),
+      ...text("shape", "Shape", "minmax(86px, 124px)", (row) =>
+        shapeText(core, forward(row) ?? gradient(row)),
+      ),
       sortKey: (row) => values.numel[forward(row) ?? gradient(row)] ?? null,
       isNumber: true,
       isLeft: true,
     },
-    text("dtype", "Dtype", "70px", (row) => core.dtypes[values.dtype[forward(row) ?? gradient(row)]] ?? ""),
+    text(
+      "dtype",
+      "Dtype",
+      "70px",
+      (row) => core.dtypes[values.dtype[forward(row) ?? gradient(row)]] ?? "",
+    ),
     { key: "bars", title: "Values", width: "48px", cell: (row) => spark(core, forward(row)) },
     ofNumber("mean", "Mean"),
-    { ...ofNumber("std", "Std"), cell: (row) => numberText(number("std")(row)) || (bad(row) ? "NaN" : "") },
+    {
+      ...ofNumber("std", "Std"),
+      cell: (row) => numberText(number("std")(row)) || (bad(row) ? "NaN" : ""),
+    },
     ofNumber("min", "Min"),
     ofNumber("max", "Max"),
     { ...ofNumber("zeros", "Zeros"), cell: (row) => zerosCell(number("zeros")(row)) },
@@ -70,23 +83,32 @@ function columnsOf(core, view) {
     });
   if (view.own) {
     const mark = (row) =>
-      element("i", { class: "own-mark", style: `--mark: ${view.own.colourOf(row)}`, "aria-hidden": "true" });
+      element("i", {
+        class: "own-mark",
+        style: `--mark: ${view.own.colourOf(row)}`,
+        "aria-hidden": "true",
+      });
     list.unshift({
       key: "own",
       title: "Yours",
       width: "82px",
       isNumber: true,
       sortKey: (row) => view.own.byRow.get(row) ?? null,
-      cell: (row) => (view.own.byRow.has(row) ? [mark(row), numberText(view.own.byRow.get(row))] : ""),
+      cell: (row) =>
+        view.own.byRow.has(row) ? [mark(row), numberText(view.own.byRow.get(row))] : "",
     });
   }
   const hasGradients = core.ports.some((port) => port.startsWith("grad"));
   const hasTypes = core.types.some(Boolean); // a store has none
-  return list.filter(({ key }) => (key !== "gradient" || hasGradients) && (key !== "type" || hasTypes));
+  return list.filter(
+    ({ key }) => (key !== "gradient" || hasGradients) && (key !== "type" || hasTypes),
+  );
 }
 
 const shapeText = (core, value) =>
-  value === undefined ? "" : core.shapes[core.values.shape[value]].replaceAll(", ", "×").replace(/^\[(.*)\]$/, "$1");
+  value === undefined
+    ? ""
+    : core.shapes[core.values.shape[value]].replaceAll(", ", "×").replace(/^\[(.*)\]$/, "$1");
 
 function barsPath(bars, width, height) {
   const step = width / bars.length;
@@ -112,7 +134,9 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
   const { rows, values } = core;
   const searched = rows.label.map((label, row) => {
     const ports = new Set(values.of[row].map((value) => core.ports[values.port[value]]));
-    const names = [...ports].map((port) => (port === "output" ? label : `${rows.path[row]}:${port}`));
+    const names = [...ports].map((port) =>
+      port === "output" ? label : `${rows.path[row]}:${port}`,
+    );
     const leaves = values.of[row].map((value) => values.leaf[value] ?? "");
     return [label, rows.alias[row] ?? "", ...names, ...leaves].join(" ").toLowerCase();
   });
@@ -142,7 +166,12 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     onLayOut: () => rail.layOut(),
     onDraw: (first, last) => rail.draw(first, last),
   });
-  const layout = () => ({ shown: table.shown, places: table.places, folded: table.folded, isFlat: table.isFlat });
+  const layout = () => ({
+    shown: table.shown,
+    places: table.places,
+    folded: table.folded,
+    isFlat: table.isFlat,
+  });
   const rail = makeRail(table.grid, core, view, layout);
 
   function nameCell(row, isFlat, isFolded) {
@@ -162,16 +191,22 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
   function isWanted({ key }, width) {
     if (key === "own") return true;
     if (view.columns) return view.columns.includes(key);
-    const isLeftOut = (width < 520 && ["type", "shape", "bars"].includes(key)) || (width < 640 && key === "type");
+    const isLeftOut =
+      (width < 520 && ["type", "shape", "bars"].includes(key)) || (width < 640 && key === "type");
     return USUAL_COLUMNS.includes(key) && !isLeftOut;
   }
 
   // A value without numbers says why, in the place of its first numbers.
   function problemOf(row, column) {
     const problem = values.problem[view.table.forward[row]];
-    if (!problem || ["type", "dtype", "gradient", "order", "own"].includes(column.key)) return undefined;
+    if (!problem || ["type", "dtype", "gradient", "order", "own"].includes(column.key))
+      return undefined;
     if (column.key !== "std" && column.key !== "shape") return "";
-    return element("span", { class: "problem", title: problem }, column.key === "std" ? "none" : problem);
+    return element(
+      "span",
+      { class: "problem", title: problem },
+      column.key === "std" ? "none" : problem,
+    );
   }
 
   function classOf(row) {
@@ -179,7 +214,8 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     if (values.bad[view.table.forward[row]]) classes.push("is-bad");
     if (values.bad[view.table.gradient[row]]) classes.push("is-bad-backward");
     const finding = view.findings[view.finding];
-    if (finding?.also.includes(row)) classes.push(finding.level === "note" ? "also quietly" : "also");
+    if (finding?.also.includes(row))
+      classes.push(finding.level === "note" ? "also quietly" : "also");
     return classes.join(" ");
   }
 
@@ -188,10 +224,15 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     if (rows.name.length < 90) return;
     const open = new Set();
     for (const { row, level } of view.findings) {
-      for (let at = level === "note" || row === null ? -1 : rows.parent[row]; at >= 0; at = rows.parent[at])
+      for (
+        let at = level === "note" || row === null ? -1 : rows.parent[row];
+        at >= 0;
+        at = rows.parent[at]
+      )
         open.add(at);
     }
-    for (const row of core.trunk) if (rows.children[row].length && !open.has(row)) table.folded.add(row);
+    for (const row of core.trunk)
+      if (rows.children[row].length && !open.has(row)) table.folded.add(row);
   }
 
   // What is shown, as an SVG.
@@ -200,7 +241,14 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     const plain = others
       .filter(({ key }) => key !== "bars")
       .map((column) => ({ ...column, cell: (row) => column.cell({ key: row }) }));
-    return treeSvg({ core, view, shown: table.shown, ...rail.drawn(), columns: plain, isFlat: table.isFlat });
+    return treeSvg({
+      core,
+      view,
+      shown: table.shown,
+      ...rail.drawn(),
+      columns: plain,
+      isFlat: table.isFlat,
+    });
   }
 
   return Object.assign(table, {
@@ -212,7 +260,8 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     },
     restoreFolds(labels) {
       table.folded.clear();
-      for (const label of labels) if (core.rowOfLabel.has(label)) table.folded.add(core.rowOfLabel.get(label));
+      for (const label of labels)
+        if (core.rowOfLabel.has(label)) table.folded.add(core.rowOfLabel.get(label));
       table.layOut();
     },
     columns: () => columns,
@@ -292,8 +341,10 @@ function makeRail(grid, core, view, layout) {
       } else pen.lineTo(x, y(end));
       pen.stroke();
     }
-    for (let place = first; place < last; place += 1) if (knots.has(place)) knot(pen, x, y(place), shown[place]);
-    for (let place = first; place < last; place += 1) if (joins.has(place)) plus(pen, x, y(place) - ROW / 2);
+    for (let place = first; place < last; place += 1)
+      if (knots.has(place)) knot(pen, x, y(place), shown[place]);
+    for (let place = first; place < last; place += 1)
+      if (joins.has(place)) plus(pen, x, y(place) - ROW / 2);
   }
 
   function knot(pen, x, y, row) {
@@ -302,7 +353,13 @@ function makeRail(grid, core, view, layout) {
     if (rows.children[row].length) pen.roundRect(x - 4, y - 4, 8, 8, 2);
     else pen.arc(x, y, 3, 0, 7);
     const isZero = values.zeros[value] === 1;
-    const name = values.bad[value] ? "error" : row === view.row ? "accent" : isZero ? "warning" : "ink-3";
+    const name = values.bad[value]
+      ? "error"
+      : row === view.row
+        ? "accent"
+        : isZero
+          ? "warning"
+          : "ink-3";
     pen.fillStyle = view.own?.colourOf(row) ?? ink(name);
     pen.fill();
   }

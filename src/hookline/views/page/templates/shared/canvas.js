@@ -1,4 +1,5 @@
-// Drawing: canvases as sharp as the screen, maps of numbers in colours, and the text at the pointer.
+// Drawing: canvases as sharp as the screen, maps of numbers in colours, and the text at the
+// pointer.
 
 // The page's colours for a canvas, which does not know light-dark(): a probe resolves them.
 const inks = {};
@@ -21,7 +22,8 @@ function onTheme(redraw) {
   system.addEventListener("change", again);
 }
 const families = {};
-const family = (name) => (families[name] ??= getComputedStyle(document.body).getPropertyValue(`--${name}`).trim());
+const family = (name) =>
+  (families[name] ??= getComputedStyle(document.body).getPropertyValue(`--${name}`).trim());
 
 function canvasOf(width, height, attributes = { "aria-hidden": "true" }) {
   const canvas = element("canvas", attributes);
@@ -74,7 +76,8 @@ function pixelsOf(numbers, height, width, [low, high], kind) {
     if (number === NONE) continue;
     let colour;
     if (number === ZERO) colour = zero;
-    else if (Number.isNaN(number)) colour = broken[((index % width) + Math.floor(index / width)) & 1];
+    else if (Number.isNaN(number))
+      colour = broken[((index % width) + Math.floor(index / width)) & 1];
     else {
       const place = 3 * Math.round(255 * clamp((number - low) / (high - low || 1), 0, 1));
       colour = colours.subarray(place, place + 3);
@@ -119,7 +122,9 @@ function decoded({ q, lo, hi }, bits) {
 const GLYPHS = {
   error: "M6 1a5 5 0 1 0 0 10A5 5 0 0 0 6 1Z",
   warning: "M6 1.2 11.2 10.6H.8Z",
-  note: "M6 2.2a3.8 3.8 0 1 0 0 7.6 3.8 3.8 0 0 0 0-7.6Zm0 1.4a2.4 2.4 0 1 1 0 4.8 2.4 2.4 0 0 1 0-4.8Z",
+  note:
+    "M6 2.2a3.8 3.8 0 1 0 0 7.6 3.8 3.8 0 0 0 0-7.6Z" +
+    "m0 1.4a2.4 2.4 0 1 1 0 4.8 2.4 2.4 0 0 1 0-4.8Z",
   fine: "M1.6 6.4 4.6 9.4 10.4 3 9.3 2 4.5 7.2 2.6 5.3Z",
 };
 const glyph = (level) =>

@@ -16,14 +16,17 @@ function oklch(lightness, chroma, hue) {
   if (chroma > 0.002 && linear.some((part) => part < -0.0005 || part > 1.0005))
     return oklch(lightness, 0.93 * chroma, hue);
   return linear.map((part) =>
-    Math.round(255 * clamp(part <= 0.0031308 ? 12.92 * part : 1.055 * part ** (1 / 2.4) - 0.055, 0, 1)),
+    Math.round(
+      255 * clamp(part <= 0.0031308 ? 12.92 * part : 1.055 * part ** (1 / 2.4) - 0.055, 0, 1),
+    ),
   );
 }
 
 // The colour of a share from -1 to 1 of the largest size.
 function signedColour(share) {
   const size = Math.min(Math.abs(share), 1) ** 0.9;
-  if (isDark()) return oklch(0.27 + 0.53 * size, 0.14 * Math.min(1, 1.15 * size), share < 0 ? 245 : 55);
+  if (isDark())
+    return oklch(0.27 + 0.53 * size, 0.14 * Math.min(1, 1.15 * size), share < 0 ? 245 : 55);
   return oklch(0.975 - 0.5 * size, 0.145 * Math.min(1, 1.2 * size), share < 0 ? 255 : 42);
 }
 const cssColour = ([red, green, blue]) => `rgb(${red} ${green} ${blue})`;

@@ -6,11 +6,16 @@ function fill(node, attributes, children) {
     else if (value !== null && value !== undefined && value !== false)
       node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
+  node.append(
+    ...children
+      .flat(Infinity)
+      .filter((child) => child !== null && child !== undefined && child !== ""),
+  );
   return node;
 }
 
-const element = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+const element = (tag, attributes = {}, ...children) =>
+  fill(document.createElement(tag), attributes, children);
 const shape = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
@@ -39,7 +44,8 @@ function ratioText(ratio) {
   return `1 ${ratio < 1 ? "−" : "+"} ${gap.toExponential(0).replace("e-", "e−")}`;
 }
 
-const counted = (number, noun, nouns = `${noun}s`) => `${number.toLocaleString("en")} ${number === 1 ? noun : nouns}`;
+const counted = (number, noun, nouns = `${noun}s`) =>
+  `${number.toLocaleString("en")} ${number === 1 ? noun : nouns}`;
 
 // A path may be broken after its dots, so that no name is cut; a decimal point is none.
 const DOTS = /(?<=[^\W\d]\.)(?=\w)|(?<=\d\.)(?=[^\W\d])|(?<=[\])]\.)(?=\w)/;

@@ -1,6 +1,10 @@
 // The findings: one line a fault, the worst first; and what never fired.
 
-const WORDS = { error: ["error", "errors"], warning: ["warning", "warnings"], note: ["note", "notes"] };
+const WORDS = {
+  error: ["error", "errors"],
+  warning: ["warning", "warnings"],
+  note: ["note", "notes"],
+};
 
 // Fill the list. `onChoose(index)` is told of a press.
 function showFindings({ findings, judged, notes }, onChoose) {
@@ -20,17 +24,29 @@ function showFindings({ findings, judged, notes }, onChoose) {
 }
 
 const fineLine = () =>
-  element("li", { class: "all-fine" }, glyph("fine"), element("span", {}, "No error and no warning."));
+  element(
+    "li",
+    { class: "all-fine" },
+    glyph("fine"),
+    element("span", {}, "No error and no warning."),
+  );
 
 function buttonOf(finding, index, onChoose) {
   const { level, text, number, why, advice, follows } = finding;
   const following =
-    follows && !/later|follow/.test(why) ? `${counted(follows, "later site follows", "later sites follow")}.` : "";
+    follows && !/later|follow/.test(why)
+      ? `${counted(follows, "later site follows", "later sites follow")}.`
+      : "";
   return element(
     "button",
     { type: "button", class: "finding", "aria-pressed": "false", onclick: () => onChoose(index) },
     glyph(level),
-    element("strong", {}, element("span", { class: "unseen" }, `${WORDS[level][0]}: `), broken(text)),
+    element(
+      "strong",
+      {},
+      element("span", { class: "unseen" }, `${WORDS[level][0]}: `),
+      broken(text),
+    ),
     element("span", { class: "number" }, number),
     element("span", { class: "why" }, broken([why, following, advice].filter(Boolean).join(" "))),
   );
@@ -42,12 +58,13 @@ function pressFinding(index) {
     .forEach((button, place) => button.setAttribute("aria-pressed", String(place === index)));
 }
 
-// Answer the keys of every page with findings: `/`, Escape, and Alt with an arrow, which goes to the
-// next finding. Return whether this key was one of them.
+// Answer the keys of every page with findings: `/`, Escape, and Alt with an arrow, which goes to
+// the next finding. Return whether this key was one of them.
 function answerKey(event, { findings, view, onFinding, onEscape }) {
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
   const isNext = event.altKey && step && findings.length;
-  if (event.key === "/" && byId("search") && !event.target.matches("input, select")) byId("search").focus();
+  if (event.key === "/" && byId("search") && !event.target.matches("input, select"))
+    byId("search").focus();
   else if (isNext) {
     const next = (view.finding + step + findings.length) % findings.length;
     view.finding = -1;
@@ -69,7 +86,12 @@ function showSilent(silent) {
     if (byId("never-fired").children.length) return;
     byId("never-fired").replaceChildren(
       ...silent.map(([site, type, why]) =>
-        element("div", {}, element("dt", {}, element("code", {}, broken(site)), " ", soft(type)), element("dd", {}, why)),
+        element(
+          "div",
+          {},
+          element("dt", {}, element("code", {}, broken(site)), " ", soft(type)),
+          element("dd", {}, why),
+        ),
       ),
     );
   };

@@ -36,7 +36,8 @@ function makeHeatMap(host, { label, about, onChoose }) {
   const size = () => [table.rows.length, table.columns.length];
   const largest = () =>
     table.values.reduce(
-      (most, number) => (Number.isFinite(number) && Math.abs(number) > most ? Math.abs(number) : most),
+      (most, number) =>
+        Number.isFinite(number) && Math.abs(number) > most ? Math.abs(number) : most,
       0,
     );
 
@@ -50,7 +51,8 @@ function makeHeatMap(host, { label, about, onChoose }) {
     };
     font(SMALL);
     const room = host.clientWidth;
-    const widest = (texts) => texts.reduce((most, text) => Math.max(most, context.measureText(text).width), 0);
+    const widest = (texts) =>
+      texts.reduce((most, text) => Math.max(most, context.measureText(text).width), 0);
     const left = Math.min(Math.ceil(widest(table.rows)) + 10, Math.floor(room * 0.4));
     const width = clamp((room - left - 2) / nColumns, 1, 46);
     const height = clamp(560 / nRows, 2, 24);
@@ -82,12 +84,20 @@ function makeHeatMap(host, { label, about, onChoose }) {
         context.fillStyle = style.borderColor; // lines, so that a cell near zero is told from none
         context.fillRect(x - 1, y - 1, width + 1, height + 1);
       }
-      context.fillStyle = Number.isFinite(number) ? cssColour(signedColour(number / most)) : "#d55e00";
+      context.fillStyle = Number.isFinite(number)
+        ? cssColour(signedColour(number / most))
+        : "#d55e00";
       context.fillRect(x, y, width - gap, height - gap);
       if (!table.marks[index]) return;
       context.fillStyle = style.color;
       context.beginPath();
-      context.arc(x + (width - gap) / 2, y + (height - gap) / 2, clamp(Math.min(width, height) / 8, 0.6, 2), 0, 7);
+      context.arc(
+        x + (width - gap) / 2,
+        y + (height - gap) / 2,
+        clamp(Math.min(width, height) / 8, 0.6, 2),
+        0,
+        7,
+      );
       context.fill();
     });
   }
@@ -117,14 +127,20 @@ function makeHeatMap(host, { label, about, onChoose }) {
 
   function shortened(context, text, room) {
     let shown = text;
-    while (shown.length > 2 && context.measureText(shown).width > room) shown = `…${shown.slice(2)}`;
+    while (shown.length > 2 && context.measureText(shown).width > room)
+      shown = `…${shown.slice(2)}`;
     return shown;
   }
 
   function place() {
     const [row, column] = at;
     const { left, top, width, height } = box;
-    frame.style.cssText = `left: ${left + column * width - 2}px; top: ${top + row * height - 2}px; width: ${width + 3}px; height: ${height + 3}px`;
+    Object.assign(frame.style, {
+      left: `${left + column * width - 2}px`,
+      top: `${top + row * height - 2}px`,
+      width: `${width + 3}px`,
+      height: `${height + 3}px`,
+    });
   }
 
   function choose(row, column, { tells = true } = {}) {

@@ -9,7 +9,8 @@ const state = document.body.dataset.state; // only a served page has one
 const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
 const system = matchMedia("(prefers-color-scheme: dark)");
-const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+const isDark = () =>
+  (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
 
 function say(text) {
   byId("live").textContent = text;
@@ -23,7 +24,10 @@ async function fetchJson(address) {
     if (response.ok) return await response.json();
     if (response.status === 403 || response.status === 421)
       say("The server was started again with another address. Open the address that it printed.");
-    else say("The server cannot answer now: its terminal says why. The page goes on as soon as it can.");
+    else
+      say(
+        "The server cannot answer now: its terminal says why. The page goes on as soon as it can.",
+      );
   } catch {
     say("hookline view has ended. Start it again to go on.");
   }
@@ -48,7 +52,8 @@ async function fetchJson(address) {
     }
   };
   const showTheme = () => (byId("theme").textContent = isDark() ? "Light" : "Dark");
-  if (remembered() === "dark" || remembered() === "light") document.documentElement.dataset.theme = remembered();
+  if (remembered() === "dark" || remembered() === "light")
+    document.documentElement.dataset.theme = remembered();
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
     remember(document.documentElement.dataset.theme);

@@ -1,12 +1,23 @@
 // The parts of every pane: its head, callouts, numbers by name, and tables of a few lines.
 
-// The head of a pane: the path with a line about it, and buttons to copy it and to close the drawer.
+// The head of a pane: the path with a line about it, and buttons to copy it and to close the
+// drawer.
 function paneHead(title, about, { onClose, copies = false }) {
-  const copy = element("button", { type: "button", class: "small", "aria-label": "Copy the selector" }, "Copy");
+  const copy = element(
+    "button",
+    { type: "button", class: "small", "aria-label": "Copy the selector" },
+    "Copy",
+  );
   copy.addEventListener("click", () => copyText(title, copy));
   const close = element(
     "button",
-    { type: "button", class: "small square close", id: "close", "aria-label": "Close", onclick: onClose },
+    {
+      type: "button",
+      class: "small square close",
+      id: "close",
+      "aria-label": "Close",
+      onclick: onClose,
+    },
     "✕",
   );
   return element(
@@ -38,7 +49,13 @@ const callout = (level, ...parts) =>
   element("div", { class: `callout ${level}-ground` }, glyph(level), element("span", {}, parts));
 
 const findingCallout = ({ level, text, why, advice }, ...more) =>
-  callout(level, element("b", {}, broken(text)), " ", broken([why, advice].filter(Boolean).join(" ")), ...more);
+  callout(
+    level,
+    element("b", {}, broken(text)),
+    " ",
+    broken([why, advice].filter(Boolean).join(" ")),
+    ...more,
+  );
 
 // Facts as [name, text, is bad, is wide]; those without a text are left out.
 const numbersList = (facts, attributes = {}) =>
@@ -62,12 +79,25 @@ const smallTable = (titles, lines) =>
   element(
     "table",
     { class: "few" },
-    element("thead", {}, element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)))),
+    element(
+      "thead",
+      {},
+      element(
+        "tr",
+        {},
+        titles.map((title) => element("th", { scope: "col" }, title)),
+      ),
+    ),
     element(
       "tbody",
       {},
       lines.map(([name, ...cells]) =>
-        element("tr", {}, element("th", { scope: "row" }, name), cells.map((cell) => element("td", {}, cell))),
+        element(
+          "tr",
+          {},
+          element("th", { scope: "row" }, name),
+          cells.map((cell) => element("td", {}, cell)),
+        ),
       ),
     ),
   );

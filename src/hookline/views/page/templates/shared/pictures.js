@@ -3,11 +3,13 @@
 const TITLES = { channels: "Channels", heads: "Heads", table: "Values" };
 
 // Draw maps of one form in an element: of a value and its gradient, or of two values and their
-// difference. `sets` are { name, ink, maps }; `choices` say which of the value is drawn.
-function drawMaps(host, sets, view, redraw, choices = null) {
+// difference. `sets` are { name, ink, maps }; `choices` say which of the value is drawn, and
+// `onTile(channel)` is told of a map that is pressed.
+function drawMaps(host, sets, view, redraw, { choices = null, onTile = null } = {}) {
   const [{ maps: base }] = sets;
   host.replaceChildren(barOf(base, view, redraw, Boolean(choices)), ...(choices ? [choices] : []));
-  for (const set of sets) host.append(...pictureOf(set, Math.max(200, host.clientWidth), view));
+  for (const set of sets)
+    host.append(...pictureOf(set, Math.max(200, host.clientWidth), view, onTile));
 }
 
 function barOf(base, view, redraw, hasChoices) {
@@ -19,7 +21,8 @@ function barOf(base, view, redraw, hasChoices) {
       ? `${size}, ${base.down}s down`
       : `${all}${base.kind === "channels" && base.order === "largest" ? ", largest first" : ""}`,
   ];
-  if (base.samples > 1 && !hasChoices) about.push(`sample ${base.sample} of ${base.samples.toLocaleString("en")}`);
+  if (base.samples > 1 && !hasChoices)
+    about.push(`sample ${base.sample} of ${base.samples.toLocaleString("en")}`);
   if (base.h !== base.rows || base.w !== base.columns) about.push(`means, ${base.h} × ${base.w}`);
   const bar = element(
     "div",
@@ -43,7 +46,9 @@ function barOf(base, view, redraw, hasChoices) {
       text,
     );
   });
-  bar.append(element("span", { class: "choice", role: "group", "aria-label": "Scale of colours" }, choices));
+  bar.append(
+    element("span", { class: "choice", role: "group", "aria-label": "Scale of colours" }, choices),
+  );
   return bar;
 }
 
@@ -55,7 +60,7 @@ function rangeOf(tiles, isSigned) {
   return isSigned ? [-most, most] : [low, high];
 }
 
-function pictureOf({ name, ink: colour, maps }, width, view) {
+function pictureOf({ name, ink: colour, maps }, width, view, onTile) {
   const { kind, tiles, bits } = maps;
   for (const tile of tiles) tile.numbers ??= decoded(tile, bits);
   const isTable = kind === "table";
@@ -63,7 +68,9 @@ function pictureOf({ name, ink: colour, maps }, width, view) {
   const isOwn = !isTable && !view.isShared;
   const range = rangeOf(tiles, isSigned);
   const form = formOf(maps, width);
-  const words = `${name}: ${counted(tiles.length, isTable ? "map" : kind.slice(0, -1))} from ${numberText(rangeOf(tiles, false)[0])} to ${numberText(rangeOf(tiles, false)[1])}`;
+  const [least, most] = rangeOf(tiles, false).map((number) => numberText(number));
+  const many = counted(tiles.length, isTable ? "map" : kind.slice(0, -1));
+  const words = `${name}: ${many} from ${least} to ${most}`;
   const [canvas, pen] = canvasOf(width, form.height, {
     role: "img",
     tabindex: 0,
@@ -85,7 +92,7 @@ function pictureOf({ name, ink: colour, maps }, width, view) {
     isOwn ? "least" : numberText(range[0]),
     isOwn ? "greatest" : numberText(range[1]),
   );
-  listenTo(canvas, { name, maps, form, readout });
+  listenTo(canvas, { name, maps, form, readout, onTile: maps.isPlaced ? onTile : null });
   return [
     element(
       "div",
@@ -138,7 +145,7 @@ function drawTile(pen, tile, [x, y], { form, maps, isSigned, range, isTable }) {
 }
 
 // Read numbers by pointer and by keyboard.
-function listenTo(canvas, { name, maps, form, readout }) {
+function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
   const { tiles, h, w, bits } = maps;
   let cell = [0, 0, 0]; // the tile, the row and the column
   const words = ([index, row, column]) => {
@@ -147,11 +154,16 @@ function listenTo(canvas, { name, maps, form, readout }) {
     const error = bits === 8 ? ` ± ${numberText((tile.hi - tile.lo) / 508, 1)}` : "";
     const down = Math.floor((row * maps.rows) / h);
     const across = Math.floor((column * maps.columns) / w);
+    const channel = maps.kind === "channels" ? `channel ${tile.c}, ` : "";
     const place =
       maps.kind === "heads"
         ? `head ${tile.c}, query ${down}, key ${across}`
-        : `${maps.kind === "channels" ? `channel ${tile.c}, ` : ""}${maps.down} ${down}, column ${across}`;
-    return [Number.isNaN(number) ? "NaN or infinity" : numberText(number, 4), error, `${name}, ${place}`];
+        : `${channel}${maps.down} ${down}, column ${across}`;
+    return [
+      Number.isNaN(number) ? "NaN or infinity" : numberText(number, 4),
+      error,
+      `${name}, ${place}`,
+    ];
   };
   const hit = ({ offsetX, offsetY }) => {
     for (let index = 0; index < tiles.length; index += 1) {
@@ -169,9 +181,15 @@ function listenTo(canvas, { name, maps, form, readout }) {
     return showTip([strong(number), soft(error), element("br"), soft(place)], event);
   });
   canvas.addEventListener("mouseleave", hideTip);
+  canvas.addEventListener("click", (event) => {
+    const at = onTile && hit(event);
+    if (at) onTile(tiles[at[0]].c);
+  });
   canvas.addEventListener("keydown", (event) => {
+    if (onTile && event.key === "Enter") return onTile(tiles[cell[0]].c);
     const [down, across] =
-      { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [];
+      { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ??
+      [];
     if (down === undefined || event.altKey) return;
     event.preventDefault();
     let [index, row, column] = [cell[0], cell[1] + down, cell[2] + across];

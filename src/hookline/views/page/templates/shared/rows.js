@@ -32,7 +32,11 @@ function makeRows(host, options) {
     grid.setAttribute("aria-rowcount", items.length + 1);
     head.replaceChildren(
       ...shown.map((column) => {
-        const attributes = { role: "columnheader", class: column.kind, "aria-sort": sortOf(column) };
+        const attributes = {
+          role: "columnheader",
+          class: column.kind,
+          "aria-sort": sortOf(column),
+        };
         return element("span", attributes, headOf(column));
       }),
     );
@@ -42,7 +46,11 @@ function makeRows(host, options) {
 
   function draw() {
     const first = clamp(Math.floor(grid.scrollTop / HEIGHT) - MARGIN, 0, items.length);
-    const last = clamp(Math.ceil((grid.scrollTop + grid.clientHeight) / HEIGHT) + MARGIN, 0, items.length);
+    const last = clamp(
+      Math.ceil((grid.scrollTop + grid.clientHeight) / HEIGHT) + MARGIN,
+      0,
+      items.length,
+    );
     body.replaceChildren(...items.slice(first, last).map((item, at) => rowOf(item, first + at)));
     const active = body.querySelector("[aria-selected=true]");
     if (active) grid.setAttribute("aria-activedescendant", active.id);
@@ -91,7 +99,14 @@ function makeRows(host, options) {
   });
   grid.addEventListener("keydown", (event) => {
     if (event.altKey || event.ctrlKey || event.metaKey || event.target !== grid) return;
-    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: 15, PageUp: -15, Home: -Infinity, End: Infinity }[event.key];
+    const step = {
+      ArrowDown: 1,
+      ArrowUp: -1,
+      PageDown: 15,
+      PageUp: -15,
+      Home: -Infinity,
+      End: Infinity,
+    }[event.key];
     const item = items[chosen];
     const turning = [item?.isOpen ? "ArrowLeft" : "ArrowRight", ...(folds ? [] : ["Enter"])];
     const turns = item?.isOpen !== undefined && turning.includes(event.key);

@@ -14,7 +14,8 @@ function treeOf(parent) {
   return { parent, children, level, last };
 }
 
-const shareBar = (share) => element("i", { class: "share", style: `--share: ${share}`, "aria-hidden": "true" });
+const shareBar = (share) =>
+  element("i", { class: "share", style: `--share: ${share}`, "aria-hidden": "true" });
 
 // Create the table in an element. Of the rows: `tree` as of `treeOf`, `labelOf(row)`,
 // `searchedOf(row)` and `typeOf(row)` in lower case, `isListed(row)` if flat. Of what is drawn:
@@ -24,13 +25,32 @@ const shareBar = (share) => element("i", { class: "share", style: `--share: ${sh
 // told of a search and a sort, `onLayOut` and `onDraw(first, last)` of each drawing.
 function makeTable(host, options) {
   const { tree, labelOf, searchedOf, typeOf, isListed = () => true } = options;
-  const { columns, isWanted, nameCell, cellOf = (column, row) => column.cell(row), classOf = () => "" } = options;
-  const { chosen, onChoose, onEnter, say, onChange = () => {}, onLayOut = () => {}, onDraw = () => {} } = options;
+  const {
+    columns,
+    isWanted,
+    nameCell,
+    cellOf = (column, row) => column.cell(row),
+    classOf = () => "",
+  } = options;
+  const {
+    chosen,
+    onChoose,
+    onEnter,
+    say,
+    onChange = () => {},
+    onLayOut = () => {},
+    onDraw = () => {},
+  } = options;
   const all = tree.parent.map((_, row) => row);
   const holders = all.filter((row) => tree.children[row].length);
   const folded = new Set();
   const search = byId("search");
-  const nameColumn = { key: "path", title: options.nameTitle ?? "Module", kind: "path", sortKey: labelOf };
+  const nameColumn = {
+    key: "path",
+    title: options.nameTitle ?? "Module",
+    kind: "path",
+    sortKey: labelOf,
+  };
   const allColumns = () => [nameColumn, ...columns()];
   const isFlat = () => Boolean(query || sort);
   let query = "";
@@ -43,7 +63,8 @@ function makeTable(host, options) {
     height: 26,
     folds: true,
     columns: shownColumns,
-    rowClass: ({ key: row }) => `${tree.children[row].length && !isFlat() ? "holder " : ""}${classOf(row)}`,
+    rowClass: ({ key: row }) =>
+      `${tree.children[row].length && !isFlat() ? "holder " : ""}${classOf(row)}`,
     headOf,
     sortOf: ({ key, sortKey }) =>
       !sortKey ? null : sort?.key !== key ? "none" : sort.isDown ? "descending" : "ascending",
@@ -119,7 +140,10 @@ function makeTable(host, options) {
         kind: `${column.key}${column.isNumber && !column.isLeft ? " number" : ""}`,
         cell: ({ key: row }) => cellOf(column, row),
       }));
-    const least = others.reduce((sum, column) => sum + Number(/\d+/.exec(column.width)[0]) + 10, 170);
+    const least = others.reduce(
+      (sum, column) => sum + Number(/\d+/.exec(column.width)[0]) + 10,
+      170,
+    );
     grid.grid.style.setProperty("--least", `${least}px`);
     const cell = ({ key: row }) => nameCell(row, isFlat(), !isFlat() && folded.has(row));
     return [{ ...nameColumn, width: "minmax(150px, 1fr)", cell }, ...others];
@@ -154,8 +178,10 @@ function makeTable(host, options) {
     const row = grid.chosen?.key;
     if (event.key === "Enter") onEnter();
     else if (row === undefined) return false;
-    else if (event.key === "ArrowLeft" && tree.parent[row] >= 0 && !isFlat()) choose(tree.parent[row]);
-    else if (event.key === "ArrowRight" && tree.children[row].length && !isFlat()) choose(tree.children[row][0]);
+    else if (event.key === "ArrowLeft" && tree.parent[row] >= 0 && !isFlat())
+      choose(tree.parent[row]);
+    else if (event.key === "ArrowRight" && tree.children[row].length && !isFlat())
+      choose(tree.children[row][0]);
     else return false;
     return true;
   }
@@ -163,7 +189,8 @@ function makeTable(host, options) {
   // Show a row, with the folds around it open, and choose it.
   function choose(row, tells = true) {
     let isChanged = false;
-    for (let at = tree.parent[row]; at >= 0; at = tree.parent[at]) isChanged = folded.delete(at) || isChanged;
+    for (let at = tree.parent[row]; at >= 0; at = tree.parent[at])
+      isChanged = folded.delete(at) || isChanged;
     if (query && !places.has(row)) {
       query = search.value = "";
       isChanged = true;
@@ -178,7 +205,8 @@ function makeTable(host, options) {
     grid.grid.scrollTop = 0;
   }
 
-  const best = () => (query && sort ? [...shown].sort((a, b) => rankOf(a) - rankOf(b))[0] : shown[0]);
+  const best = () =>
+    query && sort ? [...shown].sort((a, b) => rankOf(a) - rankOf(b))[0] : shown[0];
 
   // Choose a row as by a click, from the search.
   function take(row, opens) {
@@ -219,7 +247,14 @@ function makeTable(host, options) {
   });
   document.addEventListener("keydown", (event) => {
     const isArrow = ["ArrowDown", "ArrowUp"].includes(event.key) && !event.altKey;
-    if (!isArrow || event.target !== document.body || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    if (
+      !isArrow ||
+      event.target !== document.body ||
+      event.ctrlKey ||
+      event.metaKey ||
+      event.shiftKey
+    )
+      return;
     event.preventDefault();
     grid.grid.focus();
     if (shown.length) take(chosen() < 0 ? shown[0] : chosen(), false);

@@ -1,5 +1,5 @@
-// Tokens × depth: the norm of each token in each block, beside the median of its block; of two runs,
-// the error of each token.
+// Tokens × depth: the norm of each token in each block, beside the median of its block; of two
+// runs, the error of each token.
 
 const TOKEN_NUMBERS = {
   output: ["Output", "norm"],
@@ -14,7 +14,11 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
   host.replaceChildren(bar, box);
   let data = null;
   let name = "";
-  const map = makeHeatMap(box, { label: "Tokens × depth", about, onChoose: (row) => onChoose(data.rows[row]) });
+  const map = makeHeatMap(box, {
+    label: "Tokens × depth",
+    about,
+    onChoose: (row) => onChoose(data.rows[row]),
+  });
 
   const medianOf = (numbers) => {
     const sorted = numbers.filter((number) => number > 0).sort((a, b) => a - b);
@@ -22,7 +26,8 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
   };
   // Errors of all blocks have one median, so that one sees where they grow.
   const baseOf = (row) => medianOf(name === "error" ? data.error.flat() : data[name][row]);
-  const tokenText = (column) => (data.ids.length ? `token ${column} (${data.ids[column]})` : `token ${column}`);
+  const tokenText = (column) =>
+    data.ids.length ? `token ${column} (${data.ids[column]})` : `token ${column}`;
 
   function about(row, column) {
     if (!data) return "";
@@ -32,7 +37,8 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
     if (number === null) return `${tokenText(column)}: NaN or infinity`;
     const times = number / baseOf(row);
     const beside = name === "error" ? "the median" : "the median of its block";
-    return `${tokenText(column)}: ${words} ${numberText(number, 4)}, ${numberText(times, 2)} × ${beside}`;
+    const share = `${numberText(times, 2)} × ${beside}`;
+    return `${tokenText(column)}: ${words} ${numberText(number, 4)}, ${share}`;
   }
 
   function draw() {
@@ -45,7 +51,9 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
         return number > 0 ? Math.log10(number / base) : undefined;
       });
     });
-    const columns = Array.from({ length: count }, (_, column) => String(data.ids[column] ?? column));
+    const columns = Array.from({ length: count }, (_, column) =>
+      String(data.ids[column] ?? column),
+    );
     map.show({ rows: data.names, columns, values, marks: [] });
     const most = 10 ** map.largest;
     const times = Number.isFinite(most) ? numberText(most, 2) : "1";
@@ -64,7 +72,9 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
           draw();
         },
       },
-      names.map((key) => element("option", { value: key, selected: key === name }, TOKEN_NUMBERS[key][0])),
+      names.map((key) =>
+        element("option", { value: key, selected: key === name }, TOKEN_NUMBERS[key][0]),
+      ),
     );
     const sample = element("input", {
       type: "number",
@@ -75,7 +85,9 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
     });
     bar.replaceChildren(
       ...(names.length > 1 ? [element("label", {}, "Number ", select)] : []),
-      ...(data.samples > 1 ? [element("label", {}, "Sample ", sample, soft(` of ${data.samples}`))] : []),
+      ...(data.samples > 1
+        ? [element("label", {}, "Sample ", sample, soft(` of ${data.samples}`))]
+        : []),
       element("span", { class: "grow" }),
       legend,
     );

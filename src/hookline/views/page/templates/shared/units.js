@@ -17,5 +17,7 @@ function scaledText(number, base, units) {
   if (!power) return `${Number(number.toFixed(1))} ${units[0]}`.trim();
   return `${scaled.toFixed(scaled < 9.995 ? 2 : scaled < 99.95 ? 1 : 0)} ${units[power]}`;
 }
-const countText = (number) => (number ? scaledText(number, 1000, ["", "k", "M", "G", "T", "P", "E"]) : "");
-const sizeText = (bytes) => (bytes ? scaledText(bytes, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]) : "");
+const countText = (number) =>
+  number ? scaledText(number, 1000, ["", "k", "M", "G", "T", "P", "E"]) : "";
+const sizeText = (bytes) =>
+  bytes ? scaledText(bytes, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]) : "";

@@ -2,12 +2,20 @@
 
 (async () => {
   const MOST = 12; // of the largest effects, as in the terminal
-  const TITLES = { effect: "effect", metric: "metric", estimate: "estimated effect", measured: "measured effect", share: "of clean" };
+  const TITLES = {
+    effect: "effect",
+    metric: "metric",
+    estimate: "estimated effect",
+    measured: "measured effect",
+    share: "of clean",
+  };
   const data = await unpack(byId("core").textContent);
   const { axes, places, baseline, clean } = data;
   const isMeasured = "metric" in data.numbers;
   const main = isMeasured ? "effect" : "estimate";
-  const numbers = Object.fromEntries(Object.entries(data.numbers).map(([name, column]) => [name, column.map(numberOf)]));
+  const numbers = Object.fromEntries(
+    Object.entries(data.numbers).map(([name, column]) => [name, column.map(numberOf)]),
+  );
   const unmoved = data.numbers.unmoved ?? [];
   delete numbers.unmoved;
   const gap = clean === null ? 0 : numberOf(clean) - numberOf(baseline);
@@ -17,7 +25,12 @@
   const long = axes.map((_, axis) => axis).filter((axis) => sizes[axis] > 1);
   const rest = axes.map((_, axis) => axis).filter((axis) => sizes[axis] <= 1);
   const order = [...long, ...rest];
-  const choice = { number: main, rows: order[0], columns: order[1] ?? -1, fixed: axes.map(() => -1) };
+  const choice = {
+    number: main,
+    rows: order[0],
+    columns: order[1] ?? -1,
+    fixed: axes.map(() => -1),
+  };
 
   const labelsOf = (change) => {
     const indices = [];
@@ -35,7 +48,14 @@
     return (name === "site" ? "" : `${name} `) + labels[index] + given;
   };
   const nameOf = (change) => indicesOf[change].map((index, axis) => word(axis, index)).join(", ");
-  const text = (name, number) => (name === "share" ? (Number.isFinite(number) ? `${(100 * number).toFixed(0).replace("-", "−")} %` : "") : name === "metric" ? numberText(number, 4) : signed(number));
+  const text = (name, number) =>
+    name === "share"
+      ? Number.isFinite(number)
+        ? `${(100 * number).toFixed(0).replace("-", "−")} %`
+        : ""
+      : name === "metric"
+        ? numberText(number, 4)
+        : signed(number);
   const signed = (number) => (number > 0 ? "+" : "") + numberText(number, 4);
 
   // -- one table: for each cell, the change with the largest number -------------------------------
@@ -47,47 +67,93 @@
     const nColumns = choice.columns < 0 ? 1 : sizes[choice.columns];
     cells = new Array(nRows * nColumns);
     indicesOf.forEach((indices, change) => {
-      if (choice.fixed.some((index, axis) => index >= 0 && axis !== choice.rows && axis !== choice.columns && indices[axis] !== index)) return;
-      const cell = indices[choice.rows] * nColumns + (choice.columns < 0 ? 0 : indices[choice.columns]);
-      const [now, best] = [change, cells[cell]].map((k) => (k === undefined ? -1 : Math.abs(numbers[choice.number][k])));
+      if (
+        choice.fixed.some(
+          (index, axis) =>
+            index >= 0 &&
+            axis !== choice.rows &&
+            axis !== choice.columns &&
+            indices[axis] !== index,
+        )
+      )
+        return;
+      const cell =
+        indices[choice.rows] * nColumns + (choice.columns < 0 ? 0 : indices[choice.columns]);
+      const [now, best] = [change, cells[cell]].map((k) =>
+        k === undefined ? -1 : Math.abs(numbers[choice.number][k]),
+      );
       if (best === -1 || now > best || Number.isNaN(now)) cells[cell] = change;
     });
-    const shift = choice.number === "metric" ? numberOf(baseline) : 0; // colours are about the baseline
+    // colours are about the baseline
+    const shift = choice.number === "metric" ? numberOf(baseline) : 0;
     return {
       rows: axes[choice.rows].texts,
       columns: choice.columns < 0 ? [""] : axes[choice.columns].texts,
-      values: Array.from(cells, (change) => (change === undefined ? undefined : numbers[choice.number][change] - shift)),
+      values: Array.from(cells, (change) =>
+        change === undefined ? undefined : numbers[choice.number][change] - shift,
+      ),
       marks: Array.from(cells, (change) => change !== undefined && unmoved[change]),
     };
   }
 
-  const changeAt = (row, column) => cells[row * (choice.columns < 0 ? 1 : sizes[choice.columns]) + column];
+  const changeAt = (row, column) =>
+    cells[row * (choice.columns < 0 ? 1 : sizes[choice.columns]) + column];
 
   function aboutCell(row, column) {
     const change = changeAt(row, column);
     if (change === undefined) return "no such change";
-    return [nameOf(change), ...Object.keys(numbers).map((name) => [TITLES[name], text(name, numbers[name][change])]).filter(([, shown]) => shown).map((pair) => pair.join(" ")), unmoved[change] ? "unmoved" : ""].filter(Boolean).join("; ");
+    return [
+      nameOf(change),
+      ...Object.keys(numbers)
+        .map((name) => [TITLES[name], text(name, numbers[name][change])])
+        .filter(([, shown]) => shown)
+        .map((pair) => pair.join(" ")),
+      unmoved[change] ? "unmoved" : "",
+    ]
+      .filter(Boolean)
+      .join("; ");
   }
 
   // -- what is chosen ----------------------------------------------------------------------------
 
   function tell(change) {
     const isThere = change !== undefined;
-    const about = isThere && unmoved[change] ? "Unmoved: the change put in the value that was there, so that nothing could move." : "";
+    const about =
+      isThere && unmoved[change]
+        ? "Unmoved: the change put in the value that was there, so that nothing could move."
+        : "";
     const body = element("div", { class: "pane-body" });
     pressFinding(isThere ? ranked.indexOf(change) : -1);
-    byId("pane").replaceChildren(paneHead(isThere ? nameOf(change) : "No such change", [about], { onClose: close }), body);
-    if (!isThere) body.append(element("p", { class: "quiet" }, "The site’s value is not as large in this axis."));
-    else body.append(numbersList(Object.keys(numbers).map((name) => [TITLES[name], text(name, numbers[name][change]) || "not measured"])));
+    byId("pane").replaceChildren(
+      paneHead(isThere ? nameOf(change) : "No such change", [about], { onClose: close }),
+      body,
+    );
+    if (!isThere)
+      body.append(
+        element("p", { class: "quiet" }, "The site’s value is not as large in this axis."),
+      );
+    else
+      body.append(
+        numbersList(
+          Object.keys(numbers).map((name) => [
+            TITLES[name],
+            text(name, numbers[name][change]) || "not measured",
+          ]),
+        ),
+      );
   }
 
   const close = () => closeDrawer(document.querySelector(".heat-map"));
 
   function goTo(change) {
     const indices = indicesOf[change];
-    choice.fixed.forEach((index, axis) => { if (index >= 0) choice.fixed[axis] = indices[axis]; });
+    choice.fixed.forEach((index, axis) => {
+      if (index >= 0) choice.fixed[axis] = indices[axis];
+    });
     show();
-    map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], { tells: false });
+    map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], {
+      tells: false,
+    });
     tell(change);
     openDrawer();
     document.querySelector(".heat-map").focus();
@@ -95,7 +161,8 @@
 
   // -- the largest effects -----------------------------------------------------------------------
 
-  const sizeOf = (change) => (Number.isNaN(numbers[main][change]) ? Infinity : Math.abs(numbers[main][change]));
+  const sizeOf = (change) =>
+    Number.isNaN(numbers[main][change]) ? Infinity : Math.abs(numbers[main][change]);
   const ranked = places.map((_, change) => change).sort((a, b) => sizeOf(b) - sizeOf(a) || a - b);
 
   function showLargest() {
@@ -104,14 +171,22 @@
     const items = ranked.slice(0, MOST).map((change) => {
       const effect = numbers[main][change];
       const colour = Number.isFinite(effect) ? cssColour(signedColour(effect / most)) : "#d55e00";
-      const more = others.map((name) => [TITLES[name], text(name, numbers[name][change])]).filter(([, shown]) => shown);
+      const more = others
+        .map((name) => [TITLES[name], text(name, numbers[name][change])])
+        .filter(([, shown]) => shown);
       return element(
         "button",
         { type: "button", class: "finding", "aria-pressed": "false", onclick: () => goTo(change) },
         element("i", { class: "swatch", style: `--mark: ${colour}`, "aria-hidden": "true" }),
         element("strong", {}, broken(nameOf(change))),
         element("span", { class: "number" }, text(main, effect) || "NaN"),
-        element("span", { class: "why" }, [...more.map((pair) => pair.join(" ")), unmoved[change] ? "unmoved" : ""].filter(Boolean).join("; ")),
+        element(
+          "span",
+          { class: "why" },
+          [...more.map((pair) => pair.join(" ")), unmoved[change] ? "unmoved" : ""]
+            .filter(Boolean)
+            .join("; "),
+        ),
       );
     });
     byId("findings").replaceChildren(...items.map((item) => element("li", {}, item)));
@@ -123,19 +198,48 @@
   // -- what to draw ------------------------------------------------------------------------------
 
   function menu(label, options, selected, onSelect) {
-    const select = element("select", { "aria-label": label, onchange: (event) => onSelect(Number(event.target.value)) }, options.map(([value, title]) => element("option", { value, selected: value === selected }, title)));
+    const select = element(
+      "select",
+      { "aria-label": label, onchange: (event) => onSelect(Number(event.target.value)) },
+      options.map(([value, title]) =>
+        element("option", { value, selected: value === selected }, title),
+      ),
+    );
     return element("label", {}, `${label} `, select);
   }
 
   function showChoices() {
     const names = Object.keys(numbers);
     const titles = axes.map(({ name }, axis) => [axis, name]);
-    const menus = [menu("Number", names.map((name, at) => [at, TITLES[name]]), names.indexOf(choice.number), (at) => { choice.number = names[at]; show(); })];
+    const menus = [
+      menu(
+        "Number",
+        names.map((name, at) => [at, TITLES[name]]),
+        names.indexOf(choice.number),
+        (at) => {
+          choice.number = names[at];
+          show();
+        },
+      ),
+    ];
     if (axes.length > 2) {
-      menus.push(menu("Rows", titles, choice.rows, (axis) => turn("rows", axis)), menu("Columns", titles, choice.columns, (axis) => turn("columns", axis)));
+      menus.push(
+        menu("Rows", titles, choice.rows, (axis) => turn("rows", axis)),
+        menu("Columns", titles, choice.columns, (axis) => turn("columns", axis)),
+      );
       axes.forEach(({ name, texts }, axis) => {
         if (axis === choice.rows || axis === choice.columns || texts.length < 2) return;
-        menus.push(menu(name, [[-1, "largest"], ...texts.map((title, index) => [index, title])], choice.fixed[axis], (index) => { choice.fixed[axis] = index; show(); }));
+        menus.push(
+          menu(
+            name,
+            [[-1, "largest"], ...texts.map((title, index) => [index, title])],
+            choice.fixed[axis],
+            (index) => {
+              choice.fixed[axis] = index;
+              show();
+            },
+          ),
+        );
       });
     }
     byId("choices").replaceChildren(...menus);
@@ -156,7 +260,14 @@
     const base = choice.number === "metric" ? numberOf(baseline) : 0;
     byId("key-low").textContent = text(choice.number, base - most);
     byId("key-high").textContent = text(choice.number, base + most);
-    byId("map-heading").textContent = `${TITLES[choice.number].replace(/^./, (letter) => letter.toUpperCase())} by ${[choice.rows, choice.columns].filter((axis) => axis >= 0).map((axis) => axes[axis].name).join(" and ")}`;
+    byId("map-heading").textContent =
+      `${TITLES[choice.number].replace(/^./, (letter) => letter.toUpperCase())} by ${[
+        choice.rows,
+        choice.columns,
+      ]
+        .filter((axis) => axis >= 0)
+        .map((axis) => axes[axis].name)
+        .join(" and ")}`;
     byId("key-middle").textContent = choice.number === "metric" ? "baseline" : "0";
     byId("still-key").hidden = !unmoved.some(Boolean);
     const ends = Array.from({ length: 21 }, (_, k) => cssColour(signedColour(k / 10 - 1)));
@@ -172,12 +283,19 @@
     showLargest();
     show();
   });
-  document.addEventListener("keydown", (event) => answerKey(event, { findings: [], view: {}, onEscape: close }));
+  document.addEventListener("keydown", (event) =>
+    answerKey(event, { findings: [], view: {}, onEscape: close }),
+  );
   const metrics = [
     ["Without a change", baseline],
     ["Clean", clean],
   ].filter(([, number]) => number !== null);
-  byId("metrics").replaceWith(numbersList(metrics.map(([title, number]) => [title, numberText(numberOf(number), 4)]), { id: "metrics" }));
+  byId("metrics").replaceWith(
+    numbersList(
+      metrics.map(([title, number]) => [title, numberText(numberOf(number), 4)]),
+      { id: "metrics" },
+    ),
+  );
   byId("notes").replaceChildren(...data.remarks.map((note) => element("li", {}, note)));
   showChoices();
   showLargest();
@@ -186,6 +304,8 @@
   const [first] = ranked;
   if (first === undefined) return;
   const indices = indicesOf[first];
-  map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], { tells: false });
+  map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], {
+    tells: false,
+  });
   tell(first);
 })();

@@ -61,7 +61,9 @@ function makeChart(host, run, view, onChoose) {
     total = y + 4;
     const step = (width - left) / Math.max(1, run.columns.length);
     plot = { width, left, height, step, x: (column) => left + step * (column + 0.5) };
-    plot.placeOf = new Map(lines.filter(({ site }) => site !== undefined).map(({ site, y: top }) => [site, top]));
+    plot.placeOf = new Map(
+      lines.filter(({ site }) => site !== undefined).map(({ site, y: top }) => [site, top]),
+    );
     plot.order = lines.filter(({ site }) => site !== undefined).map(({ site }) => site);
     map.setAttribute("aria-rowcount", plot.order.length);
     map.setAttribute("aria-colcount", run.columns.length);
@@ -133,7 +135,10 @@ function makeChart(host, run, view, onChoose) {
     pen.imageSmoothingEnabled = false;
     const isSeen = ({ y }) => y + height + GAP >= map.scrollTop && y - GAP <= map.scrollTop + seen;
     const inView = lines.filter(isSeen);
-    const count = Math.max(1, Math.min(run.columns.length, Math.floor((width - left) * (devicePixelRatio || 1))));
+    const count = Math.max(
+      1,
+      Math.min(run.columns.length, Math.floor((width - left) * (devicePixelRatio || 1))),
+    );
     for (const rows of bandsOf(inView)) drawRows(pen, rows, count);
     nameRows(pen, inView);
     listen(canvas);
@@ -152,12 +157,20 @@ function makeChart(host, run, view, onChoose) {
   function drawRows(pen, rows, count) {
     const { width, left, height } = plot;
     const numbers = new Float32Array(count * rows.length);
-    rows.forEach(({ site }, index) => fillRow(site, numbers.subarray(index * count, (index + 1) * count)));
+    rows.forEach(({ site }, index) =>
+      fillRow(site, numbers.subarray(index * count, (index + 1) * count)),
+    );
     const kind = view.isUsual || view.isSigned ? "signed" : "plain";
     const [top, tall] = [rows[0].y, height * rows.length];
     pen.fillStyle = ink("sunk");
     pen.fillRect(left, top, width - left, tall);
-    pen.drawImage(pixelsOf(numbers, rows.length, count, [0, 1], kind), left, top, width - left, tall);
+    pen.drawImage(
+      pixelsOf(numbers, rows.length, count, [0, 1], kind),
+      left,
+      top,
+      width - left,
+      tall,
+    );
     pen.fillStyle = ink("panel");
     if (height > 6) for (const { y } of rows) pen.fillRect(left, y + height - 1, width - left, 1);
   }
@@ -201,7 +214,9 @@ function makeChart(host, run, view, onChoose) {
     const exact = columns.findLastIndex(({ first, last }) => first <= step && step <= last);
     if (exact >= 0) {
       const { first, last } = columns[exact];
-      return plot.left + plot.step * (exact + (last > first ? (step - first) / (last - first) : 0.5));
+      return (
+        plot.left + plot.step * (exact + (last > first ? (step - first) / (last - first) : 0.5))
+      );
     }
     const later = columns.findIndex(({ first }) => first > step);
     if (later < 0) return plot.x(columns.length - 1);
@@ -239,7 +254,9 @@ function makeChart(host, run, view, onChoose) {
       ? `${valueText(Math.min(...numbers))} to ${valueText(Math.max(...numbers))}`
       : "no finite number";
     const count = bad.filter(Boolean).length;
-    const broken = count ? `, NaN or infinity at ${count} of ${steps.length} ${each > 1 ? "points" : "steps"}` : "";
+    const broken = count
+      ? `, NaN or infinity at ${count} of ${steps.length} ${each > 1 ? "points" : "steps"}`
+      : "";
     return `${name}, step ${steps[0]} to ${steps.at(-1)}: ${range}${broken}`;
   }
 
@@ -327,7 +344,8 @@ function makeChart(host, run, view, onChoose) {
       pen.fillStyle = ink(finding.level === "note" ? "ink-3" : finding.level);
       for (const site of [finding.row, ...finding.also]) {
         const top = plot.placeOf.get(site);
-        if (top !== undefined) pen.fillRect(left - 4, top - map.scrollTop, 3, Math.max(1, height - 0.5));
+        if (top !== undefined)
+          pen.fillRect(left - 4, top - map.scrollTop, 3, Math.max(1, height - 0.5));
       }
     }
     const verticals = [
@@ -352,7 +370,9 @@ function makeChart(host, run, view, onChoose) {
   }
 
   function speak() {
-    map.querySelector("[role=row]").setAttribute("aria-rowindex", plot.order.indexOf(view.site) + 1);
+    map
+      .querySelector("[role=row]")
+      .setAttribute("aria-rowindex", plot.order.indexOf(view.site) + 1);
     cell.setAttribute("aria-colindex", view.column + 1);
     rowHeader.textContent = run.sites[view.site].label;
     cell.textContent = cellText(view.site, view.column);
@@ -377,9 +397,15 @@ function makeChart(host, run, view, onChoose) {
 
   function listen(canvas, hasRows = true) {
     const hit = ({ offsetX, offsetY }) => {
-      const column = clamp(Math.floor((offsetX - plot.left) / plot.step), 0, run.columns.length - 1);
+      const column = clamp(
+        Math.floor((offsetX - plot.left) / plot.step),
+        0,
+        run.columns.length - 1,
+      );
       const y = offsetY + map.scrollTop;
-      const line = hasRows ? lines.findLast((item) => item.site !== undefined && item.y <= y) : undefined;
+      const line = hasRows
+        ? lines.findLast((item) => item.site !== undefined && item.y <= y)
+        : undefined;
       const site = line && y < line.y + plot.height ? line.site : undefined;
       return [site, column];
     };
@@ -405,17 +431,27 @@ function makeChart(host, run, view, onChoose) {
     const logged = loss ? [soft(` · ${view.series.name} `), loss] : [];
     if (site === undefined) return [strong(stepText(span)), ...logged];
     const number = run.extremeOf(span, site);
-    const lines = [strong(run.sites[site].label), soft(` ${stepText(span)}`), ...logged, element("br")];
+    const lines = [
+      strong(run.sites[site].label),
+      soft(` ${stepText(span)}`),
+      ...logged,
+      element("br"),
+    ];
     lines.push(soft(`${run.titleOf(run.number)} `), valueText(number, run.number) || "none");
     const times = number / run.medianOf(site);
-    if (view.isUsual && Number.isFinite(times)) lines.push(soft(" · "), `${numberText(times, 2)} × median`);
+    if (view.isUsual && Number.isFinite(times))
+      lines.push(soft(" · "), `${numberText(times, 2)} × median`);
     if (span.bad[site]) lines.push(" · ", element("span", { class: "error" }, "NaN or infinity"));
     return lines;
   }
 
-  map.addEventListener("scroll", () => requestAnimationFrame(() => view.shown.length && (drawMap(), mark())), {
-    passive: true,
-  });
+  map.addEventListener(
+    "scroll",
+    () => requestAnimationFrame(() => view.shown.length && (drawMap(), mark())),
+    {
+      passive: true,
+    },
+  );
   map.addEventListener("keydown", (event) => {
     const row = plot?.order.indexOf(view.site) ?? -1;
     const [down, right] =

@@ -1,7 +1,16 @@
 // The pane of a site: its findings, the numbers of a step, and the curves of the site and of what
 // belongs to it: a weight, its gradient and its update; an output and its gradient.
 
-const RANK_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f"];
+const RANK_COLOURS = [
+  "#0072b2",
+  "#d55e00",
+  "#009e73",
+  "#cc79a7",
+  "#e69f00",
+  "#56b4e9",
+  "#8c6bb1",
+  "#7f7f7f",
+];
 
 function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
   const WIDTH = 400;
@@ -15,7 +24,14 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     const had = document.activeElement?.id;
     const scrollTop = shownSite === view.site ? host.scrollTop : 0;
     shownSite = view.site;
-    const body = element("div", { class: "pane-body" }, ...callouts(), picker(), numbers(), curves());
+    const body = element(
+      "div",
+      { class: "pane-body" },
+      ...callouts(),
+      picker(),
+      numbers(),
+      curves(),
+    );
     host.replaceChildren(head(site), body);
     host.scrollTop = scrollTop;
     if (had === "step" || had === "close") byId(had).focus();
@@ -25,7 +41,9 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
   function head({ label }) {
     const span = run.columns[view.column];
     const loss = lossAt(view.series, span);
-    const about = [span ? `${stepText(span)} of ${run.status.step?.toLocaleString("en")}` : "no step"];
+    const about = [
+      span ? `${stepText(span)} of ${run.status.step?.toLocaleString("en")}` : "no step",
+    ];
     if (loss) about.push(`${view.series.name} ${loss}`);
     return paneHead(label, about, { onClose });
   }
@@ -33,7 +51,12 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
   const linkTo = (site, text, column = view.column) =>
     element(
       "button",
-      { type: "button", class: "link", "data-site": site, onclick: () => onChoose(site, column, true) },
+      {
+        type: "button",
+        class: "link",
+        "data-site": site,
+        onclick: () => onChoose(site, column, true),
+      },
       text,
     );
 
@@ -83,11 +106,18 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
       const number = at[view.site];
       const median = run.medianOf(view.site);
       const times = number / median;
-      facts.push([title, bad[view.site] && !isNumber(number) ? "NaN" : valueText(number, run.number) || "none"]);
+      facts.push([
+        title,
+        bad[view.site] && !isNumber(number) ? "NaN" : valueText(number, run.number) || "none",
+      ]);
       if (low[view.site] !== high[view.site] && isNumber(low[view.site]))
-        facts.push(["least, greatest", `${valueText(low[view.site])} to ${valueText(high[view.site])}`]);
+        facts.push([
+          "least, greatest",
+          `${valueText(low[view.site])} to ${valueText(high[view.site])}`,
+        ]);
       facts.push(["median", valueText(median, run.number)]);
-      if (view.isUsual && Number.isFinite(times)) facts.push(["of it", `${numberText(times, 2)} ×`]);
+      if (view.isUsual && Number.isFinite(times))
+        facts.push(["of it", `${numberText(times, 2)} ×`]);
       if (bad[view.site]) facts.push(["values", "NaN or infinity", true]);
       view.ranks.forEach((rank, index) =>
         facts.push([`rank ${index}`, valueText(rank[view.column], run.number) || "none"]),
@@ -100,7 +130,13 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
         valueText(run.latest(name, view.site), name),
         name === "non_finite" && run.latest(name, view.site) > 0,
       ]);
-    return element("div", {}, numbersList(facts), element("h3", { class: "quiet last" }, "Its last step"), numbersList(last));
+    return element(
+      "div",
+      {},
+      numbersList(facts),
+      element("h3", { class: "quiet last" }, "Its last step"),
+      numbersList(last),
+    );
   }
 
   // -- curves ------------------------------------------------------------------------------------
@@ -109,7 +145,11 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     const { path } = run.sites[view.site];
     const mates = run.sites.map((_, site) => site).filter((site) => run.sites[site].path === path);
     mates.sort((a, b) => (b === view.site) - (a === view.site) || a - b);
-    return element("div", { class: "pane-body", style: "padding: 0" }, mates.slice(0, 6).map(curveOf));
+    return element(
+      "div",
+      { class: "pane-body", style: "padding: 0" },
+      mates.slice(0, 6).map(curveOf),
+    );
   }
 
   function axisOf(site) {
@@ -130,14 +170,16 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     return { isLog, y, low: isLog ? Math.max(low, bottom) : low, high };
   }
 
-  const x = (column) => LEFT + ((WIDTH - LEFT - 4) * (column + 0.5)) / Math.max(1, run.columns.length);
+  const x = (column) =>
+    LEFT + ((WIDTH - LEFT - 4) * (column + 0.5)) / Math.max(1, run.columns.length);
 
   function curveOf(site) {
     const { label, port } = run.sites[site];
     const axis = axisOf(site);
     const isChosen = site === view.site;
     const words = axis
-      ? `${run.titleOf(run.number)} of ${label}, ${spanText()}: ${valueText(axis.low)} to ${valueText(axis.high)}`
+      ? `${run.titleOf(run.number)} of ${label}, ${spanText()}: ` +
+        `${valueText(axis.low)} to ${valueText(axis.high)}`
       : `${label}: no number`;
     const picture = shape("svg", {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
@@ -145,10 +187,24 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
       role: "img",
       "aria-label": words,
     });
-    picture.append(shape("rect", { class: "ground", x: LEFT, y: 4, width: WIDTH - LEFT - 4, height: HEIGHT - 8 }));
+    picture.append(
+      shape("rect", {
+        class: "ground",
+        x: LEFT,
+        y: 4,
+        width: WIDTH - LEFT - 4,
+        height: HEIGHT - 8,
+      }),
+    );
     if (axis) picture.append(...drawn(site, axis, isChosen));
-    else picture.append(shape("text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no numbers"));
-    picture.append(...broken(site), shape("path", { class: "guide", d: `M${x(view.column)} 4V${HEIGHT - 4}` }));
+    else
+      picture.append(
+        shape("text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no numbers"),
+      );
+    picture.append(
+      ...broken(site),
+      shape("path", { class: "guide", d: `M${x(view.column)} 4V${HEIGHT - 4}` }),
+    );
     picture.addEventListener("click", (event) => {
       const box = picture.getBoundingClientRect();
       const share = (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - 4);
@@ -169,7 +225,8 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     run.columns.length ? `step ${run.columns[0].first} to ${run.columns.at(-1).last}` : "no step";
 
   function drawn(site, axis, isChosen) {
-    const text = (number, y) => shape("text", { x: LEFT - 5, y, "text-anchor": "end" }, numberText(number, 2));
+    const text = (number, y) =>
+      shape("text", { x: LEFT - 5, y, "text-anchor": "end" }, numberText(number, 2));
     const parts = [text(axis.high, 12), text(axis.low, HEIGHT - 5)];
     const median = run.medianOf(site);
     if (run.isWide()) parts.push(shape("path", { class: "band", d: bandPath(site, axis) }));
@@ -204,10 +261,12 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     return path;
   }
 
+  const barPath = (left, foot, head) => `M${left} ${foot}V${head}h1V${foot}Z`;
+
   function bandPath(site, { y }) {
     const bars = run.columns.map(({ low, high }, column) =>
       isNumber(low[site])
-        ? `M${x(column).toFixed(1)} ${y(low[site]).toFixed(2)}V${(y(high[site]) - 0.3).toFixed(2)}h1V${y(low[site]).toFixed(2)}Z`
+        ? barPath(x(column).toFixed(1), y(low[site]).toFixed(2), (y(high[site]) - 0.3).toFixed(2))
         : "",
     );
     return bars.join("");
@@ -219,7 +278,15 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
       const name = bad[site] ? "bad-step" : at[site] === 0 && view.isUsual ? "zero-step" : "";
       if (!name) return [];
       const top = bad[site] ? HEIGHT - 11 : 5;
-      return [shape("rect", { class: name, x: x(column) - width / 2, y: top, width, height: HEIGHT - 5 - top })];
+      return [
+        shape("rect", {
+          class: name,
+          x: x(column) - width / 2,
+          y: top,
+          width,
+          height: HEIGHT - 5 - top,
+        }),
+      ];
     });
   }
 
@@ -234,7 +301,11 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
     );
     if (names.length) return element("p", { class: "ranks" }, names);
     if (!(run.status.n_ranks > 1)) return null;
-    return element("p", { class: "ranks" }, "The ranks are merged; hookline view of the folder shows each.");
+    return element(
+      "p",
+      { class: "ranks" },
+      "The ranks are merged; hookline view of the folder shows each.",
+    );
   }
 
   return { draw };

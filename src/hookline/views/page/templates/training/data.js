@@ -26,12 +26,14 @@ function makeRun() {
     logged: [],
     take,
     titleOf: (number) => run.names.find(([name]) => name === number)?.[1] ?? number,
-    latest: (name, site) => run.now[run.names.findIndex(([key]) => key === name) * run.sites.length + site],
+    latest: (name, site) =>
+      run.now[run.names.findIndex(([key]) => key === name) * run.sites.length + site],
     isWide: () => run.stride > 1,
     extentOf,
     medianOf,
     columnOf,
-    extremeOf: ({ low, high }, site) => (Math.abs(low[site]) > Math.abs(high[site]) ? low[site] : high[site]),
+    extremeOf: ({ low, high }, site) =>
+      Math.abs(low[site]) > Math.abs(high[site]) ? low[site] : high[site],
   };
   let extents = [];
   let medians = [];
@@ -97,7 +99,9 @@ function makeRun() {
   // The median of a site over the columns; NaN without a number.
   function medianOf(site) {
     if (medians[site] === undefined) {
-      const numbers = run.columns.map(({ at }) => at[site]).filter((number) => !Number.isNaN(number));
+      const numbers = run.columns
+        .map(({ at }) => at[site])
+        .filter((number) => !Number.isNaN(number));
       numbers.sort((a, b) => a - b);
       medians[site] = numbers.length ? numbers[(numbers.length - 1) >> 1] : NaN;
     }
@@ -140,7 +144,12 @@ function scaleOf({ low, high, tiny }, isSigned = low < 0) {
   const bottom = Math.max(low > 0 ? low : tiny, high * 1e-12);
   if (high > 0 && high / bottom > 100) {
     const span = Math.log(high / bottom);
-    return { isLog: true, low: bottom, high, place: (x) => (x <= bottom ? 0 : Math.log(x / bottom) / span) };
+    return {
+      isLog: true,
+      low: bottom,
+      high,
+      place: (x) => (x <= bottom ? 0 : Math.log(x / bottom) / span),
+    };
   }
   const span = high - low;
   return { isLog: false, low, high, place: (x) => (span > 0 ? (x - low) / span : 0.5) };

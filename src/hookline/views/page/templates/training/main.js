@@ -13,7 +13,16 @@
     order: address.get("order") === "last" ? "last" : "model",
     logged: address.get("logged") ?? "",
   };
-  const view = { site: -1, column: -1, finding: -1, shown: [], bands: [], ranks: [], nothing: "", series: null };
+  const view = {
+    site: -1,
+    column: -1,
+    finding: -1,
+    shown: [],
+    bands: [],
+    ranks: [],
+    nothing: "",
+    series: null,
+  };
   let isAtEnd = true; // the last step is chosen, and stays so as new ones come
   let ranksOf = "";
   let asking = null; // the request in progress: one at a time
@@ -21,7 +30,11 @@
   search.value = address.get("q") ?? "";
 
   const chart = makeChart(byId("chart"), run, view, choose);
-  const curves = makeCurves(byId("pane"), run, view, { onChoose: choose, onClose: closePane, askRanks });
+  const curves = makeCurves(byId("pane"), run, view, {
+    onChoose: choose,
+    onClose: closePane,
+    askRanks,
+  });
   for (const id of ["scale", "order"]) byId(id).value = choice[id];
   if (isServed) follow();
   else {
@@ -40,7 +53,9 @@
   // Show what has come: what is chosen, scrolled and focused stays.
   function takeNew() {
     fillMenu("number", run.names, choice.number);
-    const kinds = Object.entries(core.kinds).filter(([port]) => run.sites.some((site) => site.port === port));
+    const kinds = Object.entries(core.kinds).filter(([port]) =>
+      run.sites.some((site) => site.port === port),
+    );
     fillMenu("kind", [["", "all kinds"], ...kinds], choice.kind);
     const names = run.logged.map(({ name }) => [name, name]);
     fillMenu("logged", names, choice.logged);
@@ -72,7 +87,10 @@
     const index = [...list.querySelectorAll(".finding")].indexOf(document.activeElement);
     list.dataset.findings = text;
     byId("notices").replaceChildren();
-    showFindings({ findings: run.findings, notes: run.notes, judged: run.status.n_steps > 0 }, chooseFinding);
+    showFindings(
+      { findings: run.findings, notes: run.notes, judged: run.status.n_steps > 0 },
+      chooseFinding,
+    );
     const buttons = [...list.querySelectorAll(".finding")];
     view.finding = chosen ? buttons.findIndex((button) => button.textContent === chosen) : -1;
     pressFinding(view.finding);
@@ -98,7 +116,9 @@
       run.extentOf(site).low <= run.extentOf(site).high ||
       (run.number !== "ratio" && run.columns.some(({ bad }) => bad[site]));
     const isShown = ({ port, label }, site) =>
-      (!choice.kind || port === choice.kind) && label.toLowerCase().includes(query) && hasNumber(site);
+      (!choice.kind || port === choice.kind) &&
+      label.toLowerCase().includes(query) &&
+      hasNumber(site);
     view.shown = run.sites.flatMap((site, index) => (isShown(site, index) ? [index] : []));
     arrange();
     const extents = view.shown.map(run.extentOf);
@@ -108,11 +128,14 @@
     view.shared = choice.scale === "all" ? scaleOf(jointExtent(extents), view.isSigned) : null;
     view.nothing = "No site of this kind has this number.";
     if (run.status.n_steps <= 0) view.nothing = "No step was reported yet.";
-    else if (query) view.nothing = `No site with this number has “${search.value.trim()}” in its name.`;
+    else if (query)
+      view.nothing = `No site with this number has “${search.value.trim()}” in its name.`;
     if (!view.shown.includes(view.site) && view.shown.length) view.site = view.bands[0].sites[0];
     const all = run.sites.length.toLocaleString("en");
     const isPart = view.shown.length < run.sites.length;
-    byId("status").textContent = isPart ? `${view.shown.length.toLocaleString("en")} of ${all} sites` : "";
+    byId("status").textContent = isPart
+      ? `${view.shown.length.toLocaleString("en")} of ${all} sites`
+      : "";
     showLegend(extents);
     chart.draw();
     curves.draw();
@@ -150,7 +173,10 @@
           ? ["below 0", "above 0"]
           : ["least", "greatest"];
       const of = view.shared ? "of all rows" : "of each row";
-      parts.push([colourKey(scale.isSigned ? "signed" : "plain", ...ends), scale.isLog ? `${of}, logarithmic` : of]);
+      parts.push([
+        colourKey(scale.isSigned ? "signed" : "plain", ...ends),
+        scale.isLog ? `${of}, logarithmic` : of,
+      ]);
     }
     parts.push([element("i", { class: "key-hatch" }), "NaN or infinity"]);
     if (run.isWide()) parts.push([`a column is ${run.stride} steps, by its most unusual number`]);
@@ -187,7 +213,11 @@
       return;
     }
     const isStep = finding.step !== null && finding.step !== undefined;
-    choose(finding.row, isStep ? run.columnOf(finding.step) : run.columns.length - 1, view.shown.length > 0);
+    choose(
+      finding.row,
+      isStep ? run.columnOf(finding.step) : run.columns.length - 1,
+      view.shown.length > 0,
+    );
     isAtEnd = !isStep;
     chart.reveal();
   }
@@ -210,7 +240,13 @@
 
   function noteAddress() {
     const parameters = new URLSearchParams();
-    const usual = { number: "", kind: "", scale: "usual", order: "model", logged: run.logged[0]?.name ?? "" };
+    const usual = {
+      number: "",
+      kind: "",
+      scale: "usual",
+      order: "model",
+      logged: run.logged[0]?.name ?? "",
+    };
     for (const [name, value] of Object.entries(usual))
       if (choice[name] && choice[name] !== value) parameters.set(name, choice[name]);
     if (search.value.trim()) parameters.set("q", search.value.trim());
@@ -218,7 +254,8 @@
     let at = "";
     try {
       const label = run.sites[view.site]?.label;
-      if (label && !isAtEnd) at = `#at=${encodeURIComponent(label)}&step=${run.columns[view.column].last}`;
+      if (label && !isAtEnd)
+        at = `#at=${encodeURIComponent(label)}&step=${run.columns[view.column].last}`;
       else if (label) at = `#at=${encodeURIComponent(label)}`;
     } catch {
       /* a name that no address can hold */
@@ -283,7 +320,9 @@
   function ago(seconds) {
     if (seconds < 90) return `${Math.floor(seconds)} s ago`;
     if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
-    return seconds < 129600 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
+    return seconds < 129600
+      ? `${Math.round(seconds / 3600)} h ago`
+      : `${Math.round(seconds / 86400)} days ago`;
   }
 
   // How far the run is, and whether it goes on.
@@ -292,9 +331,11 @@
     if (n_steps < 0) return;
     const seconds = age + (Date.now() - run.arrived) / 1000;
     const isLate = seconds > Math.max(60, 20 * pace);
-    const date = () => new Date(1000 * when).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+    const date = () =>
+      new Date(1000 * when).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
     const last = step?.toLocaleString("en");
-    let text = `last step ${last}, ${isServed ? ago(seconds) + (isLate ? ": stopped or killed?" : "") : date()}`;
+    const time = isServed ? ago(seconds) + (isLate ? ": stopped or killed?" : "") : date();
+    let text = `last step ${last}, ${time}`;
     if (!n_steps) text = ended ? "ended without a step" : "no step yet";
     else if (ended) text = `ended after step ${last}, ${date()}`;
     byId("pulse-text").textContent = text;
@@ -329,10 +370,14 @@
     const answer = await fetchJson(`new?${parameters}`);
     if (!answer) return;
     if (answer.state && answer.state !== state) return location.reload();
-    if (!answer.state) return say(`${answer.gone} The page shows an earlier state and updates when the run is back.`);
+    if (!answer.state)
+      return say(
+        `${answer.gone} The page shows an earlier state and updates when the run is back.`,
+      );
     say("");
     const isNew = run.take(answer);
-    if (isNew && choice.number === number) choice.number = run.number; // the usual one, if it is not here
+    // the usual one, if it is not here
+    if (isNew && choice.number === number) choice.number = run.number;
     if (isNew || answer.logged || !run.sites.length) takeNew();
     showPulse();
   }

@@ -1,0 +1,47 @@
+"""How the values of image models are read: by shape alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hookline.recordings.image_values import Grid, grid_of, scores_in
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "grid"),
+    [
+        ((2, 8, 7, 7), (224, 224), Grid("channels first", 7, 7)),
+        ((2, 7, 7, 96), (224, 224), Grid("channels last", 7, 7)),
+        ((2, 196, 8), (224, 224), Grid("tokens", 14, 14)),
+        ((2, 197, 8), (224, 224), Grid("tokens", 14, 14, 1)),
+        ((2, 261, 8), (224, 224), Grid("tokens", 16, 16, 5)),
+        ((2, 13, 8), (64, 48), Grid("tokens", 4, 3, 1)),
+        ((2, 10, 8), (224, 224), Grid("tokens", 3, 3, 1)),
+        ((2, 17, 1), (224, 224), None),
+        ((3, 196, 8), (224, 224), None),
+        ((2, 8), (224, 224), None),
+    ],
+)
+def test_a_value_is_read_as_maps_of_its_images(shape, size, grid):
+    assert grid_of(torch.zeros(shape), 2, size, is_named=False) == grid
+
+
+def test_tokens_and_channels_last_become_channels_first():
+    tokens = torch.rand(2, 7, 5)
+    maps = Grid("tokens", 2, 3, 1).read(tokens)
+    assert maps.shape == (2, 5, 2, 3)
+    assert torch.equal(maps[1, :, 1, 2], tokens[1, 6])
+    last = torch.rand(2, 2, 3, 5)
+    assert torch.equal(Grid("channels last", 2, 3).read(last)[0, :, 1, 0], last[0, 1, 0])
+
+
+def test_class_scores_are_found_in_what_models_return():
+    scores = torch.rand(2, 10)
+    holder = SimpleNamespace(loss=None, logits=scores)
+    for output in (scores, {"loss": None, "logits": scores}, (scores, None), holder):
+        assert scores_in(output) is scores
+    for output in (None, {}, (), torch.rand(2), torch.ones(2, 3, dtype=torch.int64)):
+        assert scores_in(output) is None
