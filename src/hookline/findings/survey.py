@@ -117,23 +117,21 @@ class Survey:
         Of several groups of blocks the outermost one counts, then the longest. In a plain
         `nn.Sequential` the layers with weights are the blocks.
         """
-        blocks = [
-            reading
-            for reading in self.outputs
-            if reading.path in self.containers
-            and template_of(reading.path).endswith("#")
-            and reading.numbers.dtype.is_floating_point
-            and self.modules.get(reading.path) not in ("Sequential", "ModuleList")
-        ]
-        first_leaf: dict[tuple[str, int], Reading] = {}
-        for reading in blocks:
-            first_leaf.setdefault((reading.path, reading.call), reading)
-        groups = self.alike(list(first_leaf.values()))
-        if not groups:
+        blocks: dict[str, Reading] = {}
+        for reading in self.outputs:
+            is_block = self.modules.get(reading.path) not in PLAIN_HOLDERS
+            if (
+                is_block
+                and reading.path in self.containers
+                and reading.numbers.dtype.is_floating_point
+            ):
+                blocks.setdefault(reading.path, reading)
+        outputs, places = list(blocks.values()), repeated(list(blocks))
+        if not places:
             layers = [reading for reading in self.leaf_outputs if is_weighted(reading)]
             plain = [group for group in self.alike(layers) if template_of(group[0].path)[-1] == "#"]
             return max(plain, key=len, default=[])
-        return min(groups, key=lambda group: (group[0].path.count("."), -len(group)))
+        return [outputs[place] for place in places]
 
     def inside(self, path: str) -> list[Reading]:
         """Return the leaf outputs inside a module, in firing order."""
@@ -160,12 +158,18 @@ def repeated(paths: Sequence[str]) -> list[int]:
 
         >>> repeated(["embed", "h.0", "h.1", "h.2", "head"])
         [1, 2, 3]
+        >>> repeated(["layers.layer_0", "layers.layer_1", "layers.layer_2"])
+        [0, 1, 2]
 
     Of several groups of blocks the outermost one counts, then the longest.
+
+    Args:
+        paths: the paths of modules that hold others. Those of layers say less: `fc1` and `fc2` of a
+            block are no repeated blocks.
     """
     groups: dict[str, list[int]] = {}
     for place, path in enumerate(paths):
-        template = template_of(path)
+        template = _NUMBER.sub("#", path)
         if template.endswith("#"):
             groups.setdefault(template, []).append(place)
     chosen = [group for group in groups.values() if len(group) >= _LEAST_BLOCKS]

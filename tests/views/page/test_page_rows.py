@@ -102,6 +102,15 @@ def test_the_trunk_is_the_repeated_blocks(net, image):
         model(torch.zeros(1, 2))
     rows = rows_in(run)
     assert [rows[index].label for index in trunk_of(rows)] == ["1", "2", "3"]
+    named = nn.Sequential()
+    for number in range(3):
+        named.add_module(f"layer_{number}", Block(nn.Linear(2, 2)))
+    holder = nn.ModuleDict({"layers": named})
+    with hl.record(holder) as run:
+        named(torch.zeros(1, 2))
+    rows = rows_in(run)
+    trunk = [rows[index].label for index in trunk_of(rows)]
+    assert trunk == ["layers.layer_0", "layers.layer_1", "layers.layer_2"]
     with hl.record(net) as run:
         net(image)
     rows = rows_in(run)

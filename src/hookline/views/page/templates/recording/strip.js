@@ -294,11 +294,17 @@ function makeStrip(host, core, chosen, onChoose) {
     // Of many numbered blocks only every fifth, or tenth, is named.
     const each = plot.width / parts.length;
     const every = parts.length > 24 ? ([1, 2, 5, 10, 20].find((n) => n * each > 26) ?? 50) : 1;
+    const stem = (row) => rows.name[row].replace(/\d+$/, "");
+    const stems = parts.map(({ row }) => stem(row));
     let end = -Infinity;
     for (const { row, first, last } of parts) {
       const start = x(first) - step / 2;
       const wide = step * (last - first + 1);
-      const name = rows.name[row];
+      let name = rows.name[row];
+      // Of repeated blocks the number says which: layer_0, layer_1, ...
+      const isLong = pen.measureText(name).width >= wide + 6 && name !== stem(row);
+      const isRepeated = stems.filter((other) => other === stem(row)).length > 2;
+      if (isLong && isRepeated) name = name.slice(stem(row).length);
       pen.fillStyle = ink("line-strong");
       pen.fillRect(start, height - BOTTOM - 3, 1, 5);
       const room = pen.measureText(name).width;
