@@ -133,6 +133,21 @@ def test_a_channel_is_laid_over_the_input_by_key_and_by_menu(visit, folder):
     expect(page.locator("#maps-form")).to_be_focused()
 
 
+def test_a_value_with_fewer_samples_shows_its_first(served, new_page, tmp_path):
+    model = nn.ModuleDict({"windows": nn.Identity(), "whole": nn.Identity()})
+    model.forward = lambda x: model["whole"](model["windows"](x).reshape(2, 4, 4, 4))
+    with hl.record(model, ["windows", "whole"]) as run:
+        model(torch.rand(8, 1, 4, 4))
+    base = served(run.save(tmp_path / "run")).base
+    page = new_page(f"{base}#at=windows", base)
+    page.get_by_label("Sample").fill("5")
+    page.get_by_label("Sample").press("Tab")
+    expect(page.get_by_label("Sample")).to_have_value("5")
+    page.locator(".window .name", has_text="whole").click()
+    expect(page.get_by_label("Sample")).to_have_value("0")
+    expect(page.locator("#pane")).to_contain_text("of 2")
+
+
 def test_a_file_shows_the_same_of_the_first_sample(written, folder):
     run, page = hl.open(folder), written("#at=(root)")
     expect(page.locator("#pane .scores")).to_contain_text("sample 0 of 2")

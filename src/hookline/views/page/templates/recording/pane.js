@@ -212,6 +212,11 @@ function makePane(host, core, view, { onClose, onStale }) {
     const ticket = (asked += 1);
     const answer = isServed ? await askMaps(pair[0]) : embeddedAnswer(pair);
     if (ticket !== asked || !answer) return;
+    if (answer.own?.problem && isServed && view.choice.sample) {
+      view.choice.sample = 0; // this value may have fewer samples than the one before
+      await showMaps(boxes, pair);
+      return;
+    }
     const sets = pair
       .map((value, index) => ({
         name: nameOf(value),
