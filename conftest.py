@@ -38,6 +38,12 @@ collect_ignore_glob = [
 ]
 
 
+# A collection of all objects takes a tenth of a second beside torch, and dynamo makes objects fast
+# enough for one each second: a tenth of the gate. What a test says of memory it collects itself.
+gc.disable()  # until all tests are imported
+gc.set_threshold(50_000, 20, 10)
+
+
 # `make test` tries 15 examples, `make full` more. Neither sets a deadline: a busy machine is not a
 # fault of the code.
 _USUAL = settings.get_profile(settings.get_current_profile_name())
@@ -144,6 +150,7 @@ def pytest_collection_finish() -> None:
     """Leave what was imported out of the garbage collections that tests ask for."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -13,6 +13,7 @@ Run as a script, this file is such a process.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -134,6 +135,8 @@ def main(rank: int, n: int, folder: str) -> None:
     )  # fmt: skip
     line = Client(f"{folder}/socket", "AF_UNIX")
     line.send(rank)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 10)  # as in pytest's own process: see the root's conftest.py
     modules: dict[str, Any] = {}
     while True:
         try:

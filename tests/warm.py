@@ -12,6 +12,7 @@ Run as a script, this file is the process that waits.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import runpy
 import subprocess
@@ -73,6 +74,7 @@ def _wait(address: str) -> list[str]:
     """Fork a process for each request; give that process its arguments, and exit in the other."""
     import torch  # noqa: F401
 
+    gc.freeze()  # no process looks for garbage in what it has been given, as it runs or ends
     line = Client(address, "AF_UNIX")
     while True:
         try:
