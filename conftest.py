@@ -41,7 +41,7 @@ collect_ignore_glob = [
 # A collection of all objects takes a tenth of a second beside torch, and dynamo makes objects fast
 # enough for one each second: a tenth of the gate. What a test says of memory it collects itself.
 gc.disable()  # until all tests are imported
-gc.set_threshold(50_000, 20, 10)
+gc.set_threshold(5_000, 20, 100)
 
 
 # `make test` tries 15 examples, `make full` more. Neither sets a deadline: a busy machine is not a
@@ -151,6 +151,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    if "torch._dynamo.guards" in sys.modules:
+        # After each compilation dynamo collects, and flushes the processor's caches for its log.
+        sys.modules["torch._dynamo.config"].run_gc_after_compile = False
+        sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.hookimpl(trylast=True)

@@ -137,7 +137,7 @@ def main(rank: int, n: int, folder: str) -> None:
     )  # fmt: skip
     line = Client(f"{folder}/socket", "AF_UNIX")
     line.send(rank)
-    gc.set_threshold(50_000, 20, 10)  # as in pytest's own process: see the root's conftest.py
+    gc.set_threshold(5_000, 20, 100)  # as in pytest's own process: see the root's conftest.py
     modules: dict[str, Any] = {}
     while True:
         try:
