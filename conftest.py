@@ -2,10 +2,12 @@
 
 import gc
 import io
+import os
+import subprocess
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, wraps
 from types import ModuleType
 
 import pytest
@@ -18,6 +20,7 @@ import hookline.data
 import hookline.models
 from hookline.data import guess_input, load_input
 from hookline.models import load_demo_digits, load_model
+from warm import Running
 
 # Examples of these inner functions are for reading: they want files, a network, another library
 # or a minute.
@@ -36,6 +39,12 @@ collect_ignore_glob = [
     "tests/mutants.py",
     "tests/reached_lines.py",
 ]
+
+
+# A collection of all objects takes a tenth of a second beside torch, and dynamo makes objects fast
+# enough for one each second: a tenth of the gate. What a test says of memory it collects itself.
+gc.disable()  # until all tests are imported
+gc.set_threshold(5_000, 20, 100)
 
 
 # `make test` tries 15 examples, `make full` more. Neither sets a deadline: a busy machine is not a
@@ -83,16 +92,28 @@ LONGEST = {
     "test_on_ray.py", "test_typing.py", "test_readme.py", "test_docs_site.py",
     "test_same_numbers.py", "test_compiled_gradients.py",
 }  # fmt: skip
-STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 _processes: list[str] = []
 
 
-def _note(event: str, args: tuple[object, ...]) -> None:
-    if event in STARTS_A_PROCESS:
-        _processes.append(event)
+def _note_starts(owner: object, name: str) -> None:
+    """Note each call of a function that starts a process.
+
+    An audit hook would be called for each `id()` as well: a million times in a file of dynamo's.
+    """
+    start = getattr(owner, name)
+
+    @wraps(start)
+    def start_and_note(*args: object, **options: object) -> object:
+        _processes.append(name)
+        return start(*args, **options)
+
+    setattr(owner, name, start_and_note)
 
 
-sys.addaudithook(_note)
+_note_starts(subprocess.Popen, "__init__")
+_note_starts(Running, "__init__")
+_note_starts(os, "posix_spawn")
+os.register_at_fork(before=lambda: _processes.append("fork"))
 
 
 def _compiled_frames() -> int:
@@ -144,6 +165,11 @@ def pytest_collection_finish() -> None:
     """Leave what was imported out of the garbage collections that tests ask for."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    if "torch._dynamo.guards" in sys.modules:
+        # After each compilation dynamo collects, and flushes the processor's caches for its log.
+        sys.modules["torch._dynamo.config"].run_gc_after_compile = False
+        sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.hookimpl(trylast=True)

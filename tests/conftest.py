@@ -80,8 +80,7 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
-def fresh_dynamo():
+def _fresh_dynamo():
     """No compiled code before, none left, and dynamo has the settings that it had."""
     from torch._dynamo import config  # it takes a second to load
     from torch._dynamo.utils import counters
@@ -92,6 +91,10 @@ def fresh_dynamo():
     yield
     assert config.skip_fwd_side_effects_in_bwd_under_checkpoint is before
     torch.compiler.reset()
+
+
+fresh_dynamo = pytest.fixture(_fresh_dynamo)
+fresh_dynamo_of_file = pytest.fixture(scope="module")(_fresh_dynamo)
 
 
 @pytest.fixture

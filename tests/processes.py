@@ -13,8 +13,8 @@ Run as a script, this file is such a process.
 
 from __future__ import annotations
 
+import gc
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +25,8 @@ from importlib import util
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
+
+from warm import Running
 
 IN_A_PROCESS = "HOOKLINE_TEST_RANK"
 
@@ -56,7 +58,7 @@ class Processes:
 
     def __init__(self, n: int, seconds: float = 60.0):
         self.n, self.seconds = n, seconds
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running: list[Running] = []
         self.lines: list[Connection] = []
 
     def __enter__(self):
@@ -69,9 +71,11 @@ class Processes:
         folder = tempfile.mkdtemp()
         with Listener(f"{folder}/socket", "AF_UNIX") as listener:
             for rank in range(self.n):
-                command = [sys.executable, __file__, str(rank), str(self.n), folder]
+                words = (__file__, str(rank), str(self.n), folder)
                 environment = {**os.environ, IN_A_PROCESS: str(rank), "OMP_NUM_THREADS": "1"}
-                self.running.append(subprocess.Popen(command, env=environment))
+                # Neighbours differ in the order of their sets, as processes do.
+                of = ("torch.distributed.fsdp", rank % 2)
+                self.running.append(Running(*words, env=environment, of=of))
             lines = {}
             for _ in range(self.n):
                 line = listener.accept()
@@ -82,8 +86,7 @@ class Processes:
         for line in self.lines:
             line.close()
         for process in self.running:
-            process.kill()
-            process.wait()
+            process.end()
         self.lines, self.running = [], []
 
     def run(self, file: str, name: str, *args: Any) -> list[Any]:
@@ -134,6 +137,7 @@ def main(rank: int, n: int, folder: str) -> None:
     )  # fmt: skip
     line = Client(f"{folder}/socket", "AF_UNIX")
     line.send(rank)
+    gc.set_threshold(5_000, 20, 100)  # as in pytest's own process: see the root's conftest.py
     modules: dict[str, Any] = {}
     while True:
         try:

@@ -27,6 +27,7 @@ from hookline.cli.app import app
 from hookline.models.packages import import_package
 from hookline.models.torchvision_import import import_torchvision
 from test_public_names import NAMES, SIGNATURES, SURFACES
+from warm import run_python
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "docs" / "_site"
@@ -37,9 +38,8 @@ MAPPING = {"get", "items", "keys", "values"}  # one example shows what every map
 def site(tmp_path_factory):
     """The folder that `make docs` makes."""
     folder = tmp_path_factory.mktemp("docs") / "site"
-    command = [sys.executable, TOOLS / "build.py", "--out", folder]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    done = run_python(TOOLS / "build.py", "--out", folder, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(folder / "index.html") in done.stdout
     return folder

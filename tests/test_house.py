@@ -28,6 +28,7 @@ NOT_CODE = {
 }  # fmt: skip
 # Names that say nothing of what they hold.
 VAGUE = {"one", "found"}
+parsed = cache(ast.parse)
 
 
 @cache
@@ -57,7 +58,7 @@ def functions(tree: ast.AST, place: str) -> Iterator[tuple[str, ast.FunctionDef]
 def vague_names(text: str, module: str) -> dict[str, int]:
     """Bindings of names that say nothing: how many on each line."""
     lines: dict[str, int] = {}
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         bound = {
             ast.Name: lambda node: node.id if isinstance(node.ctx, ast.Store) else None,
             ast.arg: lambda node: node.arg,
@@ -83,13 +84,13 @@ def depths(text: str, module: str) -> dict[str, int]:
             deepest = max(deepest, depth(child) + is_block)
         return deepest
 
-    return {name: depth(node) for name, node in functions(ast.parse(text), module)}
+    return {name: depth(node) for name, node in functions(parsed(text), module)}
 
 
 def parameters(text: str, module: str) -> dict[str, int]:
     """The parameters of what users do not call, by function. Those of commands are options."""
     numbers = {}
-    for name, node in functions(ast.parse(text), module):
+    for name, node in functions(parsed(text), module):
         owner, _, last = name.rpartition(".")
         is_public = name in public() or (owner in public() and not last.startswith("_"))
         is_public |= owner in public() and last == "__init__"
@@ -108,7 +109,7 @@ def lengths(text: str, module: str) -> dict[str, int]:
         for line in range(token.start[0], token.end[0] + 1)
     }
     sizes = {}
-    for name, node in functions(ast.parse(text), module):
+    for name, node in functions(parsed(text), module):
         lines = code & set(range(node.lineno, node.end_lineno + 1))
         if ast.get_docstring(node) is not None:
             lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
@@ -146,7 +147,7 @@ def unguarded_jumps(text: str, module: str) -> dict[str, int]:
             if is_locked(block)
             for part in parts(block)
         )
-        for name, function in functions(ast.parse(text), module)
+        for name, function in functions(parsed(text), module)
     }
 
 
@@ -238,7 +239,7 @@ def unused(texts: list[str]) -> set[str]:
     return {
         node.name
         for text in texts
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.FunctionDef) and re.match(r"_[^_]", node.name)
         if words[node.name] == 1
     }

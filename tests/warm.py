@@ -2,9 +2,14 @@
 
     done = run_python("-c", "import hookline as hl; print(hl.__version__)")
 
+    process = Running(script, "its", "arguments", env={...})
+    ...
+    process.end()
+
 A process has its own folder, variables and warnings, and ends by itself. Everything but torch, and
-what torch imports, is imported in it. All have one seed of hashes, which is not that of pytest. For
-scripts that test how Python or torch starts, such as a package that is missing, use `subprocess`.
+what torch imports, is imported in it. All that are forked from one have its seed of hashes, which
+is not that of pytest. For scripts that test how Python or torch starts, such as a package that is
+missing, use `subprocess`.
 
 Run as a script, this file is the process that waits.
 """
@@ -12,13 +17,16 @@ Run as a script, this file is the process that waits.
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -39,23 +47,52 @@ def run_python(
     words = [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in arguments]
     with tempfile.TemporaryDirectory() as folder:
         streams = [f"{folder}/stdout", f"{folder}/stderr"]
-        folder_of_run = str(Path.cwd() if cwd is None else cwd)
-        line = _waiting()
-        # A process is started in this one's name: the marks of tests are checked by this event.
-        sys.audit("subprocess.Popen", sys.executable, words, folder_of_run, None)
-        line.send((words, folder_of_run, dict(os.environ if env is None else env), streams))
-        code = line.recv()
+        running = Running(*words, cwd=cwd, env=env, streams=streams)
+        code = running.wait()
         texts = [Path(stream).read_text(errors="replace") for stream in streams]
     return subprocess.CompletedProcess([sys.executable, *words], code, *texts)
 
 
+class Running:
+    """A process that runs Python as `python ...` does.
+
+    Args:
+        arguments, cwd, env: as those of `run_python`.
+        streams: the files to write to; without them, as the process that waits.
+        of: what the process that waits has imported, and its number: each has other hashes.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: object = None,
+        env: Mapping[str, str] | None = None,
+        streams: Sequence[str] = (),
+        of: tuple[str, int] = ("torch", 0),
+    ) -> None:
+        folder = str(Path.cwd() if cwd is None else cwd)
+        self._line = _waiting(*of)
+        variables = dict(os.environ if env is None else env)
+        self._line.send((list(arguments), folder, variables, streams))
+        self._id = self._line.recv()
+
+    def wait(self, signal_: int = 0) -> int:
+        """Wait for the end, and give the exit code."""
+        self._line.send((self._id, signal_))
+        return self._line.recv()
+
+    def end(self) -> None:
+        """Kill the process."""
+        self.wait(signal.SIGKILL)
+
+
 @cache
-def _waiting() -> Connection:
-    """Start the process that waits: one for each worker of pytest."""
+def _waiting(module: str, number: int) -> Connection:
+    """Start a process that waits: each worker of pytest has its own."""
     folder = tempfile.TemporaryDirectory()
     with Listener(f"{folder.name}/socket", "AF_UNIX") as listener:
         process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, f"{folder.name}/socket"],
+            [sys.executable, "-W", "error", __file__, f"{folder.name}/socket", module],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         line = listener.accept()
@@ -69,18 +106,24 @@ def _waiting() -> Connection:
     return line
 
 
-def _wait(address: str) -> list[str]:
+def _wait(address: str, module: str) -> list[str]:
     """Fork a process for each request; give that process its arguments, and exit in the other."""
-    import torch  # noqa: F401
-
+    importlib.import_module(module)
+    gc.freeze()  # no process looks for garbage in what it has been given, as it runs or ends
     line = Client(address, "AF_UNIX")
     while True:
         try:
-            words, folder, variables, streams = line.recv()
+            request = line.recv()
         except EOFError:
             raise SystemExit from None
+        if len(request) == 2:
+            process, signal_ = request
+            os.kill(process, signal_)  # 0 kills nothing
+            line.send(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+            continue
         process = os.fork()
         if process == 0:
+            words, folder, variables, streams = request
             line.close()
             os.chdir(folder)
             os.environ.clear()
@@ -89,7 +132,7 @@ def _wait(address: str) -> list[str]:
             for number, stream in enumerate(streams, 1):
                 os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
             return words
-        line.send(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+        line.send(process)
 
 
 def _run(words: list[str]) -> None:
@@ -118,4 +161,4 @@ def _run(words: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # of this file
-    _run(_wait(sys.argv[1]))
+    _run(_wait(*sys.argv[1:]))

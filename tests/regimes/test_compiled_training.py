@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -15,7 +16,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import hookline as hl
 from thoroughness import IS_GATE
 
-pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("dynamo_of_all")]
 
 N_STEPS = 9
 IS_ON = range(2, 7)  # the steps with the verb
@@ -119,13 +120,28 @@ VERBS = {
 }
 
 
+@pytest.fixture(scope="module")
+def dynamo_of_all(fresh_dynamo_of_file):
+    """The verbs come and go on one model: each has graphs of its own."""
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+
+
+@functools.cache
+def compiled(name, backend):
+    """A model, compiled once for all verbs, and its state."""
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    state = copy.deepcopy(model.state_dict())
+    return model, torch.compile(model, backend=backend, fullgraph=True), state
+
+
 def trained(name, backend, verb):
     """All that some steps of training leave."""
-    build, loss_of = MODELS[name]
-    torch.compiler.reset()
+    loss_of = MODELS[name][1]
+    model, run, state = compiled(name, backend)
+    model.load_state_dict(state)
     torch.manual_seed(0)
-    model = build()
-    run = torch.compile(model, backend=backend, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
 
@@ -143,14 +159,15 @@ def trained(name, backend, verb):
         with verb(model):
             train(IS_ON)
     train(range(IS_ON.stop, N_STEPS))
-    grads = {f"{path}:grad": one.grad for path, one in model.named_parameters()}
+    grads = {f"{path}:grad": one.grad.clone() for path, one in model.named_parameters()}
     moments = {
         f"{k}:{key}": value
         for k, state in optimizer.state_dict()["state"].items()
         for key, value in state.items()
     }
     left = {"losses": torch.stack(losses), "rng": torch.get_rng_state()}
-    return {**model.state_dict(), **grads, **moments, **left}
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    return {**weights, **grads, **moments, **left}
 
 
 @functools.cache

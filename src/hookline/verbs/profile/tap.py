@@ -267,8 +267,8 @@ class GarbageHooks:
     """
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = weakref.ref(ledger, self.close)
         self._callbacks = gc.callbacks  # modules have lost their names as the interpreter ends
+        self._ledger = weakref.ref(ledger, self.close)
 
     def open(self) -> None:
         """Register the object with Python."""
