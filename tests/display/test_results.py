@@ -188,6 +188,13 @@ def test_lines_after_a_title_hang_within_the_width():
     assert " ".join(line.strip() for line in lines) == f"Recording{head}"
 
 
+def test_a_total_that_does_not_fit_beside_its_label_stands_below_it():
+    totals = [("a" * 12, "[100, 100, 100, 100, 1000]"), ("b", "c")]
+    printout = Printout(headings=[Heading("path0", "path")], rows=[("a",)], totals=totals)
+    shown = printout.text(40).splitlines()[-3:]
+    assert shown == ["aaaaaaaaaaaa", "  [100, 100, 100, 100, 1000]", "b              c"]
+
+
 @given(printouts(), st.integers(40, 200))
 def test_no_line_is_too_wide_and_no_shape_is_broken(printout, width):
     text = printout.text(width)

@@ -423,8 +423,15 @@ def _totals(totals: Sequence[tuple[str, Cell]], width: int) -> list[Line]:
     label_width = max((_length(label) for label, _ in totals), default=0) + 3
     lines: list[Line] = []
     for label, cell in totals:
+        room = max(width - label_width, _LEAST_WIDTH // 4)
+        texts = _wrapped(cell, room)
+        if any(_length(line) > room for [(line, _)] in texts):  # a shape that is not broken
+            lines += [
+                [(label, "bold")],
+                *[[("  ", ""), *text] for text in _wrapped(cell, width - 2)],
+            ]
+            continue
         spaces = " " * (label_width - _length(label))
-        texts = _wrapped(cell, max(width - label_width, _LEAST_WIDTH // 4))
         lines += [
             [(label if not number else " " * len(label), "bold"), (spaces, ""), *line]
             for number, line in enumerate(texts)
