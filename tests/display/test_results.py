@@ -188,7 +188,7 @@ def test_lines_after_a_title_hang_within_the_width():
     assert " ".join(line.strip() for line in lines) == f"Recording{head}"
 
 
-def test_a_total_that_does_not_fit_beside_its_label_stands_below_it():
+def test_a_total_too_long_for_its_place_stands_below_its_label():
     totals = [("a" * 12, "[100, 100, 100, 100, 1000]"), ("b", "c")]
     printout = Printout(headings=[Heading("path0", "path")], rows=[("a",)], totals=totals)
     shown = printout.text(40).splitlines()[-3:]
