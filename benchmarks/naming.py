@@ -135,11 +135,11 @@ _POINTS = {
 
 def by_interp_engine(kind: str, ids: Tensor) -> Values:
     """Capture its points, on the model loaded from a folder."""
-    engine, folder = importlib.import_module("interp_engine"), tempfile.mkdtemp()
-    model = zoo.build(kind)
-    model.save_pretrained(folder)
-    word_tokenizer(zoo.VOCABULARY).save_pretrained(folder)
-    loaded = engine.load_model(folder, backend="eager", device="cpu", dtype="float32")
+    engine, model = importlib.import_module("interp_engine"), zoo.build(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        word_tokenizer(zoo.VOCABULARY).save_pretrained(folder)
+        loaded = engine.load_model(folder, backend="eager", device="cpu", dtype="float32")
     once = {"embed": "embeddings", "ln_final": "final_norm", "logits_raw": "lm_head"}
     layers = range(model.config.num_hidden_layers)
     points = {name: [engine.Address(point, k) for k in layers] for name, point in _POINTS.items()}

@@ -3,6 +3,7 @@
 In a real Chromium (Debian's), against the server in a process of its own: until the list has rows,
 a site with its statistics, and the server's memory before and after many sites were seen.
 The recording's files are sparse: they take no room on the disk, and reading them costs no seek.
+Then the page as one file, of a recording of 2,001 small values.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import tempfile
 from pathlib import Path
 from time import monotonic, sleep
 
+import torch
 from playwright.sync_api import Page, sync_playwright
+from torch import nn
 
+import hookline as hl
 from benchmarks.large_recording import write
+from hookline.views.page import write_recording_page
 
 _SITES, _BYTES = 2000, 25 * 1024**2
 # The page's own time, in the frame after the one that shows rows.
@@ -28,6 +33,20 @@ _LISTED = """new Promise((done) => {
 })"""
 # Paths have places at which they may be broken, at which Playwright's own search stops.
 _SHOWS = "(site) => document.getElementById('pane-heading').textContent === site"
+# When findings and strip are drawn, and when all is: the times of the frames after.
+_NOTE_DRAWN = """const drawn = {};
+window.drawn = drawn;
+const look = () => {
+  if (document.querySelector("#tally")?.textContent.trim()) drawn.first ??= performance.now();
+  if (document.body?.dataset.ready) drawn.all = performance.now();
+  else requestAnimationFrame(look);
+};
+requestAnimationFrame(look);"""
+_DRAWN = """new Promise((done) => {
+  const look = () => drawn.all ? done([drawn.first, drawn.all]) : requestAnimationFrame(look);
+  look();
+})"""
+_OPENINGS = 11
 
 
 def main() -> None:
@@ -47,6 +66,7 @@ def main() -> None:
         finally:
             server.terminate()
             server.wait()
+        _measure_file(Path(place) / "page.html")
 
 
 def _measure(address: str, pid: int) -> None:
@@ -75,6 +95,41 @@ def _measure(address: str, pid: int) -> None:
         after = _memory(pid)
         print(f"  the server's memory:     {before:.0f} MiB, after 40 sites {after:.0f} MiB")
         browser.close()
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(64), nn.Linear(64, 128)
+        self.act, self.down = nn.ReLU(), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def _measure_file(target: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Block() for _ in range(400)])
+    with hl.record(model, "**") as run:
+        model(torch.randn(8, 16, 64))
+    write_recording_page(run, target, title="blocks")
+    times = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
+        for _ in range(_OPENINGS):
+            page = browser.new_page(viewport={"width": 1440, "height": 900})
+            page.add_init_script(_NOTE_DRAWN)
+            page.goto(target.as_uri())
+            page.wait_for_selector("body[data-ready]")
+            times.append(page.evaluate(_DRAWN))
+            page.close()
+        browser.close()
+    first, every = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"as one file of {target.stat().st_size / 1e6:.1f} MB, {len(run):,} values")
+    print(f"  findings and strip:      {first:5.0f} ms")
+    print(f"  all:                     {every:5.0f} ms")
 
 
 def _until(page: Page, address: str, moment: str) -> float:

@@ -119,12 +119,9 @@ class Survey:
         """
         blocks: dict[str, Reading] = {}
         for reading in self.outputs:
-            is_block = self.modules.get(reading.path) not in PLAIN_HOLDERS
-            if (
-                is_block
-                and reading.path in self.containers
-                and reading.numbers.dtype.is_floating_point
-            ):
+            holds_others = reading.path in self.containers
+            is_block = holds_others and self.modules.get(reading.path) not in PLAIN_HOLDERS
+            if is_block and reading.numbers.dtype.is_floating_point:
                 blocks.setdefault(reading.path, reading)
         outputs, places = list(blocks.values()), repeated(list(blocks))
         if not places:

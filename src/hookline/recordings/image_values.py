@@ -70,6 +70,24 @@ def _tokens(n_tokens: int, size: Size) -> Grid | None:
     return None
 
 
+def gradcam(activations: Tensor, gradients: Tensor) -> Tensor:
+    """Weigh each channel by the mean of its gradient (Selvaraju et al., 2017, "Grad-CAM").
+
+    Args:
+        activations: the maps of a layer, shape `(batch, channels, height, width)`.
+        gradients: their gradients, of the same shape.
+
+    Returns:
+        The sum over channels, shape `(batch, height, width)`.
+    """
+    return weighted(activations, gradients.mean((2, 3)))
+
+
+def weighted(maps: Tensor, weights: Tensor) -> Tensor:
+    """Sum maps over channels by weights of shape `(batch, channels)`."""
+    return (maps * weights[:, :, None, None]).sum(1)
+
+
 def scores_in(output: Any) -> Tensor | None:
     """Return the class scores in a model's output, shape `(batch, classes)`; None without any.
 

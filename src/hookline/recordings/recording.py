@@ -506,11 +506,9 @@ class Recording(Lookups, Result):
         """
         for rank in self.ranks:
             rank.release()
-        for current in self._log.passes:
-            for entry in current.log:
-                if isinstance(entry[1], Stored):
-                    entry[1].release()
-                    return  # all lie in one folder
+        stored = _first_stored(self)  # all lie in one folder
+        if stored is not None:
+            stored.release()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle by value; the stamps of the copy start anew."""
@@ -642,6 +640,16 @@ def are_of_one_model(a: Recording, b: Recording) -> bool:
     references = [source._model for source in (a, b)]
     models = [reference() for reference in references if callable(reference)]
     return len(models) == 2 and models[0] is not None and models[0] is models[1]
+
+
+def lies_in_folder(recording: Recording) -> bool:
+    """Tell whether the values of a recording are read from a folder."""
+    return any(_first_stored(part) is not None for part in (recording, *recording.ranks))
+
+
+def _first_stored(recording: Recording) -> Stored | None:
+    values = (entry[1] for current in recording._log.passes for entry in current.log)
+    return next((value for value in values if isinstance(value, Stored)), None)
 
 
 def has_lost_model(recording: Recording) -> bool:

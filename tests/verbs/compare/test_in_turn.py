@@ -17,10 +17,15 @@ LARGE, SMALL = torch.ones(in_turn._AHEAD_BYTES // 4), torch.ones(1)
 
 
 @pytest.fixture
-def side():
+def run():
     with hl.record(model := nn.Identity()) as run:
         model(SMALL)
-    return side_of(run, "a")
+    return run
+
+
+@pytest.fixture
+def side(run, tmp_path):
+    return side_of(run.save(tmp_path / "run"), "a")
 
 
 class Reads:
@@ -60,9 +65,13 @@ def test_the_next_pair_is_read_while_a_large_one_is_used(side):
     assert not any(thread.name.startswith("hookline-reader") for thread in threading.enumerate())
 
 
-def test_what_takes_memory_of_its_own_is_not_read_ahead():
-    reads, arrays = Reads([LARGE, LARGE]), Side("arrays", [])
-    assert len(list(read_in_turn(reads.pairs, arrays, arrays))) == 2
+@pytest.mark.parametrize("kind", ["arrays", "recording"])
+def test_what_lies_in_no_folder_is_not_read_ahead(run, side, kind):
+    reads, other = (
+        Reads([LARGE, LARGE]),
+        Side(kind, [], source=run if kind == "recording" else None),
+    )
+    assert len(list(read_in_turn(reads.pairs, side, other))) == 2
     assert set(reads.threads.values()) == {threading.current_thread()}
 
 

@@ -17,7 +17,6 @@ from hookline.views.page.entries import list_values
 from hookline.views.page.over_images import (
     Images,
     class_maps,
-    class_scores,
     images_of,
     norm_maps,
 )
@@ -155,20 +154,6 @@ def test_the_image_is_that_of_the_sample_in_its_colours():
     picture = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
     assert picture.getpixel((0, 0)) == (255, 0, 0)
     assert images_for(x).address(2) == ""
-
-
-def test_class_scores_are_a_softmax_unless_they_sum_to_one():
-    output = torch.tensor([[0.0, 3.0, 1.0], [float("nan"), 0.0, 0.0]])
-    scores = class_scores({"logits": output}, 0)
-    assert [index for index, _, _ in scores["top"]] == [1, 2, 0]
-    assert [number for _, number, _ in scores["top"]] == [3, 1, 0]
-    shares = output[0].softmax(0).sort(descending=True).values.tolist()
-    assert [share for _, _, share in scores["top"]] == pytest.approx(shares, rel=1e-3)
-    assert not scores["is_share"]
-    assert class_scores(output.softmax(1), 0)["is_share"]
-    assert class_scores(output, 1)["top"] == []
-    assert class_scores(output, 2) is None
-    assert class_scores(output[0], 0) is None
 
 
 def test_the_server_lays_the_last_class_map_beside_the_scores(served, patches):

@@ -101,7 +101,6 @@ class Registrations(Attachment):
             if kind not in plain or (hooks := attributes[name]):
                 self._place(tap, node, prepend=prepend)
                 continue
-            # One object for each entry, no more: at 700 new ones Python collects garbage.
             self.placed.append((hooks, _FIRST_ID, module, ()))
             hooks[_FIRST_ID] = tap.fire  # type: ignore[attr-defined]
             if "forward" in attributes:

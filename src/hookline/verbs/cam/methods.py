@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import InputError
+from hookline.recordings.image_values import gradcam, weighted
 
 
 class Method(NamedTuple):
@@ -28,11 +29,6 @@ class Method(NamedTuple):
     needs: Literal["gradients", "scores", "nothing"]
 
 
-def gradcam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Weigh each channel by the mean of its gradient (Selvaraju et al., 2017, "Grad-CAM")."""
-    return _weighted(activations, gradients.mean((2, 3)))
-
-
 def gradcam_plus_plus(activations: Tensor, gradients: Tensor) -> Tensor:
     """Weigh each channel by a weighted mean of its positive gradients.
 
@@ -42,7 +38,7 @@ def gradcam_plus_plus(activations: Tensor, gradients: Tensor) -> Tensor:
     squares = gradients.square()
     below = 2 * squares + activations.sum((2, 3), keepdim=True) * squares * gradients
     alpha = squares / torch.where(below == 0, 1.0, below)
-    return _weighted(activations, (alpha * gradients.relu()).sum((2, 3)))
+    return weighted(activations, (alpha * gradients.relu()).sum((2, 3)))
 
 
 def layercam(activations: Tensor, gradients: Tensor) -> Tensor:
@@ -74,11 +70,7 @@ def scorecam(activations: Tensor, scores: Tensor) -> Tensor:
     The paper subtracts the score of a baseline. That score is the same for all channels, so the
     softmax does not change without it.
     """
-    return _weighted(activations, scores.softmax(1))
-
-
-def _weighted(activations: Tensor, weights: Tensor) -> Tensor:
-    return (activations * weights[:, :, None, None]).sum(1)
+    return weighted(activations, scores.softmax(1))
 
 
 METHODS = {

@@ -10,7 +10,6 @@ from typing import Any
 
 from hookline.engine.pytree import describe, tree
 from hookline.errors import OverwrittenError
-from hookline.recordings import Recording
 from hookline.verbs.compare.sides import Entry, Side
 
 Pair = tuple[Entry, Entry]
@@ -23,15 +22,15 @@ _AHEAD_BYTES = 2**20  # handing a smaller value to the thread takes longer than 
 def read_in_turn(pairs: Sequence[Pair], a: Side, b: Side) -> Iterator[tuple[Pair, Values | None]]:
     """Yield each pair of entries with its values; None for values that were overwritten.
 
-    While a large pair of recordings is used, a thread reads the next one: the values of folders are
-    mapped from files, so they take no memory of their own. From time to time, files are closed.
+    While a large pair from two folders is used, a thread reads the next one. From time to time,
+    files are closed.
 
     Args:
         pairs: the pairs.
         a: the side of the first entry of each.
         b: the side of the second.
     """
-    are_recorded = isinstance(a.source, Recording) and isinstance(b.source, Recording)
+    may_read_ahead = a.lies_in_folder and b.lies_in_folder
     reading: Future[Values | None] | None = None
     n_read = 0
     with ThreadPoolExecutor(1, "hookline-reader") as readers:
@@ -40,11 +39,12 @@ def read_in_turn(pairs: Sequence[Pair], a: Side, b: Side) -> Iterator[tuple[Pair
             n_bytes = sum(describe.n_bytes(tensor) for _, tensor in tree.tensors(values))
             n_read += n_bytes
             reading, following = None, pairs[number + 1 : number + 2]
-            if are_recorded and following and n_bytes >= _AHEAD_BYTES and n_read <= _RELEASE_BYTES:
+            is_full = n_read > _RELEASE_BYTES
+            if may_read_ahead and following and n_bytes >= _AHEAD_BYTES and not is_full:
                 reading = readers.submit(copy_context().run, partial(_read, *following[0]))
             yield pair, values
             del values
-            if n_read > _RELEASE_BYTES:
+            if is_full:
                 n_read = 0
                 a.release()
                 b.release()

@@ -25,7 +25,7 @@ from hookline.errors import InputError
 from hookline.models.checkpoints import read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.recording import are_of_one_model, has_lost_model
+from hookline.recordings.recording import are_of_one_model, has_lost_model, lies_in_folder
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
 from hookline.verbs.compare.floor import Kind
@@ -123,6 +123,11 @@ class Side:
     def has_lost_model(self) -> bool:
         """Tell whether it was recorded in this process, from a model that is no longer there."""
         return isinstance(self.source, Recording) and has_lost_model(self.source)
+
+    @property
+    def lies_in_folder(self) -> bool:
+        """Tell whether its values are mapped from files, so that reading takes no memory."""
+        return isinstance(self.source, Recording) and lies_in_folder(self.source)
 
     @property
     def of_ranks(self) -> list[tuple[str, str]]:

@@ -107,18 +107,18 @@ def text_of(items: Sequence[int]) -> str:
     return ",".join(map(str, items))
 
 
-def in_words(items: Sequence[int]) -> str:
-    """Name items in a sentence.
+def in_words(items: Sequence[int], noun: str = "item") -> str:
+    """Name items, or ranks, in a sentence.
 
     >>> in_words([7]), in_words([5, 17]), in_words([1000, 1001, 1002])
     ('item 7', 'items 5 and 17', 'items 1,000 to 1,002')
     """
     if len(items) > 2 and _is_range(items):
-        return f"items {items[0]:,} to {items[-1]:,}"
+        return f"{noun}s {items[0]:,} to {items[-1]:,}"
     if len(items) > 6:
-        return plural(len(items), "item")
+        return plural(len(items), noun)
     *others, last = (f"{number:,}" for number in items)
-    return f"items {', '.join(others)} and {last}" if others else f"item {last}"
+    return f"{noun}s {', '.join(others)} and {last}" if others else f"{noun} {last}"
 
 
 def _is_range(items: Sequence[int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch.linalg import vector_norm
 
 from hookline.display.text import escape_invisible
 from hookline.errors import HooklineError
-from hookline.recordings.image_values import Grid, Size, grid_of, scores_in
+from hookline.recordings.image_values import Grid, Size, gradcam, grid_of
 from hookline.statistics.of_values import main_tensor
 from hookline.util.optional import load
 from hookline.views.page.entries import Beside, ValueEntry, gradient_of, tensor_of
@@ -21,9 +21,7 @@ from hookline.views.page.tiles import Limits, coded
 from hookline.views.pixels import PAGE_NEEDS, data_address, smaller
 
 _SIDE = 160  # the longest side of an image, in pixels
-_MOST_CLASSES = 5
 _MOST_TRIES = 32  # layers that are read, from the last back, for a class map
-_SUM_ERROR = 0.01  # of shares in half precision
 _DIGITS = 4
 
 
@@ -130,8 +128,7 @@ def class_maps(
     """Return Grad-CAM of one sample, for both signs; None if there is none.
 
     The first map shows the places that raise the scalar on which backward() was called, the second
-    those that lower it. For a loss, places that lower it speak for the class. Each channel is
-    weighted by the mean of its gradient (Selvaraju et al., 2017).
+    those that lower it. For a loss, places that lower it speak for the class.
 
     Args:
         activation: the activation.
@@ -144,8 +141,8 @@ def class_maps(
     if grid is None or activation.shape != gradient.shape or not 0 <= sample < images.n_images:
         return None
     both = (activation, gradient)
-    maps, slopes = (_sample_of(tensor, grid, sample).double() for tensor in both)
-    weighted = (maps * slopes.mean((1, 2), keepdim=True)).sum(0)
+    maps, slopes = (_sample_of(tensor, grid, sample).double()[None] for tensor in both)
+    weighted = gradcam(maps, slopes)[0]
     if not bool(weighted.isfinite().all()) or not bool(weighted.any()):
         return None
     small = smaller(torch.stack([weighted, -weighted]).relu(), limits.side)
@@ -154,34 +151,34 @@ def class_maps(
 
 
 def last_class_maps(
-    layers: Iterable[tuple[ValueEntry, Tensor, Tensor]], images: Images, sample: int, limits: Limits
+    entries: Sequence[ValueEntry],
+    beside: Beside,
+    number: int,
+    images: Images,
+    sample: int,
+    limits: Limits,
 ) -> dict[str, Any] | None:
-    """Return the class map of the first layer that has one, with its site; None if none has.
-
-    Args:
-        layers: layers with their outputs and gradients, from the last back.
-        images: the images.
-        sample: the index of the sample.
-        limits: what is kept.
-    """
-    for entry, activation, gradient in layers:
-        maps = class_maps(activation, gradient, images, sample, limits)
-        if maps is not None:
-            return maps | {"at": escape_invisible(entry.place.at)}
-    return None
-
-
-def layers_back(
-    entries: Sequence[ValueEntry], beside: Beside, number: int, images: Images
-) -> Iterator[tuple[ValueEntry, Tensor, Tensor]]:
-    """Yield the last layers of a pass that hold maps, with their outputs and gradients.
+    """Return the class map of the last layer that has one, with its site; None if none has.
 
     Args:
         entries: the values in firing order, which are read one pair at a time, from the last back.
         beside: returns the value at a place.
         number: the number of the pass.
         images: the images.
+        sample: the index of the sample.
+        limits: what is kept.
     """
+    for entry, activation, gradient in _layers_back(entries, beside, number, images):
+        maps = class_maps(activation, gradient, images, sample, limits)
+        if maps is not None:
+            return maps | {"at": escape_invisible(entry.place.at)}
+    return None
+
+
+def _layers_back(
+    entries: Sequence[ValueEntry], beside: Beside, number: int, images: Images
+) -> Iterator[tuple[ValueEntry, Tensor, Tensor]]:
+    """Yield the last layers of a pass that hold maps, with their outputs and gradients."""
     of_pass = (entry for entry in reversed(entries) if entry.place.pass_number == number)
     pairs = ((entry, gradient_of(beside, entry)) for entry in of_pass if _is_layer(entry))
     both = ((entry, twin) for entry, twin in pairs if twin is not None and _fits(entry, images))
@@ -211,45 +208,3 @@ def _fits(entry: ValueEntry, images: Images) -> bool:
 def _sample_of(value: Tensor, grid: Grid, sample: int) -> Tensor:
     """Return one sample as maps, shape `(channels, height, width)`."""
     return grid.read(value[sample : sample + 1].detach().cpu())[0]
-
-
-# -- class scores ---------------------------------------------------------------------------------
-
-
-def scores_of(entry: ValueEntry, images: Images, sample: int) -> dict[str, Any] | None:
-    """Return the highest classes, if a value is the output of a classifier of the images."""
-    site = entry.site
-    if site.path != "" or site.port != "output" or site.leaf:
-        return None
-    try:
-        scores = class_scores(entry.recorded.read(), sample)
-    except (HooklineError, RuntimeError, TypeError):
-        return None
-    return scores if scores is not None and scores["samples"] == images.n_images else None
-
-
-def class_scores(output: Any, sample: int) -> dict[str, Any] | None:
-    """Return the highest class scores of one sample, and their shares; None if it has none.
-
-    The shares are the scores themselves if they are positive and sum to 1, and else their softmax.
-
-    >>> scores = class_scores(torch.tensor([[0.0, 9.0, 0.0]]), 0)
-    >>> scores["classes"], scores["top"][0]
-    (3, [1, 9.0, 0.9998])
-    """
-    scores = scores_in(output)
-    if scores is None or scores.shape[1] < 2 or not 0 <= sample < len(scores):
-        return None
-    row = scores[sample].detach().cpu().double()
-    n_classes = len(row)
-    data: dict[str, Any] = {"classes": n_classes, "samples": len(scores), "sample": sample}
-    if not bool(row.isfinite().all()):
-        return data | {"top": [], "is_share": False}
-    is_share = bool((row >= 0).all()) and abs(float(row.sum()) - 1) < _SUM_ERROR
-    shares = row if is_share else row.softmax(0)
-    numbers, classes = row.topk(min(_MOST_CLASSES, n_classes))
-    top = [
-        [index, *(float(f"{number:.{_DIGITS}g}") for number in (score, float(shares[index])))]
-        for index, score in zip(classes.tolist(), numbers.tolist(), strict=True)
-    ]
-    return data | {"top": top, "is_share": is_share}

@@ -20,6 +20,7 @@ from hookline.findings import Findings
 from hookline.recordings import Recording
 from hookline.util.optional import load
 from hookline.verbs.summary import Summary
+from hookline.views.page.class_scores import scores_of
 from hookline.views.page.core import core_data, findings_data, judged, pack, silent_data
 from hookline.views.page.entries import Place, ValueEntry, measured, twin_of
 from hookline.views.page.flow import flow_of
@@ -28,9 +29,7 @@ from hookline.views.page.over_images import (
     images_of,
     is_input,
     last_class_maps,
-    layers_back,
     norm_maps,
-    scores_of,
 )
 from hookline.views.page.page_state import FolderContents, notices_of, totals_of
 from hookline.views.page.pictures import Choice, input_thumbnail
@@ -250,9 +249,9 @@ class _Pictures:
             scores = scores_of(entry, images, 0)
             if scores is not None:
                 self._keep(entry, " scores", scores)
-            layers = layers_back(self._entries, self._places.get, entry.place.pass_number, images)
+            number, beside = entry.place.pass_number, self._places.get
             try:
-                last = last_class_maps(layers, images, 0, IN_FILE)
+                last = last_class_maps(self._entries, beside, number, images, 0, IN_FILE)
             except (RuntimeError, TypeError):
                 continue
             if last is not None:

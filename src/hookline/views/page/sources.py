@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -79,10 +80,11 @@ class FolderSource:
         if isinstance(opened, Store):
             return contents_of_store(opened, items, self.name)
         if opened.ranks:
-            rank = _rank_of(items, len(opened.ranks), self.name)
-            about = f"rank {rank} of {plural(len(opened.ranks), 'rank')}"
-            contents = FolderContents(opened.ranks[rank], lambda: self._judge(rank), about, (rank,))
-            return contents._replace(n_ranks=len(opened.ranks))
+            n_ranks = len(opened.ranks)
+            rank = _rank_of(items, n_ranks, self.name)
+            about = f"rank {rank} of {plural(n_ranks, 'rank')}"
+            judge = partial(self._judge, rank)
+            return FolderContents(opened.ranks[rank], judge, about, (rank,), n_ranks=n_ranks)
         if items is not None:
             raise InputError(
                 f"items can be chosen of a store, got a recording: {self.name}."
@@ -92,8 +94,7 @@ class FolderSource:
 
     def _judge(self, rank: int | None = None) -> Findings:
         opened = open_folder(self.folder)
-        is_there = isinstance(opened, Recording) and (rank is None or rank < len(opened.ranks))
-        if not is_there or not isinstance(opened, Recording):
+        if not isinstance(opened, Recording) or (rank is not None and rank >= len(opened.ranks)):
             raise FolderError(f"{self.name} holds no recording now.\nOpen the page again.")
         try:
             return opened.findings() if rank is None else _judge_rank(opened.ranks, rank)
@@ -103,12 +104,13 @@ class FolderSource:
 
 def _judge_rank(ranks: Sequence[Recording], rank: int) -> Findings:
     """Judge one rank; a note names the worst finding of each other rank that has one."""
-    findings = ranks[rank].findings()
-    for number in range(len(ranks)):
-        judged = findings if number == rank else ranks[number].findings()
-        if number != rank and not judged.ok:
-            findings.notes.append(f"Rank {number}: {judged[0].level}: {judged[0].text}")
-    return findings
+    judged = [recording.findings() for recording in ranks]
+    judged[rank].notes += [
+        f"Rank {number}: {findings[0].level}: {findings[0].text}"
+        for number, findings in enumerate(judged)
+        if number != rank and not findings.ok
+    ]
+    return judged[rank]
 
 
 def _rank_of(items: Sequence[int] | None, n_ranks: int, name: str) -> int:
@@ -121,7 +123,7 @@ def _rank_of(items: Sequence[int] | None, n_ranks: int, name: str) -> int:
     if len(ranks) != 1 or ranks[0] >= n_ranks:
         raise InputError(
             f"{name} has {plural(n_ranks, 'rank')}, of which a page shows one, got"
-            f" {in_words(ranks).replace('item', 'rank')}.\nGive a rank from 0 to {n_ranks - 1}."
+            f" {in_words(ranks, 'rank')}.\nGive a rank from 0 to {n_ranks - 1}."
         )
     return ranks[0]
 

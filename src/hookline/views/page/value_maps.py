@@ -10,6 +10,7 @@ from torch import Tensor
 from hookline.display.text import first_line
 from hookline.display.units import measure, share, size
 from hookline.errors import HooklineError, InputError
+from hookline.views.page.class_scores import scores_of
 from hookline.views.page.entries import ValueEntry, gradient_of, tensor_of, twin_of
 from hookline.views.page.over_images import (
     Images,
@@ -17,9 +18,7 @@ from hookline.views.page.over_images import (
     images_of,
     is_input,
     last_class_maps,
-    layers_back,
     norm_maps,
-    scores_of,
 )
 from hookline.views.page.page_state import PageState
 from hookline.views.page.pictures import Choice
@@ -155,8 +154,8 @@ def _last_maps(
     """Return the class map of the last layer that has one, for the model's output."""
     if not entry.site.port.endswith("output"):
         return None
-    layers = layers_back(page.values, page.beside, entry.place.pass_number, images)
-    maps = last_class_maps(layers, images, choice.sample, ASKED_FOR)
+    number, sample = entry.place.pass_number, choice.sample
+    maps = last_class_maps(page.values, page.beside, number, images, sample, ASKED_FOR)
     return None if maps is None else [maps]
 
 

@@ -191,16 +191,7 @@ function makeDepthCurve(host, rows, onChoose) {
     slider.title = rows[nearest(event)].site;
   });
   slider.addEventListener("keydown", (event) => {
-    const step = {
-      ArrowRight: 1,
-      ArrowDown: 1,
-      ArrowLeft: -1,
-      ArrowUp: -1,
-      PageDown: 10,
-      PageUp: -10,
-      Home: -Infinity,
-      End: Infinity,
-    }[event.key];
+    const step = KEY_STEPS[event.key];
     if (!step) return;
     event.preventDefault();
     onChoose(clamp(chosen + step, 0, rows.length - 1));

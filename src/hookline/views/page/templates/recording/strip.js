@@ -397,16 +397,7 @@ function makeStrip(host, core, chosen, onChoose) {
       if (!isBeside(event)) onChoose(line[hit(event)]);
     });
     canvas.addEventListener("keydown", (event) => {
-      const by = {
-        ArrowRight: 1,
-        ArrowDown: 1,
-        ArrowLeft: -1,
-        ArrowUp: -1,
-        PageDown: 10,
-        PageUp: -10,
-        Home: -Infinity,
-        End: Infinity,
-      }[event.key];
+      const by = KEY_STEPS[event.key];
       if (!by || event.altKey || !line.length) return;
       event.preventDefault();
       onChoose(line[clamp((placeOf(chosen.row) ?? 0) + by, 0, line.length - 1)]);

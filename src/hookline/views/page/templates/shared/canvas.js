@@ -157,3 +157,15 @@ function shareText(share) {
   if (share < 0.0005) return "<0.1 %";
   return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 }
+
+// How far a key moves along an axis.
+const KEY_STEPS = {
+  ArrowRight: 1,
+  ArrowDown: 1,
+  ArrowLeft: -1,
+  ArrowUp: -1,
+  PageDown: 10,
+  PageUp: -10,
+  Home: -Infinity,
+  End: Infinity,
+};

@@ -1,0 +1,53 @@
+"""Read the highest classes from the output of a classifier of images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hookline.errors import HooklineError
+from hookline.recordings.image_values import scores_in
+from hookline.views.page.entries import ValueEntry
+from hookline.views.page.over_images import Images
+
+_MOST_CLASSES = 5
+_SUM_ERROR = 0.01  # of shares in half precision
+_DIGITS = 4
+
+
+def scores_of(entry: ValueEntry, images: Images, sample: int) -> dict[str, Any] | None:
+    """Return the highest classes, if a value is the output of a classifier of the images."""
+    site = entry.site
+    if site.path != "" or site.port != "output" or site.leaf:
+        return None
+    try:
+        scores = class_scores(entry.recorded.read(), sample)
+    except (HooklineError, RuntimeError, TypeError):
+        return None
+    return scores if scores is not None and scores["samples"] == images.n_images else None
+
+
+def class_scores(output: Any, sample: int) -> dict[str, Any] | None:
+    """Return the highest class scores of one sample, and their shares; None if it has none.
+
+    The shares are the scores themselves if they are positive and sum to 1, and else their softmax.
+
+    >>> scores = class_scores(torch.tensor([[0.0, 9.0, 0.0]]), 0)
+    >>> scores["classes"], scores["top"][0]
+    (3, [1, 9.0, 0.9998])
+    """
+    scores = scores_in(output)
+    if scores is None or scores.shape[1] < 2 or not 0 <= sample < len(scores):
+        return None
+    row = scores[sample].detach().cpu().double()
+    n_classes = len(row)
+    data: dict[str, Any] = {"classes": n_classes, "samples": len(scores), "sample": sample}
+    if not bool(row.isfinite().all()):
+        return data | {"top": [], "is_share": False}
+    is_share = bool((row >= 0).all()) and abs(float(row.sum()) - 1) < _SUM_ERROR
+    shares = row if is_share else row.softmax(0)
+    numbers, classes = row.topk(min(_MOST_CLASSES, n_classes))
+    top = [
+        [index, *(float(f"{number:.{_DIGITS}g}") for number in (score, float(shares[index])))]
+        for index, score in zip(classes.tolist(), numbers.tolist(), strict=True)
+    ]
+    return data | {"top": top, "is_share": is_share}
