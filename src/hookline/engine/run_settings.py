@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, final
 
@@ -69,11 +69,11 @@ class Noted(NamedTuple):
     """Hold what a pass reads, in little time; `settings_of` makes settings of it.
 
     Args:
-        modules: the path and type of each module.
+        paths: the path of each module.
         state: the modes of the modules, and the states of torch in the order of `SettingsReader`.
     """
 
-    modules: Sequence[tuple[str, str]]
+    paths: Collection[str]
     state: tuple[Any, ...]
 
 
@@ -83,14 +83,14 @@ class SettingsReader:
 
     Args:
         nodes: the modules of the model, in registration order.
-        modules: the path and type of each.
+        paths: the path of each.
     """
 
-    __slots__ = ("_kinds", "_last", "_nodes")
+    __slots__ = ("_last", "_nodes", "_paths")
 
-    def __init__(self, nodes: Sequence[ModuleNode], modules: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, nodes: Sequence[ModuleNode], paths: Collection[str]) -> None:
         self._nodes = nodes
-        self._kinds = modules
+        self._paths = paths
         self._last: Noted | None = None
 
     def read(self) -> Noted:
@@ -111,7 +111,7 @@ class SettingsReader:
         )
         last = self._last
         if last is None or last.state != state:
-            last = self._last = Noted(self._kinds, state)
+            last = self._last = Noted(self._paths, state)
         return last
 
 
@@ -120,7 +120,7 @@ def settings_of(noted: Noted | Settings | None) -> Settings | None:
     if not isinstance(noted, Noted):
         return noted
     flags, has_grad, is_inference, cpu, cuda, seed, is_deterministic, *precision = noted.state
-    modes = {path: mode for (path, _), mode in zip(noted.modules, flags, strict=True)}
+    modes = dict(zip(noted.paths, flags, strict=True))
     return Settings(
         {path: mode for path, mode in modes.items() if _mode_around(path, modes) is not mode},
         {

@@ -59,7 +59,7 @@ class _Reader:
 
 
 def judge_passes(
-    passes: Sequence[PassRecord], modules: Sequence[tuple[str, str]], report: Report
+    passes: Sequence[PassRecord], modules: Mapping[str, str], report: Report
 ) -> tuple[Findings, Survey]:
     """Judge the values of passes, one pass after the other.
 
@@ -69,7 +69,7 @@ def judge_passes(
         The findings, and the survey of the last pass.
     """
     reader = _Reader()
-    types = {"" if path == "(root)" else path: kind for path, kind in modules}
+    types = {"" if path == "(root)" else path: kind for path, kind in modules.items()}
     silent = [(site.path, site.port, report.why.get(site, "")) for site in report.silent]
     aliases = {site.path: site.aliases for site, _ in report.fired if site.aliases}
     told: dict[tuple[str, str], tuple[Finding, list[int]]] = {}

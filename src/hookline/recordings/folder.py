@@ -174,7 +174,7 @@ def write_contents(place: Place, token: str, contents: Contents) -> bytes:
             }
             for site in contents.sites
         ],
-        "modules": [list(row) for row in contents.modules],
+        "modules": list(contents.modules.items()),
         "report": {
             "name": report.name, "passes": report.passes, "other_contexts": report.other_contexts,
             "fired": [count for _, count in report.fired],
@@ -281,7 +281,7 @@ def _read_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
         why={_named(text, by_text): str(why) for text, why in fields["why"].items()},
         excused=frozenset(_named(text, by_text) for text in fields["excused"]),
     )
-    modules = tuple((str(p), str(t)) for p, t in manifest["modules"])
+    modules = {str(path): str(kind) for path, kind in manifest["modules"]}
     lost = [str(item) for item in manifest["lost"]]
     model = RecordedModel.from_json(manifest.get("identity"))
     return Contents(report, sites, passes, lost, modules, model)
@@ -460,7 +460,7 @@ def read_ranks(manifest: Any) -> dict[str, str]:
 
 
 def _digest(contents: Contents) -> str:
-    return hashlib.sha256(json.dumps(contents.modules).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(list(contents.modules.items())).encode()).hexdigest()[:12]
 
 
 def _line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -77,7 +78,7 @@ class Contents:
         sites: the selected sites.
         passes: the passes.
         lost: the parts of values that could not be saved, as "site: description".
-        modules: the path and type of every module of the model.
+        modules: the type name of each module of the model, by its path.
         model: the identity of the model; None if it is not known.
     """
 
@@ -85,5 +86,5 @@ class Contents:
     sites: tuple[Site, ...]
     passes: list[PassContents]
     lost: list[str] = field(default_factory=list)
-    modules: tuple[tuple[str, str], ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
     model: RecordedModel | None = None

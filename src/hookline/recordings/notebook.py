@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hookline.display.text import escape_html
 from hookline.display.units import size
@@ -21,9 +21,7 @@ _MOST_FINDINGS = 5
 _SIGNS = {"error": "●", "warning": "▲", "note": "○"}
 
 
-def judged_html(
-    passes: Sequence[PassRecord], modules: Sequence[tuple[str, str]], report: Report
-) -> str:
+def judged_html(passes: Sequence[PassRecord], modules: Mapping[str, str], report: Report) -> str:
     """Return the findings and the strip of the last pass as HTML without a script.
 
     A large recording is not read for this: the HTML says so.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -83,7 +83,7 @@ class Recording(Lookups, Result):
 
     Attributes:
         sites: the selected sites, in the order in which the model registers its modules.
-        modules: the path and the type name of each module of the model.
+        modules: the type name of each module of the model, by its path.
         lost: descriptions of the parts of values that `save` could not save.
         ranks: the recordings of all ranks that saved one folder, in order; otherwise empty.
 
@@ -100,13 +100,13 @@ class Recording(Lookups, Result):
         self,
         sites: tuple[Site, ...],
         report: Callable[[], Report] | Report,
-        modules: tuple[tuple[str, str], ...] = (),
+        modules: Mapping[str, str] | None = None,
         *,
         keeps_graph: bool = False,
         unversioned: Unversioned | None = None,
     ) -> None:
         self.sites = sites
-        self.modules = modules
+        self.modules = modules or {}
         self.lost: list[str] = []
         self.ranks: tuple[Recording, ...] = ()
         self._report: Callable[[], Report] | Report = report

@@ -90,7 +90,7 @@ def of_settings(a: Side, b: Side, rows: list[ComparedSite]) -> tuple[list[Findin
         return [], []
     pairs = list(zip(a.settings, b.settings, strict=False))
     ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
-    kinds = {**b.kinds, **a.kinds}
+    kinds = {**b.modules, **a.modules}
     texts = [*_of_training(ours, theirs, kinds), *_of_torch(ours, theirs)]
     modes = [Finding("modes", text) for text in texts]
     rest = []

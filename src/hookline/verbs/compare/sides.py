@@ -98,21 +98,19 @@ class Side:
         noun: what it is: "recording", "arrays", "store" or "curves".
         entries: its values, in firing order as far as known.
         identify: returns the model that made them; None if unknown.
-        modules: the paths of the model's modules; empty if unknown.
+        modules: the type name of each module of the model, by its path; empty if unknown.
         release: closes the files of what was read.
         source: the recording or pass; None for other things.
         settings: the settings of torch under which its passes ran, each once, in their order.
-        kinds: the names of the modules' types, by path; empty if unknown.
     """
 
     noun: str
     entries: Sequence[Entry]
     identify: Callable[[], RecordedModel | None] = lambda: None
-    modules: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
     release: Callable[[], None] = lambda: None
     source: Recording | PassRecord | None = None
     settings: tuple[Settings, ...] = ()
-    kinds: Mapping[str, str] = field(default_factory=dict)
 
     def shares_model_with(self, other: Side) -> bool:
         """Tell whether both were recorded from one model that is alive."""
@@ -204,22 +202,20 @@ def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if source.ranks:
         return _of_ranks(source, dims)
     has_passes = sum(bool(len(record)) for record in source.passes) > 1
-    depths = _depths([path for path, _ in source.modules])
+    depths = _depths(list(source.modules))
     entries = [
         _entry(value, f"#pass{value.record.number}" * has_passes, depths) for value in walk(source)
     ]
-    paths = tuple(path for path, _ in source.modules)
-    settings = _settings(source.passes)
-    kinds = dict(source.modules)
     return Side(
-        "recording", entries, lambda: source.model, paths, source.release, source, settings, kinds
-    )
+        "recording", entries, lambda: source.model, source.modules, source.release, source,
+        _settings(source.passes),
+    )  # fmt: skip
 
 
 def _of_ranks(source: Recording, dims: Dims | None) -> Side:
     """Return the values of all ranks, joined; those of each rank in its firing order."""
     modules = source.ranks[0].modules
-    depths = _depths([path for path, _ in modules])
+    depths = _depths(list(modules))
     entries: dict[str, Entry] = {}
     for rank in source.ranks:
         has_passes = sum(bool(len(record)) for record in rank.passes) > 1
@@ -228,10 +224,9 @@ def _of_ranks(source: Recording, dims: Dims | None) -> Side:
             entry = _entry(value, suffix, depths)
             read = partial(whole, source, value, entry.key, dims)
             entries.setdefault(entry.key, replace(entry, read=read))
-    paths = tuple(path for path, _ in modules)
     settings = _settings([record for rank in source.ranks for record in rank.passes])
     return Side(
-        "recording", list(entries.values()), modules=paths, release=source.release, source=source,
+        "recording", list(entries.values()), modules=modules, release=source.release, source=source,
         settings=settings,
     )  # fmt: skip
 

@@ -277,7 +277,7 @@ class _Recorder:
         self.recording = line.passes.sink = Recording(
             sites,
             _report_of(line, sites),
-            tuple([(node.path, type(node.module).__name__) for node in nodes]),
+            {node.path: type(node.module).__name__ for node in nodes},
             keeps_graph=self._keeps_graph,
             unversioned=unversioned,
         )

@@ -88,7 +88,7 @@ class _Tree:
     """The calls of modules, each under the call of its holder."""
 
     def __init__(self, recording: Recording, entries: Sequence[ValueEntry]) -> None:
-        self._types = dict(recording.modules)
+        self._types = recording.modules
         self._number_of = {path: number for number, path in enumerate(self._types)}
         self._entries: dict[_Call, list[ValueEntry]] = {}
         for entry in entries:

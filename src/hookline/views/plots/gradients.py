@@ -61,7 +61,7 @@ def gradients(recording: Recording) -> Figure:
             "\nGive the recording: the figure shows means over its passes."
         )
     sites, order = _in_order(recording)
-    types = dict(recording.modules)
+    kinds = recording.modules
     has_ratio = any(row.ratio is not None for row in sites)
     headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
     rows = RowSheet(
@@ -75,10 +75,10 @@ def gradients(recording: Recording) -> Figure:
         headings,
         column_width=2.6,
     )
-    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites], types)
+    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites], kinds)
     if has_ratio:
-        _on_logs(rows.axes[1], sites, [row.ratio for row in sites], types)
-    _zeros(rows.axes[-1], sites, types)
+        _on_logs(rows.axes[1], sites, [row.ratio for row in sites], kinds)
+    _zeros(rows.axes[-1], sites, kinds)
     return rows.figure
 
 
