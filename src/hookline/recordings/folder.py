@@ -277,7 +277,8 @@ def _read_contents(place: Place, manifest: Mapping[str, Any]) -> Contents:
         passes=int(fields["passes"]),
         other_contexts=int(fields["other_contexts"]),
         ended=True,
-        fired=tuple(zip(sites, map(int, fields["fired"]), strict=True)),
+        sites=sites,
+        counts=tuple(int(count) for _, count in zip(sites, fields["fired"], strict=True)),
         why={_named(text, by_text): str(why) for text, why in fields["why"].items()},
         excused=frozenset(_named(text, by_text) for text in fields["excused"]),
     )

@@ -39,9 +39,9 @@ def excerpt(store: Store, items: Sequence[int]) -> Recording:
         passes=1,
         other_contexts=0,
         ended=True,
-        fired=tuple((site, 1) for site in sites),
+        sites=sites,
+        counts=(1,) * len(sites),
         why={},
-        excused=frozenset(),
     )
     recording = Recording(sites, report)
     recording.begin_pass(pass_of(0, False, log))

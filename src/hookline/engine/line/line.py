@@ -397,7 +397,8 @@ class Line:
             other_contexts=passes.other_contexts,
             outside_root=passes.outside_root,
             ended=ended,
-            fired=tuple([(tap.site, tap.fired) for tap in taps]),
+            sites=tuple([tap.site for tap in taps]),
+            counts=tuple([tap.fired for tap in taps]),
             why=self._explain(silent) if silent else {},
             excused=frozenset(
                 [tap.site for tap in silent if tap.is_excused or self._glob(tap) in met]
@@ -451,7 +452,7 @@ class Line:
             return
         report = self.report()
         # A failed pass, or a selection of everything, may well leave sites out.
-        some = any(count for _, count in report.fired)
+        some = any(report.counts)
         excused = self.passes.failed > 0 or (self.options.lenient and some)
         # With hl.EVERYWHERE, no module is known that should have run.
         message = None if excused or self.is_everywhere else report.warning()

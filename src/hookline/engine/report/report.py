@@ -45,14 +45,15 @@ class Report(Result):
         passes: the number of passes that the line saw.
         other_contexts: how often the model ran in another thread or async task, unseen.
         ended: whether the line has ended.
-        fired: a pair for each site: the site, and the number of times that it fired.
+        sites: the sites.
+        counts: for each site, the number of times that it fired.
         why: the reason for each site that never fired.
         excused: the sites that never fired because the value there requires no gradient. The line
             does not warn of them.
         outside_root: the number of passes in which only modules inside the model were called, and
             not the model itself.
         notes: further notes for the user.
-        removed: the indices in `fired` of the hooks that their own handles removed before the line
+        removed: the indices in `sites` of the hooks that their own handles removed before the line
             ended.
         replaced: for each site whose module or parameter was no longer at its path when a pass
             began, the event.
@@ -63,13 +64,19 @@ class Report(Result):
     passes: int
     other_contexts: int
     ended: bool
-    fired: tuple[tuple[Site, int], ...]
+    sites: tuple[Site, ...]
+    counts: tuple[int, ...]
     why: Mapping[Site, str]
     excused: frozenset[Site] = frozenset()
     outside_root: int = 0
     notes: tuple[str, ...] = ()
     removed: tuple[int, ...] = ()
     replaced: Mapping[Site, str] = field(default_factory=dict)
+
+    @property
+    def fired(self) -> tuple[tuple[Site, int], ...]:
+        """A pair for each site: the site, and the number of times that it fired."""
+        return tuple(zip(self.sites, self.counts, strict=True))
 
     @property
     def silent(self) -> tuple[Site, ...]:
@@ -95,7 +102,7 @@ class Report(Result):
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
         reasons = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
-        share = f"{len(silent)} of {plural(len(self.fired), 'site')} never fired"
+        share = f"{len(silent)} of {plural(len(self.sites), 'site')} never fired"
         return f"hl.{self.name}: {share}: {reasons}{more}." + "".join(
             f"\n{line}" for line in self._advice()
         )
@@ -144,7 +151,7 @@ class Report(Result):
     def _state(self) -> str:
         """Write the class of the model and the numbers of the line: the head, after its name."""
         return (
-            f"{self.model_type}: {plural(len(self.fired), 'site')},"
+            f"{self.model_type}: {plural(len(self.sites), 'site')},"
             f" {plural(self.passes, 'pass', 'passes')}, {self.n_fired} fired,"
             f" {len(self.silent)} never; {'; '.join(facts(self))}"
         )
@@ -168,7 +175,7 @@ class Report(Result):
     @property
     def n_fired(self) -> int:
         """Return the number of sites that fired."""
-        return sum(count > 0 for _, count in self.fired)
+        return sum(count > 0 for count in self.counts)
 
 
 def facts(report: Report) -> list[str]:

@@ -390,8 +390,7 @@ def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
         if report_of_line is not None:
             return report_of_line()
         why = dict.fromkeys(sites, "its line was dropped, and nobody could end it")
-        fired = tuple((site, 0) for site in sites)
-        return Report(name, model_type, 0, 0, True, fired, why, frozenset())
+        return Report(name, model_type, 0, 0, True, sites, (0,) * len(sites), why)
 
     return report
 

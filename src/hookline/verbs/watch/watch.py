@@ -71,12 +71,13 @@ class Watch(VerbLine[Line]):
     def report(self) -> Report:
         """Report the sites that were matched and attached, and how often each fired."""
         full = self._line.report()
-        fired = tuple(
-            (site, count)
+        fired = {
+            site: count
             for site, count in full.fired
             if site.port != "input" and not (self._optional and site.is_gradient and not count)
-        )
-        return replace(full, fired=fired, why={site: full.why[site] for site, n in fired if not n})
+        }
+        why = {site: full.why[site] for site, count in fired.items() if not count}
+        return replace(full, sites=tuple(fired), counts=tuple(fired.values()), why=why)
 
     def start(self, selection: Selection, *, optional: bool) -> None:
         """Attach the taps: an input tap starts a module's clock, an output tap prints the module.
