@@ -78,7 +78,8 @@ def _recorded(n_values: int, shape: tuple[int, int], noise: float) -> hl.Recordi
 
     def made(value: object) -> torch.Tensor:
         number, other = (torch.randn(shape, generator=generator) for generator in generators)
-        return number + noise * other
+        made: torch.Tensor = number + noise * other
+        return made
 
     with hl.record(model, "*", keep=made) as run:
         model(torch.zeros(1))

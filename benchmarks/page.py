@@ -3,7 +3,8 @@
 In a real Chromium (Debian's), against the server in a process of its own: until the list has rows,
 a site with its statistics, and the server's memory before and after many sites were seen.
 The recording's files are sparse: they take no room on the disk, and reading them costs no seek.
-Then the page as one file, of a recording of 2,001 small values.
+Then the page as one file, of a recording of 2,001 small values: a site, a search, a sorted column.
+At last how long it takes to write the page of 264 values of 101 MiB, beside reading them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 
 import torch
 from playwright.sync_api import Page, sync_playwright
@@ -46,6 +48,14 @@ _DRAWN = """new Promise((done) => {
   const look = () => drawn.all ? done([drawn.first, drawn.all]) : requestAnimationFrame(look);
   look();
 })"""
+# How long a step takes: until the frame after the one in which it shows.
+_TIMED = """new Promise((done) => {{
+  const start = performance.now();
+  {step};
+  const look = () => {shows}
+    ? requestAnimationFrame(() => done(performance.now() - start)) : requestAnimationFrame(look);
+  look();
+}})"""
 _OPENINGS = 11
 
 
@@ -67,6 +77,7 @@ def main() -> None:
             server.terminate()
             server.wait()
         _measure_file(Path(place) / "page.html")
+        _measure_writing(Path(place))
 
 
 def _measure(address: str, pid: int) -> None:
@@ -125,11 +136,83 @@ def _measure_file(target: Path) -> None:
             page.wait_for_selector("body[data-ready]")
             times.append(page.evaluate(_DRAWN))
             page.close()
+        steps = _steps(browser.new_page(viewport={"width": 1440, "height": 900}), target)
         browser.close()
     first, every = (statistics.median(column) for column in zip(*times, strict=True))
     print(f"as one file of {target.stat().st_size / 1e6:.1f} MB, {len(run):,} values")
     print(f"  findings and strip:      {first:5.0f} ms")
     print(f"  all:                     {every:5.0f} ms")
+    for name, milliseconds in steps.items():
+        print(f"  {name + ':':<25}{milliseconds:5.0f} ms")
+
+
+def _steps(page: Page, target: Path) -> dict[str, float]:
+    """Measure what a reader does on the page: the time of each step until it shows."""
+    page.goto(target.as_uri())
+    page.wait_for_selector("body[data-ready]")
+
+    def timed(step: str, shows: str) -> float:
+        milliseconds: float = page.evaluate(_TIMED.format(step=step, shows=shows))
+        return milliseconds
+
+    heading = "document.getElementById('pane-heading').textContent"
+    is_there = "!document.querySelector('#pane .waiting')"
+    sites = [f"{k}.{name}" for k in range(0, 400, 20) for name in ("norm", "act")]
+    search = "const box = document.querySelector('[type=search]'); box.value = '{text}';"
+    search += " box.dispatchEvent(new Event('input', {{bubbles: true}}))"
+    status = "document.getElementById('status').textContent"
+    head = "document.querySelector('[role=columnheader].std')"
+    return {
+        "a site": statistics.median(
+            timed(f"location.hash = 'at={site}'", f"{heading} === '{site}' && {is_there}")
+            for site in sites
+        ),
+        "a search": statistics.median(
+            timed(search.format(text=text), f"{status}.startsWith('{n}')")
+            for text, n in [("30.act", "4 of"), ("linear", "800 of"), ("", "2,001")] * 3
+        ),
+        "a sorted column": statistics.median(
+            timed(f"{head}.querySelector('button').click()", f"{head}.ariaSort === '{order}'")
+            for order in ("descending", "ascending", "none") * 3
+        ),
+    }
+
+
+def _measure_writing(place: Path) -> None:
+    """Measure how long the page of large values takes, beside reading them."""
+    model = nn.Sequential(*[nn.Identity() for _ in range(264)])
+    sizes = torch.logspace(3, 6, 264).long()
+    sizes = (sizes * (101 * 2**20 / 4 / sizes.sum())).long()
+    values = iter([torch.randn(1, 8, int(size) // 8) for size in sizes])
+    with hl.record(model, "*", keep=lambda value: next(values)) as run:
+        model(torch.zeros(1))
+    folder = run.save(place / "large-values")
+
+    def read() -> None:
+        recording = _opened(folder)
+        for site in recording.sites:
+            recording[site].sum()
+
+    def write_page() -> None:
+        write_recording_page(_opened(folder), place / "values.html", title="values")
+
+    times: dict[Callable[[], None], list[float]] = {read: [], write_page: []}
+    for _ in range(_OPENINGS):
+        for step, seconds in times.items():
+            start = perf_counter()
+            step()
+            seconds.append(perf_counter() - start)
+    reading, writing = (1000 * statistics.median(seconds) for seconds in times.values())
+    n_bytes = sum(value.nbytes for value in map(run.__getitem__, run.sites))
+    print(f"{len(run)} values of {n_bytes / 1024**2:.0f} MiB")
+    print(f"  reading them:            {reading:5.0f} ms")
+    print(f"  writing their page:      {writing:5.0f} ms")
+
+
+def _opened(folder: Path) -> hl.Recording:
+    recording = hl.open(folder)
+    assert isinstance(recording, hl.Recording)
+    return recording
 
 
 def _until(page: Page, address: str, moment: str) -> float:

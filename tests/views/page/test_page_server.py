@@ -175,6 +175,12 @@ def test_an_address_that_names_nothing_says_so(served, runs, query, said):
     assert "All values" in answer.text
 
 
+def test_a_value_that_a_reader_waits_for_is_measured_alone(served, runs):
+    answer = json.loads(served(runs / "a").get("measure?only=3").text)
+    assert answer["at"] == [3]
+    assert answer["next"] == 4
+
+
 def test_numbers_are_measured_a_few_at_a_time_and_remembered(served, runs):
     server = served(runs / "a")
     core = core_of(server.get().text)
@@ -188,6 +194,7 @@ def test_numbers_are_measured_a_few_at_a_time_and_remembered(served, runs):
     mean = hl.open(runs / "a")["first"].double().mean().item()
     assert means[0] == float(f"{mean:.4g}")
     assert json.loads(server.get("measure?from=0").text)["at"] == []
+    assert json.loads(server.get("measure?only=3").text)["at"] == []
     values = core_of(server.get().text)["values"]
     assert values["mean"] == [means[order] for order in range(5)]
     assert values["waits"] == []

@@ -167,11 +167,13 @@ class Pages:
         return "application/json", json.dumps(tokens_of(page, *chosen))
 
     def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Measure some values and return their columns as JSON."""
+        """Measure some values, or one that a reader waits for; return their columns as JSON."""
         page, state = self._page(parameters)
         if parameters.get("state", state) != state:
             return "application/json", "{}"  # the page shows the values of an older recording
-        measured, after = page.measure_some(number(parameters, "from") or 0, _SECONDS)
+        only = number(parameters, "only")
+        start = number(parameters, "from") or 0 if only is None else only
+        measured, after = page.measure_some(start, _SECONDS if only is None else 0)
         answer = {"at": [entry.order for entry in measured], "next": after}
         return "application/json", json.dumps(answer | {"values": measured_columns(measured)})
 

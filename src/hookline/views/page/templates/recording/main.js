@@ -281,8 +281,8 @@
 
   // -- measuring, while the page is open -------------------------------------------------------
 
-  async function measureFrom(order) {
-    const answer = await fetchJson(`measure?from=${order}&state=${encodeURIComponent(state)}`);
+  async function takeNumbers(asked) {
+    const answer = await fetchJson(`measure?${asked}&state=${encodeURIComponent(state)}`);
     if (!answer?.values) return undefined; // another recording: the page is about to reload
     takeMeasured(core, answer.at, answer.values);
     return answer.next;
@@ -290,7 +290,7 @@
 
   async function measureOne(value) {
     if (!isServed || view.isMeasuring) return;
-    await measureFrom(values.order[value]);
+    await takeNumbers(`only=${values.order[value]}`);
     if (view.row === values.row[value] && !values.waiting.has(value)) pane.draw();
     showProgress();
   }
@@ -314,7 +314,7 @@
     let drawn = 0;
     for (let next = 0; next < values.row.length && view.isMeasuring && values.waiting.size;) {
       showProgress();
-      next = await measureFrom(next);
+      next = await takeNumbers(`from=${next}`);
       if (next === undefined) break;
       if (performance.now() - drawn > 400) {
         showNumbers();
