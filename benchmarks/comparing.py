@@ -78,8 +78,8 @@ def _recorded(n_values: int, shape: tuple[int, int], noise: float) -> hl.Recordi
 
     def made(value: object) -> torch.Tensor:
         number, other = (torch.randn(shape, generator=generator) for generator in generators)
-        made: torch.Tensor = number + noise * other
-        return made
+        noisy: torch.Tensor = number + noise * other
+        return noisy
 
     with hl.record(model, "*", keep=made) as run:
         model(torch.zeros(1))

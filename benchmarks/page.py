@@ -115,7 +115,8 @@ class _Block(nn.Module):
         self.act, self.down = nn.ReLU(), nn.Linear(128, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
+        change: torch.Tensor = self.down(self.act(self.up(self.norm(x))))
+        return x + change
 
 
 def _measure_file(target: Path) -> None:
