@@ -161,8 +161,8 @@ class Forwards:
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
         # Behind the first site most calls see several rows; before the last most are left out.
-        ends = [groups[starts.index(time)] for time in (min(starts), max(starts))]
-        plain = {point.index: self._plain(point) for point in map(self._last_missing, ends)}
+        first, last = (groups[starts.index(time)] for time in (min(starts), max(starts)))
+        plain: dict[tuple[int, ...], float] = {}
         largest_value = max(_n_bytes(self.known[str(group.sites[0])]) for group in groups)
         self._most_joined = min(
             _SITE_BYTES // largest_value, _OUTPUT_BYTES // _n_bytes(self.output)
@@ -170,8 +170,11 @@ class Forwards:
         before = dict(self.results)
         for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
             self.joins = joins
+            # Where all share a forward, the rows of the first site go the way of all others.
+            ends = [first] if len(self.joined(groups)) == 1 else [first, last]
+            points = [self._missing(group.points)[-1] for group in ends]
             self._measure_some(groups, ends)
-            if all(self._agrees(self.results[index][0], number) for index, number in plain.items()):
+            if self.joins == joins and all(self._is_plain(point, plain) for point in points):
                 return
             self.results = dict(before)
             self._batches.forget()
@@ -179,8 +182,11 @@ class Forwards:
                 self.notes.append(_REFUSED[self.n_rows > 1])
         self._batches.reuses = False
 
-    def _last_missing(self, group: Group) -> Point:
-        return self._missing(group.points)[-1]
+    def _is_plain(self, point: Point, plain: dict[tuple[int, ...], float]) -> bool:
+        """Tell whether a result is that of an ordinary edit, which is measured once."""
+        if point.index not in plain:
+            plain[point.index] = self._plain(point)
+        return self._agrees(self.results[point.index][0], plain[point.index])
 
     def _measure_some(self, groups: Sequence[Group], ends: Sequence[Group]) -> None:
         """Measure the last changes of two groups, and what shares a forward with them."""
