@@ -20,7 +20,7 @@ from hookline.files.safetensors_file import flat_bytes
 _COMPARED_BYTES = 2**20  # of a tensor; a larger one counts by its identity and its version
 _MOST_COMPARED_BYTES = 2**26  # of all tensors
 _MOST_DEPTH, _MOST_PARTS = 4, 1000  # of a container in an attribute
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size)
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size})
 # torch's own attributes of a module: its mode, its hooks, the tables of its parts, and that it is
 # compiled. A forward of its own is code; lines put one there where models were compiled.
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_is_torch_compile", "forward"}
@@ -84,11 +84,11 @@ def _marks(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         for name, value in _state_of(module):
             key = f"{path}.{name}" if path else name
-            if isinstance(value, Tensor):
+            if type(value) in _PLAIN:  # as most are
+                marks[key] = (type(value), repr(value) if type(value) is float else value)
+            else:
                 mark = marks[key] = _seen(value, min(room, _COMPARED_BYTES))
                 room -= 0 if mark.values is None else mark.values.nbytes
-            else:
-                marks[key] = (type(value), repr(value) if type(value) is float else value)
     return marks
 
 
@@ -97,7 +97,11 @@ def _state_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for table in (parameters(module), buffers(module)):
         yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
     for name, value in vars(module).items():
-        if name not in _OF_TORCH:
+        if name in _OF_TORCH:
+            continue
+        if type(value) in _PLAIN:
+            yield name, value
+        else:
             yield from _parts(name, value, _MOST_DEPTH)
 
 
