@@ -15,6 +15,7 @@ from torch import Tensor
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
+from hookline.statistics.equal_bins import counts_between
 from hookline.statistics.moments import Moments
 from hookline.statistics.moments_statistic import measure
 from hookline.statistics.spread import BLOCK_NUMEL, mean_and_std
@@ -179,17 +180,9 @@ def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
         flat = piece.flatten().cpu()
         if statistics.non_finite:
             flat = flat[flat.isfinite()]
-        counts += _counts((flat * factor if factor != 1 else flat).numpy(), edges)
+        counts += counts_between((flat * factor if factor != 1 else flat).numpy(), edges)
     edges /= factor
     return counts, edges, statistics
-
-
-def _counts(numbers: Array, edges: Array) -> Array:
-    try:
-        return np.histogram(numbers, len(edges) - 1, (edges[0], edges[-1]))[0]
-    except ValueError:  # float64 has fewer numbers in the range than there are bins
-        places = np.searchsorted(edges[1:-1], numbers, side="right")
-        return np.bincount(places, minlength=len(edges) - 1)
 
 
 def around(number: float) -> tuple[float, float]:
