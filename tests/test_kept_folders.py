@@ -31,7 +31,7 @@ def test_a_recording_of_each_version_has_its_values(folder):
         assert torch.equal(value["half"], x.to(torch.bfloat16))
         assert torch.equal(value["mask"], x > 6)
         assert (value["count"], value["text"]) == (3, "as it is")
-    assert run.modules == (("", "Net"), ("fc", "Linear"), ("mixed", "Mixed"))
+    assert run.modules == {"": "Net", "fc": "Linear", "mixed": "Mixed"}
 
 
 def test_a_recording_of_format_1_says_the_way_on():

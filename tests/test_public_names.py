@@ -228,9 +228,9 @@ SURFACES = {
         "to_dict", "to_pandas",
     ]),
     "Report": (lambda: recorded().report(), [
-        "ended", "excused", "fired", "model_type", "n_fired", "name", "notes", "other_contexts",
-        "outside_root", "passes", "remarks", "removed", "replaced", "silent", "to_dict",
-        "to_pandas", "warning", "why",
+        "counts", "ended", "excused", "fired", "model_type", "n_fired", "name", "notes",
+        "other_contexts", "outside_root", "passes", "remarks", "removed", "replaced", "silent",
+        "sites", "to_dict", "to_pandas", "warning", "why",
     ]),
     "Store": (stored, [
         "cat", "dataset", "export", "files", "findings", "items", "job", "labels", "n_items",
