@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 
@@ -124,6 +125,8 @@ def interrupted():
             return at_line if name.startswith(modules) else None
 
         before = sys.gettrace()
+        # A collection calls weak references' callbacks, where Python cannot raise an interrupt.
+        gc.disable()
         sys.settrace(at_call)
         try:
             action()
@@ -131,6 +134,7 @@ def interrupted():
             return True
         finally:
             sys.settrace(before)
+            gc.enable()
         return False
 
     return interrupted

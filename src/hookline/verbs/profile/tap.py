@@ -260,7 +260,7 @@ class GarbageHooks:
     """Stop a thread's clock while Python collects garbage in it.
 
     Python calls the object before and after each collection, in any thread. It does not keep the
-    ledger alive, and goes with it.
+    ledger alive, and goes at the first collection without it.
 
     Args:
         ledger: the ledger.
@@ -268,13 +268,13 @@ class GarbageHooks:
 
     def __init__(self, ledger: Ledger) -> None:
         self._callbacks = gc.callbacks  # modules have lost their names as the interpreter ends
-        self._ledger = weakref.ref(ledger, self.close)
+        self._ledger = weakref.ref(ledger)
 
     def open(self) -> None:
         """Register the object with Python."""
         self._callbacks.append(self)
 
-    def close(self, _: Any = None) -> None:
+    def close(self) -> None:
         """Take it away again. Idempotent."""
         if self in self._callbacks:
             self._callbacks.remove(self)
@@ -282,7 +282,10 @@ class GarbageHooks:
     def __call__(self, phase: str, info: Any) -> None:
         """Stop the clock, or let it go on."""
         ledger = self._ledger()
-        lane = None if ledger is None else ledger.running_lane()
+        if ledger is None:
+            self.close()
+            return
+        lane = ledger.running_lane()
         if lane is not None and not lane.closed:
             if phase == "start":
                 lane.clock.collection_begins()
