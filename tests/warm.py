@@ -34,7 +34,10 @@ from types import ModuleType
 
 
 def run_python(
-    *arguments: object, cwd: object = None, env: Mapping[str, str] | None = None
+    *arguments: object,
+    cwd: object = None,
+    env: Mapping[str, str] | None = None,
+    of: tuple[str, int] = ("torch", 0),
 ) -> subprocess.CompletedProcess[str]:
     """Run Python as `python ...` does; as `subprocess.run` with `capture_output` and `text`.
 
@@ -43,11 +46,12 @@ def run_python(
             what `sys.argv` is to hold.
         cwd: the folder to run in.
         env: all variables; those of this process by default.
+        of: as that of `Running`.
     """
     words = [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in arguments]
     with tempfile.TemporaryDirectory() as folder:
         streams = [f"{folder}/stdout", f"{folder}/stderr"]
-        running = Running(*words, cwd=cwd, env=env, streams=streams)
+        running = Running(*words, cwd=cwd, env=env, streams=streams, of=of)
         code = running.wait()
         texts = [Path(stream).read_text(errors="replace") for stream in streams]
     return subprocess.CompletedProcess([sys.executable, *words], code, *texts)
