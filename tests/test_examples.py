@@ -13,12 +13,14 @@ from warm import run_python
 pytestmark = pytest.mark.processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+# Those that train or load torchvision load dynamo by that: two seconds, which are shared.
+DYNAMO = ("torch._dynamo", 0)
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
 
 
-def run(name: str, *, quiet: bool = True) -> str:
+def run(name: str, *, of: tuple[str, int] = ("torch", 0), quiet: bool = True) -> str:
     """What the script prints; to stderr nothing, unless a library that it uses does."""
-    done = run_python("-W", "error", EXAMPLES / f"{name}.py")
+    done = run_python("-W", "error", EXAMPLES / f"{name}.py", of=of)
     assert done.returncode == 0, done.stderr
     assert not quiet or done.stderr == ""
     return done.stdout
@@ -98,7 +100,7 @@ def test_every_leaf_activation():
 
 
 def test_shapes_of_resnet50():
-    lines = run("shapes_of_resnet50").splitlines()
+    lines = run("shapes_of_resnet50", of=DYNAMO).splitlines()
     shape = re.compile(r"^ *(\S+) +(\w+) +\[(.*)\] -> \[(.*)\] float32  mean .* std .* ms$")
     rows = [shape.match(line).groups() for line in lines]
     paths = [row[0] for row in rows]
@@ -116,7 +118,7 @@ def test_shapes_of_resnet50():
 
 
 def test_features_for_search():
-    out = run("features_for_search")
+    out = run("features_for_search", of=DYNAMO)
     assert out.startswith("ResNet-50, RANDOM weights")
     assert "240 known images, 120 held out" in out
     rows = re.findall(r"^  (\w+) +(\d+) numbers +nearest (\S+)% +probe (\S+)%$", out, re.M)
@@ -133,7 +135,7 @@ def test_features_for_search():
 
 
 def test_clip_an_exploding_network():
-    out = run("clip_an_exploding_network")
+    out = run("clip_an_exploding_network", of=DYNAMO)
     without, clipped, report = re.split(r"no gradient's norm.*\n|(?=hl\.clip)", out)
     losses = numbers("loss N", without)
     assert losses[1] > 1e6 * losses[0]
@@ -153,7 +155,7 @@ def test_clip_an_exploding_network():
 
 
 def test_debug_everything():
-    out = run("debug_everything")
+    out = run("debug_everything", of=DYNAMO)
     calls = re.findall(r"^  (\w+) +(\w+) +\[(.*)\]$", out, re.M)
     forward = [("Sequential", "2, 4"), ("Linear", "2, 4"), ("ReLU", "2, 8"), ("Linear", "2, 8")]
     assert [call[1:] for call in calls if call[0] == "forward_pre"] == forward
@@ -177,7 +179,7 @@ def test_debug_everything():
 
 
 def test_watch_a_model_being_built():
-    out = run("watch_a_model_being_built")
+    out = run("watch_a_model_being_built", of=DYNAMO)
     events = out.split("while it is built:\n")[1].split("hl.attach")[0].splitlines()
     block = ["  Block.conv: Conv2d initialised", "  Block.norm: BatchNorm2d -> GroupNorm"]
     assert events == [
@@ -196,7 +198,7 @@ def test_watch_a_model_being_built():
 
 
 def test_frozen_layers():
-    out = run("frozen_layers")
+    out = run("frozen_layers", of=DYNAMO)
     before, after = numbers("accuracy N%", out)
     assert 30 < before < 75
     assert 85 < after <= 100
@@ -233,7 +235,7 @@ def test_the_table_names_every_script_once():
 
 
 def test_probe_from_a_store():
-    out = run("probe_from_a_store")
+    out = run("probe_from_a_store", of=DYNAMO)
     assert "Store of 4 sites, 1,797 items" in out
     assert "finds all of its 1797 rows on disk" in out
     accuracies = numbers("  (?:stem|block[123]) +N%", out)
@@ -243,7 +245,7 @@ def test_probe_from_a_store():
 
 
 def test_sentences_for_search():
-    out = run("sentences_for_search", quiet=False)  # transformers shows a progress bar
+    out = run("sentences_for_search", of=DYNAMO, quiet=False)  # transformers shows a progress bar
     nearest = dict(re.findall(r"^(\S.*\.) +0\.\d\d  (.*)$", out, re.M))
     assert len(nearest) == 10
     for one, other in [("The cat", "A kitten"), ("The stock", "Shares"), ("She bakes", "His gran")]:

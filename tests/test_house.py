@@ -47,24 +47,30 @@ def public() -> frozenset[str]:
 
 
 def functions(tree: ast.AST, place: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Every function, with its dotted name."""
+    """Every function, with its dotted name: no expression holds one."""
     for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.expr):
+            continue
         name = f"{place}.{child.name}" if isinstance(child, (*FUNCTION, ast.ClassDef)) else place
         if isinstance(child, FUNCTION):
             yield name, child
         yield from functions(child, name)
 
 
+# The name that a node binds.
+BOUND = {
+    ast.Name: lambda node: node.id if isinstance(node.ctx, ast.Store) else None,
+    ast.arg: lambda node: node.arg,
+    ast.MatchAs: lambda node: node.name,
+    ast.ExceptHandler: lambda node: node.name,
+}
+
+
 def vague_names(text: str, module: str) -> dict[str, int]:
     """Bindings of names that say nothing: how many on each line."""
     lines: dict[str, int] = {}
     for node in ast.walk(parsed(text)):
-        bound = {
-            ast.Name: lambda node: node.id if isinstance(node.ctx, ast.Store) else None,
-            ast.arg: lambda node: node.arg,
-            ast.MatchAs: lambda node: node.name,
-            ast.ExceptHandler: lambda node: node.name,
-        }.get(type(node), lambda node: None)(node)
+        bound = BOUND[type(node)](node) if type(node) in BOUND else None
         if bound in VAGUE:
             place = f"{module}:{node.lineno} {bound}"
             lines[place] = lines.get(place, 0) + 1
@@ -77,7 +83,7 @@ def depths(text: str, module: str) -> dict[str, int]:
     def depth(node: ast.AST) -> int:
         deepest = 0
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, (*FUNCTION, ast.ClassDef, ast.Lambda)):
+            if isinstance(child, (*FUNCTION, ast.ClassDef, ast.expr)):
                 continue
             is_elif = isinstance(node, ast.If) and [child] == node.orelse
             is_block = isinstance(child, BLOCK) and not (is_elif and isinstance(child, ast.If))
@@ -239,8 +245,8 @@ def unused(texts: list[str]) -> set[str]:
     return {
         node.name
         for text in texts
-        for node in ast.walk(parsed(text))
-        if isinstance(node, ast.FunctionDef) and re.match(r"_[^_]", node.name)
+        for _, node in functions(parsed(text), "")
+        if re.match(r"_[^_]", node.name)
         if words[node.name] == 1
     }
 

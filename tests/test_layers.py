@@ -67,6 +67,8 @@ def imports(tree: ast.AST, modules: set[str]):
 
     def walk(node, function):
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
             inside = child.name if isinstance(child, ast.FunctionDef) else function
             if isinstance(child, ast.ImportFrom) and (child.module or "").startswith("hookline"):
                 for alias in child.names:
@@ -169,6 +171,14 @@ NESTS = ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match
 INNER = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
+def statements(node):
+    """All that a file holds but expressions: no definition is in one."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from statements(child)
+
+
 def own_nodes(node):
     """All that a function holds, without the functions in it."""
     for child in ast.iter_child_nodes(node):
@@ -182,7 +192,7 @@ def nesting(node, depth=0):
     deepest = depth
     for field, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, INNER):
+            if isinstance(child, ast.AST) and not isinstance(child, (*INNER, ast.expr)):
                 is_elif = isinstance(node, ast.If) and field == "orelse" and value == [child]
                 is_beside = is_elif and isinstance(child, ast.If)
                 inside = depth + (isinstance(child, NESTS) and not is_beside)
@@ -193,7 +203,7 @@ def nesting(node, depth=0):
 def tangles(text: str) -> list[str]:
     """The functions that are too long to be read at once, and what is global."""
     found = []
-    for node in ast.walk(parsed(text)):
+    for node in statements(parsed(text)):
         if isinstance(node, ast.Global):
             found.append(f"{', '.join(node.names)} is global")
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -245,8 +255,8 @@ FREE_RELATIVES = {"What", "Whether", "How", "Where", "Why", "Who"}
 
 def docstrings(text: str) -> list[str]:
     """Every docstring of a file, the outer ones first."""
-    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    nodes = [node for node in ast.walk(parsed(text)) if isinstance(node, kinds)]
+    tree = parsed(text)
+    nodes = [tree, *(node for node in statements(tree) if isinstance(node, INNER))]
     return [doc for node in nodes if (doc := ast.get_docstring(node))]
 
 
@@ -321,6 +331,6 @@ def test_an_import_past_the_face_is_found():
 
 def test_names_of_tests_are_short_enough_to_be_read():
     for path in Path(__file__).parent.rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 assert len(node.name) <= 60, f"{path.name}: {node.name}"

@@ -34,7 +34,10 @@ from types import ModuleType
 
 
 def run_python(
-    *arguments: object, cwd: object = None, env: Mapping[str, str] | None = None
+    *arguments: object,
+    cwd: object = None,
+    env: Mapping[str, str] | None = None,
+    of: tuple[str, int] = ("torch", 0),
 ) -> subprocess.CompletedProcess[str]:
     """Run Python as `python ...` does; as `subprocess.run` with `capture_output` and `text`.
 
@@ -43,11 +46,12 @@ def run_python(
             what `sys.argv` is to hold.
         cwd: the folder to run in.
         env: all variables; those of this process by default.
+        of: as that of `Running`.
     """
     words = [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in arguments]
     with tempfile.TemporaryDirectory() as folder:
         streams = [f"{folder}/stdout", f"{folder}/stderr"]
-        running = Running(*words, cwd=cwd, env=env, streams=streams)
+        running = Running(*words, cwd=cwd, env=env, streams=streams, of=of)
         code = running.wait()
         texts = [Path(stream).read_text(errors="replace") for stream in streams]
     return subprocess.CompletedProcess([sys.executable, *words], code, *texts)
@@ -59,7 +63,8 @@ class Running:
     Args:
         arguments, cwd, env: as those of `run_python`.
         streams: the files to write to; without them, as the process that waits.
-        of: what the process that waits has imported, and its number: each has other hashes.
+        of: the modules that the process that waits has imported, between spaces, and its number:
+            each has other hashes.
     """
 
     def __init__(
@@ -87,12 +92,12 @@ class Running:
 
 
 @cache
-def _waiting(module: str, number: int) -> Connection:
+def _waiting(modules: str, number: int) -> Connection:
     """Start a process that waits: each worker of pytest has its own."""
     folder = tempfile.TemporaryDirectory()
     with Listener(f"{folder.name}/socket", "AF_UNIX") as listener:
         process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, f"{folder.name}/socket", module],
+            [sys.executable, "-W", "error", __file__, f"{folder.name}/socket", modules],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         line = listener.accept()
@@ -106,10 +111,13 @@ def _waiting(module: str, number: int) -> Connection:
     return line
 
 
-def _wait(address: str, module: str) -> list[str]:
+def _wait(address: str, modules: str) -> list[str]:
     """Fork a process for each request; give that process its arguments, and exit in the other."""
-    importlib.import_module(module)
+    gc.disable()  # imports leave no garbage, and are slower by a third where it is looked for
+    for module in modules.split():
+        importlib.import_module(module)
     gc.freeze()  # no process looks for garbage in what it has been given, as it runs or ends
+    gc.enable()
     line = Client(address, "AF_UNIX")
     while True:
         try:
