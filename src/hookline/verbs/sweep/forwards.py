@@ -163,10 +163,7 @@ class Forwards:
         # Behind the first site most calls see several rows; before the last most are left out.
         first, last = (groups[starts.index(time)] for time in (min(starts), max(starts)))
         plain: dict[tuple[int, ...], float] = {}
-        largest_value = max(_n_bytes(self.known[str(group.sites[0])]) for group in groups)
-        self._most_joined = min(
-            _SITE_BYTES // largest_value, _OUTPUT_BYTES // _n_bytes(self.output)
-        )
+        self._most_joined = self._most_that_join(groups)
         before = dict(self.results)
         for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
             self.joins = joins
@@ -181,6 +178,11 @@ class Forwards:
             if not joins:
                 self.notes.append(_REFUSED[self.n_rows > 1])
         self._batches.reuses = False
+
+    def _most_that_join(self, groups: Sequence[Group]) -> int:
+        """Return how many changes at several sites may share a forward."""
+        largest = max(_n_bytes(self.known[str(group.sites[0])]) for group in groups)
+        return min(_SITE_BYTES // largest, _OUTPUT_BYTES // _n_bytes(self.output))
 
     def _is_plain(self, point: Point, plain: dict[tuple[int, ...], float]) -> bool:
         """Tell whether a result is that of an ordinary edit, which is measured once."""
