@@ -62,6 +62,14 @@ def test_out_writes_a_page_that_holds_the_json(folders, tmp_path):
     assert {name: shown[name] for name in data} == data
 
 
+def test_a_page_that_cannot_be_written_keeps_the_result(folders, tmp_path):
+    (tmp_path / "file").touch()
+    done = compare(folders, "a", "a", "--out", str(tmp_path / "file" / "page.html"))
+    assert done.exit_code == 2
+    assert done.stdout.startswith("5 sites: ")
+    assert "its folder is a file" in done.stderr
+
+
 def test_json_and_annotations_hold_a_line_for_each_site(folders):
     data = json.loads(compare(folders, "b", "a", "--json").stdout)
     assert data["suspect"] == "1"

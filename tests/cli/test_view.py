@@ -19,6 +19,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hookline as hl
+from hookline.cli import main
 from hookline.cli.app import app
 from hookline.views.page import Serving
 from packed_pages import core_of
@@ -133,6 +134,51 @@ def test_out_writes_one_file_and_serves_nothing(monitored, folder, to, file, tmp
         assert done.stdout.startswith(f"written: {file}\n\nFindings: none; 3 ")
         text = (tmp_path / file).read_text()
         assert word in (core_of(text)["types"] if shown == folder else text)
+
+
+def test_waiting_and_writing_at_once_is_refused(tmp_path):
+    done = run("view", "runs/later", "--wait", "--out", "page", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Leave out one of them." in done.stderr
+
+
+INTERRUPTED = """
+import os, signal, sys
+from hookline.cli import main
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "hookline.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+main()
+"""
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_modules_are_imported_is_silent():
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_before_a_command_runs_is_130(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hookline.cli.app.app", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+
+
+def test_items_of_a_finding_of_hl_check_are_refused(tmp_path):
+    (tmp_path / "kept.safetensors").touch()
+    done = run("view", "kept.safetensors", "--items", 1, "--out", "page", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "hookline: --items chooses items of a store, got a finding of hl.check: kept.safetensors."
+        "\nLeave out --items.\n"
+    )
 
 
 def test_the_comparison_of_two_folders_is_written_into_a_file(folder, tmp_path):

@@ -46,9 +46,37 @@ def test_a_jump_names_its_step_and_what_follows(layers):
     assert "a single batch" in finding.why
 
 
+def test_a_jump_of_one_gradient_alone_says_so():
+    model, scale = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), [1.0]
+    model[1].weight.register_hook(lambda grad: grad * scale[0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with hl.monitor(model, ports=("output", "grad")) as seen:
+        for step in range(40):
+            scale[0] = 1e4 if step > 29 else 1.0
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finding = seen.findings()[0]
+    assert finding.site == "1.weight:grad"
+    assert finding.text.endswith("jumps \N{MULTIPLICATION SIGN}10,000 at step 30.")
+    assert "Nothing else moves." in finding.why
+    assert "look at hooks on 1.weight" in finding.advice
+    assert "labels" not in finding.advice
+
+
+def test_the_norm_before_a_jump_explains_its_factor(layers):
+    scales = [1.0] * 30 + [1e4] * 10
+    finding = monitored(layers, scales).findings()[0]
+    norm = float(layers[0](torch.ones(2, 4)).detach().norm())
+    assert f"Its norm was at most {norm:.3g} before." in finding.why
+
+
 def test_the_loss_is_told_beside_a_jump(layers):
     finding = monitored(layers, [1.0] * 30 + [1e4] * 20).findings()[0]
-    assert "loss goes from" in finding.why
+    with torch.no_grad():
+        low, high = (float(layers(torch.ones(2, 4) * k).square().mean()) for k in (1.0, 1e4))
+    told = f"The median of loss is {low:.3g} over the 10 values before, and {high:.3g} over the 10"
+    assert told in finding.why
 
 
 def test_a_run_in_a_folder_has_the_same_findings(layers, tmp_path):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hookline.util.optional import how_to_install, load
 
@@ -11,9 +15,31 @@ from hookline.util.optional import how_to_install, load
 def main() -> None:
     """Run the command `hookline`, the entry point that pip installs."""
     load("typer", "hookline: the command line needs typer", how_to_install("cli"), SystemExit)
-    from hookline.cli.app import app
+    with _ending_at_ctrl_c():
+        from hookline.cli.app import app
 
     # Characters that stdout's encoding lacks are written as \\u65e5, as Python does on stderr.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command runs: typer builds its parser
+        sys.exit(130)
+
+
+@contextmanager
+def _ending_at_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end the process at once, while modules are imported.
+
+    Libraries that are interrupted in their import raise errors of any kind. A process that ignores
+    Ctrl-C, as under `nohup`, goes on to do so.
+    """
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

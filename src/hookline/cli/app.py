@@ -399,6 +399,11 @@ def view(
     with complaints():
         chosen = chosen_items(items, folders)
         if out_path is not None:
+            if wait:
+                raise InputError(
+                    "--wait waits for a folder while it serves, got --out, which writes at once."
+                    "\nLeave out one of them."
+                )
             written, findings = write_view(folders, chosen, out_path)
             out.print(f"written: {written}", markup=False, soft_wrap=True)
             if findings is not None:
@@ -470,9 +475,6 @@ def compare_command(
     with complaints(), Busy("comparing"):
         words = Words(names or [], floor, tokens or [], dims or [])
         comparison = compare_by_name(a, b, words)
-        page = None
-        if out_path is not None:
-            page = write_comparison_page(comparison, page_of(out_path), (a, b))
     if as_json:
         print_json(comparison.to_dict())
     elif annotations:
@@ -480,7 +482,10 @@ def compare_command(
             typer.echo(line)
     else:
         show(comparison)
-        if page is not None:
+    if out_path is not None:  # after the result, which a full disk must not take away
+        with complaints():
+            page = write_comparison_page(comparison, page_of(out_path), (a, b))
+        if not (as_json or annotations):
             out.print(f"\nwritten: {page}", markup=False, soft_wrap=True)
     if not comparison.ok:
         raise typer.Exit(1)

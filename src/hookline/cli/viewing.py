@@ -30,14 +30,17 @@ def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | Non
     """Parse the option `--items`.
 
     Raises:
-        InputError: it is malformed, or a folder holds a run.
+        InputError: it is malformed, or a folder holds a run or a finding of `hl.check`.
     """
-    runs = [folder for folder in folders if is_run(folder)]
-    if text is not None and runs:
+    if text is None:
+        return None
+    kinds = {"a run": is_run, "a finding of hl.check": is_kept}
+    pairs = [(kind, folder) for folder in folders for kind, is_of in kinds.items() if is_of(folder)]
+    for kind, folder in pairs:
         raise InputError(
-            f"--items chooses items of a store, got a run: {runs[0]}.\nLeave out --items."
+            f"--items chooses items of a store, got {kind}: {folder}.\nLeave out --items."
         )
-    return None if text is None else items_of(text, "--items")
+    return items_of(text, "--items")
 
 
 def serving_of(

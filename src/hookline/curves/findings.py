@@ -19,7 +19,7 @@ from hookline.curves.step_reports import StepReport
 from hookline.curves.table import RECENT, CurveTable
 from hookline.display.text import listed, plural
 from hookline.findings.finding import Finding, Findings, Level, in_order
-from hookline.findings.survey import TIMES, template_of, times_text
+from hookline.findings.survey import TIMES, further_text, template_of, times_text
 
 _JUMP = 10.0  # times the greatest norm so far, apart from the last steps
 _BEGUN = 3.0  # the same, where a jump began
@@ -60,6 +60,7 @@ class _Onset:
     site: str
     factor: float
     is_over: bool = False
+    usual: float = math.nan  # the greatest norm before
 
     @property
     def time(self) -> tuple[int, int, int]:
@@ -93,15 +94,19 @@ class _Training:
         return [k for k, site in enumerate(self.sites) if path_and_port(site)[1] in ports]
 
     def onset(
-        self, k: int, column: int, factor: float, above: float = 0.0, is_over: bool = False
+        self, k: int, column: int, factor: float, usual: float = 0.0, is_over: bool = False
     ) -> _Onset:
-        """Return the onset of a site in a column, at the first step with a norm above a bound."""
+        """Return the onset of a site in a column: its first step far above its usual norm."""
         span = self.table.columns[column]
         reports = self.reports[span.index - span.n_reports + 1 : span.index + 1]
-        report = reports[0] if len(reports) == 1 else _first_above(reports, self.sites[k], above)
+        report = (
+            reports[0]
+            if len(reports) == 1
+            else _first_above(reports, self.sites[k], _BEGUN * usual)
+        )
         _, port = path_and_port(self.sites[k])
         turn = _turn_of(report, self.sites[k], k)
-        return _Onset(report.step, STAGES[port], turn, self.sites[k], factor, is_over)
+        return _Onset(report.step, STAGES[port], turn, self.sites[k], factor, is_over, usual)
 
     def since(self, k: int, step: int) -> _Onset:
         """Return the onset of a site at a step."""
@@ -173,7 +178,8 @@ def _non_finite(training: _Training) -> list[Finding]:
     onsets.sort(key=lambda onset: onset.time)
     first = onsets[0]
     text = f"NaN or infinity begins at step {first.step:,}, at {first.site}."
-    why = f"The first {_NAMES[first.port]} in this step; {plural(len(bad) - 1, 'site')} follow."
+    why = f"The first {_NAMES[first.port]} in this step."
+    why = f"{why} {further_text(len(bad) - 1, 'site')}".rstrip()
     return [
         Finding(
             "non-finite",
@@ -207,14 +213,20 @@ def _jumps(training: _Training) -> list[Finding]:
         "gradient": "Outputs of this step are as before. ",
         "output": "Weights are as before. ",
     }
-    why = f"It is the first to move; {plural(len(onsets) - 1, 'further site')} follow."
+    why = _first_of(len(onsets))
     advice = "Look at this step's batch and its labels."
     if what == "gradient":
         advice = "Look at the loss and the labels of this step's batch, and clip gradients."
+    if first.port == "grad" and {_path(onset.site) for onset in at_once} == {_path(first.site)}:
+        advice = (
+            f"No other gradient jumps in this step: look at hooks on {_path(first.site)} and at"
+            " what uses it, and clip gradients."
+        )
     if not first.is_over and what == "output":
         advice = (
             f"Look at the input of {path_and_port(first.site)[0]} and at what changed in this step."
         )
+    why += f" Its norm was at most {first.usual:.3g} before."
     why += " It is over after a few steps: a single batch." if first.is_over else ""
     return [
         Finding(
@@ -231,6 +243,12 @@ def _jumps(training: _Training) -> list[Finding]:
     ]
 
 
+def _first_of(n_sites: int) -> str:
+    if n_sites == 1:
+        return "Nothing else moves."
+    return f"It is the first to move; {further_text(n_sites - 1, 'site')}"
+
+
 def _jump_of_updates(
     training: _Training, at_once: Sequence[_Onset], onsets: Sequence[_Onset], level: Level
 ) -> Finding:
@@ -245,9 +263,7 @@ def _jump_of_updates(
     )
     text = f"{whose} at step {most.step:,}, {most.site} most ({number})."
     why = "Outputs and gradients of this step are as before."
-    why += f" {plural(len(onsets) - len(at_once), 'further site')} follow." * (
-        len(onsets) > len(at_once)
-    )
+    why = f"{why} {further_text(len(onsets) - len(at_once), 'site')}".rstrip()
     advice = "Look at the learning rate and its schedule, and at the optimizer's state."
     return Finding(
         "learning rate",
@@ -282,7 +298,7 @@ def _onsets(training: _Training) -> list[_Onset]:
         later = last[column + _SINGLE : column + 2 * _SINGLE, k]
         is_over = bool(len(later)) and bool((later < _BEGUN * usual).all())
         factor = float(greatest[column, k]) / usual
-        onsets.append(training.onset(int(k), begun[0], factor, _BEGUN * usual, is_over))
+        onsets.append(training.onset(int(k), begun[0], factor, usual, is_over))
     return sorted(onsets, key=lambda onset: onset.time)
 
 
@@ -464,7 +480,10 @@ def _with_loss(finding: Finding, logged: Sequence[StepReport]) -> Finding:
             continue
         old, new = float(np.median(before)), float(np.median(after))
         is_told = not math.isfinite(new) or abs(new - old) > 0.2 * abs(old)
-        text = f" {name} goes from {old:.3g} to {new:.3g}." * is_told
+        text = (
+            f" The median of {name} is {old:.3g} over the {plural(len(before), 'value')} before,"
+            f" and {new:.3g} over the {len(after)} after."
+        ) * is_told
         return Finding(**{**_fields(finding), "why": finding.why + text})
     return finding
 

@@ -11,7 +11,7 @@ from hookline.findings.finding import Finding, Level
 from hookline.findings.forward import bad_text, follow, share_text
 from hookline.findings.reading import Reading
 from hookline.findings.steps import change_in
-from hookline.findings.survey import Survey, log_of, template_of, times_text
+from hookline.findings.survey import Survey, further_text, log_of, template_of, times_text
 
 _NOT_NEEDED = ("needs no gradient", "frozen", "requires no gradient")
 
@@ -25,7 +25,7 @@ def non_finite(survey: Survey) -> list[Finding]:
     why = (
         f"{n_bad:,} of {first.numbers.numel:,} elements, first in the backward; outputs are finite."
     )
-    why += f" {plural(len(bad) - 1, 'further gradient')} follow." if len(bad) > 1 else ""
+    why = f"{why} {further_text(len(bad) - 1, 'gradient')}".rstrip()
     return [
         Finding(
             "non-finite",
@@ -144,8 +144,8 @@ def _depth_finding(trunk: Sequence[Reading], first: int, last: int, logarithm: f
     text = f"The gradient {verb} {times_text(logarithm)} on its way back through {block.path}"
     text += "." if last == first + 1 else f" to {end.path}."
     why = (
-        f"Its root mean square is {block.numbers.rms:.3g} after {block.path}, and"
-        f" {end.numbers.rms:.3g} after {end.path}."
+        f"Its root mean square is {block.numbers.rms:.3g} where it enters {block.path}, and"
+        f" {end.numbers.rms:.3g} where it then reaches {end.path}."
     )
     return Finding(
         kind,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from hookline.display.text import plural
 from hookline.findings.reading import Reading
 
 TIMES, DIVIDED = "\u00d7", "\u00f7"
@@ -214,11 +215,23 @@ def log_of(number: float) -> float:
     return math.log(number) if 0 < number < math.inf else math.nan
 
 
+def further_text(n: int, noun: str) -> str:
+    """Say how many more follow.
+
+    >>> further_text(1, "site"), further_text(2, "site"), further_text(0, "site")
+    ('1 further site follows.', '2 further sites follow.', '')
+    """
+    return f"{plural(n, f'further {noun}')} follow{'s' if n == 1 else ''}." if n else ""
+
+
 def times_text(logarithm: float) -> str:
     """Format the factor of a logarithm by a times sign, or by a division sign.
 
     >>> times_text(math.log(120)) == f"{TIMES}120", times_text(-math.log(33.4)) == f"{DIVIDED}33.4"
     (True, True)
+    >>> times_text(math.log(94_871)) == f"{TIMES}94,900"
+    True
     """
-    factor = math.exp(min(abs(logarithm), 700.0))
-    return f"{TIMES if logarithm >= 0 else DIVIDED}{factor:.3g}"
+    factor = f"{math.exp(min(abs(logarithm), 700.0)):.3g}"
+    factor = f"{float(factor):,.0f}" if 1000 <= float(factor) < 1e6 else factor
+    return f"{TIMES if logarithm >= 0 else DIVIDED}{factor}"

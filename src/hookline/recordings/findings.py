@@ -80,7 +80,7 @@ def judge_passes(
             told.setdefault((finding.kind, finding.site), (finding, []))[1].append(record.number)
     rows = [_in_passes(finding, numbers, len(passes)) for finding, numbers in told.values()]
     facts = f"{plural(reader.n_values, 'value')}, {plural(len(passes), 'pass', 'passes')}"
-    judged = in_order([*rows, *_overwritten(reader.overwritten)])
+    judged = in_order([*_overwritten(reader.overwritten), *rows])
     return Findings(judged, facts, _notes(reader)), survey
 
 

@@ -20,3 +20,12 @@ def test_class_scores_are_a_softmax_unless_they_sum_to_one():
     assert class_scores(output, 1)["top"] == []
     assert class_scores(output, 2) is None
     assert class_scores(output[0], 0) is None
+
+
+def test_a_class_that_is_masked_is_left_out():
+    inf = float("inf")
+    output = torch.tensor([[2.0, -inf, 1.0], [-inf, -inf, -inf], [0.0, inf, 1.0]])
+    top = class_scores(output, 0)["top"]
+    assert [index for index, _, _ in top] == [0, 2]
+    assert sum(share for _, _, share in top) == pytest.approx(1, abs=1e-3)
+    assert [class_scores(output, sample)["top"] for sample in (1, 2)] == [[], []]

@@ -14,6 +14,7 @@ from torch import nn
 import hookline as hl
 from hookline.views.page.core import core_data, findings_data, judged, measured_columns, silent_data
 from hookline.views.page.entries import list_values, read_values
+from hookline.views.page.page_state import gaps_of, notices_of
 from hookline.views.page.pictures import Choice
 from hookline.views.page.rows import rows_of
 from hookline.views.page.tiles import ASKED_FOR, IN_FILE, tiles_of, with_channels
@@ -73,9 +74,9 @@ def test_findings_name_their_rows(strange_run):
     rows = rows_of(strange_run, entries)
     data = findings_data(*judged(strange_run.findings), rows, entries)
     assert data["judged"]
-    assert [finding["text"] for finding in data["findings"]] == [
-        finding.text for finding in strange_run.findings()
-    ]
+    *others, unused = strange_run.findings()
+    assert [finding["text"] for finding in data["findings"]] == [f.text for f in others]
+    assert unused.site == silent_data(strange_run)[0][0] == "unused"
     first = data["findings"][0]
     assert (first["kind"], rows[first["row"]].label) == ("non-finite", "broken")
     json.dumps(data, allow_nan=False)
@@ -96,10 +97,39 @@ def test_a_finding_in_a_leaf_a_call_and_a_parameter_has_its_row(looped):
     assert rows[finding["row"]].label == "1"
 
 
+def test_what_follows_a_fault_of_the_forward_is_not_before_it():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    with hl.record(model, ports=("output", "grad_output"), copy=True) as run:
+        model(torch.ones(2, 4)).sum().backward()
+    entries = read_values(run)
+    rows = rows_of(run, entries)
+    (finding, *_) = findings_data(*judged(run.findings), rows, entries)["findings"]
+    assert finding["site"] == "2"
+    assert [rows[index].label for index in finding["also"]] == ["3", "4", "(root)"]
+
+
 def test_sites_that_never_fired_come_with_the_reason(strange_run):
     ((site, kind, why),) = silent_data(strange_run)
     assert (site, kind) == ("unused", "Linear")
     assert "not reached in this forward" in why
+
+
+def test_what_a_recording_lacks_is_one_line(tmp_path):
+    class Keeps(nn.Module):
+        def forward(self, x, cache=None):
+            return x
+
+    model = nn.Sequential(Keeps(), nn.Identity())
+    model.forward = lambda x: model[0](x, cache=object())
+    with hl.record(model, ports=("input", "output")) as run:
+        model(torch.ones(2, 4))
+    run.save(tmp_path / "run")
+    kept = hl.open(tmp_path / "run")
+    assert gaps_of(kept) == "2 selected sites without a value, 1 part of values not saved"
+    assert notices_of(kept) == []
+    assert [why for _, _, why in silent_data(kept)][-1] == "not saved in the folder"
 
 
 # -- maps -----------------------------------------------------------------------------------------

@@ -94,6 +94,107 @@ def test_findings_come_first_and_lead_to_their_site(page):
     expect(page.locator(".finding[aria-pressed=true]")).to_have_count(1)
 
 
+def test_numbers_of_a_value_with_nan_say_that_they_leave_it_out(new_page, tmp_path):
+    with hl.record(model := nn.Identity()) as run:
+        model(torch.tensor([[0.0, 1.0, float("nan")]]))
+    address = hl.write_page(run, tmp_path / "nan.html").as_uri()
+    page = new_page(address, address)
+    expect(page.locator("#pane .card")).to_contain_text("leave out NaN and infinity")
+
+
+def test_what_follows_has_the_colour_of_the_legend_everywhere(new_page, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.ReLU())
+    nn.init.zeros_(model[1].weight)
+    nn.init.zeros_(model[1].bias)
+    with torch.no_grad(), hl.record(model, copy=True) as run:
+        model(torch.ones(2, 4))
+    address = hl.write_page(run, tmp_path / "dead.html").as_uri()
+    page = new_page(address, address)
+    expect(page.locator("#strip-legend")).to_contain_text("all zero")
+    colour = page.locator(".key-also").evaluate("(e) => getComputedStyle(e).backgroundColor")
+    shadow = page.locator(".line.also").first.evaluate("(e) => getComputedStyle(e).boxShadow")
+    assert shadow.startswith(colour)
+    marks, wanted = page.locator("#strip .over").evaluate(
+        "(canvas, colour) => {"
+        " const pen = canvas.getContext('2d');"
+        " const scale = canvas.width / canvas.clientWidth;"
+        " const y = Math.round((canvas.clientHeight - 18) * scale);"
+        " const row = pen.getImageData(0, y, canvas.width, 1).data;"
+        " const marks = new Set();"
+        " for (let k = 0; k < row.length; k += 4)"
+        "  if (row[k + 3] === 255) marks.add([...row.slice(k, k + 3)].join());"
+        " const probe = new OffscreenCanvas(1, 1).getContext('2d');"
+        " probe.fillStyle = colour;"
+        " probe.fillRect(0, 0, 1, 1);"
+        " return [[...marks], [...probe.getImageData(0, 0, 1, 1).data.slice(0, 3)].join()]; }",
+        colour,
+    )
+    assert marks == [wanted]
+
+
+class Block(nn.Sequential):
+    """Layers with a type of their own."""
+
+
+class Fading(nn.Module):
+    """Blocks of many layers; from one of them on, the gradient vanishes on its way back."""
+
+    def __init__(self):
+        super().__init__()
+        layers = (Block(*(nn.Identity() for _ in range(12))) for _ in range(8))
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            if number == 5:
+                x = x * 1.0
+                x.register_hook(lambda grad: grad * 1e-6)
+            x = block(x * 1.0)
+        return x
+
+
+def test_the_block_of_the_worst_finding_is_open(new_page, tmp_path):
+    model = Fading()
+    with hl.record(model, ports=("output", "grad_output"), copy=True) as run:
+        model(torch.ones(2, 16, requires_grad=True)).sum().backward()
+    finding = run.findings()[0]
+    assert (finding.kind, finding.site) == ("vanishing gradient", "blocks.5:grad_output")
+    assert "1 where it enters blocks.5, and 1e-06 where it then reaches blocks.4." in finding.why
+    address = hl.write_page(run, tmp_path / "fading.html").as_uri()
+    page = new_page(address, address, viewport={"width": 1440, "height": 1000})
+    expect(page.locator(".window [aria-selected=true]")).to_have_attribute("aria-expanded", "true")
+    expect(row(page, "4")).to_have_attribute("aria-expanded", "false")
+
+
+def test_where_there_are_only_notes_the_page_begins_at_one(new_page, tmp_path):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Linear(64, 64, bias=False))
+    model.add_module("unused", nn.Linear(2, 2))
+    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
+    nn.init.zeros_(model[4].weight)  # a head that begins at zero
+    with torch.no_grad(), hl.record(model) as run:
+        model(torch.rand(16, 64))
+    assert [finding.level for finding in run.findings()] == ["note", "note"]
+    address = hl.write_page(run, tmp_path / "notes.html").as_uri()
+    page = new_page(address, address)
+    expect(page.locator("#findings")).to_contain_text("No error and no warning; 1 note.")
+    expect(chosen(page)).to_have_text("4")
+    gaps = page.locator("#silent summary")
+    expect(gaps).to_have_text("About the recording: 1 selected site without a value")
+
+
+def test_the_name_of_the_chosen_row_is_never_cut(new_page, tmp_path):
+    name = "a_projection_with_a_rather_long_name_of_its_own"
+    model = nn.Sequential()
+    model.add_module("short", nn.Linear(4, 4))
+    model.add_module(name, nn.Linear(4, 4))
+    with hl.record(model) as run:
+        model(torch.ones(2, 4))
+    address = hl.write_page(run, tmp_path / "long.html").as_uri()
+    page = new_page(address, address, viewport={"width": 1200, "height": 800})
+    row(page, name).click()
+    assert chosen(page).evaluate("(e) => e.scrollWidth <= e.clientWidth")
+
+
 def test_a_hostile_name_is_only_text(page):
     kinds = page.evaluate("[...document.scripts].map((script) => script.type)")
     assert kinds.count("") == 1  # the page's own script
@@ -229,7 +330,7 @@ def test_an_overwritten_value_says_what_to_do(page):
 
 
 def test_what_never_fired_is_told_with_its_reason(page):
-    section = page.get_by_role("region", name="Never fired")
+    section = page.get_by_role("region", name="About the recording")
     expect(section).to_contain_text("unused")
     expect(section).to_contain_text("not reached in this forward")
 

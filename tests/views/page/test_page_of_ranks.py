@@ -35,9 +35,12 @@ def test_each_rank_has_its_own_values_and_findings(served, folder):
         assert f"rank {rank} of 2 ranks" in page
         assert len(core_of(page)["values"]["row"]) == 3
         answer = json.loads(server.get(f"{base}findings").text)
-        assert [found["kind"] for found in answer["findings"]] == ["non-finite"] * rank
-        notes = [f"Rank 1: error: {hl.open(folder).ranks[1].findings()[0].text}"]
-        assert answer["notes"] == ([] if rank else notes)
+        (finding,) = answer["findings"]
+        text = hl.open(folder).ranks[1].findings()[0].text
+        assert (finding["level"], finding["row"] is None) == ("error", not rank)
+        assert (finding["kind"], finding["text"]) == (
+            ("non-finite", text) if rank else ("rank", f"Rank 1: {text}")
+        )
         tile = json.loads(server.get(f"{base}maps?at=0").text)["own"]["maps"]["tiles"][0]
         finite = hl.open(folder).ranks[rank]["0"]
         assert tile["hi"] == pytest.approx(float(finite[finite.isfinite()].max()), rel=1e-5)
@@ -55,11 +58,29 @@ def test_a_rank_is_chosen_by_keyboard(served, folder, new_page):
     base = served(folder).base
     page = new_page(base, base)
     expect(page.get_by_text("rank 0 of 2 ranks")).to_be_visible()
-    expect(page.locator("#notices")).to_contain_text("Rank 1: error")
+    expect(page.locator("#findings")).not_to_contain_text("No error")
     page.get_by_label("Rank").fill("1")
     page.keyboard.press("Enter")
     expect(page.get_by_text("rank 1 of 2 ranks")).to_be_visible()
     expect(page.locator("#tally")).to_contain_text("1 error")
+
+
+def test_the_error_of_another_rank_opens_its_page(served, folder, new_page):
+    base = served(folder).base
+    page = new_page(base, base)
+    page.get_by_role("button", name="Rank 1: NaN begins").press("Enter")
+    expect(page.get_by_text("rank 1 of 2 ranks")).to_be_visible()
+    expect(page.locator("#pane-heading")).to_have_text("0")
+
+
+def test_another_rank_that_is_damaged_is_an_error_of_the_list(served, folder):
+    file = next((folder / "rank1").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    (finding,) = json.loads(served(folder).get("findings").text)["findings"]
+    assert finding["level"] == "error"
+    assert finding["text"].startswith("Rank 1: ")
+    assert "is damaged" in finding["text"]
+    assert finding["advice"] == "Choose rank 1, or give --items 1, to see it."
 
 
 def test_two_folders_of_ranks_are_compared(served, folder, tmp_path):

@@ -183,3 +183,36 @@ def test_tokens_are_drawn_at_their_patches_or_as_a_table(served, patches):
     table = json.loads(server.get("maps?at=blocks.layers.0").text)["own"]["maps"]
     assert (table["kind"], table["rows"], table["form"]) == ("table", 9, "table")
     assert server.get("maps?at=blocks.layers.0&form=else").status == 404
+
+
+def answer_of(served, place, x, shape=lambda x: x):
+    """Serve a recording of images with gradients, and get what is drawn of its convolution."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"conv": nn.Conv2d(shape(x).shape[1], 6, 3), "head": nn.Linear(6, 4)})
+    model.forward = lambda x: model["head"](model["conv"](shape(x).float()).mean((2, 3)))
+    with hl.record(model, ["(root)", "conv"], ports=("input", "output", "grad_output")) as run:
+        model(x)[:, 2].sum().backward()
+    folder = run.save(place / "run")
+    return json.loads(served(folder).get("maps?at=conv").text)["over"], hl.open(folder)
+
+
+def test_maps_lie_over_images_of_bytes(served, tmp_path):
+    x = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
+    over, run = answer_of(served, tmp_path, x)
+    expected = class_maps(run["conv"], run["conv:grad_output"], images_for(x), 0, ASKED_FOR)
+    assert over["sets"][0]["tiles"] == expected["tiles"]
+    picture = Image.open(io.BytesIO(base64.b64decode(over["image"].partition(",")[2])))
+    low, high = int(x[0].min()), int(x[0].max())
+    shades = ((x[0, :, 2, 5].double() - low) / (high - low) * 255).round().int().tolist()
+    assert picture.getpixel((5, 2)) == tuple(shades)
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"), [((2, 4, 16, 16), (0, 1, 2, 3)), ((2, 16, 16, 3), (0, 3, 1, 2))]
+)
+def test_a_recorded_input_of_another_shape_says_why(served, tmp_path, shape, order):
+    over, _ = answer_of(served, tmp_path, torch.rand(shape), lambda x: x.permute(order))
+    assert over == {
+        "why": "Grad-CAM needs an input of shape [images, 1 or 3, height, width], got"
+        f" {list(shape)}."
+    }

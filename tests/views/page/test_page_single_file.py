@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from PIL import Image
 from torch import nn
 
 import hookline as hl
+from forks import child
 from hookline.display.units import count
 from hookline.views.page import Evidence, write_recording_page
 from hookline.views.page.entries import read_values
@@ -52,16 +56,78 @@ def test_where_it_cannot_be_written_it_says_what_to_do(tmp_path, strange_run):
     with pytest.raises(hl.FolderError) as caught:
         write_recording_page(strange_run, tmp_path / "file" / "report.html", title="A page")
     assert str(tmp_path / "file" / "report.html") in str(caught.value)
+    assert "its folder is a file" in str(caught.value)
     assert "Name a file in a writable folder" in str(caught.value)
 
 
-def test_a_failing_disk_leaves_the_older_page(tmp_path, strange_run, monkeypatch):
+def test_a_name_that_is_too_long_is_an_error_of_the_page(tmp_path, strange_run):
+    for path in (tmp_path / f"{'x' * 300}.html", tmp_path / ("x" * 300) / "page.html"):
+        with pytest.raises(hl.FolderError, match="File name too long"):
+            write_recording_page(strange_run, path, title="A page")
+    assert list(tmp_path.iterdir()) == []
+
+
+def write_as_nobody(run, path):
+    """Write a page as another user, and return the error that this raises."""
+    write_recording_page(run, path.parent.parent, title="A page")  # all modules are imported
+
+    def write():
+        if os.getuid() == 0:
+            os.setuid(65534)
+        try:
+            write_recording_page(run, path, title="A page")
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return "", "nothing was raised"
+
+    return child(write)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["page.html", "new/page.html"])
+def test_a_folder_that_is_closed_to_this_user_is_named(strange_run, name):
+    with tempfile.TemporaryDirectory() as base:
+        Path(base).chmod(0o777)
+        (closed := Path(base) / "closed").mkdir()
+        closed.chmod(0)
+        kind, text = write_as_nobody(strange_run, closed / name)
+    assert kind == "FolderError", text
+    assert f"{closed / name}: Permission denied" in text
+
+
+@pytest.fixture
+def failing_disk(monkeypatch):
+    """`failing_disk(error)`: each page that is written fails by this error, at its end."""
+
+    def fail(error):
+        def replace(*_):
+            raise error
+
+        monkeypatch.setattr("hookline.views.page.single_file.os.replace", replace)
+
+    return fail
+
+
+FULL = OSError(28, "No space left on device")
+
+
+def test_a_failing_disk_leaves_no_new_folder(tmp_path, strange_run, failing_disk):
+    failing_disk(FULL)
+    with pytest.raises(hl.FolderError, match="No space left on device"):
+        write_recording_page(strange_run, tmp_path / "new" / "pages" / "a.html", title="t")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_a_page_is_written_leaves_nothing(tmp_path, strange_run, failing_disk):
+    failing_disk(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        write_recording_page(strange_run, tmp_path / "new" / "a.html", title="t")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_disk_leaves_the_older_page(tmp_path, strange_run, failing_disk):
     path = write_recording_page(strange_run, tmp_path, title="older")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hookline.views.page.single_file.os.replace", full)
+    failing_disk(FULL)
     with pytest.raises(hl.FolderError, match="No space left on device"):
         write_recording_page(strange_run, tmp_path, title="newer")
     assert "older" in path.read_text("utf-8")

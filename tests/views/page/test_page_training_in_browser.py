@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
+from torch import nn
 
+import hookline as hl
 from hookline.curves import RunFolder, StepReport
 from hookline.views.page import write_curves_page
 from runs import Writer, layout_of, report_of
@@ -300,6 +303,20 @@ def test_steps_that_go_back_keep_their_columns(visit, tmp_path):
     for _ in range(3):
         page.get_by_role("grid").press("ArrowLeft")
     is_chosen(page, "a", "step 7: mean 1.5")
+
+
+def test_a_jump_has_its_factor_in_the_finding_alone(new_page, tmp_path):
+    model = nn.Linear(4, 4)
+    with hl.monitor(model, ports="output", to=tmp_path / "run") as seen:
+        for k in range(40):
+            seen.log(loss=model(torch.ones(2, 4) * (1e4 if k > 29 else 1.0)).square().mean())
+    address = write_curves_page(tmp_path / "run", tmp_path / "report.html").as_uri()
+    page = ready(new_page(address, address))
+    numbers = page.locator("#pane dl.numbers").first
+    expect(numbers).to_contain_text("median of all steps")
+    assert "of the median" not in numbers.inner_text()
+    page.get_by_role("grid").press("ArrowLeft")
+    expect(numbers).to_contain_text("of the median")
 
 
 @pytest.mark.parametrize(

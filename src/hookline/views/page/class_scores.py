@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hookline.errors import HooklineError
@@ -30,6 +31,7 @@ def class_scores(output: Any, sample: int) -> dict[str, Any] | None:
     """Return the highest class scores of one sample, and their shares; None if it has none.
 
     The shares are the scores themselves if they are positive and sum to 1, and else their softmax.
+    A score of minus infinity is taken for a class that is masked; it is not listed.
 
     >>> scores = class_scores(torch.tensor([[0.0, 9.0, 0.0]]), 0)
     >>> scores["classes"], scores["top"][0]
@@ -41,11 +43,12 @@ def class_scores(output: Any, sample: int) -> dict[str, Any] | None:
     row = scores[sample].detach().cpu().double()
     n_classes = len(row)
     data: dict[str, Any] = {"classes": n_classes, "samples": len(scores), "sample": sample}
-    if not bool(row.isfinite().all()):
+    n_finite = int(row.isfinite().sum())
+    if not n_finite or not bool((row < math.inf).all()):  # NaN is not below anything
         return data | {"top": [], "is_share": False}
     is_share = bool((row >= 0).all()) and abs(float(row.sum()) - 1) < _SUM_ERROR
     shares = row if is_share else row.softmax(0)
-    numbers, classes = row.topk(min(_MOST_CLASSES, n_classes))
+    numbers, classes = row.topk(min(_MOST_CLASSES, n_finite))
     top = [
         [index, *(float(f"{number:.{_DIGITS}g}") for number in (score, float(shares[index])))]
         for index, score in zip(classes.tolist(), numbers.tolist(), strict=True)

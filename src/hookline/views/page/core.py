@@ -24,6 +24,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -125,12 +126,11 @@ def _some(entries: Sequence[ValueEntry], of: Callable[[ValueEntry], Any]) -> dic
 
 
 def silent_data(recording: Recording) -> list[list[str]]:
-    """Return the sites that never fired, each with its type and the reason."""
+    """Return the sites that never fired, each with its type and the reason; and what is lost."""
     report = recording.report()
-    return [
-        [escape_invisible(text) for text in (str(s), s.module_type, report.why.get(s, ""))]
-        for s in report.silent
-    ]
+    lines = [(str(s), s.module_type, report.why.get(s, "")) for s in report.silent]
+    lines += [(text, "", "not saved in the folder") for text in recording.lost]
+    return [[escape_invisible(text) for text in line] for line in lines]
 
 
 def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
@@ -195,6 +195,8 @@ def findings_data(
 ) -> dict[str, Any]:
     """Return the findings of a recording, each with the row that it names.
 
+    The note on sites that never fired is left out: `silent_data` lists them.
+
     Args:
         findings: the findings; None for what cannot be judged.
         note: why it cannot; empty otherwise.
@@ -212,7 +214,11 @@ def findings_data(
         return by_label.get(site) if entry is None else row_of[entry.order]
 
     return {
-        "findings": [_finding_data(finding, row, values) for finding in findings],
+        "findings": [
+            _finding_data(finding, row, values)
+            for finding in findings
+            if (finding.kind, finding.level) != ("never called", "note")
+        ],
         "notes": [escape_invisible(note) for note in findings.notes],
         "judged": True,
     }
@@ -222,7 +228,19 @@ def _finding_data(
     finding: Finding, row: Callable[[str], int | None], values: ValuesByKey
 ) -> dict[str, Any]:
     entry = values.get(finding.site)
-    return finding_data(finding, row) | {"pass": None if entry is None else entry.place.pass_number}
+    place = row if entry is None or _is_gradient(entry) else partial(_forward_row, row, values)
+    number = None if entry is None else entry.place.pass_number
+    return finding_data(finding, place) | {"pass": number}
+
+
+def _forward_row(row: Callable[[str], int | None], values: ValuesByKey, site: str) -> int | None:
+    """Return the row of a site; None of a gradient, which may lie before a fault of the forward."""
+    entry = values.get(site)
+    return None if entry is not None and _is_gradient(entry) else row(site)
+
+
+def _is_gradient(entry: ValueEntry) -> bool:
+    return entry.site.port.startswith("grad")
 
 
 def finding_data(finding: Finding, row: Callable[[str], int | None]) -> dict[str, Any]:

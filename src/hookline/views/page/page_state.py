@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
+from hookline.display.text import plural
 from hookline.display.units import size
 from hookline.engine import as_written
 from hookline.errors import FolderError, InputError
@@ -230,13 +231,17 @@ def totals_of(recording: Recording, n_values: int, store: Store | None) -> list[
 
 
 def notices_of(recording: Recording) -> list[str]:
-    """List what a reader must know of a recording: passes that raised, and what was not saved."""
-    notices = [
+    """List what a reader must know of a recording: passes that raised."""
+    return [
         f"Pass {record.number} ended with an exception: only the values before it are here."
         for record in recording.passes
         if record.failed
     ]
-    lost = recording.lost
-    if lost:
-        notices.append(f"Not saved in the folder: {lost[0]}{', …' * (len(lost) > 1)}")
-    return notices
+
+
+def gaps_of(recording: Recording) -> str:
+    """Say how many sites have no value, and what was not saved; empty if all is there."""
+    n_silent, n_lost = len(recording.report().silent), len(recording.lost)
+    parts = [f"{plural(n_silent, 'selected site')} without a value"] * bool(n_silent)
+    parts += [f"{plural(n_lost, 'part')} of values not saved"] * bool(n_lost)
+    return ", ".join(parts)

@@ -40,8 +40,12 @@ class Choice:
 
 
 def is_picture(tensor: Tensor) -> bool:
-    """Return whether a tensor is a floating batch of images, `(batch, 1 or 3, height, width)`."""
-    return tensor.dim() == 4 and tensor.shape[1] in (1, 3) and tensor.is_floating_point()
+    """Return whether a tensor is a batch of images, `(batch, 1 or 3, height, width)`.
+
+    Their numbers are floating, or bytes as in a file.
+    """
+    is_shade = tensor.is_floating_point() or tensor.dtype == torch.uint8
+    return tensor.dim() == 4 and tensor.shape[1] in (1, 3) and is_shade
 
 
 def arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, int]:

@@ -36,7 +36,7 @@ from hookline.views.page.curves_view import CurvePages
 from hookline.views.page.entries import ValueEntry
 from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.links import choice_of, items_of, number, parameters_of, query_of, text_of
-from hookline.views.page.page_state import PageState, notices_of, totals_of
+from hookline.views.page.page_state import PageState, gaps_of, notices_of, totals_of
 from hookline.views.page.render import script_hashes, template_of
 from hookline.views.page.results import comparison_data, comparison_title, last_part, packed
 from hookline.views.page.sources import OpenRecordings
@@ -96,7 +96,7 @@ class Pages:
             facts=_facts(page),
             evidence=None,
             notices=notices_of(page.recording),
-            n_silent=len(report.silent),
+            gaps=gaps_of(page.recording),
             core=pack(core),
             pictures=(),
             is_store=page.store is not None,

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +32,7 @@ from hookline.views.page.over_images import (
     last_class_maps,
     norm_maps,
 )
-from hookline.views.page.page_state import FolderContents, notices_of, totals_of
+from hookline.views.page.page_state import FolderContents, gaps_of, notices_of, totals_of
 from hookline.views.page.pictures import Choice, input_thumbnail
 from hookline.views.page.render import template_of
 from hookline.views.page.rows import Row, rows_of
@@ -151,7 +152,7 @@ def write_contents_page(
         facts=[*totals_of(recording, len(entries), contents.store), *_facts(summary)],
         evidence=_evidence(evidence),
         notices=notices,
-        n_silent=len(report.silent),
+        gaps=gaps_of(recording),
         core=pack(core),
         pictures=pictures.scripts(),
         is_store=contents.store is not None,
@@ -296,7 +297,8 @@ def _view_command(target: Path, contents: FolderContents) -> str:
 
 def target_of(path: str | os.PathLike[str]) -> Path:
     """Return the file to write: the path, or `report.html` in it if it is a folder."""
-    is_folder = Path(path).is_dir() or os.fspath(path).endswith(("/", os.sep))
+    # `Path.is_dir` raises where a name is too long, or a folder is closed to this user.
+    is_folder = os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep))
     return Path(path) / _FILE_NAME if is_folder else Path(path)
 
 
@@ -306,12 +308,21 @@ def replace_file(target: Path, text: str) -> Path:
     Raises:
         FolderError: the file cannot be written.
     """
+    missing = [folder for folder in target.parents if not os.path.exists(folder)]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_text(target, text)
-    except OSError as error:
+    except BaseException as error:  # also at Ctrl-C
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        # mkdir says "File exists" of a file in the place of the folder.
+        is_file = isinstance(error, FileExistsError)
+        reason = "its folder is a file" if is_file else error.strerror or error
         raise FolderError(
-            f"cannot write the page {target}: {error.strerror or error}."
+            f"cannot write the page {target}: {reason}."
             "\nNothing was left behind. Name a file in a writable folder, on a disk with free"
             " space."
         ) from error

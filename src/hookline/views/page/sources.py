@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -12,7 +13,7 @@ from typing import final
 from hookline.curves import Curves, is_run, run_version
 from hookline.display.text import plural
 from hookline.errors import FolderError, InputError
-from hookline.findings import Findings
+from hookline.findings import Finding, Findings, Level, in_order
 from hookline.opening import open as open_folder
 from hookline.recordings import Recording
 from hookline.stores import Store, excerpt
@@ -103,14 +104,29 @@ class FolderSource:
 
 
 def _judge_rank(ranks: Sequence[Recording], rank: int) -> Findings:
-    """Judge one rank; a note names the worst finding of each other rank that has one."""
-    judged = [recording.findings() for recording in ranks]
-    judged[rank].notes += [
-        f"Rank {number}: {findings[0].level}: {findings[0].text}"
-        for number, findings in enumerate(judged)
-        if number != rank and not findings.ok
+    """Judge one rank, and add the worst finding of each other rank that has one."""
+    judged = ranks[rank].findings()
+    others = [
+        finding
+        for number, recording in enumerate(ranks)
+        if number != rank and (finding := _of_other_rank(number, recording)) is not None
     ]
-    return judged[rank]
+    return replace(judged, rows=in_order([*judged, *others]))
+
+
+def _of_other_rank(rank: int, recording: Recording) -> Finding | None:
+    """Return the worst finding of a rank for the list of another, which has no row for its site."""
+    level: Level = "error"
+    try:
+        findings = recording.findings()
+    except FolderError as error:
+        text = str(error).splitlines()[0]
+    else:
+        if findings.ok:
+            return None
+        level, text = findings[0].level, findings[0].text
+    advice = f"Choose rank {rank}, or give --items {rank}, to see it."
+    return Finding("rank", f"Rank {rank}: {text}", "", level, f"rank {rank}", advice=advice)
 
 
 def _rank_of(items: Sequence[int] | None, n_ranks: int, name: str) -> int:

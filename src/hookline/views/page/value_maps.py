@@ -143,9 +143,18 @@ def _over(
     except (RuntimeError, TypeError) as error:
         return {"why": f"Maps over the input cannot be drawn: {first_line(error)}"}
     if images.pixels is None and entry.is_image and len(pair) > 1 and not is_root:
-        return {"why": "For Grad-CAM over the input image, record the input as well: (root):input."}
+        return {"why": _why_no_class_map(page, entry.place.pass_number)}
     address = images.address(choice.sample)
     return {"image": address, "sets": sets} if sets else None
+
+
+def _why_no_class_map(page: PageState, number: int) -> str:
+    """Say what is missing for a class map: the input, or another shape of it."""
+    of_pass = (value for value in page.values if value.place.pass_number == number)
+    given = next(filter(is_input, of_pass), None)
+    if given is None:
+        return "For Grad-CAM over the input image, record the input as well: (root):input."
+    return f"Grad-CAM needs an input of shape [images, 1 or 3, height, width], got {given.shape}."
 
 
 def _last_maps(

@@ -64,12 +64,14 @@
   // -- choosing ----------------------------------------------------------------------------------
 
   function beginAtWorst() {
-    const worst = view.findings[0];
+    const worst = view.findings.findIndex(({ row }) => row !== null);
     if (byId("search").value) {
       if (tree.shown.length) choose(tree.shown[0], { notes: false });
-    } else if (worst && worst.level !== "note" && worst.row !== null)
-      chooseFinding(0, { opens: false });
-    else if (rows.name.length) choose(core.trunk[0] ?? 0, { opens: false, notes: false });
+    } else if (worst >= 0) {
+      const { row } = view.findings[worst];
+      if (tree.folded.has(row)) tree.fold(row);
+      chooseFinding(worst, { opens: false });
+    } else if (rows.name.length) choose(core.trunk[0] ?? 0, { opens: false, notes: false });
   }
 
   // Choose a row from outside the tree.
@@ -87,10 +89,17 @@
     if (notes) noteAddress();
   }
 
+  // A finding of another rank is on that rank's page, which the form under the list opens.
+  function showRank(number) {
+    byId("items").value = number.replace("rank ", "");
+    byId("items").form.requestSubmit();
+  }
+
   function chooseFinding(index, { opens = true } = {}) {
     view.finding = view.finding === index ? -1 : index;
     pressFinding(view.finding);
     const finding = view.findings[view.finding];
+    if (finding?.kind === "rank" && byId("items")) showRank(finding.number);
     if (finding && finding.pass !== null && finding.pass !== view.pass) showPass(finding.pass);
     if (finding && finding.row !== null) choose(finding.row, { opens, notes: opens });
     else {

@@ -148,7 +148,10 @@ function makePane(host, core, view, { onClose, onStale }) {
       return [element("p", { class: "quiet waiting" }, "Measuring…"), numbersOf(record)];
     if (record.numel === null)
       return [element("p", { class: "quiet mono" }, record.shape || "no tensor")];
-    return [histogramOf(record), numbersOf(record)];
+    const isPart = record.bad && record.bad < record.numel;
+    const leftOut = "These numbers leave out NaN and infinity.";
+    const note = isPart ? element("p", { class: "quiet left-out" }, leftOut) : null;
+    return [histogramOf(record), note, numbersOf(record)];
   }
 
   function histogramOf({ min, max, numel: all, range, bad, bars, isBackward }) {
@@ -239,7 +242,7 @@ function makePane(host, core, view, { onClose, onStale }) {
     if (sets.length) redraw();
     else if (answer.own?.problem)
       boxes.maps.replaceChildren(element("p", { class: "quiet" }, answer.own.problem));
-    else if (!isServed && core.hasMaps)
+    else if (!isServed && core.hasMaps && !values.problem[pair[0]])
       boxes.maps.replaceChildren(
         element("p", { class: "quiet" }, "Its picture did not fit into the file."),
       );

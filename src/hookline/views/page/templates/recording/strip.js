@@ -352,8 +352,7 @@ function makeStrip(host, core, chosen, onChoose) {
     const { overPen: pen, x, step, width, height } = plot;
     pen.clearRect(0, 0, width, height);
     const finding = findings[chosen.finding];
-    pen.globalAlpha = 0.8;
-    pen.fillStyle = finding ? ink(finding.level === "note" ? "ink-3" : finding.level) : "";
+    pen.fillStyle = ink("follows");
     for (const row of finding?.also ?? []) {
       const place = plot.places.get(row);
       if (place !== undefined)
@@ -364,7 +363,6 @@ function makeStrip(host, core, chosen, onChoose) {
           2.5,
         );
     }
-    pen.globalAlpha = 1;
     const at = chosen.row < 0 ? undefined : placeOf(chosen.row);
     const lines = [
       [at, "accent", 1.5],
@@ -438,11 +436,13 @@ function makeStrip(host, core, chosen, onChoose) {
   function showLegend() {
     const trunk = core.types[rows.type[core.trunk[0]]] ?? "";
     const key = (name) => element("i", { class: `key-${name}` });
+    const hasZero = plot.line.some((row) => values.zeros[plot.table.main[row].output] === 1);
     byId("strip-legend").replaceChildren(
       ...legendOf([
         [key("line"), trunk ? `outputs of ${trunk}` : "outputs"],
         [key("dot"), "of other modules"],
         [key("hatch"), "NaN or infinity"],
+        ...(hasZero ? [[key("zeros"), "all zero"]] : []),
         [glyph("error"), glyph("warning"), "a finding begins"],
         [key("also"), "what follows from the chosen one, also at the edge of rows"],
       ]),

@@ -213,9 +213,7 @@ function makeTree(host, core, view, { onChoose, onEnter, onChange }) {
     const classes = [];
     if (values.bad[view.table.forward[row]]) classes.push("is-bad");
     if (values.bad[view.table.gradient[row]]) classes.push("is-bad-backward");
-    const finding = view.findings[view.finding];
-    if (finding?.also.includes(row))
-      classes.push(finding.level === "note" ? "also quietly" : "also");
+    if (view.findings[view.finding]?.also.includes(row)) classes.push("also");
     return classes.join(" ");
   }
 

@@ -13,22 +13,22 @@ function showFindings({ findings, judged, notes }, onChoose) {
     .filter(([, count]) => count)
     .map(([level, count]) => counted(count, ...WORDS[level]));
   const without = judged ? "Nothing is wrong, as far as the rules can tell." : "";
-  byId("tally").textContent = counts.join(", ") || without;
+  const isFine = judged && !findings.some((finding) => finding.level !== "note");
+  byId("tally").textContent = isFine && findings.length ? "" : counts.join(", ") || without;
   byId("findings").replaceChildren(
     ...findings.map((finding, index) => element("li", {}, buttonOf(finding, index, onChoose))),
   );
-  const isFine = judged && !findings.some((finding) => finding.level !== "note");
-  if (isFine) byId("findings").prepend(fineLine());
+  if (isFine) byId("findings").prepend(fineLine(counts));
   for (const note of notes ?? []) byId("notices").append(element("li", {}, note));
   byId("notices").hidden = !byId("notices").children.length;
 }
 
-const fineLine = () =>
+const fineLine = (notes) =>
   element(
     "li",
     { class: "all-fine" },
     glyph("fine"),
-    element("span", {}, "No error and no warning."),
+    element("span", {}, `${["No error and no warning", ...notes].join("; ")}.`),
   );
 
 function buttonOf(finding, index, onChoose) {

@@ -70,7 +70,10 @@ function makeTable(host, options) {
       !sortKey ? null : sort?.key !== key ? "none" : sort.isDown ? "descending" : "ascending",
     onChoose: ({ key }, isClick) => onChoose(key, { opens: isClick }),
     onToggle: ({ key }) => fold(key),
-    onDraw,
+    onDraw(first, last) {
+      showWholeName();
+      onDraw(first, last);
+    },
     onKey: treeKey,
   });
 
@@ -108,6 +111,7 @@ function makeTable(host, options) {
       }
     }
     places = new Map(shown.map((row, place) => [row, place]));
+    grid.grid.style.removeProperty("--name");
     onLayOut();
     grid.show(shown.map(itemOf), places.get(chosen()) ?? -1);
     showState();
@@ -142,11 +146,21 @@ function makeTable(host, options) {
       }));
     const least = others.reduce(
       (sum, column) => sum + Number(/\d+/.exec(column.width)[0]) + 10,
-      170,
+      20,
     );
-    grid.grid.style.setProperty("--least", `${least}px`);
+    grid.grid.style.setProperty("--least", `calc(${least}px + var(--name, 150px))`);
     const cell = ({ key: row }) => nameCell(row, isFlat(), !isFlat() && folded.has(row));
-    return [{ ...nameColumn, width: "minmax(150px, 1fr)", cell }, ...others];
+    return [{ ...nameColumn, width: "minmax(var(--name, 150px), 1fr)", cell }, ...others];
+  }
+
+  // The first column grows until the name of the chosen row fits.
+  function showWholeName() {
+    const name = host.querySelector(".window [aria-selected=true] .name");
+    const lacking = name ? name.scrollWidth - name.clientWidth : 0;
+    if (lacking > 0) {
+      const width = name.closest(".path").offsetWidth + lacking + 1;
+      host.firstChild.style.setProperty("--name", `${width}px`);
+    }
   }
 
   function headOf({ key, title, sortKey }) {

@@ -340,13 +340,12 @@ function makeChart(host, run, view, onChoose) {
     lossPen.clearRect(0, 0, width, plot.lossHeight);
     pen.clearRect(0, 0, width, seen);
     const finding = run.findings[view.finding];
-    if (finding) {
-      pen.fillStyle = ink(finding.level === "note" ? "ink-3" : finding.level);
-      for (const site of [finding.row, ...finding.also]) {
-        const top = plot.placeOf.get(site);
-        if (top !== undefined)
-          pen.fillRect(left - 4, top - map.scrollTop, 3, Math.max(1, height - 0.5));
-      }
+    for (const site of finding ? [finding.row, ...finding.also] : []) {
+      const top = plot.placeOf.get(site);
+      const isOrigin = site === finding.row && finding.level !== "note";
+      pen.fillStyle = ink(isOrigin ? finding.level : "follows");
+      if (top !== undefined)
+        pen.fillRect(left - 4, top - map.scrollTop, 3, Math.max(1, height - 0.5));
     }
     const verticals = [
       [hovered, "ink-3", 1],

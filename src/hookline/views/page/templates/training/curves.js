@@ -115,9 +115,13 @@ function makeCurves(host, run, view, { onChoose, onClose, askRanks }) {
           "least, greatest",
           `${valueText(low[view.site])} to ${valueText(high[view.site])}`,
         ]);
-      facts.push(["median", valueText(median, run.number)]);
-      if (view.isUsual && Number.isFinite(times))
-        facts.push(["of it", `${numberText(times, 2)} ×`]);
+      facts.push(["median of all steps", valueText(median, run.number)]);
+      // A finding that begins here has its factor: of the norms before, not of the median.
+      const isTold = run.findings.some(
+        ({ row, step }) => row === view.site && span.first <= step && step <= span.last,
+      );
+      if (view.isUsual && Number.isFinite(times) && !isTold)
+        facts.push(["of the median", `${numberText(times, 2)} ×`]);
       if (bad[view.site]) facts.push(["values", "NaN or infinity", true]);
       view.ranks.forEach((rank, index) =>
         facts.push([`rank ${index}`, valueText(rank[view.column], run.number) || "none"]),
