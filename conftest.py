@@ -168,9 +168,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
     if "torch._dynamo.guards" in sys.modules:
         # After each compilation dynamo collects, and flushes the processor's caches for its log.
-        sys.modules["torch._dynamo.config"].run_gc_after_compile = False
-        # It formats a stack for each change of an object, for its log.
-        sys.modules["torch._dynamo.config"].side_effect_replay_policy = "silent"
+        config = sys.modules["torch._dynamo.config"]
+        config.run_gc_after_compile = False
+        if hasattr(config, "side_effect_replay_policy"):  # not in every version of torch
+            # It formats a stack for each change of an object, for its log.
+            config.side_effect_replay_policy = "silent"
         sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
 
 
