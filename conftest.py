@@ -170,8 +170,8 @@ def pytest_collection_finish() -> None:
         # After each compilation dynamo collects, and flushes the processor's caches for its log.
         config = sys.modules["torch._dynamo.config"]
         config.run_gc_after_compile = False
-        # It formats a stack for each change of an object, for its log. torch 2.11 does not.
-        if hasattr(config, "side_effect_replay_policy"):
+        if hasattr(config, "side_effect_replay_policy"):  # not in every version of torch
+            # It formats a stack for each change of an object, for its log.
             config.side_effect_replay_policy = "silent"
         sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
 
