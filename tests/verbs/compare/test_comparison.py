@@ -65,7 +65,15 @@ def test_a_worst_row_or_element_is_named_by_its_place():
 
 @pytest.mark.parametrize(
     ("ratio", "text"),
-    [(None, ""), (1.0, "1"), (1.003, "1+3e-03"), (0.997, "1-3e-03"), (1.02, "1.02"), (2.5, "2.5")],
+    [
+        (None, ""),
+        (1.0, "1"),
+        (1.003, "1.003"),
+        (0.9998, "0.9998"),
+        (1 - 3e-7, "0.9999997"),
+        (1.02, "1.02"),
+        (2.5, "2.5"),
+    ],
 )
-def test_a_ratio_close_to_one_is_told_by_its_distance(ratio, text):
+def test_a_ratio_close_to_one_keeps_the_digits_that_tell_it(ratio, text):
     assert ratio_text(ratio) == text

@@ -211,7 +211,7 @@ def number_text(number: float | None) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """Format a ratio of norms; one close to 1 by its distance from 1."""
+    """Format a ratio of norms; one close to 1 with the digits that tell it from 1."""
     if ratio is None or not 1e-7 < abs(ratio - 1) < 0.01:
         return number_text(ratio)
-    return f"1{ratio - 1:+.0e}"
+    return f"{round(ratio, -math.floor(math.log10(abs(ratio - 1)))):.8g}"

@@ -49,7 +49,12 @@
     const hasLocal = rows.some((row) => row.local !== null);
     const [port, reference] = hasLocal ? ["b", "a"] : ["a", "b"];
     const judged = hasLocal ? "local" : "relative";
-    const shownFindings = findings.map((finding) => {
+    // The verdict tells where it begins; the list would repeat it.
+    const told = findings.find(
+      ({ site, text }) => site === first && text.startsWith("first beyond noise"),
+    );
+    const others = findings.filter((finding) => finding !== told);
+    const shownFindings = others.map((finding) => {
       const isCause = finding.kind === "site";
       const number = !isCause ? finding.kind : hasLocal ? "at fault" : "where it begins";
       const row = indexOf(finding.site);
@@ -85,8 +90,9 @@
       }
       const about =
         suspect === null
-          ? "No module is the suspect: read the findings."
-          : ["Suspect: ", siteButton(suspectName), "."];
+          ? "No module is the suspect: read the findings"
+          : ["Suspect: ", siteButton(suspectName)];
+      const [, ...hints] = told?.text.split("; ") ?? [];
       const error =
         row.relative === null ? row.why : `relative error ${numberText(numberOf(row.relative))}`;
       const begin = element(
@@ -96,7 +102,8 @@
         siteButton(first),
         `: ${error}.`,
       );
-      return callout("error", begin, " ", ...[about].flat());
+      const end = broken(`${["", ...hints].join("; ")}.`);
+      return callout("error", begin, " ", about, end);
     }
 
     function showWhatDiffers() {

@@ -37,11 +37,11 @@ function numberText(number, digits = 3) {
   return (number < 0 ? "−" : "") + text;
 }
 
-// A ratio close to 1 is told by its distance from 1, as in the terminal.
+// A ratio close to 1 has the digits that tell it from 1, as in the terminal.
 function ratioText(ratio) {
   const gap = Math.abs(ratio - 1);
   if (!(gap > 1e-7 && gap < 0.01)) return numberText(ratio);
-  return `1 ${ratio < 1 ? "−" : "+"} ${gap.toExponential(0).replace("e-", "e−")}`;
+  return String(Number(ratio.toFixed(-Math.floor(Math.log10(gap)))));
 }
 
 const counted = (number, noun, nouns = `${noun}s`) =>
