@@ -175,17 +175,22 @@ def of_models(side_a: Side, side_b: Side, rows: list[ComparedSite]) -> list[Find
         text = f"{whose} {are}, so structure and weights were not compared: keep the model"
         return [Finding("model", f"{text} until then, or save the recording while it is there")]
     a, b = side_a.identify(), side_b.identify()
-    return [] if a is None or b is None else list(_of_identities(a, b))
+    if a is None or b is None:
+        return []
+    return list(_of_identities(a, b, _of_classes(side_a.modules, side_b.modules)))
 
 
-# What shows the place of a difference between two models.
-_HINTS = {
-    "structure": "compare what print(model) says of both",
-    "weights": "compare two state dicts to see which",
-}
+def _of_classes(a: Mapping[str, str], b: Mapping[str, str]) -> str:
+    """Say what shows how the structure differs: the first module of another class, if known."""
+    odd = [path for path in {**a, **b} if a.get(path) != b.get(path)]
+    if not a or not b or not odd:
+        return "compare what print(model) says of both" + ", such as eps" * bool(a and b)
+    ours, theirs = (f"a {side[odd[0]]}" if odd[0] in side else "missing" for side in (a, b))
+    more = f" (and {len(odd) - 1} more)" * (len(odd) > 1)
+    return f"{path_text(odd[0])} is {ours} in a, and {theirs} in b{more}"
 
 
-def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
+def _of_identities(a: RecordedModel, b: RecordedModel, of_structure: str) -> Iterator[Finding]:
     if a.type != b.type:
         yield Finding("model", f"the model is a {a.type} in a, and a {b.type} in b")
     else:
@@ -193,7 +198,8 @@ def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
         names = [name for name in parts if getattr(a, name) != getattr(b, name)]
         if names:
             are = "differ" if len(names) > 1 or names[0] == "weights" else "differs"
-            hints = [hint for name, hint in _HINTS.items() if name in names]
+            hints = [of_structure] * ("structure" in names)
+            hints += ["compare two state dicts to see which"] * ("weights" in names)
             advice = f": {', and '.join(hints)}" if hints else ""
             yield Finding("model", f"{' and '.join(names)} of the model {are}{advice}")
     versions = [
