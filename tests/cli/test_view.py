@@ -145,6 +145,7 @@ def test_waiting_and_writing_at_once_is_refused(tmp_path):
 INTERRUPTED = """
 import os, signal, sys
 from hookline.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
         if name == "hookline.cli.app":

@@ -286,6 +286,15 @@ def test_the_keyboard_sorts_too_and_keeps_the_focus(page, key):
     expect(page.get_by_role("button", name="Back to the tree")).to_be_hidden()
 
 
+def test_a_head_keeps_the_focus_when_it_is_drawn_anew(page):
+    button = head(page, "Module").get_by_role("button")
+    button.focus()
+    button.evaluate("(button) => button.classList.add('old')")
+    page.set_viewport_size({"width": 1100, "height": 900})
+    expect(page.locator("button.old")).to_have_count(0)
+    expect(button).to_be_focused()
+
+
 def test_columns_are_chosen_and_each_can_be_sorted(page):
     page.get_by_text("Columns", exact=True).click()
     for box in page.locator("#column-choice input").all():

@@ -30,6 +30,7 @@ function makeRows(host, options) {
     grid.style.setProperty("--columns", shown.map((column) => column.width).join(" "));
     grid.setAttribute("aria-colcount", shown.length);
     grid.setAttribute("aria-rowcount", items.length + 1);
+    const focused = head.contains(document.activeElement) ? document.activeElement : null;
     head.replaceChildren(
       ...shown.map((column) => {
         const attributes = {
@@ -40,6 +41,8 @@ function makeRows(host, options) {
         return element("span", attributes, headOf(column));
       }),
     );
+    for (const button of focused ? head.querySelectorAll("button") : [])
+      if (button.textContent === focused.textContent) button.focus();
     body.style.height = `${Math.max(items.length, 1) * HEIGHT}px`;
     draw();
   }

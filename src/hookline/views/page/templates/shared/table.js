@@ -175,9 +175,6 @@ function makeTable(host, options) {
     else if (sort.isDown === isNumber) sort = { key, isDown: !isNumber };
     else sort = null;
     layOut();
-    host.querySelectorAll(".head button").forEach((button) => {
-      if (button.textContent === column.title) button.focus();
-    });
     onChange();
   }
 
