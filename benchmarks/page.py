@@ -39,7 +39,7 @@ _SHOWS = "(site) => document.getElementById('pane-heading').textContent === site
 _NOTE_DRAWN = """const drawn = {};
 window.drawn = drawn;
 const look = () => {
-  if (document.querySelector("#findings li")) drawn.first ??= performance.now();
+  if (document.querySelector("#tally")?.textContent.trim()) drawn.first ??= performance.now();
   if (document.body?.dataset.ready) drawn.all = performance.now();
   else requestAnimationFrame(look);
 };

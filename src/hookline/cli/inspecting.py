@@ -111,14 +111,14 @@ def silence(report: Report, *, is_chosen: bool) -> str:
             run, and only the page lists them.
     """
     silent = report.silent
-    some = len(silent) < len(report.fired)
+    some = len(silent) < len(report.sites)
     if not silent or (some and not is_chosen):
         return ""
     reasons = "; ".join(f"{site}: {report.why.get(site, '')}" for site in silent[:_N_SILENT])
     more = f"; and {len(silent) - _N_SILENT} more" if len(silent) > _N_SILENT else ""
     text = "nothing was recorded, so nothing was written"
     if some:
-        text = f"{len(silent)} of {plural(len(report.fired), 'site')} never fired"
+        text = f"{len(silent)} of {plural(len(report.sites), 'site')} never fired"
     return f"{text}.\n{reasons}{more}."
 
 

@@ -71,7 +71,7 @@ def judge_passes(
     reader = _Reader()
     types = {"" if path == "(root)" else path: kind for path, kind in modules.items()}
     silent = [(site.path, site.port, report.why.get(site, "")) for site in report.silent]
-    aliases = {site.path: site.aliases for site, _ in report.fired if site.aliases}
+    aliases = {site.path: site.aliases for site in report.sites if site.aliases}
     told: dict[tuple[str, str], tuple[Finding, list[int]]] = {}
     survey = Survey([])
     for record in passes:

@@ -177,7 +177,7 @@ def write_contents(place: Place, token: str, contents: Contents) -> bytes:
         "modules": list(contents.modules.items()),
         "report": {
             "name": report.name, "passes": report.passes, "other_contexts": report.other_contexts,
-            "fired": [count for _, count in report.fired],
+            "fired": list(report.counts),
             "why": {str(site): text for site, text in report.why.items()},
             "excused": [str(site) for site in report.excused],
         },

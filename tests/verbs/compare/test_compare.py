@@ -106,12 +106,12 @@ def test_weights_structure_and_versions_are_told(mlp, monkeypatch):
     port[1] = nn.GELU("tanh")
     (text,) = text_of(hl.compare(run_of(port, X), run), "model")
     assert text == (
-        "structure and weights of the model differ: compare what print(model) says of both, such"
-        " as eps, and compare two state dicts to see which"
+        "structure and weights of the model differ: the classes are equal, so compare arguments"
+        " such as eps by print(model), and compare two state dicts to see which"
     )
     port[1] = nn.Tanh()
     (text,) = text_of(hl.compare(run_of(port, X), run), "model")
-    assert "differ: 1 is a Tanh in a, and a GELU in b, and compare" in text
+    assert "differ: 1 is Tanh in a, and GELU in b, and compare" in text
     other = hl.compare(run_of(nn.Sequential(*port, nn.Identity()), X), run)
     assert "only in a: 3:input, 3" in text_of(other, "names")[0]
 

@@ -176,7 +176,7 @@ def test_where_there_are_only_notes_the_page_begins_at_one(new_page, tmp_path):
     assert [finding.level for finding in run.findings()] == ["note", "note"]
     address = hl.write_page(run, tmp_path / "notes.html").as_uri()
     page = new_page(address, address)
-    expect(page.locator("#findings")).to_contain_text("No error and no warning; 1 note.")
+    expect(page.locator("#tally")).to_have_text("No error and no warning; 1 note.")
     expect(chosen(page)).to_have_text("4")
     gaps = page.locator("#silent summary")
     expect(gaps).to_have_text("About the recording: 1 selected site without a value")

@@ -58,7 +58,7 @@ def test_a_rank_is_chosen_by_keyboard(served, folder, new_page):
     base = served(folder).base
     page = new_page(base, base)
     expect(page.get_by_text("rank 0 of 2 ranks")).to_be_visible()
-    expect(page.locator("#findings")).not_to_contain_text("No error")
+    expect(page.locator("#tally")).to_have_text("1 error")
     page.get_by_label("Rank").fill("1")
     page.keyboard.press("Enter")
     expect(page.get_by_text("rank 1 of 2 ranks")).to_be_visible()

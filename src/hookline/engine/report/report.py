@@ -45,7 +45,7 @@ class Report(Result):
         passes: the number of passes that the line saw.
         other_contexts: how often the model ran in another thread or async task, unseen.
         ended: whether the line has ended.
-        sites: the sites.
+        sites: the selected sites.
         counts: for each site, the number of times that it fired.
         why: the reason for each site that never fired.
         excused: the sites that never fired because the value there requires no gradient. The line

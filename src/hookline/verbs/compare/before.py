@@ -183,9 +183,11 @@ def of_models(side_a: Side, side_b: Side, rows: list[ComparedSite]) -> list[Find
 def _of_classes(a: Mapping[str, str], b: Mapping[str, str]) -> str:
     """Say what shows how the structure differs: the first module of another class, if known."""
     odd = [path for path in {**a, **b} if a.get(path) != b.get(path)]
-    if not a or not b or not odd:
-        return "compare what print(model) says of both" + ", such as eps" * bool(a and b)
-    ours, theirs = (f"a {side[odd[0]]}" if odd[0] in side else "missing" for side in (a, b))
+    if not a or not b:
+        return "compare what print(model) says of both"
+    if not odd:
+        return "the classes are equal, so compare arguments such as eps by print(model)"
+    ours, theirs = (side.get(odd[0], "missing") for side in (a, b))
     more = f" (and {len(odd) - 1} more)" * (len(odd) > 1)
     return f"{path_text(odd[0])} is {ours} in a, and {theirs} in b{more}"
 

@@ -120,7 +120,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
         if not steps.n_reported:
             warn(_NOTHING.format(why=_why_nothing(report, steps)))
         elif steps.told_by == "pass" and report.outside_root == report.passes:
-            n_calls = max((count for _, count in report.fired), default=0)
+            n_calls = max(report.counts, default=0)
             if n_calls > 1:
                 warn(_MERGED.format(model=report.model_type, n=n_calls))
 

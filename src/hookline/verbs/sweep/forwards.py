@@ -191,7 +191,7 @@ class Forwards:
         return self._agrees(self.results[point.index][0], plain[point.index])
 
     def _measure_some(self, groups: Sequence[Group], ends: Sequence[Group]) -> None:
-        """Measure the last changes of two groups, and what shares a forward with them."""
+        """Measure the last changes of some groups, and what shares a forward with them."""
         for joined in self.joined(groups):
             if len(joined) > 1 and any(group in ends for group in joined):
                 self.measure(joined)

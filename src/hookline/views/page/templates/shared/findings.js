@@ -12,24 +12,17 @@ function showFindings({ findings, judged, notes }, onChoose) {
     .map((level) => [level, findings.filter((finding) => finding.level === level).length])
     .filter(([, count]) => count)
     .map(([level, count]) => counted(count, ...WORDS[level]));
-  const without = judged ? "Nothing is wrong, as far as the rules can tell." : "";
   const isFine = judged && !findings.some((finding) => finding.level !== "note");
-  byId("tally").textContent = isFine && findings.length ? "" : counts.join(", ") || without;
+  const fine = `${["No error and no warning", ...counts].join("; ")}.`;
+  const verdict = isFine ? fine : counts.join(", ");
+  byId("tally").replaceChildren(...(isFine ? [glyph("fine")] : []), element("span", {}, verdict));
+  byId("tally").classList.toggle("all-fine", isFine);
   byId("findings").replaceChildren(
     ...findings.map((finding, index) => element("li", {}, buttonOf(finding, index, onChoose))),
   );
-  if (isFine) byId("findings").prepend(fineLine(counts));
   for (const note of notes ?? []) byId("notices").append(element("li", {}, note));
   byId("notices").hidden = !byId("notices").children.length;
 }
-
-const fineLine = (notes) =>
-  element(
-    "li",
-    { class: "all-fine" },
-    glyph("fine"),
-    element("span", {}, `${["No error and no warning", ...notes].join("; ")}.`),
-  );
 
 function buttonOf(finding, index, onChoose) {
   const { level, text, number, why, advice, follows } = finding;
