@@ -5,15 +5,24 @@ from __future__ import annotations
 import gc
 import linecache
 import sys
+from functools import cache
 
 import numpy.testing  # noqa: F401  # of numpy 1.26: it starts lscpu, which no test is to do
 import pytest
 import torch
+import typer.testing
 from torch import nn
 
 from hookline.statistics.native import native_difference, native_moments
 from processes import ranks_of
 from zoo import Holder, Looped, SmallNet
+
+# typer builds all commands anew for each that a test types.
+typer.testing._get_command = cache(typer.testing._get_command)
+if not torch.accelerator.is_available():
+    # Each would keep the seed, and the stack of who gave it, for a device that is not there.
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = lambda seed: None
 
 
 @pytest.fixture(scope="session", autouse=True)

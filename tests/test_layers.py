@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from hookline.engine import OPEN
-
-SRC = Path(__file__).parent.parent / "src" / "hookline"
-FILES = sorted(SRC.rglob("*.py"))
+from source import DEFINITION, FUNCTION, SRC, module_of, parsed, statements, texts
 
 # The rooms from the roof down, as docs/architecture.md draws them. A file may import from its own
 # room and from those below it.
@@ -48,21 +46,18 @@ ONLY = {
         "hookline.engine", "hookline.engine.pytree", "hookline.files",
     },
 }  # fmt: skip
-parsed = cache(ast.parse)
 # Functions that may import late: what is heavy, when it is asked for.
 ENTRY_POINTS = {"__getattr__", "main"}
+TEXTS = texts()
 
 
-def name_of(path: Path, src: Path = SRC) -> str:
-    parts = ("hookline", *path.relative_to(src).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
+@cache
 def room_of(module: str) -> str:
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
 
 
-def imports(tree: ast.AST, modules: set[str]):
+@cache
+def imports(text: str) -> list[tuple[str, str | None]]:
     """Every import of ours: the module, and the function that it is in or None."""
 
     def walk(node, function):
@@ -73,20 +68,20 @@ def imports(tree: ast.AST, modules: set[str]):
             if isinstance(child, ast.ImportFrom) and (child.module or "").startswith("hookline"):
                 for alias in child.names:
                     full = f"{child.module}.{alias.name}"
-                    yield (full if full in modules else child.module), inside
+                    yield (full if full in TEXTS else child.module), inside
             elif isinstance(child, ast.Import):
                 for alias in child.names:
                     if alias.name.startswith("hookline"):
                         yield alias.name, inside
             yield from walk(child, inside)
 
-    yield from walk(tree, None)
+    return list(walk(parsed(text), None))
 
 
-def faults(here: str, text: str, modules: set[str]) -> list[str]:
+def faults(here: str, text: str) -> list[str]:
     """What a file imports that it may not."""
     room, found = room_of(here), []
-    for module, function in imports(parsed(text), modules):
+    for module, function in imports(text):
         other = room_of(module)
         if function in ENTRY_POINTS:
             continue
@@ -117,29 +112,22 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
     return next((circle for name in graph if (circle := visit(name, ()))), [])
 
 
-TEXTS = {name_of(path): path.read_text() for path in FILES}
-MODULES = set(TEXTS)
-
-
 def test_imports_point_down():
-    assert [fault for name, text in TEXTS.items() for fault in faults(name, text, MODULES)] == []
+    assert [fault for name, text in TEXTS.items() for fault in faults(name, text)] == []
 
 
 def test_there_is_no_circle():
     # Also of what is imported late.
-    graph = {
-        name: {module for module, _ in imports(parsed(text), MODULES)}
-        for name, text in TEXTS.items()
-    }
+    graph = {name: {module for module, _ in imports(text)} for name, text in TEXTS.items()}
     graph["hookline"] = set()  # asks for its own parts by name, late
     assert cycle(graph) == []
 
 
 def test_every_room_is_there_and_every_folder_is_a_room():
-    folders = {name_of(path.parent / "__init__.py") for path in (SRC / "engine").rglob("*.py")}
+    folders = {module_of(path.parent / "__init__.py") for path in (SRC / "engine").rglob("*.py")}
     folders |= {f"hookline.{path.stem}" for path in SRC.iterdir() if path.stem[0] not in "_."}
     assert folders - {"hookline.py"} <= {*ROOMS, "hookline.py"}
-    assert all(room in MODULES for room in ROOMS)
+    assert all(room in TEXTS for room in ROOMS)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +142,7 @@ def test_every_room_is_there_and_every_folder_is_a_room():
     ],
 )
 def test_an_import_that_points_up_or_hides_is_found(here, line, why):
-    (fault, *_) = faults(here, line, MODULES)
+    (fault, *_) = faults(here, line)
     assert why in fault
 
 
@@ -168,21 +156,12 @@ BRANCHES = (
     ast.match_case,
 )  # fmt: skip
 NESTS = ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match
-INNER = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-
-
-def statements(node):
-    """All that a file holds but expressions: no definition is in one."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.expr):
-            yield child
-            yield from statements(child)
 
 
 def own_nodes(node):
     """All that a function holds, without the functions in it."""
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, INNER):
+        if not isinstance(child, DEFINITION):
             yield child
             yield from own_nodes(child)
 
@@ -192,7 +171,7 @@ def nesting(node, depth=0):
     deepest = depth
     for field, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, (*INNER, ast.expr)):
+            if isinstance(child, ast.AST) and not isinstance(child, (*DEFINITION, ast.expr)):
                 is_elif = isinstance(node, ast.If) and field == "orelse" and value == [child]
                 is_beside = is_elif and isinstance(child, ast.If)
                 inside = depth + (isinstance(child, NESTS) and not is_beside)
@@ -206,11 +185,11 @@ def tangles(text: str) -> list[str]:
     for node in statements(parsed(text)):
         if isinstance(node, ast.Global):
             found.append(f"{', '.join(node.names)} is global")
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, FUNCTION):
             continue
         doc = ast.get_docstring(node, clean=False) or ""
         lines = node.end_lineno - node.lineno + 1 - len(doc.splitlines())
-        branches = sum(isinstance(one, BRANCHES) for one in own_nodes(node))
+        branches = sum(isinstance(part, BRANCHES) for part in own_nodes(node))
         sizes = [(lines, 60, "lines"), (branches, 15, "branches"), (nesting(node), 4, "nesting")]
         found += [f"{node.name} has {n} {what}" for n, most, what in sizes if n > most]
     return found
@@ -256,7 +235,7 @@ FREE_RELATIVES = {"What", "Whether", "How", "Where", "Why", "Who"}
 def docstrings(text: str) -> list[str]:
     """Every docstring of a file, the outer ones first."""
     tree = parsed(text)
-    nodes = [tree, *(node for node in statements(tree) if isinstance(node, INNER))]
+    nodes = [tree, *(node for node in statements(tree) if isinstance(node, DEFINITION))]
     return [doc for node in nodes if (doc := ast.get_docstring(node))]
 
 
@@ -289,22 +268,22 @@ PRIVATE = re.compile(
 
 
 def test_private_names_of_torch_are_touched_in_one_room():
-    for path in FILES:
-        if room_of(name_of(path)).startswith("hookline.engine.torch_private"):
+    for name, text in TEXTS.items():
+        if room_of(name).startswith("hookline.engine.torch_private"):
             continue
         # A name in a string is looked for, not touched: failing_module reads tracebacks.
-        code = re.sub(r'"[^"\n]*"', '""', re.sub(r"#.*", "", path.read_text()))
-        found = PRIVATE.findall(code)
-        assert not found, f"{path.name} touches {found}"
+        code = re.sub(r'"[^"\n]*"', '""', re.sub(r"#.*", "", text))
+        touched = PRIVATE.findall(code)
+        assert not touched, f"{name} touches {touched}"
 
 
 def test_hooks_are_registered_in_one_file():
-    for path in FILES:
-        code = re.sub(r">>>.*", "", path.read_text())  # an example may register by hand
+    for name, text in TEXTS.items():
+        code = re.sub(r">>>.*", "", text)  # an example may register by hand
         registers = re.findall(r"register_\w*hook\(|hooks\[(?:key|_FIRST_ID)\] = ", code)
         # torch_private puts hooks on what a pass computed: they go with its graph.
-        allowed = path.name == "registration.py" or path.parent.name == "torch_private"
-        assert not registers or allowed, path.name
+        allowed = name.endswith(".registration") or ".torch_private." in name
+        assert not registers or allowed, name
 
 
 def past_the_face(here: str, text: str) -> list[str]:
@@ -312,7 +291,7 @@ def past_the_face(here: str, text: str) -> list[str]:
     if room_of(here).startswith("hookline.engine"):
         return []
     meant = {"hookline.engine", *(f"hookline.engine.{name}" for name in OPEN)}
-    named = {module for module, _ in imports(parsed(text), MODULES)}
+    named = {module for module, _ in imports(text)}
     return sorted(name for name in named - meant if name.startswith("hookline.engine."))
 
 
@@ -331,6 +310,5 @@ def test_an_import_past_the_face_is_found():
 
 def test_names_of_tests_are_short_enough_to_be_read():
     for path in Path(__file__).parent.rglob("test_*.py"):
-        for node in statements(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                assert len(node.name) <= 60, f"{path.name}: {node.name}"
+        for name in re.findall(r"^ *def (test_\w+)", path.read_text(), re.MULTILINE):
+            assert len(name) <= 60, f"{path.name}: {name}"

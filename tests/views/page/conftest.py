@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -80,15 +81,25 @@ def new_page(windows):
     assert complaints == []
 
 
+@pytest.fixture(scope="module")
+def closing():
+    """A thread that closes servers: each looks ten times a second whether it is to end."""
+    ends = []
+    with ThreadPoolExecutor(8) as threads:
+        yield lambda serving: ends.append(threads.submit(serving.close))
+    for end in ends:
+        end.result()
+
+
 @pytest.fixture
-def served():
+def served(closing):
     """`served(folder, ...)`: a server for one folder or two; `get(path)` asks it."""
     with ExitStack() as ends:
 
         def serve(*folders, host="127.0.0.1", waiting=None):
             serving = Serving(OpenRecordings(*map(FolderSource, folders)), host, 0, waiting)
             serving.start()
-            ends.callback(serving.close)
+            ends.callback(closing, serving)
             base = f"http://127.0.0.1:{serving.port}/"
             opener = build_opener()
 
