@@ -1,26 +1,7 @@
-"""What the examples in docstrings may use without importing it, and what makes a test slow."""
-
-import gc
-import io
-import os
-import subprocess
-import sys
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from functools import cache, wraps
-from types import ModuleType
+"""What is collected, how many examples are tried, and what no process loads that runs no test."""
 
 import pytest
-import torch
 from hypothesis import settings
-from torch import nn
-
-import hookline as hl
-import hookline.data
-import hookline.models
-from hookline.data import guess_input, load_input
-from hookline.models import load_demo_digits, load_model
-from warm import Running
 
 # Examples of these inner functions are for reading: they want files, a network, another library
 # or a minute.
@@ -40,13 +21,6 @@ collect_ignore_glob = [
     "tests/reached_lines.py",
 ]
 
-
-# A collection of all objects takes a tenth of a second beside torch, and dynamo makes objects fast
-# enough for one each second: a tenth of the gate. What a test says of memory it collects itself.
-gc.disable()  # until all tests are imported
-gc.set_threshold(5_000, 20, 100)
-
-
 # `make test` tries 15 examples, `make full` more. Neither sets a deadline: a busy machine is not a
 # fault of the code.
 _USUAL = settings.get_profile(settings.get_current_profile_name())
@@ -55,143 +29,8 @@ settings.register_profile("full", _USUAL, max_examples=200, deadline=None)
 settings.load_profile("gate")  # `--hypothesis-profile` loads another one later
 
 
-@pytest.fixture(autouse=True)
-def _names_in_docstrings(request: pytest.FixtureRequest) -> None:
-    """Name what the examples use: tests import it, and need no model and no folder for it."""
-    if not isinstance(request.node, pytest.DoctestItem):
-        return
-    names = request.getfixturevalue("doctest_namespace")
-    names.update(
-        io=io,
-        torch=torch,
-        nn=nn,
-        hl=hl,
-        tmp_path=request.getfixturevalue("tmp_path"),
-        guess_input=guess_input,
-        load_demo_digits=load_demo_digits,
-        load_input=load_input,
-        load_model=load_model,
-    )
-    if any(
-        "store" in example.source or '"features"' in example.source
-        for example in request.node.dtest.examples
-    ):
-        layers = OrderedDict(body=nn.Linear(2, 4), fc=nn.Linear(4, 3))
-        names["store"] = hl.extract(
-            nn.Sequential(layers), torch.rand(100, 2), list(layers), names["tmp_path"] / "features"
-        )
-    if any("loaded" in example.source for example in request.node.dtest.examples):
-        names["loaded"] = load_model("demo:digits")
-
-
-# The fixtures that a test marks itself with, for `make quick` to leave out.
-MARK_OF_FIXTURE = {"fresh_dynamo": "compiles", "ranks": "processes", "browser": "processes"}
-SLOW = {"compiles", "processes", "slow"}
-# What takes a worker longest, and the rest of the workers would wait for.
-LONGEST = {
-    "test_on_ray.py", "test_typing.py", "test_readme.py", "test_docs_site.py",
-    "test_same_numbers.py", "test_compiled_gradients.py",
-}  # fmt: skip
-_processes: list[str] = []
-
-
-def _note_starts(owner: object, name: str) -> None:
-    """Note each call of a function that starts a process.
-
-    An audit hook would be called for each `id()` as well: a million times in a file of dynamo's.
-    """
-    start = getattr(owner, name)
-
-    @wraps(start)
-    def start_and_note(*args: object, **options: object) -> object:
-        _processes.append(name)
-        return start(*args, **options)
-
-    setattr(owner, name, start_and_note)
-
-
-_note_starts(subprocess.Popen, "__init__")
-_note_starts(Running, "__init__")
-_note_starts(os, "posix_spawn")
-os.register_at_fork(before=lambda: _processes.append("fork"))
-
-
-def _compiled_frames() -> int:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else dynamo.counters["frames"]["total"]
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their fixtures, and put the slow files first for the workers of `make test`."""
-    for item in items:
-        for fixture, mark in MARK_OF_FIXTURE.items():
-            if fixture in getattr(item, "fixturenames", ()):
-                item.add_marker(mark)
-    if settings.get_current_profile_name() == "gate":
-        inner = [item for item in items if _is_inner_example(item)]
-        items[:] = [item for item in items if not _is_inner_example(item)]
-        config.hook.pytest_deselected(items=inner)
-    if hasattr(config, "workerinput"):
-        # Long files first, so that no worker begins one when the others are about to end.
-        size = Counter(item.path for item in items)
-        slow = Counter(item.path for item in items if SLOW & {m.name for m in item.iter_markers()})
-        items.sort(
-            key=lambda item: (
-                item.path.name not in LONGEST, -slow[item.path], -size[item.path], str(item.path)
-            )
-        )  # fmt: skip
-
-
-@cache
-def _public_definitions() -> tuple[str, ...]:
-    """Find where each public name is defined: the dotted names of its module and itself."""
-    public = [getattr(hl, name) for name in hl.__all__]
-    packages = [value for value in public if isinstance(value, ModuleType)]
-    packages += [hookline.data, hookline.models]
-    public += [getattr(package, name) for package in packages for name in package.__all__]
-    public = [value for value in public if hasattr(value, "__qualname__")]
-    return tuple(f"{value.__module__}.{value.__qualname__}" for value in public)
-
-
-def _is_inner_example(item: pytest.Item) -> bool:
-    """Whether an item is the example of a function that users do not call."""
-    if not isinstance(item, pytest.DoctestItem) or item.name == "hookline":
-        return False
-    return not any(f"{item.name}.".startswith(f"{own}.") for own in _public_definitions())
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of the garbage collections that tests ask for."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    if "torch._dynamo.guards" in sys.modules:
-        # After each compilation dynamo collects, and flushes the processor's caches for its log.
-        config = sys.modules["torch._dynamo.config"]
-        config.run_gc_after_compile = False
-        if hasattr(config, "side_effect_replay_policy"):  # not in every version of torch
-            # It formats a stack for each change of an object, for its log.
-            config.side_effect_replay_policy = "silent"
-        sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """At the end of a file, leave out what it has imported as well."""
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test that compiles or starts a process and does not bear the mark for it."""
-    frames, processes = _compiled_frames(), len(_processes)
-    yield
-    found = {"compiles": _compiled_frames() > frames, "processes": len(_processes) > processes}
-    for mark, is_needed in found.items():
-        # Inductor starts its workers once, whichever test comes first: `compiles` says enough.
-        marked = item.get_closest_marker(mark) or item.get_closest_marker("compiles")
-        if is_needed and isinstance(item, pytest.Function) and not marked:
-            pytest.fail(f"mark this test with @pytest.mark.{mark}: `make quick` is to leave it out")
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the fixtures where tests run: who hands files to workers need not wait for torch."""
+    if config.getoption("dist", "no") == "no":
+        config.pluginmanager.import_plugin("schedule")
+        config.pluginmanager.import_plugin("shared_fixtures")

@@ -4,11 +4,9 @@
     def test_something(rank, folder):      # runs in each of the two processes
         ...
 
-The fixture `ranks` of `conftest.py` is the group. A file that needs another number of processes
-has a fixture of that name of its own: `ranks = pytest.fixture(scope="module")(ranks_of(1))`. After
-a test has failed in a process, the next test has a new group.
-
-Run as a script, this file is such a process.
+The fixture `ranks` of `shared_fixtures.py` is the group. A file that needs another number of
+processes has its own fixture of that name: `ranks = pytest.fixture(scope="module")(ranks_of(1))`.
+After a test has failed in a process, the next test has a new group.
 """
 
 from __future__ import annotations
@@ -137,7 +135,7 @@ def main(rank: int, n: int, folder: str) -> None:
     )  # fmt: skip
     line = Client(f"{folder}/socket", "AF_UNIX")
     line.send(rank)
-    gc.set_threshold(5_000, 20, 100)  # as in pytest's own process: see the root's conftest.py
+    gc.set_threshold(5_000, 20, 100)  # as in pytest's own process: see schedule.py
     modules: dict[str, Any] = {}
     while True:
         try:

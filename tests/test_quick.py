@@ -32,10 +32,8 @@ def test_it_leaves_out_three_marks_and_each_says_why():
 @pytest.mark.parametrize("is_marked", [False, True])
 @pytest.mark.parametrize("mark", NEEDS)
 def test_a_test_without_the_mark_it_needs_fails(mark, is_marked, request, monkeypatch):
-    path = str(ROOT / "conftest.py")
-    plugins = request.config.pluginmanager.get_plugins()
-    (conftest,) = (one for one in plugins if getattr(one, "__file__", None) == path)
-    guard = conftest.pytest_runtest_call(request.node)
+    schedule = request.config.pluginmanager.get_plugin("schedule")
+    guard = schedule.pytest_runtest_call(request.node)
     next(guard)
     NEEDS[mark]()
     ends = (StopIteration, None) if is_marked else (pytest.fail.Exception, mark)

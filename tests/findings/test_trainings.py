@@ -84,6 +84,7 @@ def test_a_run_in_a_folder_has_the_same_findings(layers, tmp_path):
     assert hl.open(tmp_path / "run").findings().to_dict() == seen.findings().to_dict()
 
 
+@pytest.mark.slow
 def test_the_step_is_exact_where_columns_hold_several(layers):
     finding = monitored(layers, [1.0] * 1301 + [1e4] * 5).findings()[0]
     assert finding.step == 1301

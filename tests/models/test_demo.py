@@ -60,6 +60,7 @@ def test_a_picture_of_a_digit_is_recognised():
         assert net(preprocess_digit(large)[None]).argmax().item() == label
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rng_unchanged")
 def test_training_writes_the_files_and_is_the_same_each_time(tmp_path, capsys):
     for name in ("a", "b"):

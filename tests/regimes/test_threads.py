@@ -313,6 +313,7 @@ def test_a_pass_broken_off_is_over_for_whoever_runs_next(model):
     line.remove()
 
 
+@pytest.mark.slow
 def test_threads_and_tasks_at_once_mix_no_value():
     soak = runpy.run_path(str(Path(__file__).with_name("soak.py")))["Soak"](8_000, seed=0)
     # Python 3.11 may collect while torch copies a list of hooks, and then let another thread

@@ -206,6 +206,7 @@ def test_threads_read_the_same(folder, monkeypatch):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_threads_gather_from_what_others_drop(folder, monkeypatch):
     monkeypatch.setattr(shards_module, "MOST_MAPPED", 2)
     store = pickle.loads(pickle.dumps(hl.open(folder)))

@@ -40,7 +40,8 @@ def proofs(folder: Path = TESTS) -> list[Proof]:
 
 
 def _proofs_of(path: Path, file: str) -> Iterator[Proof]:
-    for node in ast.parse(path.read_text()).body:
+    text = path.read_text()
+    for node in ast.parse(text).body if "mark.trap(" in text else ():
         if not isinstance(node, ast.FunctionDef):
             continue
         fails = any("mark.xfail" in ast.unparse(mark) for mark in node.decorator_list)

@@ -312,6 +312,7 @@ def test_a_model_may_write_to_its_input(x):
     assert torch.equal(x, kept)
 
 
+@pytest.mark.slow
 def test_the_maps_of_the_digits_point_at_what_counts():
     """To hide the fifth of the pixels that the map points at costs more than to hide any fifth."""
     from sklearn.datasets import load_digits  # it takes seconds to load

@@ -130,7 +130,12 @@ def convnext_of_torchvision():
         (vit_of_transformers, "vit.layers.2.layernorm_before", (4, 4)),
         (swin_of_transformers, "swin.layernorm", (8, 8)),
         (swin_of_torchvision, "permute", (8, 8)),
-        (lambda: import_torchvision().models.vgg11(num_classes=5), "avgpool", (7, 7)),
+        pytest.param(
+            lambda: import_torchvision().models.vgg11(num_classes=5),
+            "avgpool",
+            (7, 7),
+            marks=pytest.mark.slow,  # 100 million weights
+        ),
         (convnext_of_torchvision, "features", (8, 8)),
     ],
     ids=["vit", "timm", "registers", "pooled", "hf-vit", "hf-swin", "swin", "vgg", "convnext"],

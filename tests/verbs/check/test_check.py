@@ -477,6 +477,7 @@ def trained(check):
     return model.state_dict()
 
 
+@pytest.mark.slow
 def test_hundreds_of_steps_give_the_same_weights_bit_for_bit():
     one, other = trained(check=True), trained(check=False)
     assert all(torch.equal(one[name], other[name]) for name in one)

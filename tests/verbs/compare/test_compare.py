@@ -448,6 +448,7 @@ def resident(name):
     return 1024 * int(text.split(f"{name}:")[1].split()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_memory_holds_a_few_values_of_many(tmp_path, monkeypatch):
     n_sites, size = 48, 2**19

@@ -1,10 +1,12 @@
-"""Fixtures for the tests of all rooms."""
+"""Fixtures for the tests of all rooms, and the names that the examples of docstrings use."""
 
 from __future__ import annotations
 
 import gc
+import io
 import linecache
 import sys
+from collections import OrderedDict
 from functools import cache
 
 import numpy.testing  # noqa: F401  # of numpy 1.26: it starts lscpu, which no test is to do
@@ -13,6 +15,9 @@ import torch
 import typer.testing
 from torch import nn
 
+import hookline as hl
+from hookline.data import guess_input, load_input
+from hookline.models import load_demo_digits, load_model
 from hookline.statistics.native import native_difference, native_moments
 from processes import ranks_of
 from zoo import Holder, Looped, SmallNet
@@ -30,6 +35,35 @@ def _compiled_functions() -> None:
     """Compile the functions in C before the first test, so that no test starts a compiler."""
     native_moments()
     native_difference()
+
+
+@pytest.fixture(autouse=True)
+def _names_in_docstrings(request: pytest.FixtureRequest) -> None:
+    """Name what the examples use: tests import it, and need no model and no folder for it."""
+    if not isinstance(request.node, pytest.DoctestItem):
+        return
+    names = request.getfixturevalue("doctest_namespace")
+    names.update(
+        io=io,
+        torch=torch,
+        nn=nn,
+        hl=hl,
+        tmp_path=request.getfixturevalue("tmp_path"),
+        guess_input=guess_input,
+        load_demo_digits=load_demo_digits,
+        load_input=load_input,
+        load_model=load_model,
+    )
+    if any(
+        "store" in example.source or '"features"' in example.source
+        for example in request.node.dtest.examples
+    ):
+        layers = OrderedDict(body=nn.Linear(2, 4), fc=nn.Linear(4, 3))
+        names["store"] = hl.extract(
+            nn.Sequential(layers), torch.rand(100, 2), list(layers), names["tmp_path"] / "features"
+        )
+    if any("loaded" in example.source for example in request.node.dtest.examples):
+        names["loaded"] = load_model("demo:digits")
 
 
 # Two processes, started for the first test that asks for them, and kept for all files.
