@@ -193,6 +193,18 @@ def test_changes_reach_what_they_reach_without_checkpoints(change, steps, which,
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_tensor_that_nested_regions_pass_on_is_changed_once(depth):
+    step = ("linear_1", 0, 0, False)
+    for _ in range(depth):
+        step = (True, [], [step])
+    # The last output of a region is what came in; the first one of a region around it, too.
+    steps = [step, ("mul_2", 0, 3 if depth == 1 else 1, False)]
+    lines = CHANGES["edit"]("parts.mul_2:grad_input")
+    want = train(steps, is_checkpointed=False, attach=lines)
+    assert_close(train(steps, is_checkpointed=True, attach=lines), want)
+
+
 @pytest.mark.filterwarnings("ignore::hookline.errors.HooklineWarning")
 @settings(all_sizes, max_examples=8)
 @given(programs.filter(lambda steps: {*_kinds(steps)} & {"linear", "mul", "named"}))

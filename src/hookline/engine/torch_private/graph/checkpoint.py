@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, final
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookline.engine.torch_private.autograd import OUTER, at_end_of_backward, backward_number
 
@@ -69,7 +70,7 @@ def _patched(begin: Begin) -> tuple[Any, Any, Any]:
 
     def apply(run: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
         if not torch.is_grad_enabled():
-            return original_apply(run, keeps_draws, *args)
+            return _apply_inside(original_apply, run, keeps_draws, args)
         region = ReentrantRegion(run, args)
         region.again, end = begin(region.recompute, True)
         try:
@@ -155,7 +156,9 @@ class ReentrantRegion:
             # The first run builds no graph. A view that it makes of a tensor from outside says that
             # it requires a gradient, too.
             is_outer = isinstance(output, Tensor) and (
-                output.grad_fn is not None or (output.requires_grad and not output._is_view())
+                output.grad_fn is not None
+                or (output.requires_grad and not output._is_view())
+                or output in _stand_ins
             )
             self.made_inside.append(not is_outer)
             self.passed_on.append(_origin_of(output) if is_outer else None)
@@ -188,8 +191,34 @@ def _origin_of(tensor: Tensor) -> OuterTensor | None:
     """
     if tensor.grad_fn is not None:
         return OuterTensor(weakref.ref(tensor), tensor.grad_fn, tensor.output_nr)
+    if tensor in _stand_ins:
+        return _stand_ins[tensor]
     origins = (region.input_of(tensor) for region in _recomputing.regions)
     return next((origin for origin in origins if origin is not None), None)
+
+
+# Torch has a view in place of each tensor that a checkpoint passes on in the first run of another.
+_stand_ins: MutableMapping[Tensor, OuterTensor] = WeakTensorKeyDictionary()
+
+
+def _apply_inside(
+    apply: Callable[..., Any], run: Callable[..., Any], keeps_draws: bool, args: tuple[Any, ...]
+) -> Any:
+    """Apply a checkpoint where no graph is built, and note which tensors it only passes on."""
+    outputs: tuple[Any, ...] = ()
+
+    def run_and_note(*inputs: Any) -> Any:
+        nonlocal outputs
+        returned = run(*inputs)
+        outputs = _as_tuple(returned)
+        return returned
+
+    results = apply(run_and_note, keeps_draws, *args)
+    for output, result in zip(outputs, _as_tuple(results), strict=False):
+        origin = _origin_of(output) if isinstance(output, Tensor) else None
+        if origin is not None and result is not output:
+            _stand_ins[result] = origin
+    return results
 
 
 def _as_tuple(outputs: Any) -> tuple[Any, ...]:
