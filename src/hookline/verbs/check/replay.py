@@ -215,7 +215,7 @@ class Replay:
         self._is_backward = True
         with (
             repeated(self._passes),
-            rerun.restore_state(self._root),
+            rerun.restore_state(list(self._root.modules())),
             self._hooked(),
             torch.autograd.set_detect_anomaly(True, check_nan=False),
             self._origins,

@@ -122,13 +122,12 @@ class _Buffer(NamedTuple):
 
 
 @contextmanager
-def restore_state(model: nn.Module) -> Iterator[None]:
-    """Restore training flags, buffers and random states after the block.
+def restore_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore training flags and buffers of modules, and random states, after the block.
 
     The block runs on copies of the buffers. Compiled code is bound to the buffers themselves. There
     the block runs on the buffers, and their old values are written back.
     """
-    modules = list(model.modules())
     flags = [(module, module.training) for module in modules]
     on_copies = not any(map(is_compiled, modules))
     copies: dict[int, Tensor] = {}  # by buffer, because several modules may hold one buffer
@@ -176,10 +175,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
     This covers buffers, modes and random states. It also covers the parameters' `.grad`, and the
     attributes that a forward sets on its modules (a step counter, a cache).
     """
-    parameters = list(model.parameters())
-    tables = [table for module in model.modules() for table in (vars(module), buffers(module))]
-    before = [(table, dict(table)) for table in tables]
-    with restore_state(model), grads_restored(parameters):
+    modules = list(model.modules())
+    before = [
+        (table, dict(table)) for module in modules for table in (vars(module), buffers(module))
+    ]
+    tensors = [
+        tensor for module in modules for tensor in parameters(module).values() if tensor is not None
+    ]
+    with restore_state(modules), grads_restored(tensors):
         try:
             yield
         finally:
@@ -225,7 +228,8 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
             f"the model must have no lazy parameters, got {name}: the first run would create it"
             " for good.\nRun the model once yourself, then call this again."
         )
-    with restore_state(model), torch.no_grad(), in_eval_mode(model.modules()):
+    modules = list(model.modules())
+    with restore_state(modules), torch.no_grad(), in_eval_mode(modules):
         yield
 
 
@@ -394,7 +398,7 @@ class RunStart:
     @contextmanager
     def again(self, root: nn.Module) -> Iterator[None]:
         """Put buffers, random states and modes as they were when the run began, for the block."""
-        with restore_state(root):
+        with restore_state(list(root.modules())):
             for table, name, copy in self._copies:
                 buffer = table.get(name)
                 if buffer is not None and buffer.shape == copy.shape:

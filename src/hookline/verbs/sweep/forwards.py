@@ -11,7 +11,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from hookline.display.text import listed
-from hookline.engine import Line, Selector, is_scripted, module_tree
+from hookline.engine import Line, Selector, is_scripted, module_tree, parse_site
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, InputError
 from hookline.recordings import Recording
@@ -65,8 +65,7 @@ class Forwards:
         sites: Sequence[str],
     ) -> None:
         self._model, self._run, self._inputs, self._metric = model, run, inputs, metric
-        nodes = module_tree(model).nodes
-        modules = [(node.path, node.module) for node in nodes if not is_scripted(node.module)]
+        modules = _modules_around(model, sites)
         self.results: Results = {}
         self.n_rows: int = 1
         self.joins: bool = False
@@ -319,6 +318,27 @@ def _is_same(a: float, b: float) -> bool:
 def copy_of(output: Any) -> Any:
     """Copy an output, because a metric may write to it."""
     return tree.map_tensors(Tensor.clone, output)
+
+
+def _modules_around(model: nn.Module, sites: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that a forward has to pass by, or to go into, on its way to the sites.
+
+    What is called inside of a module that ends before a site need not be known.
+    """
+    tree = module_tree(model)
+    entered = {id(model)}
+    for site in sites:
+        path = parse_site(site, tree.by_path).path
+        node = tree.by_path.get(path) or tree.by_path.get(path.partition("@")[0])
+        while node is not None and id(node.module) not in entered:
+            entered.add(id(node.module))
+            node = node.parent
+    return [
+        (node.path, node.module)
+        for node in tree.nodes
+        if node.parent is None or {id(node.module), id(node.parent.module)} & entered
+        if not is_scripted(node.module)
+    ]
 
 
 def recorded_run(

@@ -44,8 +44,8 @@ def _check_model(model: nn.Module, verb: str) -> None:
         InputError: the model is in training mode, or its first run would create parameters.
     """
     require_model(model, verb)
-    training = next((path for path, module in model.named_modules() if module.training), None)
-    if training is not None:
+    if any(module.training for module in model.modules()):
+        training = next(path for path, module in model.named_modules() if module.training)
         raise InputError(
             f"the model must be in eval mode, got {path_text(training)} in training mode, where"
             " dropout and batch norm change the numbers.\nCall model.eval() first."
