@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
+from accessibility import faults_of
 from benchmarks.large_recording import write as write_large
 
 MINUS = "\N{MINUS SIGN}"
@@ -30,16 +30,6 @@ def visit(served, new_page):  # in this order: the pages are closed before the s
         return page
 
     return visit
-
-
-def faults(page) -> list[str]:
-    """What axe finds of serious or critical weight."""
-    found = Axe().run(page).response["violations"]
-    return [
-        f"{one['id']}: {one['nodes'][0]['html']}"
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
 
 
 def names(page) -> list[str]:
@@ -158,7 +148,7 @@ def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
     norm = float(hl.open(tmp_path / "a")["1"][0, 2].norm())
     expect(page.locator("#cell")).to_contain_text(f"token 2: norm {norm:.4g}")
     expect(page.locator("#pane-heading")).to_have_text("1")
-    assert faults(page) == []
+    assert faults_of(page) == []
     page.get_by_role("button", name="Tree").click()
     expect(page.get_by_role("treegrid")).to_be_visible()
     two = visit(tmp_path / "a", tmp_path / "b")
@@ -169,7 +159,7 @@ def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):
     a, b = (hl.open(tmp_path / name)["2"][0, 5].double() for name in ("a", "b"))
     error = float((a - b).norm() / b.norm())
     expect(two.locator("#cell")).to_contain_text(f"token 5: relative error {error:.4g}")
-    assert faults(two) == []
+    assert faults_of(two) == []
 
 
 def test_on_a_phone_the_sorted_column_is_on_the_screen(visit, runs):
@@ -179,7 +169,7 @@ def test_on_a_phone_the_sorted_column_is_on_the_screen(visit, runs):
     expect(column).to_be_in_viewport(ratio=0.99)  # asks again when the rows are drawn anew
     page.get_by_role("button", name="Back to the tree").click()
     expect(page.locator("[aria-sort=descending]")).to_have_count(0)
-    assert faults(page) == []
+    assert faults_of(page) == []
 
 
 def test_all_of_it_works_by_keyboard_alone(visit, runs):
@@ -241,7 +231,7 @@ def test_samples_channels_and_tensors_are_chosen_in_the_pane(visit, runs):
     value = hl.open(runs / "passes").passes[2]["first"][1, 16, 1, 0]
     shown = float(readout.inner_text().split()[0].replace(MINUS, "-"))
     assert shown == pytest.approx(float(value), rel=1e-3, abs=1e-8)
-    assert faults(page) == []
+    assert faults_of(page) == []
 
 
 def test_each_tensor_of_a_tuple_has_its_numbers_and_maps(visit, tmp_path):
@@ -296,11 +286,11 @@ def test_dark_and_light_are_remembered_from_page_to_page(visit, runs):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_serious_fault(visit, runs, scheme):
+def test_axe_finds_no_fault(visit, runs, scheme):
     page = visit(runs / "passes", path="#at=first", color_scheme=scheme)
     is_measured(page)
     expect(page.locator("#pane .over-figures canvas")).to_have_count(2)
-    assert faults(page) == []
+    assert faults_of(page) == []
 
 
 def test_a_phone_never_scrolls_the_page_sideways(visit, runs):
@@ -308,7 +298,7 @@ def test_a_phone_never_scrolls_the_page_sideways(visit, runs):
     expect(page.locator("#pane .over-figures canvas")).to_have_count(2)
     wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
     assert not page.locator("html").evaluate(wide)
-    assert faults(page) == []
+    assert faults_of(page) == []
 
 
 def test_a_new_recording_is_shown_while_the_page_is_open(visit, runs, tmp_path):

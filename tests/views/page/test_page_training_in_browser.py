@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
+from accessibility import faults_of
 from hookline.curves import RunFolder, StepReport
 from hookline.views.page import write_curves_page
 from runs import Writer, layout_of, report_of
@@ -74,11 +74,6 @@ def choose(page, label, option):
     page.get_by_label(re.compile(f"^{label}")).select_option(option)
 
 
-def faults(page):
-    violations = Axe().run(page).response["violations"]
-    return [f"{fault['id']}: {fault['nodes'][0]['html']}" for fault in violations]
-
-
 def colours(page, row, columns):
     """The colours of the cells of a row of the map, which lies at a height in the canvas."""
     return page.evaluate(
@@ -114,7 +109,7 @@ def test_the_page_begins_at_the_worst_finding_and_its_step(page):
     choose(page, "Logged", "lr")
     expect(loss).to_have_attribute("aria-label", "lr, step 0 to 3: 0.1 to 0.1")
     expect(page.locator("img[src=x]")).to_have_count(0)
-    assert faults(page) == []
+    assert faults_of(page) == []
 
 
 def test_the_keyboard_reads_each_number_of_each_site(page):
@@ -261,7 +256,7 @@ def test_ranks_have_curves_and_numbers_of_their_own(visit, tmp_path):
     assert page.locator("#pane dl.numbers").first.inner_text().split()[-6:] == (
         ["rank", "0", "3", "rank", "1", "4"]
     )
-    assert faults(page) == []
+    assert faults_of(page) == []
 
 
 def test_numbers_beyond_javascript_are_said_as_such(visit, tmp_path):
@@ -286,7 +281,7 @@ def test_a_run_without_steps_waits_and_sites_may_come_later(visit, tmp_path):
     page = visit(SimpleNamespace(folder=SimpleNamespace(path=tmp_path / "run")))
     expect(page.locator("#pulse-text")).to_have_text("no step yet")
     expect(page.get_by_text("No step was reported yet.", exact=True)).to_be_visible()
-    assert faults(page) == []
+    assert faults_of(page) == []
     with open(file, "ab") as grown:
         grown.write((tmp_path / "other" / "curves.bin").read_bytes()[8:])
     is_chosen(page, "a", "step 0: norm none, NaN or infinity")
@@ -324,10 +319,10 @@ def test_a_jump_has_its_factor_in_the_finding_alone(new_page, tmp_path):
 )
 def test_each_window_is_accessible_and_never_scrolls_sideways(visit, run, width, scheme):
     page = visit(run, viewport={"width": width, "height": 800}, color_scheme=scheme)
-    assert faults(page) == []
+    assert faults_of(page) == []
     page.locator(".finding").first.click()
     page.locator(".finding").first.click()
     expect(page.locator("#pane")).to_be_visible()
-    assert faults(page) == []
+    assert faults_of(page) == []
     wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
     assert not page.locator("html").evaluate(wide)
