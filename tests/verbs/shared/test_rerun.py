@@ -115,7 +115,7 @@ def test_all_random_states_are_put_back():
             torch.rand((), generator=model.generator).item(),
         ]
 
-    with rerun.restore_state(model):
+    with rerun.restore_state([model]):
         first = draw()
     assert draw() == first
 
