@@ -1,0 +1,24 @@
+"""Which calls a sweep's tape knows: those on the way to its sites."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from hookline.verbs.sweep.forwards import _modules_around
+
+
+@pytest.mark.parametrize(
+    ("sites", "inside"),
+    [
+        (["(root)"], []),
+        (["b"], ["b.0", "b.1"]),
+        (["b.1:input[0]#0"], ["b.0", "b.1"]),
+        (["b@relu"], ["b.0", "b.1"]),
+        (["a.0", "b.0"], ["a.0", "b.0", "b.1"]),
+    ],
+)
+def test_what_is_called_inside_of_other_modules_is_left_out(sites, inside):
+    parts = {"a": nn.Sequential(nn.ReLU()), "b": nn.Sequential(nn.ReLU(), nn.Tanh())}
+    around = _modules_around(nn.ModuleDict(parts), sites)
+    assert [path for path, _ in around] == sorted(["", "a", "b", *inside])
