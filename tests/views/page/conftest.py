@@ -83,7 +83,7 @@ def new_page(windows):
 
 @pytest.fixture(scope="module")
 def closing():
-    """A thread that closes servers: each looks ten times a second whether it is to end."""
+    """`closing(serving)`: close a server aside, which looks ten times a second if it is to end."""
     ends = []
     with ThreadPoolExecutor(8) as threads:
         yield lambda serving: ends.append(threads.submit(serving.close))

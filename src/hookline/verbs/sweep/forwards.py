@@ -325,17 +325,17 @@ def _modules_around(model: nn.Module, sites: Sequence[str]) -> list[tuple[str, n
 
     What is called inside of a module that ends before a site need not be known.
     """
-    tree = module_tree(model)
-    entered = {id(model)}
+    modules = module_tree(model)
+    entered: set[int] = set()
     for site in sites:
-        path = parse_site(site, tree.by_path).path
-        node = tree.by_path.get(path) or tree.by_path.get(path.partition("@")[0])
+        path = parse_site(site, modules.by_path).path
+        node = modules.by_path.get(path) or modules.by_path.get(path.partition("@")[0])
         while node is not None and id(node.module) not in entered:
             entered.add(id(node.module))
             node = node.parent
     return [
         (node.path, node.module)
-        for node in tree.nodes
+        for node in modules.nodes
         if node.parent is None or {id(node.module), id(node.parent.module)} & entered
         if not is_scripted(node.module)
     ]

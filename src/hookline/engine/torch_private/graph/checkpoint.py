@@ -184,10 +184,14 @@ class ReentrantRegion:
         return None
 
 
-def _origin_of(tensor: Tensor) -> OuterTensor | None:
-    """Return the tensor in the graph that a tensor is, or was detached from by a checkpoint.
+# Torch has a view in place of each tensor that a checkpoint passes on in the first run of another.
+_stand_ins: MutableMapping[Tensor, OuterTensor] = WeakTensorKeyDictionary()
 
-    None for other leaves.
+
+def _origin_of(tensor: Tensor) -> OuterTensor | None:
+    """Return the tensor in the graph that a tensor is, stands for, or was detached from.
+
+    Checkpoints detach their inputs. None for other leaves.
     """
     if tensor.grad_fn is not None:
         return OuterTensor(weakref.ref(tensor), tensor.grad_fn, tensor.output_nr)
@@ -195,10 +199,6 @@ def _origin_of(tensor: Tensor) -> OuterTensor | None:
         return _stand_ins[tensor]
     origins = (region.input_of(tensor) for region in _recomputing.regions)
     return next((origin for origin in origins if origin is not None), None)
-
-
-# Torch has a view in place of each tensor that a checkpoint passes on in the first run of another.
-_stand_ins: MutableMapping[Tensor, OuterTensor] = WeakTensorKeyDictionary()
 
 
 def _apply_inside(
