@@ -76,9 +76,11 @@ $(VENV)/bin/ruff check .
 $(VENV)/bin/ruff format --check .
 endef
 
-# The page is tested in a real Chromium, Debian's.
+# The page is tested in a real Chromium, Debian's: the one without windows, which is quicker.
 define BROWSER
-command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq chromium; }
+command -v chromium-headless-shell >/dev/null || \
+  { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq chromium-headless-shell; } || \
+  command -v chromium >/dev/null
 endef
 
 check: $(VENV)/.check

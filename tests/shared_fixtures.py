@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import linecache
+import shutil
 import sys
 from collections import OrderedDict
 from functools import cache
@@ -113,12 +114,13 @@ def left_as_found():
 
 @pytest.fixture(scope="module")
 def browser():
-    """A real Chromium, Debian's."""
+    """A real Chromium, Debian's; the one without windows, where it is installed."""
     from playwright.sync_api import sync_playwright  # for the few tests of pages
 
+    place = shutil.which("chromium-headless-shell") or "/usr/bin/chromium"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+            executable_path=place, args=["--no-sandbox", "--disable-gpu"]
         )
         yield browser
         browser.close()

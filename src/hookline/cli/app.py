@@ -28,7 +28,7 @@ from hookline.cli.inspecting import (
     silence,
 )
 from hookline.cli.judging import FailOnOption, fail_on, findings_in
-from hookline.cli.storing import store_app
+from hookline.cli.store_commands import store_app
 from hookline.cli.terminal import (
     AsJson,
     Busy,

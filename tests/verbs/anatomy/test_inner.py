@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hookline.verbs.anatomy import inner
-from hookline.verbs.anatomy.numbers import CLOSE
+from hookline.verbs.anatomy.identity_errors import CLOSE
 
 Q, K = torch.randn(2, 3, 4, 6, 8, generator=torch.Generator().manual_seed(0))
 BIAS = 5 * torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(1))

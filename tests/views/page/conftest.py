@@ -18,6 +18,7 @@ from hookline.views.page import FolderSource, OpenRecordings, Serving
 
 # Nothing is to be there within this time; it ends a test that waits for what never comes.
 expect.set_options(timeout=60_000)
+SIZE = {"width": 1280, "height": 720}
 
 
 class Windows:
@@ -25,26 +26,24 @@ class Windows:
 
     def __init__(self, browser):
         self._browser = browser
-        self._free = {}
+        self._free = []
 
-    def take(self, options):
-        """Give a window that shows nothing, and has the size and the scheme of the options."""
-        free = self._free.setdefault(repr(sorted(options.items())), [])
-        if free:
-            return free.pop()
-        page = self._browser.new_context(**options).new_page()
+    def take(self, viewport, color_scheme):
+        """Give a window that shows nothing, and has this size and scheme."""
+        page = self._free.pop() if self._free else self._browser.new_page()
         page.set_default_timeout(60_000)
+        page.set_viewport_size(viewport)
+        page.emulate_media(color_scheme=color_scheme)
         return page
 
-    def give_back(self, page, options):
+    def give_back(self, page):
         """Empty a window and what it has stored."""
         if page.url.startswith(("http", "file")):
             page.evaluate("localStorage.clear(), sessionStorage.clear()")
         page.goto("about:blank")
         page.context.clear_cookies()
         page.mouse.move(0, 0)
-        page.set_viewport_size(options.get("viewport", {"width": 1280, "height": 720}))
-        self._free[repr(sorted(options.items()))].append(page)
+        self._free.append(page)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +56,8 @@ def new_page(windows):
     """Open an address in an empty window; what it logs or asks for elsewhere is an error."""
     complaints, taken = [], []
 
-    def new_page(address, base, **options):
-        page = windows.take(options)
+    def new_page(address, base, viewport=SIZE, color_scheme="light"):
+        page = windows.take(viewport, color_scheme)
         listeners = {
             "console": lambda message: complaints.append(message.text),
             "pageerror": lambda error: complaints.append(str(error)),
@@ -69,15 +68,15 @@ def new_page(windows):
         }
         for event, listener in listeners.items():
             page.on(event, listener)
-        taken.append((page, options, listeners))
+        taken.append((page, listeners))
         page.goto(address)
         return page
 
     yield new_page
-    for page, options, listeners in taken:
+    for page, listeners in taken:
         for event, listener in listeners.items():
             page.remove_listener(event, listener)
-        windows.give_back(page, options)
+        windows.give_back(page)
     assert complaints == []
 
 

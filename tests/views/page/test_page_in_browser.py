@@ -450,6 +450,13 @@ def test_axe_finds_no_fault(open_page, scheme, width):
     assert faults_of(page) == []
 
 
+def test_axe_would_find_a_picture_without_words(browser):
+    page = browser.new_page()
+    page.set_content('<html lang="en"><title>t</title><main><h1>h</h1><img src="x.png"></main>')
+    assert faults_of(page) == [("image-alt", '<img src="x.png">')]
+    page.close()
+
+
 # The contrast of each text with the nearest ground painted behind it, as WCAG defines it.
 CONTRASTS = """() => {
   const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });

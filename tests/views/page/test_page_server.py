@@ -20,7 +20,7 @@ from benchmarks.large_recording import write as write_large
 from hookline.display.units import measure
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 from hookline.views.page.entries import tensor_of
-from hookline.views.page.guard import Rules
+from hookline.views.page.request_guard import Rules
 from packed_pages import core_of
 
 

@@ -8,7 +8,7 @@ from typing import final
 
 from torch import Tensor
 
-from hookline.verbs.anatomy.numbers import error, error_of_rescale
+from hookline.verbs.anatomy.identity_errors import error, error_of_rescale
 from hookline.verbs.anatomy.parts import KINDS, Layer, site_of, stream_site
 from hookline.verbs.anatomy.trace import Trace
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.verbs.anatomy.claims import Claim, claim
-from hookline.verbs.anatomy.numbers import CLOSE, error, error_of_rescale
+from hookline.verbs.anatomy.identity_errors import CLOSE, error, error_of_rescale
 from hookline.verbs.anatomy.parts import Layer, Part, input_of, site_of
 from hookline.verbs.anatomy.stream import MATMULS, before, cuts
 from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value, replay_tokens

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.recordings import Recording
-from hookline.verbs.anatomy.numbers import CLOSE
+from hookline.verbs.anatomy.identity_errors import CLOSE
 from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of, stream_site
 from hookline.verbs.anatomy.trace import Event, Trace
 from hookline.verbs.edit.edit import edit

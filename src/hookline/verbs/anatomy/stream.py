@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from hookline.verbs.anatomy.numbers import error_of_rescale
+from hookline.verbs.anatomy.identity_errors import error_of_rescale
 from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value
 
 SUMS = {"add", "add_", "iadd", "radd"}

@@ -22,9 +22,9 @@ from hookline.errors import (
 )
 from hookline.verbs.anatomy.claims import Claim, claims_of
 from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
+from hookline.verbs.anatomy.identity_errors import limit
 from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
 from hookline.verbs.anatomy.interventions import Interventions
-from hookline.verbs.anatomy.numbers import limit
 from hookline.verbs.anatomy.part_names import PartNames
 from hookline.verbs.anatomy.parts import Layer, layer_of, name_layer, refuse_several_streams
 from hookline.verbs.anatomy.stacks import stacks_of

@@ -29,7 +29,7 @@ from hookline.engine import (
     require_model,
 )
 from hookline.engine.report.why_silent import Why
-from hookline.verbs.doctor.causes import Facts, verdict_on
+from hookline.verbs.doctor.causes_of_silence import Facts, verdict_on
 from hookline.verbs.doctor.diagnosis import Diagnosis, SiteVerdict
 from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Observations, Uses, watching

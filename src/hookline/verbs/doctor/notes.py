@@ -17,7 +17,7 @@ from torch import nn
 from hookline.display.text import plural
 from hookline.engine import ModuleNode, dynamo_config, has_compiled, is_compiled, path_text
 from hookline.engine.report.known_faults import known_faults_here
-from hookline.verbs.doctor.causes import Facts, not_repeated
+from hookline.verbs.doctor.causes_of_silence import Facts, not_repeated
 from hookline.verbs.doctor.diagnosis import Note, SiteVerdict
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.inventory import inventory

@@ -34,10 +34,10 @@ from hookline.views.page.check_page import check_data, title_of
 from hookline.views.page.core import core_data, measured_columns, pack, silent_data
 from hookline.views.page.curves_view import CurvePages
 from hookline.views.page.entries import ValueEntry
-from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.links import choice_of, items_of, number, parameters_of, query_of, text_of
 from hookline.views.page.page_state import PageState, gaps_of, notices_of, totals_of
 from hookline.views.page.render import script_hashes, template_of
+from hookline.views.page.request_guard import Guard, Rules
 from hookline.views.page.results import comparison_data, comparison_title, last_part, packed
 from hookline.views.page.sources import OpenRecordings
 from hookline.views.page.store_page import store_data

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from hookline.errors import InputError
 from hookline.util.optional import load
-from hookline.views.page.guard import Rules, is_loopback
+from hookline.views.page.request_guard import Rules, is_loopback
 from hookline.views.page.server import SERVER_NEEDS, make_app
 from hookline.views.page.sources import OpenRecordings
 
