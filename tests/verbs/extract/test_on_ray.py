@@ -46,7 +46,10 @@ def cluster():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray.get_runtime_context().gcs_address
+    with pytest.MonkeyPatch.context() as patched:
+        # Each actor would load it, because tests of other files have.
+        patched.delitem(sys.modules, "torchvision", raising=False)
+        yield ray.get_runtime_context().gcs_address
     ray.shutdown()
     signal.signal(signal.SIGTERM, before)
     torch.set_num_threads(threads)
