@@ -134,6 +134,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_options_stand_in_the_signatures_with_their_types(make_site):
     text = make_site.signatures_page(ROOT / "docs" / "api")
     assert "**options" not in text

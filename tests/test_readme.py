@@ -48,6 +48,7 @@ def test_the_python_examples_run_in_order_and_print_as_shown(tmp_path):
     assert not left_in(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_the_table_of_verbs_says_to_type_runs(tmp_path):
     rows = re.findall(r"^\| [^|]+ \| (`.*`) \|$", README, re.MULTILINE)
     assert len(rows) >= 15

@@ -27,6 +27,7 @@ def cat(resnet):
     return resnet.preprocess(Image.fromarray(data.chelsea()))[None]
 
 
+@pytest.mark.slow
 def test_all_36_convolutions_of_resnet34_are_recorded_exactly(resnet, cat):
     model = resnet.model
     expected = {}
@@ -84,6 +85,7 @@ def test_the_outputs_before_in_place_relus_are_right_or_refused(resnet, cat):
     assert len(before_relu) == 17
 
 
+@pytest.mark.slow
 def test_features_of_resnet34_are_torchvisions_extractors(resnet, cat):
     from torchvision.models.feature_extraction import create_feature_extractor
 

@@ -195,6 +195,7 @@ def assert_refused(*args, cwd):
     complaint(run(*args, cwd=cwd))
 
 
+@pytest.mark.slow
 def test_whatever_is_given_as_input_is_refused_in_a_few_lines(traps):
     files = [path.name for path in traps.iterdir() if path.suffix != ".py"]
     for name in [*NAMES, *files]:

@@ -15,6 +15,7 @@ def run(*arguments):
     return CliRunner().invoke(app, ["profile", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_it_prints_the_modules_and_writes_the_files(tmp_path):
     trace, page = tmp_path / "trace.json", tmp_path / "profile.html"
     done = run("demo:digits", "demo", "--backward", "--trace", trace, "--out", page)

@@ -62,6 +62,7 @@ def expected(curve, name):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["moments"], ["histogram"], ["quantiles"], [*STATISTICS]])
 @pytest.mark.parametrize("rank", [None, 1])
 @given(steps=runs)

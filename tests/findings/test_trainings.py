@@ -14,12 +14,14 @@ FEW = ["a bad batch", "a NaN in a batch", "the loss explodes", "learning rate x1
 BY_NAME = {training.name: training for training in (*HEALTHY, *FAULTS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tries([t.name for t in HEALTHY], gate=["plain, SGD"]))
 def test_a_healthy_training_raises_no_alarm(name):
     findings = BY_NAME[name].run()
     assert findings.ok, str(findings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tries([t.name for t in FAULTS], gate=FEW))
 def test_the_first_finding_names_the_planted_fault(name):
     training = BY_NAME[name]

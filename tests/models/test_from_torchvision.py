@@ -74,6 +74,7 @@ def cache(hub_dir, content) -> None:
     torch.save(content, folder / weights.url.rpartition("/")[2])
 
 
+@pytest.mark.slow
 def test_default_weights_are_read_from_torchs_cache(hub_dir, resnet18):
     state = {key: value + 1 for key, value in resnet18.model.state_dict().items()}
     cache(hub_dir, state)
@@ -87,6 +88,7 @@ def test_a_cached_checkpoint_that_needs_unpickling_is_refused(hub_dir, resnet18)
         load_model("torchvision:resnet18")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_file_is_loaded(tmp_path, resnet18):
     state = {f"module.{key}": value + 1 for key, value in resnet18.model.state_dict().items()}
     torch.save({"state_dict": state}, tmp_path / "mine.pth")

@@ -59,6 +59,7 @@ def test_its_sentences_mean_what_they_should(minilm):
     assert means[0] @ means[1] > 0.4 > means[0] @ means[2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rng_unchanged")
 def test_random_weights_need_the_configuration_alone(minilm_folder, minilm, tmp_path):
     shutil.copy(minilm_folder / "config.json", tmp_path)
@@ -68,6 +69,7 @@ def test_random_weights_need_the_configuration_alone(minilm_folder, minilm, tmp_
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_tokenizer_gets_none(minilm_folder, tmp_path, said):
     # transformers itself makes up an empty tokenizer for it, to which each word is unknown.
     shutil.copy(minilm_folder / "config.json", tmp_path)
@@ -80,6 +82,7 @@ def test_a_folder_without_a_tokenizer_gets_none(minilm_folder, tmp_path, said):
     assert "random:SHAPE" in said(raised)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_file_is_loaded(minilm_folder, minilm):
     loaded = load_model(f"hf:{minilm_folder}", weights=minilm_folder / "model.safetensors")
     weight = loaded.model.encoder.layer[5].output.dense.weight
@@ -134,6 +137,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end(transformers, tmp_path):
     assert loaded.tokenize(["a", "a cat"])["input_ids"].tolist() == [[0, 2], [0, 1]]
 
 
+@pytest.mark.slow
 def test_a_configuration_without_a_model_is_read_by_its_type(minilm_folder, tmp_path):
     config = json.loads((minilm_folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["pipeline"]}))

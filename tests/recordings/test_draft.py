@@ -113,6 +113,7 @@ def test_a_file_of_others_in_the_folder_of_a_rank_is_kept(tmp_path):
     assert (folder / "rank0" / "thesis.txt").exists()
 
 
+@pytest.mark.slow
 def test_of_two_writers_one_wins_and_a_reader_sees_either(tmp_path):
     folder = recorded(0).save(tmp_path / "run")
     errors, seen, writing = [], set(), [1, 2]

@@ -108,6 +108,7 @@ def test_flipped_bytes_anywhere_give_right_values_or_an_error(whole, which, chan
             (folder / path).write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_flip_in_each_region_of_each_file_is_an_error(whole, which):
     """Of a small folder no byte is unguarded, but for those that nobody reads."""

@@ -57,6 +57,7 @@ def cases(draw):
     return shape, mesh, [draw(placement) for _ in mesh]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_parts_join_to_the_whole_they_were_cut_from(case):

@@ -48,6 +48,7 @@ def warned_of(text):
     return pytest.warns(hl.HooklineWarning, match=text) if text else nullcontext()
 
 
+@pytest.mark.slow
 @each("values")
 def test_values_are_those_of_torchs_hooks(regime, site):
     verbs = regime.verbs("values")
@@ -124,6 +125,7 @@ def test_check_changes_no_bit_and_finds_nothing(regime, site):
     assert unchanged(regime, hl.check).findings == []
 
 
+@pytest.mark.slow
 @each("profile")
 def test_profile_changes_no_bit_and_times_each_module_that_ran(regime, site):
     prof = unchanged(regime, hl.profile)

@@ -163,6 +163,7 @@ def train(steps, *, is_checkpointed, attach=()):
     return recorded, {"x": x.grad} | {name: p.grad for name, p in net.named_parameters()}
 
 
+@pytest.mark.slow
 @all_sizes
 @given(programs)
 def test_each_gradient_is_that_without_checkpoints(steps):

@@ -122,6 +122,7 @@ def test_twenty_steps_are_the_same_bit_for_bit_with_a_line_on(case, reentrant):
     assert all(len(one.backwards) == 1 for one in run.passes)
 
 
+@pytest.mark.slow
 @both
 @every_case
 def test_values_and_gradients_are_those_without_checkpointing(case, reentrant):
@@ -148,6 +149,7 @@ def tensors(value):
     return [part for part in parts or () if isinstance(part, torch.Tensor)]
 
 
+@pytest.mark.slow
 @both
 @every_case
 def test_an_edit_trains_as_without_checkpointing(case, reentrant):

@@ -10,6 +10,7 @@ import pytest
 MAKER = runpy.run_path(str(Path(__file__).parent / "table.py"))
 
 
+@pytest.mark.slow
 def test_the_tables_are_up_to_date():
     text = MAKER["PAGE"].read_text()
     assert text == MAKER["page"](text, MAKER["cells"]()), "run python tests/regimes/table.py"

@@ -74,6 +74,7 @@ def code(traced):
     return str(traced.graph).split("return")[0].count("aten")
 
 
+@pytest.mark.slow
 @pytest.mark.trap(29)
 @pytest.mark.cell(
     "`torch.export`, `torch.jit.trace`, `make_fx`",

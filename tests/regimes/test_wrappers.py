@@ -526,6 +526,7 @@ def test_a_backward_that_passes_a_parameter_by_is_a_reason(model, x, backward):
         assert "functional_call" in said
 
 
+@pytest.mark.slow
 def test_torchvisions_extractor_calls_the_innermost_modules():
     from hookline.models import load_model
 

@@ -239,6 +239,7 @@ def variance_of_means(batches, values):
     return (means.var() / (values.var() / 256)).item()
 
 
+@pytest.mark.slow
 def test_batches_vary_about_as_independent_draws_do(correlated):
     values = correlated["x"][:]
     found = variance_of_means(correlated.shuffled("x", batch_size=256), values)

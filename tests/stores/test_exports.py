@@ -141,6 +141,7 @@ def test_tables_have_the_file_and_the_label_of_a_row(labelled, tmp_path, format)
     assert found["@label"] == ["a", "a", "b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ARRAYS)
 def test_arrays_are_of_numbers_alone(labelled, tmp_path, format):
     assert set(arrays(labelled.export(tmp_path / "x", format), format)) == {"x", "@item"}

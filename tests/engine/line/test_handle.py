@@ -389,6 +389,7 @@ def test_threads_that_share_a_line_have_handles_of_their_own():
         assert len(line.report().removed) == 160
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "is_everywhere"), [one for one in BOTH if one[0] in INTERRUPTED])
 def test_interrupted_while_it_removes_it_is_on_or_off_as_a_whole(
     case, kind, is_everywhere, interrupted

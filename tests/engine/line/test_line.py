@@ -120,6 +120,7 @@ def test_an_unheld_line_goes_with_the_thread_that_ended_in_it():
     assert not len(hl.inventory(model))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:an hl.record line was dropped")
 def test_an_interrupt_at_any_line_leaves_nothing(interrupted):
     model, x = nn.Linear(2, 2), torch.ones(1, 2)

@@ -117,6 +117,7 @@ def test_the_dictionary_underneath_is_in_the_order_of_calling():
 # -- order in backward ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["one", "two"])
 @pytest.mark.parametrize("with_everywhere", [False, True])
 def test_the_order_is_the_same_whatever_was_attached_first(case, with_everywhere):
@@ -263,6 +264,7 @@ def step_until_done(interrupted, begin, attach, check, limit=3000):
     raise AssertionError("it never came to an end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [*MODULE_KINDS, "saved", "grad", "accumulated", "step_pre", "load_state_dict_pre"]
 )

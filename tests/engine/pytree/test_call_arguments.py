@@ -204,6 +204,7 @@ def test_gradients_have_argument_names_of_the_forward_that_runs():
     assert [list(one) for one in found] == [["x", "y"], ["y", "x"]]
 
 
+@pytest.mark.slow
 def test_names_in_compiled_code_are_of_the_forward_that_runs():
     torch._dynamo.reset()
 

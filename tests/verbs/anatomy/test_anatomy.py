@@ -387,6 +387,7 @@ def test_two_streams_are_refused():
         hl.anatomy(TwoStreams(Swap))
 
 
+@pytest.mark.slow
 def test_a_resnet_is_refused():
     torchvision = pytest.importorskip("torchvision")
     with pytest.raises(hl.SelectionError, match=r"on the way is layer4\.0\.relu@relu"):
@@ -428,6 +429,7 @@ def test_an_encoder_and_a_decoder_are_two_stacks():
     assert "cross_attn_out" not in encoder
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_of_timm_is_named():
     timm = pytest.importorskip("timm")
     sizes = {"depth": 2, "img_size": 32, "embed_dim": 48, "num_heads": 3}

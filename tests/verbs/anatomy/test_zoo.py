@@ -39,6 +39,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_part_of_each_block_is_proven(name):
     parts = hl.anatomy(build(name), texts())

@@ -189,6 +189,7 @@ def test_nothing_is_left_when_attaching_fails_half_way(net, left_as_found):
     assert left_as_found(net) == before
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_attaching_is_interrupted_anywhere(net, left_as_found, interrupted):
     before = left_as_found(net)
     modules = ("hookline.verbs.attach.raw_line", "hookline.engine.line.registration")

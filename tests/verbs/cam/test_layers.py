@@ -120,6 +120,7 @@ def convnext_of_torchvision():
     return ConvNeXt([CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], num_classes=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "layer", "grid"),
     [

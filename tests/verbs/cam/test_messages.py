@@ -113,6 +113,7 @@ def test_a_target_that_is_no_class(model, x, target):
     assert message.startswith(f"target must be the number of a class, got {target!r}.\nGive")
 
 
+@pytest.mark.slow
 def test_a_function_that_returns_something_else(model, x):
     for function, text in (
         (lambda out: out, "Tensor[8, 10]"),

@@ -136,6 +136,7 @@ REAL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_no_false_alarm_on_the_zoo(name):
     make, args, kwargs = REAL[name]
@@ -497,6 +498,7 @@ def test_nothing_stays_behind(net, image, left_as_found):
     assert left_as_found(net) == before
 
 
+@pytest.mark.slow
 def test_a_ctrl_c_leaves_nothing_behind(left_as_found, interrupted):
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     before = left_as_found(net)

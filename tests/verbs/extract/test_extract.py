@@ -623,6 +623,7 @@ def test_another_autocast_is_warned_of(tmp_path):
         hl.extract(net, data, "0", tmp_path / "s", dtype=torch.float32, **inputs)
 
 
+@pytest.mark.slow
 def test_other_threads_are_warned_of(model, tmp_path):
     threads = torch.get_num_threads()
     hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)

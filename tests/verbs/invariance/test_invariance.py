@@ -133,12 +133,14 @@ def test_a_compiler_that_computes_otherwise_is_named():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_left_padding_without_positions_differs_by_name():
     row = hl.invariance(model("gpt2"), {"input_ids": ids(2, 6)}, only=["padded left"]).rows[0]
     assert (row.outcome, row.first) == ("may differ", "transformer.wpe")
     assert row.why.startswith("the inputs differ: position_ids are 3 in place of 0 at token 0")
 
 
+@pytest.mark.slow
 def test_a_pooler_of_the_first_column_may_differ():
     bert = model("bert")
     invariance = hl.invariance(bert, {"input_ids": ids(2, 6)}, only=["padded with positions"])
@@ -204,6 +206,7 @@ class Encoder(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_block_that_ignores_the_mask_is_named():
     invariance = hl.invariance(Encoder(unmasked=1).eval(), ids(3, 7), only=QUICK)
     assert outcomes(invariance, "differs") == ["padded right", "padded left"]
@@ -213,6 +216,7 @@ def test_a_block_that_ignores_the_mask_is_named():
     assert hl.invariance(Encoder().eval(), ids(3, 7), only=QUICK).ok
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_not_passed_is_named():
     rows = ids(3, 7)
     rows[1, 5:] = 0

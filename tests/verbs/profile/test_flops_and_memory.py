@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_flops_are_those_of_torchs_counter(name):
@@ -498,6 +499,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_fused_recurrent_layers_have_the_flops_of_unfused_ones(name):
@@ -518,6 +520,7 @@ def test_fused_recurrent_layers_have_the_flops_of_unfused_ones(name):
     assert fused.table.notes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_packed_sequences_have_the_flops_of_their_rows(kind):
     model, lengths = Recurrent(kind), (5, 1, 3)

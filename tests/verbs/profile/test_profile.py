@@ -804,6 +804,7 @@ def test_a_second_backward_over_one_graph_adds_up(hand):
     assert prof["1.1"].time == (3, 60, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(4))
 @pytest.mark.filterwarnings("ignore::hookline.HooklineWarning")
 def test_ctrl_c_while_it_attaches_leaves_nothing(interrupted, left_as_found, first):

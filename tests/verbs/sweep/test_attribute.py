@@ -166,6 +166,7 @@ def verdict_on(function, n, scale, check=400, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", PLANTED)
 @pytest.mark.parametrize("check", [8, 20, 40])
 def test_saturated_and_cancelling_paths_are_reported_as_failing(function, check):
@@ -190,6 +191,7 @@ def test_too_small_a_sample_says_so():
     assert verdict_on("saturated", 40, 1.0, check=0).unjudged == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [nn.Tanh, nn.SiLU, nn.GELU])
 def test_healthy_nets_are_never_failing(activation):
     for seed in range(4):

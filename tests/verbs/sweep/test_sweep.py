@@ -210,6 +210,7 @@ def test_a_tensor_of_two_modules_stays_one_tensor():
         assert not sweep.notes
 
 
+@pytest.mark.slow
 def test_the_digits_net_is_swept_by_channel():
     demo = load_model("demo:digits")
     model, x = demo.model.eval(), torch.rand(2, 1, 12, 12)

@@ -339,6 +339,7 @@ def test_a_folder_that_is_deleted_while_it_is_viewed_says_so(served, runs, tmp_p
 # -- large recordings ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_table_of_2000_sites_and_50_gb_reads_no_tensor(served, tmp_path, monkeypatch):
     folder = write_large(tmp_path / "large", 2000, 25 * 1024**2)
     size = sum(file.stat().st_size for file in folder.iterdir())

@@ -88,6 +88,7 @@ def test_the_body_of_a_refused_request_is_not_waited_for(served, runs, connect):
     assert rest(connection).startswith(b"HTTP/1.1 405")
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_is_not_kept(served, runs, connect):
     server = served(runs / "a", waiting=Waiting(SOON))
     connection = connect(server)

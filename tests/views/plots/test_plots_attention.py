@@ -90,6 +90,7 @@ def test_what_has_no_heads_is_refused(recorded):
         hl.plots.attention(recorded(torch.rand(1, 1, 2, 2)), "site", sample=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_heads", "n_tokens"), [(1, 4), (7, 4), (40, 12)])
 def test_each_map_lies_inside_the_figure_and_apart(recorded, n_heads, n_tokens):
     texts = [f"token {k}" for k in range(n_tokens)]

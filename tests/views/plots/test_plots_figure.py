@@ -61,6 +61,7 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
         hl.plot  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_figure_shows_itself_in_a_notebook(net_run):
     figure = plots.channels(net_run, "stem")
     picture = Image.open(io.BytesIO(figure._repr_png_()))
@@ -82,6 +83,7 @@ def test_a_figure_is_freed_with_its_last_reference(net_run):
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_names_are_drawn_as_they_stand(tmp_path, said):
     model = nn.Sequential()
     model.add_module(SCRIPT, nn.Linear(3, 3))

@@ -22,6 +22,7 @@ EXTREMES = {
 
 
 # matplotlib's warnings of overflow, and of ends that are one, are errors here, as all are.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXTREMES)
 @pytest.mark.parametrize(
     "draw",
@@ -98,6 +99,7 @@ def test_a_difference_that_squares_do_not_hold_is_drawn(recorded, said):
     assert "1 of 1 site differ beyond noise" in said(hl.plots.compare(recorded(a), recorded(b)))
 
 
+@pytest.mark.slow
 def test_names_that_cannot_be_printed_are_escaped(tmp_path, said):
     name = "a\nb\u202e\ud800"
     model = nn.Sequential()
@@ -124,6 +126,7 @@ def test_a_reduced_tables_colours_are_those_of_what_is_drawn(recorded):
     assert all(tick == round(tick) for tick in ticks)
 
 
+@pytest.mark.slow
 def test_gradients_of_many_sites_are_a_few_lines():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
     with hl.record(model, ports="grad") as run:
