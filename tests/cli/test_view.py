@@ -186,6 +186,13 @@ def test_the_comparison_of_two_folders_is_written_into_a_file(folder, tmp_path):
     done = run("view", folder, folder, "--out", "page", cwd=tmp_path)
     assert done.stdout == "written: page/report.html\n"
     assert "Error over depth" in (tmp_path / "page" / "report.html").read_text()
+    refused = run("view", folder, folder, "--items", 1, "--out", "other", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "hookline: --items chooses items for a page that is served, got a comparison to be written,"
+        " which is of all items.\nLeave out --items, or --out.\n"
+    )
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_empty_folder_may_be_a_run_before_its_first_step(at_once, tmp_path):

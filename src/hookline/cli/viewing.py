@@ -87,9 +87,15 @@ def write_view(
 
     Raises:
         HooklineError: the folder holds nothing readable, or the file cannot be written.
+        InputError: items are chosen for a comparison.
     """
     target = page_of(out)
     if len(folders) > 1:
+        if items is not None:
+            raise InputError(
+                "--items chooses items for a page that is served, got a comparison to be written,"
+                " which is of all items.\nLeave out --items, or --out."
+            )
         names = [str(folder) for folder in folders]
         return write_comparison_page(compare(*folders), target, names), None
     folder = folders[0]
