@@ -70,17 +70,20 @@ def model_identity(model: nn.Module, *, whole: bool = False, sampled: bool = Fal
     kind = own_class(model)
     return {
         "type": f"{kind.__module__}.{kind.__qualname__}",
-        "structure": _short("\n".join(_structure(model)).encode()),
+        "structure": _short("\n".join(map(": ".join, module_texts(model).items())).encode()),
         "weights": _weights(model, whole=whole, sampled=sampled),
         "code": _code(model),
         "attributes": _attributes(model),
     }
 
 
-def _structure(model: nn.Module) -> Iterator[str]:
+def module_texts(model: nn.Module) -> dict[str, str]:
+    """Return class and `extra_repr` of each module, by its path."""
     # Not repr(model): it has the names of the classes that FSDP2 makes.
-    for path, module, kind in _own_modules(model):
-        yield f"{path}: {kind.__name__}({_ADDRESS.sub('', module.extra_repr())})"
+    return {
+        path: f"{kind.__name__}({_ADDRESS.sub('', module.extra_repr())})"
+        for path, module, kind in _own_modules(model)
+    }
 
 
 def _own_modules(model: nn.Module) -> list[tuple[str, nn.Module, type]]:

@@ -637,9 +637,14 @@ def _sites_of_part(model: Callable[[], nn.Module | None], text: str) -> list[str
 
 def are_of_one_model(a: Recording, b: Recording) -> bool:
     """Tell whether two recordings are of one model that is alive, without reading its weights."""
-    references = [source._model for source in (a, b)]
-    models = [reference() for reference in references if callable(reference)]
-    return len(models) == 2 and models[0] is not None and models[0] is models[1]
+    model = living_model(a)
+    return model is not None and model is living_model(b)
+
+
+def living_model(recording: Recording) -> nn.Module | None:
+    """Return the model of a recording of this process; None if it is gone, or of another one."""
+    reference = recording._model
+    return reference() if callable(reference) else None
 
 
 def lies_in_folder(recording: Recording) -> bool:
@@ -654,5 +659,4 @@ def _first_stored(recording: Recording) -> Stored | None:
 
 def has_lost_model(recording: Recording) -> bool:
     """Tell whether a recording of this process cannot identify its model, which is gone."""
-    reference = recording._model
-    return callable(reference) and reference() is None
+    return callable(recording._model) and living_model(recording) is None

@@ -177,16 +177,26 @@ def of_models(side_a: Side, side_b: Side, rows: list[ComparedSite]) -> list[Find
     a, b = side_a.identify(), side_b.identify()
     if a is None or b is None:
         return []
-    return list(_of_identities(a, b, _of_classes(side_a.modules, side_b.modules)))
+    of_structure = _of_structure(side_a, side_b) if a.structure != b.structure else ""
+    return list(_of_identities(a, b, of_structure))
 
 
-def _of_classes(a: Mapping[str, str], b: Mapping[str, str]) -> str:
-    """Say what shows how the structure differs: the first module of another class, if known."""
-    odd = [path for path in {**a, **b} if a.get(path) != b.get(path)]
-    if not a or not b:
+def _of_structure(a: Side, b: Side) -> str:
+    """Say what shows how the structure differs: the first module that is another, if known."""
+    if not a.modules or not b.modules:
         return "compare what print(model) says of both"
+    of_classes = _of_modules(a.modules, b.modules)
+    if of_classes:
+        return of_classes
+    texts, others = a.module_texts, b.module_texts
+    of_arguments = _of_modules(texts, others) if texts and others else ""
+    return of_arguments or "the classes are equal, so compare arguments such as eps by print(model)"
+
+
+def _of_modules(a: Mapping[str, str], b: Mapping[str, str]) -> str:
+    odd = [path for path in {**a, **b} if a.get(path) != b.get(path)]
     if not odd:
-        return "the classes are equal, so compare arguments such as eps by print(model)"
+        return ""
     ours, theirs = (side.get(odd[0], "missing") for side in (a, b))
     more = f" (and {len(odd) - 1} more)" * (len(odd) > 1)
     return f"{path_text(odd[0])} is {ours} in a, and {theirs} in b{more}"

@@ -19,13 +19,18 @@ from torch import Tensor
 from hookline.curves import Curves
 from hookline.data.npy_files import open_arrays
 from hookline.engine import ROOT, path_text
-from hookline.engine.model_fingerprint import RecordedModel
+from hookline.engine.model_fingerprint import RecordedModel, module_texts
 from hookline.engine.run_settings import Settings
 from hookline.errors import InputError
 from hookline.models.checkpoints import read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.recording import are_of_one_model, has_lost_model, lies_in_folder
+from hookline.recordings.recording import (
+    are_of_one_model,
+    has_lost_model,
+    lies_in_folder,
+    living_model,
+)
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
 from hookline.verbs.compare.floor import Kind
@@ -121,6 +126,13 @@ class Side:
     def has_lost_model(self) -> bool:
         """Tell whether it was recorded in this process, from a model that is no longer there."""
         return isinstance(self.source, Recording) and has_lost_model(self.source)
+
+    @property
+    def module_texts(self) -> dict[str, str]:
+        """Class and arguments of each module, by its path; empty if the model is not there."""
+        model = living_model(self.source) if isinstance(self.source, Recording) else None
+        texts = {} if model is None else module_texts(model)
+        return {path: " ".join(text.split()) for path, text in texts.items()}
 
     @property
     def lies_in_folder(self) -> bool:
