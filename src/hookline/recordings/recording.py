@@ -635,12 +635,6 @@ def _sites_of_part(model: Callable[[], nn.Module | None], text: str) -> list[str
     return sites_of_part(live, text)
 
 
-def are_of_one_model(a: Recording, b: Recording) -> bool:
-    """Tell whether two recordings are of one model that is alive, without reading its weights."""
-    model = living_model(a)
-    return model is not None and model is living_model(b)
-
-
 def living_model(recording: Recording) -> nn.Module | None:
     """Return the model of a recording of this process; None if it is gone, or of another one."""
     reference = recording._model

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.curves import Curves
 from hookline.data.npy_files import open_arrays
@@ -25,12 +25,7 @@ from hookline.errors import InputError
 from hookline.models.checkpoints import read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
-from hookline.recordings.recording import (
-    are_of_one_model,
-    has_lost_model,
-    lies_in_folder,
-    living_model,
-)
+from hookline.recordings.recording import has_lost_model, lies_in_folder, living_model
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
 from hookline.verbs.compare.floor import Kind
@@ -119,8 +114,12 @@ class Side:
 
     def shares_model_with(self, other: Side) -> bool:
         """Tell whether both were recorded from one model that is alive."""
-        a, b = self.source, other.source
-        return isinstance(a, Recording) and isinstance(b, Recording) and are_of_one_model(a, b)
+        model = self._living_model
+        return model is not None and model is other._living_model
+
+    @property
+    def _living_model(self) -> nn.Module | None:
+        return living_model(self.source) if isinstance(self.source, Recording) else None
 
     @property
     def has_lost_model(self) -> bool:
@@ -130,7 +129,7 @@ class Side:
     @property
     def module_texts(self) -> dict[str, str]:
         """Class and arguments of each module, by its path; empty if the model is not there."""
-        model = living_model(self.source) if isinstance(self.source, Recording) else None
+        model = self._living_model
         texts = {} if model is None else module_texts(model)
         return {path: " ".join(text.split()) for path, text in texts.items()}
 
