@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
@@ -36,11 +36,17 @@ def texts_of(batches) -> dict:
     }
 
 
+def is_utf8(text) -> bool:
+    """Whether UTF-8 has bytes for a text: not for half of a pair of UTF-16."""
+    return text == text.encode("utf-8", "ignore").decode()
+
+
 @settings(
     max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@example(lines=["\ud800", "a"], form=("\n", False, False, False), piece=4, size=2)
 @given(
     lines=st.lists(st.text(st.characters(exclude_characters="\n\rx\0"), max_size=6), min_size=1),
     form=st.tuples(st.sampled_from(["\n", "\r\n"]), st.booleans(), st.booleans(), st.booleans()),
@@ -61,7 +67,8 @@ def test_each_line_is_the_item_of_its_number(tmp_path, monkeypatch, lines, form,
     n = len(lines) - (not as_json and not is_ended and not lines[-1])
     assert source.n_items == n
     batches = whole(source)
-    wanted = {i: one for i, one in enumerate(lines[:n]) if one.strip()}
+    readable = [line.strip() and (as_json or is_utf8(line)) for line in lines[:n]]
+    wanted = {number: lines[number] for number in range(n) if readable[number]}
     assert texts_of(batches) == wanted
     skipped = [item for batch in batches for item, _ in batch.skipped]
     assert skipped == [i for i in range(n) if i not in wanted]
