@@ -188,17 +188,20 @@ def _shell(value: Any) -> Any:
     if is_dynamo_compiling() and dataclasses.is_dataclass(value):
         # A graph cannot hold copy.copy; all fields are filled later.
         return _with_attributes_of(value, object.__new__(type(value)))
-    new = _copy_of_fields(value) if isinstance(value, OrderedDict) else copy.copy(value)
+    new = _copy_of_fields(value) if _is_model_output(value) else copy.copy(value)
     if new is value:
         raise TypeError(f"{type(value).__name__} does not let itself be copied")
     # The copy of a subclass of deque lacks its attributes.
     return _with_attributes_of(value, new) if isinstance(value, deque) else new
 
 
+def _is_model_output(value: Any) -> bool:
+    """Tell whether a value is a `ModelOutput` of transformers or a class like it."""
+    return isinstance(value, OrderedDict) and dataclasses.is_dataclass(value)
+
+
 def _copy_of_fields(value: OrderedDict[Any, Any]) -> Any:
-    """Return a shallow copy of an ordered dict; of a `ModelOutput` without its slow checks."""
-    if not dataclasses.is_dataclass(value):
-        return copy.copy(value)
+    """Return a shallow copy of a `ModelOutput`, without its slow checks."""
     new = OrderedDict.__new__(type(value))
     for key, part in OrderedDict.items(value):
         OrderedDict.__setitem__(new, key, part)
@@ -217,6 +220,11 @@ def _fill(new: Any, keys: list[Key], parts: list[Any]) -> None:
         new.update(parts)
     elif isinstance(new, UserList):
         new.data = [*parts]  # a class's own copy may share the list
+    elif _is_model_output(new) and not is_dynamo_compiling():
+        # Without its slow checks: each field is an item and an attribute.
+        for key, part in zip(keys, parts, strict=True):
+            OrderedDict.__setitem__(new, key, part)
+            new.__dict__[str(key)] = part
     elif isinstance(new, MutableMapping):
         for key, part in zip(keys, parts, strict=True):
             if is_dynamo_compiling() or key not in new or new[key] is not part:

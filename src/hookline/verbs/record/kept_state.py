@@ -39,6 +39,17 @@ class _Seen(NamedTuple):
     version: int | None
     values: Tensor | None
 
+    def is_still(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is what was seen."""
+        values = self.values
+        if values is None or not _has_values(tensor):
+            return self.tensor() is tensor and self.version == _version(tensor)
+        forms = [(each.dtype, each.shape, each.device) for each in (values, tensor)]
+        if forms[0] != forms[1]:
+            return False
+        # By bytes, because NaN does not equal itself.
+        return torch.equal(flat_bytes(values), flat_bytes(tensor.detach().contiguous()))
+
 
 @final
 class KeptState:
@@ -50,17 +61,15 @@ class KeptState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._last = _marks(model)
+        self._last = _marks(model, {})
 
     def changed(self) -> list[str]:
         """Return the names of the tensors and attributes that have changed since the last look."""
-        before, self._last = self._last, _marks(self._model)
+        before, self._last = self._last, _marks(self._model, self._last)
         return [
             name
             for name in {**before, **self._last}
-            if name not in before
-            or name not in self._last
-            or not _are_same(before[name], self._last[name])
+            if before.get(name) is not self._last.get(name)
         ]
 
 
@@ -78,31 +87,37 @@ def may_keep_state(model: nn.Module) -> bool:
     )
 
 
-def _marks(model: nn.Module) -> dict[str, Any]:
+def _marks(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is seen of each tensor and plain value, by its name.
+
+    Args:
+        model: the model.
+        before: what was seen the last time, which stands for all that is still the same.
+    """
     marks: dict[str, Any] = {}
     room = _MOST_COMPARED_BYTES
     for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
         for name, value in _state_of(module):
-            key = f"{path}.{name}" if path else name
-            if type(value) in _PLAIN:  # as most are
-                marks[key] = (type(value), repr(value) if type(value) is float else value)
-            else:
-                mark = marks[key] = _seen(value, min(room, _COMPARED_BYTES))
-                room -= 0 if mark.values is None else mark.values.nbytes
+            key = prefix + name
+            mark = marks[key] = _mark(value, before.get(key), min(room, _COMPARED_BYTES))
+            if isinstance(mark, _Seen) and mark.values is not None:
+                room -= mark.values.nbytes
     return marks
 
 
-def _state_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values of a module itself, by name."""
-    for table in (parameters(module), buffers(module)):
-        yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
+def _state_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the tensors and plain values of a module itself, by name."""
+    tables = parameters(module), buffers(module)
+    state = [pair for table in tables for pair in table.items() if pair[1] is not None]
     for name, value in vars(module).items():
         if name in _OF_TORCH:
             continue
         if type(value) in _PLAIN:
-            yield name, value
+            state.append((name, value))
         else:
-            yield from _parts(name, value, _MOST_DEPTH)
+            state += _parts(name, value, _MOST_DEPTH)
+    return state
 
 
 def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
@@ -114,23 +129,26 @@ def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
             yield from _parts(f"{name}[{key!r}]", part, depth - 1)
 
 
+def _mark(value: Any, before: Any, most_bytes: int) -> Any:
+    """Return what is seen of a tensor or plain value: what was seen before, if it is the same."""
+    if isinstance(value, Tensor):
+        is_same = isinstance(before, _Seen) and before.is_still(value)
+        return before if is_same else _seen(value, most_bytes)
+    now = (type(value), repr(value) if type(value) is float else value)
+    return before if before == now else now
+
+
 def _seen(tensor: Tensor, most_bytes: int) -> _Seen:
-    version = None if tensor.is_inference() else tensor._version
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    is_compared = is_plain and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
     values = None
-    if is_compared and tensor.nbytes <= most_bytes:
+    if _has_values(tensor) and tensor.nbytes <= most_bytes:
         values = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return _Seen(weakref.ref(tensor), version, values)
+    return _Seen(weakref.ref(tensor), _version(tensor), values)
 
 
-def _are_same(before: Any, now: Any) -> bool:
-    if not isinstance(before, _Seen) or not isinstance(now, _Seen):
-        return bool(before == now)
-    old_values, new_values = before.values, now.values
-    if old_values is None or new_values is None:
-        return before.tensor() is now.tensor() and before.version == now.version
-    pair = old_values, new_values
-    old_form, new_form = ((values.dtype, values.shape, values.device) for values in pair)
-    # By bytes, because NaN does not equal itself.
-    return old_form == new_form and torch.equal(*map(flat_bytes, pair))
+def _has_values(tensor: Tensor) -> bool:
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_plain and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

@@ -76,12 +76,14 @@ class RandomStates:
 
 def generators_of(modules: Iterable[nn.Module]) -> list[torch.Generator]:
     """Return the random generators that are attributes of modules."""
-    # Not isinstance: torch's metaclass answers it in Python, for each attribute of each module.
+    attributes = [vars(module).values() for module in modules]
+    # Not isinstance: torch's metaclass answers it in Python, and few kinds make up all attributes.
+    kinds = {kind for kind in set().union(*[map(type, values) for values in attributes])
+             if torch.Generator in kind.__mro__}  # fmt: skip
+    if not kinds:
+        return []
     generators = {
-        id(value): value
-        for module in modules
-        for value in vars(module).values()
-        if torch.Generator in type(value).__mro__
+        id(value): value for values in attributes for value in values if type(value) in kinds
     }
     return list(generators.values())
 
@@ -145,7 +147,8 @@ def restore_state(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         states.restore()
         for module, is_training in flags:
-            module.training = is_training
+            if module.training is not is_training:  # to set an attribute of a module is slow
+                module.training = is_training
         for entry in saved:
             entry.table[entry.name] = entry.buffer
             if not on_copies and (entry.version is None or version(entry.buffer) != entry.version):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from hookline.engine import Line, Order, Pass
-from hookline.verbs.sweep.grid import Group, Point
+from hookline.engine import Line, Order, Pass, Site
+from hookline.verbs.sweep.grid import Point
 from hookline.verbs.sweep.rows import NoRowsError, changed_rows, with_further_rows
 from hookline.verbs.sweep.site_change import SiteChange
 
@@ -69,11 +69,12 @@ class Changing:
         self._rows: dict[str, _Rows] = {}
 
     @contextmanager
-    def hooked(self, groups: Sequence[Group]) -> Iterator[None]:
-        """Register hooks at the sites of groups for the block, as far as they have none."""
-        sites = [str(site) for group in groups for site in group.sites]
+    def hooked(self, sites: Iterable[Site]) -> Iterator[None]:
+        """Register hooks at sites for the block, as far as they have none."""
         rows = {
-            site: _Rows(self._known[site], self._size) for site in sites if site not in self._rows
+            site: _Rows(self._known[site], self._size)
+            for site in map(str, sites)
+            if site not in self._rows
         }
         if not rows:
             yield

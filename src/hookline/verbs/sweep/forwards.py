@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -16,7 +16,6 @@ from hookline.engine.pytree import tree
 from hookline.errors import FolderError, InputError
 from hookline.recordings import Recording
 from hookline.recordings.walk import walk
-from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.kept_state import KeptState, may_keep_state
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
@@ -122,11 +121,9 @@ class Forwards:
     # -- the changes -----------------------------------------------------------------------------
 
     def _plain(self, point: Point) -> float:
-        """Return the metric under one change, by an ordinary edit and a whole forward."""
-        with ExitStack() as lines:
-            for change in point.changes:
-                change.begin()
-                lines.enter_context(edit(self._model, str(change.site), change))
+        """Return the metric under one change, by a whole forward of its own."""
+        sites = [change.site for change in point.changes]
+        with self.changing.hooked(sites), self.changing.making([point], 1):
             return number_of(self._metric, self._forward(self._inputs))
 
     def go_on(self, groups: Sequence[Group], results: Results, place: str) -> None:
@@ -144,7 +141,7 @@ class Forwards:
         self.results = {point.index: results[point.index] for point in points}
 
     def settle(self, groups: Sequence[Group], n_most: int) -> None:
-        """Choose how changes share forwards: the first way that agrees with ordinary edits.
+        """Choose how changes share forwards: the first way that agrees with whole forwards.
 
         Args:
             groups: the changes.
@@ -184,7 +181,7 @@ class Forwards:
         return min(_SITE_BYTES // largest, _OUTPUT_BYTES // _n_bytes(self.output))
 
     def _is_plain(self, point: Point, plain: dict[tuple[int, ...], float]) -> bool:
-        """Tell whether a result is that of an ordinary edit, which is measured once."""
+        """Tell whether a result is that of a whole forward, which is measured once."""
         if point.index not in plain:
             plain[point.index] = self._plain(point)
         return self._agrees(self.results[point.index][0], plain[point.index])
@@ -260,7 +257,7 @@ class Forwards:
             return
         n = n if len(points) > 1 else 1
         batch, start = self._batches.of(n), self._start(group)
-        with self.changing.hooked([group]):
+        with self.changing.hooked(group.sites):
             for first in range(0, len(points), n):
                 shared = points[first : first + n]
                 with self._batches.shortened(batch, start), self.changing.making(shared, n):
@@ -281,7 +278,7 @@ class Forwards:
         batch, start = self._batches.of(1), self._start(groups[0])
         try:
             with (
-                self.changing.hooked(groups),
+                self.changing.hooked([site for group in groups for site in group.sites]),
                 self._batches.shortened(batch, start),
                 self.changing.adding(shares),
             ):
@@ -300,8 +297,8 @@ class Forwards:
 
 
 _REFUSED = {
-    True: "Each change has its own forward: sharing one gave another metric than hl.edit.",
-    False: "Whole forwards: leaving calls out gave another metric than hl.edit.",
+    True: "Each change has its own forward: sharing one gave another metric.",
+    False: "Whole forwards: leaving calls out gave another metric.",
 }
 _NO_ROWS = "Some sites have values without the rows of a batch: each change there has a forward."
 
@@ -328,8 +325,9 @@ def _modules_around(model: nn.Module, sites: Sequence[str]) -> list[tuple[str, n
     modules = module_tree(model)
     entered: set[int] = set()
     for site in sites:
-        path = parse_site(site, modules.by_path).path
-        node = modules.by_path.get(path) or modules.by_path.get(path.partition("@")[0])
+        owner, _, operation = parse_site(site, modules.by_path).path.partition("@")
+        module = modules.by_path[owner]
+        node = module if operation else module.parent
         while node is not None and id(node.module) not in entered:
             entered.add(id(node.module))
             node = node.parent

@@ -69,8 +69,9 @@ def sweep(
 
     The numbers are those of a loop with `hl.edit`, and the model runs less often. Changes share a
     forward, as rows of a batch. Modules that ended before the changed site are not run
-    again, and return what they returned in the unchanged run. Two changes are also measured by
-    `hl.edit`; if these disagree, each change has a whole forward, and `sweep.notes` says so.
+    again, and return what they returned in the unchanged run. Two changes are also measured alone,
+    in whole forwards; if these disagree, each change has a whole forward, and `sweep.notes` says
+    so.
 
     With `clean`, values of another run are put back, one site after the other. `each` names
     dimensions of the values along which they are put back part by part:
@@ -142,7 +143,8 @@ def sweep(
             numbers = {"baseline": forwards.baseline, "clean": clean_metric, "axes": grid.axes}
             folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
             forwards.go_on(grid.groups, folder.results, str(to))
-        with forwards.changing.hooked([group for group in grid.groups if not group.is_inside]):
+        outside = [site for group in grid.groups if not group.is_inside for site in group.sites]
+        with forwards.changing.hooked(outside):
             forwards.settle(grid.groups, rows)
             _measure(forwards, grid, folder, shown=options.get("progress", True))
     return _result(grid, forwards, clean_metric)
