@@ -148,6 +148,20 @@ def test_a_value_with_fewer_samples_shows_its_first(served, new_page, tmp_path):
     expect(page.locator("#pane")).to_contain_text("of 2")
 
 
+def test_what_is_being_typed_outlives_a_change_of_the_window(served, new_page, tmp_path):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3))
+    with hl.record(model) as run:
+        model(torch.rand(8, 1, 6, 6))
+    base = served(run.save(tmp_path / "run")).base
+    page = new_page(f"{base}#at=0", base)
+    sample = page.get_by_label("Sample")
+    sample.fill("5")
+    with page.expect_response(lambda answer: "sample=5" in answer.url):
+        page.set_viewport_size({"width": 1100, "height": 700})
+    expect(sample).to_be_focused()
+    expect(sample).to_have_value("5")
+
+
 def test_a_file_shows_the_same_of_the_first_sample(written, folder):
     run, page = hl.open(folder), written("#at=(root)")
     expect(page.locator("#pane .scores")).to_contain_text("sample 0 of 2")

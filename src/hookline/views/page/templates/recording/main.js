@@ -385,8 +385,15 @@
   }
   onTheme(redraw);
   let waiting = 0;
+  let width = innerWidth;
+  function fit() {
+    // A keyboard on the screen makes the window lower, while someone types into the pane.
+    if (innerWidth === width) tree.relayOut();
+    else redraw();
+    width = innerWidth;
+  }
   addEventListener("resize", () => {
     clearTimeout(waiting);
-    waiting = setTimeout(redraw, 80);
+    waiting = setTimeout(fit, 80);
   });
 })();

@@ -32,6 +32,7 @@ function makePane(host, core, view, { onClose, onStale }) {
     const { main, rest, forward, gradient } = view.table;
     const first = forward[row] ?? gradient[row];
     const body = element("div", { class: "pane-body" });
+    const focused = host.contains(document.activeElement) ? document.activeElement.id : "";
     host.replaceChildren(headOf(row, first), body);
     host.scrollTop = 0;
     for (const finding of view.findings)
@@ -58,7 +59,7 @@ function makePane(host, core, view, { onClose, onStale }) {
       maps: element("div", { class: "maps" }),
     };
     body.append(boxes.over, boxes.maps);
-    showMaps(boxes, pair);
+    showMaps(boxes, pair, focused);
     const others = [...Object.values(main[row]), ...rest[row]].filter(
       (value) => !pair.includes(value),
     );
@@ -211,7 +212,7 @@ function makePane(host, core, view, { onClose, onStale }) {
 
   // -- maps --------------------------------------------------------------------------------------
 
-  async function showMaps(boxes, pair) {
+  async function showMaps(boxes, pair, focused = "") {
     const ticket = (asked += 1);
     const answer = isServed ? await askMaps(pair[0]) : embeddedAnswer(pair);
     if (ticket !== asked || !answer) return;
@@ -246,6 +247,7 @@ function makePane(host, core, view, { onClose, onStale }) {
       boxes.maps.replaceChildren(
         element("p", { class: "quiet" }, "Its picture did not fit into the file."),
       );
+    if (focused && document.activeElement === document.body) byId(focused)?.focus();
   }
 
   const isGradient = (value) => core.ports[values.port[value]].startsWith("grad");
@@ -310,7 +312,11 @@ function makePane(host, core, view, { onClose, onStale }) {
         min: 0,
         max: samples - 1,
         value: maps.sample,
-        onchange: () => choose({ sample: clamp(Math.round(Number(input.value)), 0, samples - 1) }),
+        oninput: () => {
+          choice.sample = clamp(Math.round(Number(input.value)), 0, samples - 1);
+          asked += 1; // an answer on its way would draw over what is being typed
+        },
+        onchange: ask,
       });
       box.append(
         element("label", {}, "Sample ", input, soft(` of ${samples.toLocaleString("en")}`)),
