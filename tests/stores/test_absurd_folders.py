@@ -188,6 +188,15 @@ def test_a_field_of_a_store_that_lies_is_named(folders, path, value, field):
     shutil.rmtree(folder)
 
 
+def test_tokens_of_no_item_are_refused(folders):
+    manifest = json.loads((folders / "tokens" / "manifest.json").read_text())
+    folder = with_manifest(folders / "tokens", replaced(manifest, ("shards", "items", 0), 0))
+    with pytest.raises(
+        hl.FolderError, match=r"shards\.items must not be 0 where shards\.rows is not"
+    ):
+        hl.open(folder)
+
+
 @pytest.mark.parametrize("field", ["batch_size", "shard_batches"])
 def test_a_job_of_empty_shards_is_neither_merged_nor_resumed(folders, field):
     manifest = json.loads((folders / "store" / "manifest.json").read_text())

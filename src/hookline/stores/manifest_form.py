@@ -99,6 +99,8 @@ def _check_counts(shards: Mapping[str, Any], columns: list[dict[str, Any]]) -> N
     is_ragged = any(column["per"] == "token" for column in columns)
     if not is_ragged and shards["rows"] != shards["items"]:
         raise ValueError("shards.rows must be shards.items where rows are items")
+    if any(n_rows and not n for n_rows, n in zip(shards["rows"], shards["items"], strict=True)):
+        raise ValueError("shards.items must not be 0 where shards.rows is not")
     n_bytes = {"item": 16 if is_ragged else 8, "token": 0}  # the store's own columns
     for column in columns:
         row_bytes = math.prod(column["shape"]) * DTYPES[column["dtype"]].itemsize
