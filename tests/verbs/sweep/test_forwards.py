@@ -22,3 +22,8 @@ def test_what_is_called_inside_of_other_modules_is_left_out(sites, known):
     parts = {"a": nn.Sequential(nn.ReLU()), "b": nn.Sequential(nn.ReLU(), nn.Tanh())}
     around = _modules_around(nn.ModuleDict(parts), sites)
     assert [path for path, _ in around] == ["", *known]
+
+
+def test_a_module_may_have_the_name_of_an_operation():
+    model = nn.ModuleDict({"a@b": nn.ReLU()})
+    assert [path for path, _ in _modules_around(model, ["a@b"])] == ["", "a@b"]

@@ -325,9 +325,10 @@ def _modules_around(model: nn.Module, sites: Sequence[str]) -> list[tuple[str, n
     modules = module_tree(model)
     entered: set[int] = set()
     for site in sites:
-        owner, _, operation = parse_site(site, modules.by_path).path.partition("@")
-        module = modules.by_path[owner]
-        node = module if operation else module.parent
+        path = parse_site(site, modules.by_path).path
+        module = modules.by_path.get(path)
+        # The calls inside of a changed module need not be known; those around an operation must.
+        node = module.parent if module else modules.by_path[path.partition("@")[0]]
         while node is not None and id(node.module) not in entered:
             entered.add(id(node.module))
             node = node.parent
