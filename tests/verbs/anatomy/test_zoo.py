@@ -27,7 +27,7 @@ PARTLY = {
 }
 GATE = [
     "bloom", "cohere2", "deepseek_v3", "falcon", "gemma4_text", "glm4", "gpt_oss", "jamba",
-    "minicpm3", "nemotron_h", "olmo3", "qwen3_next",
+    "minicpm3", "nemotron_h", "olmo3", "qwen3_next", "xlnet",
 ]  # fmt: skip
 OUTS = ("attn_out", "cross_attn_out", "mixer_out", "mlp_out")
 

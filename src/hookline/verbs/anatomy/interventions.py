@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from hookline.engine.pytree import tree
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.identity_errors import CLOSE
 from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of, stream_site
@@ -95,8 +96,7 @@ class Interventions:
         return lambda value: mixed.clone()
 
     def _by_token(self, stream: Tensor) -> Tensor:
-        """Return a view of a stream with its tokens first."""
-        return stream.transpose(0, 1) if stream.dim() > 2 else stream
+        return by_token(stream, self._inputs)
 
     def _core_site(self, core: Event) -> str | None:
         places = [p for p in core.outputs[0].places if p.kind == "operation"]
@@ -125,6 +125,20 @@ class Interventions:
         after = self._by_token(run[site].reshape(shape)).double().flatten(1)
         off = (after - before).abs().amax(1) / before.abs().max()
         return float(torch.cat([off[:_TOKEN], off[_TOKEN + 1 :]]).max())
+
+
+def by_token(stream: Tensor, inputs: Any) -> Tensor:
+    """Return a view of a stream with its tokens first.
+
+    Most streams are (rows, tokens, features). XLNet's is (tokens, rows, features), which its ids
+    tell, of shape (rows, tokens).
+    """
+    if stream.dim() < 3:
+        return stream
+    rows_and_tokens = stream.shape[:2]
+    shapes = [tensor.shape for _, tensor in tree.tensors(inputs)]
+    is_first = rows_and_tokens not in shapes and rows_and_tokens[::-1] in shapes
+    return stream if is_first else stream.transpose(0, 1)
 
 
 def _disturb(numbers: Tensor) -> None:

@@ -24,7 +24,7 @@ from hookline.verbs.anatomy.claims import Claim, claims_of
 from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
 from hookline.verbs.anatomy.identity_errors import limit
 from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
-from hookline.verbs.anatomy.interventions import Interventions
+from hookline.verbs.anatomy.interventions import Interventions, by_token
 from hookline.verbs.anatomy.part_names import PartNames
 from hookline.verbs.anatomy.parts import Layer, layer_of, name_layer, refuse_several_streams
 from hookline.verbs.anatomy.stacks import stacks_of
@@ -86,7 +86,7 @@ def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
     trace = traced(model, inputs[0])
     stacks = _stacks(model, trace)
     for stack in stacks:
-        _check_tokens(stack)
+        _check_tokens(stack, inputs[0])
         Interventions(model, trace, inputs[0], stack.layers).tell_apart()
         claims = list(_name(model, trace, stack, is_last=stack is stacks[-1]))
         _prove(model, stack, claims, inputs)
@@ -95,9 +95,8 @@ def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
     return stacks
 
 
-def _check_tokens(stack: Stack) -> None:
-    shape = stack.layers[0].block.pre.tensor.shape
-    n_tokens = shape[1] if len(shape) > 2 else shape[0]
+def _check_tokens(stack: Stack, inputs: Any) -> None:
+    n_tokens = len(by_token(stack.layers[0].block.pre.tensor, inputs))
     if n_tokens < _FEWEST_TOKENS:
         raise InputError(
             f"inputs must have at least {_FEWEST_TOKENS} tokens, got {n_tokens} at"
