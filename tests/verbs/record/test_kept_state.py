@@ -186,3 +186,12 @@ def test_a_container_in_training_mode_keeps_no_state(training):
     model = nn.Sequential(nn.BatchNorm1d(6)).train()
     model[0].train(training)
     assert may_keep_state(model) == training
+
+
+def test_a_tensor_of_another_form_has_changed():
+    model = Recurrent("in place")
+    state = KeptState(model)
+    for other in (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32)):
+        model.h = other  # of the same bytes
+        assert state.changed() == ["h"]
+        assert state.changed() == []
