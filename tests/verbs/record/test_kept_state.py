@@ -195,3 +195,30 @@ def test_a_tensor_of_another_form_has_changed():
         model.h = other  # of the same bytes
         assert state.changed() == ["h"]
         assert state.changed() == []
+
+
+COMPLEX = torch.tensor([1 + 2j, 3 - 1j])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        COMPLEX.conj(),
+        COMPLEX.conj().imag,
+        torch.tensor(1.0),
+        torch.arange(12.0).reshape(3, 4)[1:, ::2],
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.tensor([float("nan")]),
+        torch.empty(0),
+        torch.zeros(1).expand(4),
+    ],
+    ids=["conjugate", "negative", "number", "part", "transposed", "NaN", "empty", "expanded"],
+)
+def test_a_tensor_of_any_layout_is_compared_by_its_values(tensor):
+    model = Recurrent("in place")
+    model.h = tensor
+    state = KeptState(model)
+    assert state.changed() == []
+    model.h = tensor + 1
+    is_the_same = not tensor.numel() or bool(tensor.isnan().all())
+    assert state.changed() == ([] if is_the_same else ["h"])

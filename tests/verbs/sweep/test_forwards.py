@@ -27,3 +27,5 @@ def test_what_is_called_inside_of_other_modules_is_left_out(sites, known):
 def test_a_module_may_have_the_name_of_an_operation():
     model = nn.ModuleDict({"a@b": nn.ReLU()})
     assert [path for path, _ in _modules_around(model, ["a@b"])] == ["", "a@b"]
+    inside = nn.ModuleDict({"a@b": nn.Sequential(nn.ReLU())})
+    assert [path for path, _ in _modules_around(inside, ["a@b@relu"])] == ["", "a@b", "a@b.0"]

@@ -135,10 +135,10 @@ def by_token(stream: Tensor, inputs: Any) -> Tensor:
     """
     if stream.dim() < 3:
         return stream
-    rows_and_tokens = stream.shape[:2]
+    first_two = stream.shape[:2]
     shapes = [tensor.shape for _, tensor in tree.tensors(inputs)]
-    is_first = rows_and_tokens not in shapes and rows_and_tokens[::-1] in shapes
-    return stream if is_first else stream.transpose(0, 1)
+    has_tokens_first = first_two not in shapes and first_two[::-1] in shapes
+    return stream if has_tokens_first else stream.transpose(0, 1)
 
 
 def _disturb(numbers: Tensor) -> None:

@@ -78,8 +78,8 @@ def generators_of(modules: Iterable[nn.Module]) -> list[torch.Generator]:
     """Return the random generators that are attributes of modules."""
     attributes = [vars(module).values() for module in modules]
     # Not isinstance: torch's metaclass answers it in Python, and few kinds make up all attributes.
-    kinds = {kind for kind in set().union(*[map(type, values) for values in attributes])
-             if torch.Generator in kind.__mro__}  # fmt: skip
+    kinds: set[type] = set().union(*[map(type, values) for values in attributes])
+    kinds = {kind for kind in kinds if torch.Generator in kind.__mro__}
     if not kinds:
         return []
     generators = {

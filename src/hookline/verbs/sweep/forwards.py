@@ -326,9 +326,9 @@ def _modules_around(model: nn.Module, sites: Sequence[str]) -> list[tuple[str, n
     entered: set[int] = set()
     for site in sites:
         path = parse_site(site, modules.by_path).path
-        module = modules.by_path.get(path)
+        changed = modules.by_path.get(path)
         # The calls inside of a changed module need not be known; those around an operation must.
-        node = module.parent if module else modules.by_path[path.partition("@")[0]]
+        node = changed.parent if changed else modules.by_path[path.rpartition("@")[0]]
         while node is not None and id(node.module) not in entered:
             entered.add(id(node.module))
             node = node.parent

@@ -121,16 +121,16 @@ class Tape:
         return self._n_events
 
     def _note(self, call: Call, output: Any) -> None:
-        if isinstance(output, Tensor):  # which most are
-            tensors, same = [output], output
-        else:
-            tensors = []
-            same = tree.map_tensors(partial(_noted, tensors), output)  # a cache may go on growing
+        is_tensor = isinstance(output, Tensor)  # which most are
+        tensors = [output] if is_tensor else [tensor for _, tensor in tree.tensors(output)]
         if self._kept is not None and call.number not in self._kept:
             call.output = [tensor.shape for tensor in tensors]
             return
-        is_copied = call.number in self._copied
-        call.output = tree.map_tensors(self._copy, output) if is_copied else same
+        call.output = output
+        if call.number in self._copied:
+            call.output = tree.map_tensors(self._copy, output)
+        elif not is_tensor:
+            call.output = tree.map_tensors(_same, output)  # a cache may go on growing
         self._seen += [(call.number, tensor, _version(tensor)) for tensor in tensors]
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -333,9 +333,4 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _noted(tensors: list[Tensor], tensor: Tensor) -> Tensor:
-    tensors.append(tensor)
     return tensor
