@@ -53,7 +53,10 @@ def windows(browser):
 
 @pytest.fixture
 def new_page(windows):
-    """Open an address in an empty window; what it logs or asks for elsewhere is an error."""
+    """Open an address in an empty window, and wait until its page is drawn.
+
+    What it logs or asks for elsewhere is an error.
+    """
     complaints, taken = [], []
 
     def new_page(address, base, viewport=SIZE, color_scheme="light"):
@@ -70,6 +73,7 @@ def new_page(windows):
             page.on(event, listener)
         taken.append((page, listeners))
         page.goto(address)
+        page.wait_for_selector("body[data-ready], main.message")  # its script has drawn
         return page
 
     yield new_page

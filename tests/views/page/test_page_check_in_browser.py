@@ -36,14 +36,9 @@ def kept(tmp_path_factory):
 def page(request, kept, served, new_page, tmp_path):
     if request.param == "served":
         base = served(kept.file).base
-        return ready(new_page(base, base))
+        return new_page(base, base)
     path = hl.write_page(kept, tmp_path / "finding.html")
-    return ready(new_page(path.as_uri(), path.as_uri()))
-
-
-def ready(page):
-    expect(page.locator("body[data-ready]")).to_be_visible()
-    return page
+    return new_page(path.as_uri(), path.as_uri())
 
 
 def chain(page):
@@ -88,7 +83,7 @@ def test_an_observation_and_a_held_value_have_pages(new_page, tmp_path):
     with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
         model(torch.ones(1, 2))
     held = hl.write_page(caught.value.finding, tmp_path / "held.html").as_uri()
-    page = ready(new_page(held, held))
+    page = new_page(held, held)
     assert chain(page)[0][:2] == ["weightsuspect", "held it"]
     expect(page.locator("#where")).not_to_contain_text("replay")
 
@@ -111,7 +106,7 @@ def test_another_file_is_refused(tmp_path, served):
 def test_axe_finds_no_fault_at_any_width(kept, tmp_path, new_page, scheme, width):
     path = hl.write_page(kept, tmp_path / "finding.html")
     size = {"width": width, "height": 900}
-    page = ready(new_page(path.as_uri(), path.as_uri(), color_scheme=scheme, viewport=size))
+    page = new_page(path.as_uri(), path.as_uri(), color_scheme=scheme, viewport=size)
     assert faults_of(page) == []
     wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
     assert not page.locator("html").evaluate(wide)

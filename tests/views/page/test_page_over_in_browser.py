@@ -47,7 +47,6 @@ def visit(served, new_page, folder):  # in this order: the pages are closed befo
     def visit(path, **options):
         server = served(folder)
         page = new_page(server.base + path, server.base, **options)
-        expect(page.locator("body[data-ready]")).to_be_visible()
         expect(page.get_by_role("button", name=re.compile("^Measur"))).to_be_hidden()
         expect(page.locator(".over-figures").first).to_be_visible()
         return page
@@ -59,9 +58,7 @@ def visit(served, new_page, folder):  # in this order: the pages are closed befo
 def written(new_page, folder):
     def written(path, **options):
         address = (folder.parent / "report.html").as_uri()
-        page = new_page(address + path, address, **options)
-        expect(page.locator("body[data-ready]")).to_be_visible()
-        return page
+        return new_page(address + path, address, **options)
 
     return written
 
@@ -184,7 +181,6 @@ def test_a_file_shows_the_pictures_and_numbers_of_each_pass(new_page, tmp_path):
             model((1 + step) * torch.rand(1, 3, 8, 8))[:, step].sum().backward()
     address = hl.write_page(run, tmp_path / "report.html").as_uri()
     page = new_page(f"{address}#at=0&pass=0", address)
-    expect(page.locator("body[data-ready]")).to_be_visible()
     sources = []
     for number in range(3):
         page.get_by_label("Pass").select_option(str(number))

@@ -45,7 +45,7 @@ def run(tmp_path):
 def visit(served, new_page):  # in this order: the pages are closed before the server
     def visit(run, path="", **options):
         server = served(run.folder.path)
-        return ready(new_page(server.base + path, server.base, **options))
+        return new_page(server.base + path, server.base, **options)
 
     return visit
 
@@ -57,12 +57,7 @@ def page(request, run, visit, new_page, tmp_path):
     if request.param == "served":
         return visit(run)
     address = write_curves_page(run.folder.path, tmp_path / "report.html").as_uri()
-    return ready(new_page(address, address))
-
-
-def ready(page):
-    expect(page.locator("body[data-ready]")).to_be_visible()
-    return page
+    return new_page(address, address)
 
 
 def is_chosen(page, site, text):
@@ -306,7 +301,7 @@ def test_a_jump_has_its_factor_in_the_finding_alone(new_page, tmp_path):
         for k in range(40):
             seen.log(loss=model(torch.ones(2, 4) * (1e4 if k > 29 else 1.0)).square().mean())
     address = write_curves_page(tmp_path / "run", tmp_path / "report.html").as_uri()
-    page = ready(new_page(address, address))
+    page = new_page(address, address)
     numbers = page.locator("#pane dl.numbers").first
     expect(numbers).to_contain_text("median of all steps")
     assert "of the median" not in numbers.inner_text()

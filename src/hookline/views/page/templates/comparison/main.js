@@ -17,6 +17,7 @@
   const text = (name, number) => (name === "norm_ratio" ? ratioText : numberText)(numberOf(number));
   const data = await received();
   if (data) show(data);
+  document.body.dataset.ready = "1";
 
   // The comparison: in the page, or from the server once it has compared.
   async function received() {
@@ -373,6 +374,5 @@
       grid.show(items(), 0);
       tell();
     }
-    document.body.dataset.ready = "1";
   }
 })();

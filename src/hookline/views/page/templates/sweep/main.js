@@ -300,12 +300,13 @@
   showChoices();
   showLargest();
   show();
-  document.body.dataset.ready = "1";
   const [first] = ranked;
-  if (first === undefined) return;
-  const indices = indicesOf[first];
-  map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], {
-    tells: false,
-  });
-  tell(first);
+  if (first !== undefined) {
+    const indices = indicesOf[first];
+    map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], {
+      tells: false,
+    });
+    tell(first);
+  }
+  document.body.dataset.ready = "1";
 })();
