@@ -437,6 +437,31 @@ def test_a_model_that_draws_random_numbers_is_refused():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_site_that_is_not_reached_is_refused_with_the_reason(left_as_found):
+    model = nn.ModuleDict({"used": nn.Linear(4, 2), "unused": nn.Linear(4, 2)}).eval()
+    model.forward = lambda x: model["used"](x)
+    before = left_as_found(model)
+    changes = {"used": hl.edits.scale(0), "unused": hl.edits.scale(0)}
+    with pytest.raises(hl.NotRecordedError, match="unused was selected, but has no value: not reached"):
+        hl.sweep(model, X, changes, metric)
+    assert left_as_found(model) == before
+
+
+def test_a_site_that_is_reached_in_later_runs_alone_is_refused():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.later, self.n_runs = nn.Linear(4, 2), nn.Identity(), 0
+
+        def forward(self, x):
+            self.n_runs += 1
+            x = self.first(x)
+            return x if self.n_runs == 1 else self.later(x)
+
+    with pytest.raises(hl.InputError, match="later in the second run alone"):
+        hl.sweep(Late().eval(), X, {"later": hl.edits.scale(0)}, metric)
+
+
 # -- what is shared, and what is not ---------------------------------------------------------------
 
 

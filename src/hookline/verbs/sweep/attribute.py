@@ -15,6 +15,7 @@ from hookline.engine import Selector
 from hookline.errors import InputError, only_options, positive_integer
 from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import Inputs, call
+from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.effects import Attribution
 from hookline.verbs.sweep.forwards import Forwards, recorded_run
 from hookline.verbs.sweep.grid import (
@@ -145,7 +146,7 @@ def attribute(
         grid = Grid(entries, each, start.values)
         measured = np.full(grid.shape, np.nan)
         if n_checked:
-            forwards = Forwards(model, run, inputs, metric, list(goals))
+            forwards = Forwards(Changing(model, list(goals), inputs), run, inputs, metric)
             refuse_constant(metric, forwards.output, forwards.baseline)
             forwards.measure(_sampled(grid.groups, n_checked))
             for index, (number, _) in forwards.results.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from hookline.engine import Line, Order, Pass, Site
 from hookline.verbs.sweep.grid import Point
-from hookline.verbs.sweep.rows import NoRowsError, changed_rows, with_further_rows
+from hookline.verbs.sweep.rows import (
+    NoRowsError,
+    batch_size,
+    changed_rows,
+    copy_of,
+    with_further_rows,
+)
 from hookline.verbs.sweep.site_change import SiteChange
 
 
@@ -21,7 +27,8 @@ class _Rows:
     """The changes at one site in the running forward.
 
     Args:
-        known: the value at the site in the unchanged run.
+        site: the site.
+        known: the values that are known, by site.
         size: the size of the batch.
 
     Attributes:
@@ -31,7 +38,8 @@ class _Rows:
         adds: whether the rows of the changes come to the value here, behind those that it has.
     """
 
-    known: Any
+    site: str
+    known: dict[str, Any]
     size: int
     changes: list[Sequence[SiteChange]] = field(default_factory=list)
     n: int = 1
@@ -39,14 +47,17 @@ class _Rows:
 
     def changed(self, current: Pass, value: Any) -> Any:
         """Return the changed value; None in the forwards of other sites."""
+        known = self.known.get(self.site)
+        if known is None:
+            self.known[self.site] = copy_of(value)
         for changes in self.changes:
             if self.n == 1 and not self.adds:
                 value = changes[0](value)
-            elif isinstance(value, Tensor) and isinstance(self.known, Tensor):
+            elif isinstance(value, Tensor) and isinstance(known, Tensor):
                 if self.adds:
-                    value = with_further_rows(value, self.known, changes, self.n, self.size)
+                    value = with_further_rows(value, known, changes, self.n, self.size)
                 else:
-                    value = changed_rows(value, self.known, changes, self.n)
+                    value = changed_rows(value, known, changes, self.n)
             else:
                 raise NoRowsError
         return value if self.changes else None
@@ -56,30 +67,36 @@ class _Rows:
 class Changing:
     """Hooks at the sites of changes, which change what one forward is asked to.
 
+    The first forward must make none: the values that it has at the sites are known from then on.
+
     Args:
         model: the model.
-        known: the value at each site in the unchanged run.
-        size: the size of the batch.
+        sites: the sites of all changes.
+        inputs: the inputs.
+
+    Attributes:
+        known: a copy of the first value that came to each site.
     """
 
-    def __init__(self, model: nn.Module, known: Mapping[str, Any], size: int) -> None:
-        self._model = model
-        self._known = known
-        self._size = size
+    def __init__(self, model: nn.Module, sites: Sequence[str], inputs: Any) -> None:
+        self.model: nn.Module = model
+        self.sites: Sequence[str] = sites
+        self._size = batch_size(inputs) or 0
+        self.known: dict[str, Any] = {}
         self._rows: dict[str, _Rows] = {}
 
     @contextmanager
-    def hooked(self, sites: Iterable[Site]) -> Iterator[None]:
+    def hooked(self, sites: Iterable[Site | str]) -> Iterator[None]:
         """Register hooks at sites for the block, as far as they have none."""
         rows = {
-            site: _Rows(self._known[site], self._size)
+            site: _Rows(site, self.known, self._size)
             for site in map(str, sites)
             if site not in self._rows
         }
         if not rows:
             yield
             return
-        line = Line(self._model, name="sweep")
+        line = Line(self.model, name="sweep")
         line.options.lenient = True
         line.tap(line.select(list(rows)), lambda site: rows[str(site)].changed, Order.EDIT)
         with line:

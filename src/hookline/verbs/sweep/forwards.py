@@ -15,7 +15,6 @@ from hookline.engine import Line, Selector, is_scripted, module_tree, parse_site
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, InputError
 from hookline.recordings import Recording
-from hookline.recordings.walk import walk
 from hookline.verbs.record.kept_state import KeptState, may_keep_state
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
@@ -24,7 +23,7 @@ from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.folder import Results
 from hookline.verbs.sweep.grid import Group, Point
 from hookline.verbs.sweep.metric import Metric, number_of
-from hookline.verbs.sweep.rows import NoRowsError, batch_size, parts_of, tolerance
+from hookline.verbs.sweep.rows import NoRowsError, batch_size, copy_of, parts_of, tolerance
 from hookline.verbs.sweep.tape import Tape
 
 _FEWEST = 4  # changes; for fewer, the recorded and the checked runs cost more than they save
@@ -38,14 +37,13 @@ class Forwards:
     """Runs of one model on one input, each with a change or with several.
 
     Args:
-        model: the model.
+        changing: makes the changes of a run. What it knows is from the unchanged run, which is the
+            first.
         run: runs the model on inputs, and returns what the metric reads.
         inputs: the inputs.
         metric: the metric.
-        sites: the sites that are changed.
 
     Attributes:
-        known: the value at each site in the unchanged run; of several calls, that of the first.
         baseline: the metric of the unchanged run.
         output: what the metric has read in the unchanged run.
         results: the metric of each change so far, and whether it has moved a value, by its index.
@@ -56,15 +54,11 @@ class Forwards:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        run: Callable[[Any], Any],
-        inputs: Any,
-        metric: Metric,
-        sites: Sequence[str],
+        self, changing: Changing, run: Callable[[Any], Any], inputs: Any, metric: Metric
     ) -> None:
-        self._model, self._run, self._inputs, self._metric = model, run, inputs, metric
-        modules = _modules_around(model, sites)
+        self._changing, self._run, self._inputs, self._metric = changing, run, inputs, metric
+        model = changing.model
+        modules = _modules_around(model, changing.sites)
         self.results: Results = {}
         self.n_rows: int = 1
         self.joins: bool = False
@@ -73,10 +67,7 @@ class Forwards:
         self.notes: list[str] = []
         tape = Tape(modules)
         state = KeptState(model) if may_keep_state(model) else None
-        self.output: Any
-        self.output, recording = self._first_run(tape, sites)
-        self.known: dict[str, Any] = first_values(recording)
-        self.changing: Changing = Changing(model, self.known, batch_size(inputs) or 0)
+        self.output: Any = self._first_run(tape)
         self._batches = Batches(modules, self._forward, inputs, tape)
         self.baseline: float = number_of(metric, copy_of(self.output))
         changed = state.changed() if state else []
@@ -86,21 +77,27 @@ class Forwards:
                 f"One forward a change: each run changes the model's state ({listed(changed, 3)})."
             )
 
-    def _first_run(self, tape: Tape, sites: Sequence[str]) -> tuple[Any, Recording]:
+    def _first_run(self, tape: Tape) -> Any:
         """Run the model without a change, and see what it does.
 
         Args:
             tape: records the calls.
-            sites: the sites whose values are recorded.
+
+        Returns:
+            What the metric reads.
 
         Raises:
             InputError: the model gives another metric when it runs again.
+            NotRecordedError: the model does not reach one of the sites.
         """
-        random = RandomStates(generators_of(self._model.modules()))
+        modules = list(self._changing.model.modules())
+        random = RandomStates(generators_of(modules))
         # Hooks in such a layer switch its fast path off, which rounds otherwise.
-        may_fuse = any(isinstance(m, nn.TransformerEncoderLayer) for m in self._model.modules())
-        with nullcontext() if may_fuse else tape.recording():
-            output, recording = recorded_run(self._model, self._forward, self._inputs, sites)
+        may_fuse = any(isinstance(module, nn.TransformerEncoderLayer) for module in modules)
+        recording = nullcontext() if may_fuse else tape.recording()
+        with self._changing.hooked(self._changing.sites), recording:
+            output = self._forward(self._inputs)
+        self._refuse_unreached()
         if may_fuse:
             with tape.recording():
                 output = self._forward(self._inputs)
@@ -112,7 +109,16 @@ class Forwards:
                     " its forward draws random numbers.\nSwitch this off, as model.eval() does"
                     " for dropout."
                 )
-        return output, recording
+        return output
+
+    def _refuse_unreached(self) -> None:
+        missing = [site for site in self._changing.sites if site not in self._changing.known]
+        if missing:
+            recorded_run(self._changing.model, self._run, self._inputs, missing)  # it says why
+            raise InputError(
+                f"the model must reach the same sites in each run, got {missing[0]} in the second"
+                " run alone: it keeps state.\nReset this state first, or leave the site out."
+            )
 
     def _forward(self, inputs: Any) -> Any:
         self.count += 1
@@ -123,7 +129,7 @@ class Forwards:
     def _plain(self, point: Point) -> float:
         """Return the metric under one change, by a whole forward of its own."""
         sites = [change.site for change in point.changes]
-        with self.changing.hooked(sites), self.changing.making([point], 1):
+        with self._changing.hooked(sites), self._changing.making([point], 1):
             return number_of(self._metric, self._forward(self._inputs))
 
     def go_on(self, groups: Sequence[Group], results: Results, place: str) -> None:
@@ -177,7 +183,7 @@ class Forwards:
 
     def _most_that_join(self, groups: Sequence[Group]) -> int:
         """Return how many changes at several sites may share a forward."""
-        largest = max(_n_bytes(self.known[str(group.sites[0])]) for group in groups)
+        largest = max(_n_bytes(self._changing.known[str(group.sites[0])]) for group in groups)
         return min(_SITE_BYTES // largest, _OUTPUT_BYTES // _n_bytes(self.output))
 
     def _is_plain(self, point: Point, plain: dict[tuple[int, ...], float]) -> bool:
@@ -229,7 +235,7 @@ class Forwards:
     def _may_join(self, group: Group) -> bool:
         """Tell whether a group is a few changes of one tensor, at a module that runs once."""
         site = group.sites[0]
-        is_tensor = isinstance(self.known[str(site)], Tensor) and not site.leaf
+        is_tensor = isinstance(self._changing.known[str(site)], Tensor) and not site.leaf
         is_whole = len(group.sites) == 1 and self._batches.tape.runs_once(group.modules[0])
         return is_tensor and is_whole and 1 < len(self._missing(group.points)) <= self.n_rows
 
@@ -257,10 +263,10 @@ class Forwards:
             return
         n = n if len(points) > 1 else 1
         batch, start = self._batches.of(n), self._start(group)
-        with self.changing.hooked(group.sites):
+        with self._changing.hooked(group.sites):
             for first in range(0, len(points), n):
                 shared = points[first : first + n]
-                with self._batches.shortened(batch, start), self.changing.making(shared, n):
+                with self._batches.shortened(batch, start), self._changing.making(shared, n):
                     output = self._forward(batch.inputs)
                 self._note(shared, parts_of(output, self.output, n))
 
@@ -278,9 +284,9 @@ class Forwards:
         batch, start = self._batches.of(1), self._start(groups[0])
         try:
             with (
-                self.changing.hooked([site for group in groups for site in group.sites]),
+                self._changing.hooked([site for group in groups for site in group.sites]),
                 self._batches.shortened(batch, start),
-                self.changing.adding(shares),
+                self._changing.adding(shares),
             ):
                 output = self._forward(batch.inputs)
         except Exception:  # of the model; a change will raise it again
@@ -310,11 +316,6 @@ def _n_bytes(value: Any) -> int:
 
 def _is_same(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
-
-
-def copy_of(output: Any) -> Any:
-    """Copy an output, because a metric may write to it."""
-    return tree.map_tensors(Tensor.clone, output)
 
 
 def _modules_around(model: nn.Module, sites: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -356,12 +357,3 @@ def recorded_run(
         if str(site) not in recording:
             recording[site]  # raises an error that says why
     return output, recording
-
-
-def first_values(recording: Recording) -> dict[str, Any]:
-    """Return the value of each site; of several calls, that of the first."""
-    values: dict[str, Any] = {}
-    for recorded in walk(recording):
-        if str(recorded.site) not in values:
-            values[str(recorded.site)] = recorded.read()
-    return values

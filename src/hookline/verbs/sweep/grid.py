@@ -52,11 +52,6 @@ class Group:
     modules: tuple[nn.Module, ...]
     points: list[Point]
 
-    @property
-    def is_inside(self) -> bool:
-        """Tell whether a site lies inside a module's own forward, where hooks slow each run."""
-        return any(isinstance(module, Operation) for module in self.modules)
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -103,9 +98,19 @@ def _entries_at(model: nn.Module, selector: Selector, given: Any) -> list[Entry]
     return [Entry(str(place[0]), (place,), by_label) for place in _places(model, selector)]
 
 
-def sites_of(entries: list[Entry]) -> list[str]:
-    """Return all sites of the changes, each once."""
-    sites = [str(site) for entry in entries for site, _ in entry.places]
+def sites_of(entries: list[Entry], *, outside: bool = False) -> list[str]:
+    """Return all sites of the changes, each once.
+
+    Args:
+        entries: the changes.
+        outside: leave out the sites inside a module's own forward, where hooks slow each run.
+    """
+    sites = [
+        str(site)
+        for entry in entries
+        for site, module in entry.places
+        if not (outside and isinstance(module, Operation))
+    ]
     return list(dict.fromkeys(sites))
 
 

@@ -21,6 +21,11 @@ class NoRowsError(Exception):
     """A value cannot be cut into the rows of the changes that share a forward."""
 
 
+def copy_of(value: Any) -> Any:
+    """Copy the tensors of a value, because the model or a metric may write to them."""
+    return tree.map_tensors(Tensor.clone, value)
+
+
 def batch_size(inputs: Any) -> int | None:
     """Return the first size of the first tensor of the inputs; None if there is none."""
     if callable(inputs) and not isinstance(inputs, Tensor | Mapping | tuple):
@@ -167,24 +172,26 @@ def _with_changes(rows: Tensor, changes: Sequence[SiteChange], *, are_equal: boo
     """Return rows with a change in each. Of equal rows, one alone is given to each function."""
     wholes: dict[int, Tensor] = {}
     keys = [id(change.change if are_equal else change) for change in changes]
-    for key, row, change in zip(keys, rows, changes, strict=True):
+    for number, (key, change) in enumerate(zip(keys, changes, strict=True)):
         if key not in wholes:
-            wholes[key] = change.new(row)
-    if len(wholes) > 1:
-        new = torch.stack([wholes[key] for key in keys])
-    else:
-        new = wholes[keys[0]].expand_as(rows)
-    where = _parts_of_rows([change.where for change in changes], rows.shape[1:])
-    if where is not None:
-        new = torch.where(where.to(rows.device), new, rows)
-    moved = (rows != new) & ~(rows.isnan() & new.isnan())
-    for change, has_moved in zip(changes, moved.flatten(1).any(1).tolist(), strict=True):
+            wholes[key] = change.new(rows[number])
+    old = rows[:1] if are_equal else rows
+    is_alone = len(wholes) == 1  # one is made where all rows get the same
+    new = wholes[keys[0]][None] if is_alone else torch.stack([wholes[key] for key in keys])
+    moved = (old != new) & ~(old.isnan() & new.isnan())
+    places = _places_of_rows([change.where for change in changes], rows.shape[1:])
+    if places is not None:
+        places = places.to(rows.device)
+        new = torch.where(places[(..., *[None] * (rows.dim() - places.dim()))], new, old)
+        moved = moved[..., None].flatten(places.dim()).any(-1) & places
+    moved = moved.flatten(1).any(1).expand(len(rows))
+    for change, has_moved in zip(changes, moved.tolist(), strict=True):
         change.note(has_moved=has_moved)
-    return new
+    return new.expand_as(rows)
 
 
-def _parts_of_rows(parts: Sequence[tuple[slice, ...]], form: torch.Size) -> Tensor | None:
-    """Return a mask of the part of each row; None for all of each.
+def _places_of_rows(parts: Sequence[tuple[slice, ...]], form: torch.Size) -> Tensor | None:
+    """Return for each row which places of its first dimensions are in its part; None for all.
 
     Args:
         parts: for each row ranges of its first dimensions; all have as many.
@@ -192,12 +199,14 @@ def _parts_of_rows(parts: Sequence[tuple[slice, ...]], form: torch.Size) -> Tens
     """
     mask = None
     for dim, ranges in enumerate(zip(*parts, strict=True)):
-        size = form[dim]
-        bounds = np.array([part.indices(size)[:2] for part in ranges])
-        places = np.arange(size)
+        bounds = np.array([part.indices(form[dim])[:2] for part in ranges])
+        places = np.arange(form[dim])
         is_in = (places >= bounds[:, :1]) & (places < bounds[:, 1:])
-        is_in = is_in.reshape(len(parts), *[1] * dim, size, *[1] * (len(form) - dim - 1))
-        mask = is_in if mask is None else mask & is_in
+        mask = (
+            is_in
+            if mask is None
+            else mask[..., None] & is_in.reshape(len(parts), *[1] * dim, form[dim])
+        )
     return None if mask is None else torch.from_numpy(mask)
 
 

@@ -18,6 +18,7 @@ from hookline.verbs.record.prefix import Prefix
 from hookline.verbs.shared.progress_bar import progress_bar
 from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import Inputs, call
+from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.effects import Sweep
 from hookline.verbs.sweep.folder import SweepFolder, job_of
 from hookline.verbs.sweep.forwards import Forwards, recorded_run
@@ -135,16 +136,16 @@ def sweep(
         else:
             output, recording = recorded_run(model, run, copied(clean), changes)
             entries, clean_metric = patches(model, changes, recording), number_of(metric, output)
-        forwards = Forwards(model, run, inputs, metric, sites_of(entries))
-        refuse_constant(metric, forwards.output, forwards.baseline)
-        grid = Grid(entries, each, forwards.known)
-        folder = None
-        if to is not None:
-            numbers = {"baseline": forwards.baseline, "clean": clean_metric, "axes": grid.axes}
-            folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
-            forwards.go_on(grid.groups, folder.results, str(to))
-        outside = [site for group in grid.groups if not group.is_inside for site in group.sites]
-        with forwards.changing.hooked(outside):
+        changing = Changing(model, sites_of(entries), inputs)
+        with changing.hooked(sites_of(entries, outside=True)):
+            forwards = Forwards(changing, run, inputs, metric)
+            refuse_constant(metric, forwards.output, forwards.baseline)
+            grid = Grid(entries, each, changing.known)
+            folder = None
+            if to is not None:
+                numbers = {"baseline": forwards.baseline, "clean": clean_metric, "axes": grid.axes}
+                folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
+                forwards.go_on(grid.groups, folder.results, str(to))
             forwards.settle(grid.groups, rows)
             _measure(forwards, grid, folder, shown=options.get("progress", True))
     return _result(grid, forwards, clean_metric)
