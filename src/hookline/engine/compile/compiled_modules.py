@@ -101,10 +101,9 @@ def is_compiled(module: nn.Module) -> bool:
     """Tell whether calls of this module go through `torch.compile`."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    return any(
-        (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
-        for kind in type(module).__mro__
-    )
+    # Without dynamo loaded there is none.
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return kind in type(module).__mro__
 
 
 def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:

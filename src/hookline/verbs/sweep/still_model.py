@@ -25,10 +25,12 @@ def undisturbed(model: nn.Module, verb: str) -> Iterator[None]:
     Raises:
         InputError: the model is in training mode, or its first run would create parameters.
     """
-    _check_model(model, verb)
+    require_model(model, verb)
+    modules = list(model.modules())
+    _check_model(model, modules)
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
-        if any(map(is_compiled, model.modules())):
+        if any(map(is_compiled, modules)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(untouched(model))
         # Inference tensors have no versions, which tell of writes in place.
@@ -37,14 +39,13 @@ def undisturbed(model: nn.Module, verb: str) -> Iterator[None]:
         yield
 
 
-def _check_model(model: nn.Module, verb: str) -> None:
+def _check_model(model: nn.Module, modules: list[nn.Module]) -> None:
     """Refuse a model whose numbers would change from run to run.
 
     Raises:
         InputError: the model is in training mode, or its first run would create parameters.
     """
-    require_model(model, verb)
-    if any(module.training for module in model.modules()):
+    if any(module.training for module in modules):
         training = next(path for path, module in model.named_modules() if module.training)
         raise InputError(
             f"the model must be in eval mode, got {path_text(training)} in training mode, where"
