@@ -42,11 +42,12 @@ from hookline.engine.pytree.tree import local_shards
 from hookline.engine.report.replaced_parts import Lapse
 from hookline.engine.report.report import Report, facts
 from hookline.engine.selection.module_tree import (
-    ModuleNode, OperationNode, ParameterNode, module_tree, require_model,
+    ModuleNode, ModuleTree, OperationNode, ParameterNode, module_tree, require_model,
 )
 from hookline.engine.selection.part_names import has_parts, register_parts, sites_of_part
 from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
+    select_in,
 )
 from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text
 from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from hookline.engine import module_tree
 from hookline.verbs.sweep.forwards import _modules_around
+
+
+def around(model, sites):
+    return [path for path, _ in _modules_around(module_tree(model), sites)]
 
 
 @pytest.mark.parametrize(
@@ -20,12 +25,11 @@ from hookline.verbs.sweep.forwards import _modules_around
 )
 def test_what_is_called_inside_of_other_modules_is_left_out(sites, known):
     parts = {"a": nn.Sequential(nn.ReLU()), "b": nn.Sequential(nn.ReLU(), nn.Tanh())}
-    around = _modules_around(nn.ModuleDict(parts), sites)
-    assert [path for path, _ in around] == ["", *known]
+    assert around(nn.ModuleDict(parts), sites) == ["", *known]
 
 
 def test_a_module_may_have_the_name_of_an_operation():
     model = nn.ModuleDict({"a@b": nn.ReLU()})
-    assert [path for path, _ in _modules_around(model, ["a@b"])] == ["", "a@b"]
+    assert around(model, ["a@b"]) == ["", "a@b"]
     inside = nn.ModuleDict({"a@b": nn.Sequential(nn.ReLU())})
-    assert [path for path, _ in _modules_around(inside, ["a@b@relu"])] == ["", "a@b", "a@b.0"]
+    assert around(inside, ["a@b@relu"]) == ["", "a@b", "a@b.0"]

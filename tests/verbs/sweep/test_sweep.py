@@ -439,10 +439,12 @@ def test_a_model_that_draws_random_numbers_is_refused():
 
 def test_a_site_that_is_not_reached_is_refused_with_the_reason(left_as_found):
     model = nn.ModuleDict({"used": nn.Linear(4, 2), "unused": nn.Linear(4, 2)}).eval()
-    model.forward = lambda x: model["used"](x)
+    model.forward = lambda x: model["used"](x).relu()
     before = left_as_found(model)
     changes = {"used": hl.edits.scale(0), "unused": hl.edits.scale(0)}
-    with pytest.raises(hl.NotRecordedError, match="unused was selected, but has no value: not reached"):
+    with pytest.raises(
+        hl.NotRecordedError, match="unused was selected, but has no value: not reached"
+    ):
         hl.sweep(model, X, changes, metric)
     assert left_as_found(model) == before
 

@@ -85,9 +85,9 @@ class Line:
     the selected sites that never fired.
 
     Args:
-        model: the model. Or tensors by name, of which only gradients can be seen. Or
-            `hl.EVERYWHERE`, for all modules that run in this thread or async task. None is for
-            hooks on tensors alone.
+        model: the model, or its tree, which several lines can share. Or tensors by name, of which
+            only gradients can be seen. Or `hl.EVERYWHERE`, for all modules that run in this thread
+            or async task. None is for hooks on tensors alone.
         name: the name of the function that made the line, for the report and the messages.
         every_thread: True sees runs in every thread and async task. False sees only those in the
             thread or task that made the line.
@@ -100,7 +100,7 @@ class Line:
 
     def __init__(
         self,
-        model: Target | Everywhere | None,
+        model: Target | ModuleTree | Everywhere | None,
         *,
         name: str = "attach",
         every_thread: bool = False,
@@ -124,7 +124,7 @@ class Line:
         # Whether the model has layers with a fast path; None until first asked.
         self._may_fuse: bool | None = None
         self._fused: dict[int, FusedTap] = {}
-        self.root = model if isinstance(model, nn.Module) else None
+        self.root = self.module_tree.root
         self.is_everywhere: bool = isinstance(model, Everywhere)
         self._is_entered = False
         self._registrations = Registrations()

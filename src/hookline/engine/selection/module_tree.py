@@ -154,12 +154,14 @@ class ModuleTree:
         nodes: the modules, in registration order.
         kinds: the types of the modules.
         compiled: the modules that hold their compiled call.
+        root: the model, with torch's wrappers around it; None for tensors by name.
     """
 
     name: str
     nodes: list[ModuleNode]
     kinds: frozenset[type] = frozenset()
     compiled: list[nn.Module] = field(default_factory=list)
+    root: nn.Module | None = None
 
     @functools.cached_property
     def tensors(self) -> list[ParameterNode]:
@@ -189,7 +191,8 @@ def module_tree(model: nn.Module) -> ModuleTree:
     walked = _Walk()
     walked.visit(model, "", None)
     nodes = list(walked.nodes.values())
-    return ModuleTree(type(model).__name__, nodes, frozenset(walked.kinds), walked.compiled)
+    kinds = frozenset(walked.kinds)
+    return ModuleTree(type(model).__name__, nodes, kinds, walked.compiled, model)
 
 
 def tree_of_tensors(named: Mapping[str, Tensor]) -> ModuleTree:

@@ -32,8 +32,8 @@ def tree_of(target: Any, name: str) -> ModuleTree:
     """Return the module tree of a line's target.
 
     Args:
-        target: a model; `EVERYWHERE`, whose modules are not known beforehand; for `attach`, `edit`
-            and `record`, tensors by name; for `attach`, also None.
+        target: a model, or its tree; `EVERYWHERE`, whose modules are not known beforehand; for
+            `attach`, `edit` and `record`, tensors by name; for `attach`, also None.
         name: the name of the verb.
 
     Raises:
@@ -41,6 +41,8 @@ def tree_of(target: Any, name: str) -> ModuleTree:
     """
     if isinstance(target, nn.Module):
         return module_tree(target)
+    if isinstance(target, ModuleTree):
+        return target
     if isinstance(target, Everywhere):
         return ModuleTree("everywhere", [])
     if target is None and name == "attach":

@@ -19,6 +19,7 @@ from hookline.files.safetensors_file import flat_bytes
 
 _COMPARED_BYTES = 2**20  # of a tensor; a larger one counts by its identity and its version
 _MOST_COMPARED_BYTES = 2**26  # of all tensors
+_ABSENT: Any = object()  # stands for what was not there
 _MOST_DEPTH, _MOST_PARTS = 4, 1000  # of a container in an attribute
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size})
 # torch's own attributes of a module: its mode, its hooks, the tables of its parts, and that it is
@@ -72,7 +73,7 @@ class KeptState:
         return [
             name
             for name in {**before, **self._last}
-            if before.get(name) is not self._last.get(name)
+            if before.get(name, _ABSENT) is not self._last.get(name, _ABSENT)
         ]
 
 
@@ -103,8 +104,13 @@ def _marks(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
         prefix = f"{path}." if path else ""
         for name, value in _state_of(module):
             key = prefix + name
-            mark = marks[key] = _mark(value, before.get(key), min(room, _COMPARED_BYTES))
-            if isinstance(mark, _Seen) and mark.values is not None:
+            last = before.get(key, _ABSENT)
+            if type(value) in _PLAIN:
+                marks[key] = last if _is_same(value, last) else value
+                continue
+            is_still = type(last) is _Seen and last.is_still(value)
+            mark = marks[key] = last if is_still else _seen(value, min(room, _COMPARED_BYTES))
+            if mark.values is not None:
                 room -= mark.values.nbytes
     return marks
 
@@ -132,13 +138,12 @@ def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
             yield from _parts(f"{name}[{key!r}]", part, depth - 1)
 
 
-def _mark(value: Any, before: Any, most_bytes: int) -> Any:
-    """Return what is seen of a tensor or plain value: what was seen before, if it is the same."""
-    if isinstance(value, Tensor):
-        is_same = isinstance(before, _Seen) and before.is_still(value)
-        return before if is_same else _seen(value, most_bytes)
-    now = (type(value), repr(value) if type(value) is float else value)
-    return before if before == now else now
+def _is_same(value: Any, last: Any) -> bool:
+    """Tell whether a plain value is what it was; NaN is NaN."""
+    if value is last:
+        return True
+    is_float = type(value) is float
+    return type(value) is type(last) and (repr(value) == repr(last) if is_float else value == last)
 
 
 def _seen(tensor: Tensor, most_bytes: int) -> _Seen:

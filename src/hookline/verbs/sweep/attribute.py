@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack
 import numpy as np
 from torch import Tensor, nn
 
-from hookline.engine import Selector
+from hookline.engine import Selector, module_tree
 from hookline.errors import InputError, only_options, positive_integer
 from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import Inputs, call
@@ -122,9 +122,9 @@ def attribute(
     _check_options(options)
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with undisturbed(model, "hl.attribute(model, ...)"):
-        run = partial(call, model)
-        output, recording = recorded_run(model, run, copied(clean), selector)
-        entries = patches(model, selector, recording)
+        modules, run = module_tree(model), partial(call, model)
+        output, recording = recorded_run(modules, run, copied(clean), selector)
+        entries = patches(modules, selector, recording)
         goals = {site: floating(site, recording[site]) for site in sites_of(entries)}
         slopes = Slopes(model, inputs, metric)
         start = slopes.at(list(goals))
@@ -138,7 +138,7 @@ def attribute(
                 points = (slopes.at([site], {site: goal}, place) for place in _midpoints(steps))
                 integrals |= _integrals(start, {site: goal}, points)
         else:
-            _, line = recorded_run(model, run, copied(clean), along)
+            _, line = recorded_run(modules, run, copied(clean), along)
             moved = {str(site): line[site] for site in line.sites}
             points = (slopes.at(list(goals), moved, place) for place in _midpoints(steps))
             integrals = _integrals(start, slopes.end(list(goals), moved), points)
@@ -146,7 +146,7 @@ def attribute(
         grid = Grid(entries, each, start.values)
         measured = np.full(grid.shape, np.nan)
         if n_checked:
-            forwards = Forwards(Changing(model, list(goals), inputs), run, inputs, metric)
+            forwards = Forwards(Changing(modules, list(goals), inputs), run, inputs, metric)
             refuse_constant(metric, forwards.output, forwards.baseline)
             forwards.measure(_sampled(grid.groups, n_checked))
             for index, (number, _) in forwards.results.items():

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from hookline.engine import Line, Order, Pass, Site
+from hookline.engine import Line, ModuleTree, Order, Pass, Site
 from hookline.verbs.sweep.grid import Point
 from hookline.verbs.sweep.rows import (
     NoRowsError,
@@ -70,7 +70,7 @@ class Changing:
     The first forward must make none: the values that it has at the sites are known from then on.
 
     Args:
-        model: the model.
+        modules: the model's modules.
         sites: the sites of all changes.
         inputs: the inputs.
 
@@ -78,8 +78,8 @@ class Changing:
         known: a copy of the first value that came to each site.
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[str], inputs: Any) -> None:
-        self.model: nn.Module = model
+    def __init__(self, modules: ModuleTree, sites: Sequence[str], inputs: Any) -> None:
+        self.modules: ModuleTree = modules
         self.sites: Sequence[str] = sites
         self._size = batch_size(inputs) or 0
         self.known: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class Changing:
         if not rows:
             yield
             return
-        line = Line(self.model, name="sweep")
+        line = Line(self.modules, name="sweep")
         line.options.lenient = True
         line.tap(line.select(list(rows)), lambda site: rows[str(site)].changed, Order.EDIT)
         with line:

@@ -11,7 +11,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from hookline.display.text import listed
-from hookline.engine import Line, Selector, is_scripted, module_tree, parse_site
+from hookline.engine import Line, ModuleTree, Selector, is_scripted, parse_site
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, InputError
 from hookline.recordings import Recording
@@ -57,8 +57,9 @@ class Forwards:
         self, changing: Changing, run: Callable[[Any], Any], inputs: Any, metric: Metric
     ) -> None:
         self._changing, self._run, self._inputs, self._metric = changing, run, inputs, metric
-        model = changing.model
-        modules = _modules_around(model, changing.sites)
+        model = changing.modules.root
+        assert model is not None
+        modules = _modules_around(changing.modules, changing.sites)
         self.results: Results = {}
         self.n_rows: int = 1
         self.joins: bool = False
@@ -90,7 +91,7 @@ class Forwards:
             InputError: the model gives another metric when it runs again.
             NotRecordedError: the model does not reach one of the sites.
         """
-        modules = list(self._changing.model.modules())
+        modules = [node.module for node in self._changing.modules.nodes]
         random = RandomStates(generators_of(modules))
         # Hooks in such a layer switch its fast path off, which rounds otherwise.
         may_fuse = any(isinstance(module, nn.TransformerEncoderLayer) for module in modules)
@@ -114,7 +115,7 @@ class Forwards:
     def _refuse_unreached(self) -> None:
         missing = [site for site in self._changing.sites if site not in self._changing.known]
         if missing:
-            recorded_run(self._changing.model, self._run, self._inputs, missing)  # it says why
+            recorded_run(self._changing.modules, self._run, self._inputs, missing)  # it says why
             raise InputError(
                 f"the model must reach the same sites in each run, got {missing[0]} in the second"
                 " run alone: it keeps state.\nReset this state first, or leave the site out."
@@ -318,12 +319,11 @@ def _is_same(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-def _modules_around(model: nn.Module, sites: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _modules_around(modules: ModuleTree, sites: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return the modules that a forward has to pass by, or to go into, on its way to the sites.
 
     What is called inside of a module that ends before a site need not be known.
     """
-    modules = module_tree(model)
     entered: set[int] = set()
     for site in sites:
         path = parse_site(site, modules.by_path).path
@@ -342,14 +342,14 @@ def _modules_around(model: nn.Module, sites: Sequence[str]) -> list[tuple[str, n
 
 
 def recorded_run(
-    model: nn.Module, run: Callable[[Any], Any], inputs: Any, sites: Selector
+    modules: ModuleTree, run: Callable[[Any], Any], inputs: Any, sites: Selector
 ) -> tuple[Any, Recording]:
     """Run a model, and record the values at sites as copies.
 
     Raises:
         NotRecordedError: the model does not reach one of the sites.
     """
-    line = Line(model, name="sweep")
+    line = Line(modules, name="sweep")
     line.options.quiet = True
     with start_recording(line, sites, ("output",), {"copy": True}) as recording:
         output = run(inputs)

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from hookline.engine import ModuleNode, Operation, Selector, Site, defaults_by_name, select
+from hookline.engine import (
+    ModuleNode,
+    ModuleTree,
+    Operation,
+    Selector,
+    Site,
+    defaults_by_name,
+    select_in,
+)
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, one_of
 from hookline.recordings import Recording
@@ -71,7 +79,7 @@ class Entry:
     is_joint: bool = False
 
 
-def entries_of(model: nn.Module, changes: Changes) -> list[Entry]:
+def entries_of(modules: ModuleTree, changes: Changes) -> list[Entry]:
     """Read the changes as the user gives them.
 
     Raises:
@@ -80,22 +88,22 @@ def entries_of(model: nn.Module, changes: Changes) -> list[Entry]:
     """
     if isinstance(changes, Mapping) and changes:
         pairs = changes.items()
-        return [entry for pair in pairs for entry in _entries_at(model, *pair)]
+        return [entry for pair in pairs for entry in _entries_at(modules, *pair)]
     if not isinstance(changes, list | tuple) or not changes:
         hint = f" To put clean values back at {changes!r}, give clean=." * isinstance(changes, str)
         raise InputError(f"changes must be changes by site, got {_words(changes)}.\n{_FORMS}{hint}")
-    return [_joint(model, number, item) for number, item in enumerate(changes)]
+    return [_joint(modules, number, item) for number, item in enumerate(changes)]
 
 
-def patches(model: nn.Module, selector: Selector, recording: Recording) -> list[Entry]:
+def patches(modules: ModuleTree, selector: Selector, recording: Recording) -> list[Entry]:
     """Return the changes that put back the recorded values at the sites of a selector."""
-    return _entries_at(model, selector, patch(recording))
+    return _entries_at(modules, selector, patch(recording))
 
 
-def _entries_at(model: nn.Module, selector: Selector, given: Any) -> list[Entry]:
+def _entries_at(modules: ModuleTree, selector: Selector, given: Any) -> list[Entry]:
     """Return the changes at each site of a selector."""
     by_label = {label: (change,) for label, change in _labelled(given).items()}
-    return [Entry(str(place[0]), (place,), by_label) for place in _places(model, selector)]
+    return [Entry(str(place[0]), (place,), by_label) for place in _places(modules, selector)]
 
 
 def sites_of(entries: list[Entry], *, outside: bool = False) -> list[str]:
@@ -114,7 +122,7 @@ def sites_of(entries: list[Entry], *, outside: bool = False) -> list[str]:
     return list(dict.fromkeys(sites))
 
 
-def _joint(model: nn.Module, number: int, item: Any) -> Entry:
+def _joint(modules: ModuleTree, number: int, item: Any) -> Entry:
     """Read changes that are made together, in one forward."""
     label, by_site = item if isinstance(item, tuple) and len(item) == 2 else (number, item)
     if not isinstance(by_site, Mapping) or not by_site or not isinstance(label, str | int):
@@ -123,7 +131,7 @@ def _joint(model: nn.Module, number: int, item: Any) -> Entry:
         _check(change)
     pairs = [
         (place, change) for selector, change in by_site.items()
-        for place in _places(model, selector)
+        for place in _places(modules, selector)
     ]  # fmt: skip
     places, changes = zip(*pairs, strict=True)
     return Entry(label, places, {0: changes}, is_joint=True)
@@ -153,10 +161,10 @@ def _words(value: Any) -> str:
     return describe.in_words(value)
 
 
-def _places(model: nn.Module, selector: Selector) -> list[tuple[Site, nn.Module]]:
+def _places(modules: ModuleTree, selector: Selector) -> list[tuple[Site, nn.Module]]:
     """Return the sites that a selector matches, each with its module."""
     places = []
-    for site, node in select(model, selector).places:
+    for site, node in select_in(modules, selector, ("output",)).places:
         if site.is_gradient or not isinstance(node, ModuleNode):
             raise InputError(
                 f"a sweep changes values of the forward, got {site}.\nName an output or an input."

@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from hookline.display.text import first_line
-from hookline.engine import Selector, Site
+from hookline.engine import Selector, Site, module_tree
 from hookline.errors import InputError, NotRecordedError, only_options, positive_integer
 from hookline.verbs.record.prefix import Prefix
 from hookline.verbs.shared.progress_bar import progress_bar
@@ -130,13 +130,14 @@ def sweep(
     positive_integer("rows", rows, "Give rows=16.")
     each = check_each(each)
     with undisturbed(model, "hl.sweep(model, ...)"), _reader(model, read) as run:
+        modules = module_tree(model)  # one for all lines
         if clean is None or _are_changes(changes):
-            entries = entries_of(model, changes)
+            entries = entries_of(modules, changes)
             clean_metric = None if clean is None else number_of(metric, run(copied(clean)))
         else:
-            output, recording = recorded_run(model, run, copied(clean), changes)
-            entries, clean_metric = patches(model, changes, recording), number_of(metric, output)
-        changing = Changing(model, sites_of(entries), inputs)
+            output, recording = recorded_run(modules, run, copied(clean), changes)
+            entries, clean_metric = patches(modules, changes, recording), number_of(metric, output)
+        changing = Changing(modules, sites_of(entries), inputs)
         with changing.hooked(sites_of(entries, outside=True)):
             forwards = Forwards(changing, run, inputs, metric)
             refuse_constant(metric, forwards.output, forwards.baseline)
