@@ -194,7 +194,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
-    if list(table.keys()) == list(before) and all(map(is_, table.values(), before.values())):
+    is_same = len(table) == len(before) and all(map(is_, table, before))
+    if is_same and all(map(is_, table.values(), before.values())):
         return
     for name in table.keys() - before.keys():
         del table[name]

@@ -171,9 +171,10 @@ class Forwards:
         for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
             self.joins = joins
             # Where all share a forward, the rows of the first site go the way of all others.
-            ends = [first] if len(self.joined(groups)) == 1 else [first, last]
+            shares = self.joined(groups)
+            ends = [first] if len(shares) == 1 else [first, last]
             points = [self._missing(group.points)[-1] for group in ends]
-            self._measure_some(groups, ends)
+            self._measure_some(shares, ends)
             if self.joins == joins and all(self._is_plain(point, plain) for point in points):
                 return
             self.results = dict(before)
@@ -193,11 +194,11 @@ class Forwards:
             plain[point.index] = self._plain(point)
         return self._agrees(self.results[point.index][0], plain[point.index])
 
-    def _measure_some(self, groups: Sequence[Group], ends: Sequence[Group]) -> None:
+    def _measure_some(self, shares: Sequence[list[Group]], ends: Sequence[Group]) -> None:
         """Measure the last changes of some groups, and what shares a forward with them."""
-        for joined in self.joined(groups):
-            if len(joined) > 1 and any(group in ends for group in joined):
-                self.measure(joined)
+        for share in shares:
+            if len(share) > 1 and any(group in ends for group in share):
+                self.measure(share)
         for group in ends:
             points = self._missing(group.points)[-self.n_rows :]
             self.measure([replace(group, points=points)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple, final
 
@@ -34,16 +35,16 @@ _FORMS = (
 )
 
 
-class _Range(NamedTuple):
-    """A range of one dimension of a value."""
+class _Cut(NamedTuple):
+    """A dimension of a value in equal parts."""
 
     dim: int
-    start: int
-    stop: int
+    n_parts: int
+    size: int
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Point:
     """One change of a sweep: what is changed at each of its sites, and its place in the array."""
 
@@ -201,20 +202,21 @@ class Grid:
                 "\nGive (label, {site: change}), or select each site once."
             )
         cuts = [
-            [_cut(str(site), known[str(site)], each) for site, _ in entry.places]
+            [_cuts(str(site), known[str(site)], each) for site, _ in entry.places]
             for entry in entries
         ]
         for axis, name in enumerate(each):
-            longest = max(len(cut[axis]) for by_site in cuts for cut in by_site)
+            longest = max(at_site[axis].n_parts for by_site in cuts for at_site in by_site)
             self.axes[self._new(name)] = tuple(range(longest))
         if self._has_labels:
             self.axes[self._new("change")] = tuple(labels)
+        self._part = cache(_part)  # most sites are cut alike
         self.groups: list[Group] = [
-            self._group(number, entry, cut)
-            for number, (entry, cut) in enumerate(zip(entries, cuts, strict=True))
+            self._group(number, entry, by_site)
+            for number, (entry, by_site) in enumerate(zip(entries, cuts, strict=True))
         ]
 
-    def _group(self, number: int, entry: Entry, cuts: list[list[list[_Range]]]) -> Group:
+    def _group(self, number: int, entry: Entry, cuts: list[tuple[_Cut, ...]]) -> Group:
         return Group(
             tuple([site for site, _ in entry.places]),
             tuple([module for _, module in entry.places]),
@@ -239,9 +241,9 @@ class Grid:
         """The number of changes."""
         return sum(len(group.points) for group in self.groups)
 
-    def _points(self, number: int, entry: Entry, cuts: list[list[list[_Range]]]) -> Iterator[Point]:
+    def _points(self, number: int, entry: Entry, cuts: list[tuple[_Cut, ...]]) -> Iterator[Point]:
         """Yield the changes of an entry, in the order of the array."""
-        sizes = [range(min(map(len, axis))) for axis in zip(*cuts, strict=True)]
+        sizes = [range(min(cut.n_parts for cut in axis)) for axis in zip(*cuts, strict=True)]
         last = list(self.axes.values())[-1]
         sites = [site for site, _ in entry.places]
         functions = {
@@ -249,7 +251,7 @@ class Grid:
             for label, changes in entry.changes.items()
         }
         for index in product(*sizes):
-            parts = [_where(cut, index) for cut in cuts]
+            parts = [self._part(at_site, index) for at_site in cuts]
             for label in entry.changes:
                 at_label = (last.index(label),) if self._has_labels else ()
                 changed = map(SiteChange, functions[label], sites, parts)
@@ -262,11 +264,11 @@ def bound(change: Any, site: Site) -> Callable[..., Any]:
     return defaults_by_name(at(site) if callable(at) else change, 1)
 
 
-def _cut(site: str, value: Any, each: Each) -> list[list[_Range]]:
+def _cuts(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:
     """Cut the dimensions of a value, as `each` names them.
 
     Returns:
-        For each axis, the range of each of its labels.
+        For each further axis, how its dimension is cut.
 
     Raises:
         InputError: the value has no such dimension, or cannot be cut so.
@@ -292,17 +294,15 @@ def _cut(site: str, value: Any, each: Each) -> list[list[_Range]]:
                 f" {size} at {site}.\nGive a divisor of {size}."
             )
         step = size // n if n else 1
-        dim %= value.dim()
-        cuts.append([_Range(dim, start, start + step) for start in range(0, size, step)])
-    return cuts
+        cuts.append(_Cut(dim % value.dim(), size // step if step else 0, step))
+    return tuple(cuts)
 
 
-def _where(cuts: list[list[_Range]], index: tuple[int, ...]) -> tuple[slice, ...]:
+def _part(cuts: tuple[_Cut, ...], index: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the part of a value at an index of the further axes."""
-    chosen = [cut[number] for cut, number in zip(cuts, index, strict=True)]
-    part = [slice(None)] * (max([span.dim for span in chosen], default=-1) + 1)
-    for span in chosen:
-        part[span.dim] = slice(span.start, span.stop)
+    part = [slice(None)] * (max([cut.dim for cut in cuts], default=-1) + 1)
+    for cut, number in zip(cuts, index, strict=True):
+        part[cut.dim] = slice(number * cut.size, (number + 1) * cut.size)
     return tuple(part)
 
 
