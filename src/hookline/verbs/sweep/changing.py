@@ -85,6 +85,10 @@ class Changing:
         self.known: dict[str, Any] = {}
         self._rows: dict[str, _Rows] = {}
 
+    def knows_all(self) -> bool:
+        """Tell whether a value has come to each site."""
+        return len(self.known) == len(self.sites)
+
     @contextmanager
     def hooked(self, sites: Iterable[Site | str]) -> Iterator[None]:
         """Register hooks at sites for the block, as far as they have none."""

@@ -95,7 +95,7 @@ class Forwards:
         random = RandomStates(generators_of(modules))
         # Hooks in such a layer switch its fast path off, which rounds otherwise.
         may_fuse = any(isinstance(module, nn.TransformerEncoderLayer) for module in modules)
-        recording = nullcontext() if may_fuse else tape.recording()
+        recording = nullcontext() if may_fuse else tape.recording(is_over=self._changing.knows_all)
         with self._changing.hooked(self._changing.sites), recording:
             output = self._forward(self._inputs)
         self._refuse_unreached()
@@ -113,8 +113,8 @@ class Forwards:
         return output
 
     def _refuse_unreached(self) -> None:
-        missing = [site for site in self._changing.sites if site not in self._changing.known]
-        if missing:
+        if not self._changing.knows_all():
+            missing = [site for site in self._changing.sites if site not in self._changing.known]
             recorded_run(self._changing.modules, self._run, self._inputs, missing)  # it says why
             raise InputError(
                 f"the model must reach the same sites in each run, got {missing[0]} in the second"
@@ -126,6 +126,11 @@ class Forwards:
         return self._run(copied(inputs))
 
     # -- the changes -----------------------------------------------------------------------------
+
+    def has_effect(self) -> bool:
+        """Tell whether a change so far has moved the metric."""
+        numbers = [number for number, _ in self.results.values()]
+        return not all(_is_same(number, self.baseline) for number in numbers)
 
     def _plain(self, point: Point) -> float:
         """Return the metric under one change, by a whole forward of its own."""

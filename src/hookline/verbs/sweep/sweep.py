@@ -140,7 +140,6 @@ def sweep(
         changing = Changing(modules, sites_of(entries), inputs)
         with changing.hooked(sites_of(entries, outside=True)):
             forwards = Forwards(changing, run, inputs, metric)
-            refuse_constant(metric, forwards.output, forwards.baseline)
             grid = Grid(entries, each, changing.known)
             folder = None
             if to is not None:
@@ -148,6 +147,8 @@ def sweep(
                 folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
                 forwards.go_on(grid.groups, folder.results, str(to))
             forwards.settle(grid.groups, rows)
+            if not forwards.has_effect():
+                refuse_constant(metric, forwards.output, forwards.baseline)
             _measure(forwards, grid, folder, shown=options.get("progress", True))
     return _result(grid, forwards, clean_metric)
 

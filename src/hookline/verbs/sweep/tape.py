@@ -75,6 +75,7 @@ class Tape:
         self._n_events = 0
         self._copied: Collection[int] = ()
         self._kept: Collection[int] | None = None
+        self._is_over: Callable[[], bool] = bool
         self._seen: list[tuple[int, Tensor, int | None]] = []
         self._copies: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
 
@@ -82,7 +83,11 @@ class Tape:
 
     @contextmanager
     def recording(
-        self, *, kept: Collection[int] | None = None, copied: Collection[int] = ()
+        self,
+        *,
+        kept: Collection[int] | None = None,
+        copied: Collection[int] = (),
+        is_over: Callable[[], bool] = bool,
     ) -> Iterator[None]:
         """Record the calls of the run in the block.
 
@@ -91,8 +96,10 @@ class Tape:
                 the shapes of their tensors are kept.
             copied: the numbers of the calls whose outputs are kept as copies, because the run
                 writes to them later.
+            is_over: tells whether the last site has been reached. No output of a call that ends
+                later is kept.
         """
-        self._kept, self._copied = kept, copied
+        self._kept, self._copied, self._is_over = kept, copied, is_over
         with standing_in([module for _, module in self._named_modules], self._record):
             yield
         self._copies.clear()
@@ -113,7 +120,8 @@ class Tape:
         finally:
             self._stack.pop()
         call.end = self._tick()
-        self._note(call, output)
+        if not self._is_over():
+            self._note(call, output)
         return output
 
     def _tick(self) -> int:
