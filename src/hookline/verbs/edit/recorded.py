@@ -51,20 +51,21 @@ class RecordedSite:
             OverwrittenError: the value was changed in place after it was recorded.
         """
         number = moment.number if len(self._records) > 1 else 0
-        key = str(replace(self._site, call=moment.call))
-        if number >= len(self._records) or key not in self._records[number]:
+        try:
+            return self._records[number][replace(self._site, call=moment.call)]
+        except (IndexError, NotRecordedError):
             raise NotRecordedError(
                 f"{self._site} must be recorded in run {moment.number} and call {moment.call}, got"
                 f" {len(self._records)} recorded runs without it.\nRecord as many runs and calls,"
                 " or choose steps of generate: hl.edit(..., steps=0)."
-            )
-        return self._records[number][key]
+            ) from None
 
     def alone(self) -> Any:
         """Return the only value of the site, for compiled code; None if there are several."""
-        if len(self._records) > 1 or len(self._records[0].calls(self._site)) > 1:
+        if len(self._records) > 1:
             return None
-        return self._records[0][self._site]
+        values = self._records[0].calls(self._site)
+        return values[0] if len(values) == 1 else None
 
 
 def check_run(run: Any, name: str) -> None:
