@@ -437,7 +437,31 @@ def test_a_model_that_draws_random_numbers_is_refused():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_site_that_is_not_reached_is_refused_with_the_reason(left_as_found):
+class AsOften(nn.Module):
+    """Runs a block as often as the first number of the inputs says."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for _ in range(int(x[0, 0])):
+            x = self.block(x)
+        return x
+
+
+def test_a_call_that_the_clean_run_lacks_is_refused():
+    torch.manual_seed(0)
+    model, once, twice = AsOften().eval(), torch.ones(1, 4), torch.tensor([[2.0, 0, 0, 0]])
+    with pytest.raises(hl.NotRecordedError, match="call 1 of the changed run and 1 calls"):
+        hl.sweep(model, twice, "block", metric, clean=once)
+    sweep = hl.sweep(model, twice, "block#0", metric, clean=once)
+    with torch.no_grad():
+        assert sweep.values[0] == float(metric(model.block(model.block(once))))
+    assert hl.sweep(model, once, "block", metric, clean=twice).clean == sweep.baseline
+
+
+def test_a_site_that_is_not_reached_is_refused_with_why(left_as_found):
     model = nn.ModuleDict({"used": nn.Linear(4, 2), "unused": nn.Linear(4, 2)}).eval()
     model.forward = lambda x: model["used"](x).relu()
     before = left_as_found(model)

@@ -70,12 +70,16 @@ class PatchAt:
                 raise of_no_site("patch")
             if self._alone is None:
                 in_graph.refuse("hl.edits.patch", self._where, "it cannot tell its run and call")
-            return _as(value, self._alone, self._where)
-        return _as(value, self._recorded.at(moment), self._where)
+            return in_form_of(value, self._alone, self._where)
+        return in_form_of(value, self._recorded.at(moment), self._where)
 
 
-def _as(value: Any, recorded: Any, where: str) -> Any:
-    """Return the recorded value with the device, dtype and strides of the present value."""
+def in_form_of(value: Any, recorded: Any, where: str) -> Any:
+    """Return the recorded value with the device, dtype and strides of the present value.
+
+    Raises:
+        StructureError: the recorded value has another form.
+    """
     if isinstance(value, Tensor) and isinstance(recorded, Tensor):
         return _tensor_as(value, recorded, where)
     now, then = dict(_tensors(value)), dict(_tensors(recorded))

@@ -15,9 +15,9 @@ from hookline.engine import Selector, module_tree
 from hookline.errors import InputError, only_options, positive_integer
 from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import Inputs, call
-from hookline.verbs.sweep.changing import Changing
+from hookline.verbs.sweep.changing import Changing, recorded_run
 from hookline.verbs.sweep.effects import Attribution
-from hookline.verbs.sweep.forwards import Forwards, recorded_run
+from hookline.verbs.sweep.forwards import Forwards
 from hookline.verbs.sweep.grid import (
     Each,
     Grid,
@@ -123,9 +123,11 @@ def attribute(
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with undisturbed(model, "hl.attribute(model, ...)"):
         modules, run = module_tree(model), partial(call, model)
-        output, recording = recorded_run(modules, run, copied(clean), selector)
-        entries = patches(modules, selector, recording)
+        output, recording = recorded_run(modules, lambda: run(copied(clean)), selector)
+        values: dict[str, list[Tensor]] = {}  # of the clean run
+        entries = patches(modules, selector, values)
         goals = {site: floating(site, recording[site]) for site in sites_of(entries)}
+        values.update({site: [goal] for site, goal in goals.items()})
         slopes = Slopes(model, inputs, metric)
         start = slopes.at(list(goals))
         for site, goal in goals.items():
@@ -138,7 +140,7 @@ def attribute(
                 points = (slopes.at([site], {site: goal}, place) for place in _midpoints(steps))
                 integrals |= _integrals(start, {site: goal}, points)
         else:
-            _, line = recorded_run(modules, run, copied(clean), along)
+            _, line = recorded_run(modules, lambda: run(copied(clean)), along)
             moved = {str(site): line[site] for site in line.sites}
             points = (slopes.at(list(goals), moved, place) for place in _midpoints(steps))
             integrals = _integrals(start, slopes.end(list(goals), moved), points)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch import Tensor
 
-from hookline.engine import Line, ModuleTree, Order, Pass, Site
+from hookline.engine import Line, ModuleTree, Order, Pass, Selector, Site
+from hookline.errors import InputError
+from hookline.recordings import Recording
+from hookline.verbs.record.record import start_recording
 from hookline.verbs.sweep.grid import Point
 from hookline.verbs.sweep.rows import (
     NoRowsError,
@@ -28,7 +31,7 @@ class _Rows:
 
     Args:
         site: the site.
-        known: the values that are known, by site.
+        known: the value at the site in the unchanged run; None during that run.
         size: the size of the batch.
 
     Attributes:
@@ -36,28 +39,29 @@ class _Rows:
             several times. Empty in the forwards of other sites.
         n: how often the batch is repeated in the value.
         adds: whether the rows of the changes come to the value here, behind those that it has.
+        noted: for each site a copy of the value of each call so far; None where none is noted.
     """
 
     site: str
-    known: dict[str, Any]
+    known: Any
     size: int
     changes: list[Sequence[SiteChange]] = field(default_factory=list)
     n: int = 1
     adds: bool = False
+    noted: dict[str, list[Any]] | None = None
 
     def changed(self, current: Pass, value: Any) -> Any:
         """Return the changed value; None in the forwards of other sites."""
-        known = self.known.get(self.site)
-        if known is None:
-            self.known[self.site] = copy_of(value)
+        if self.noted is not None:
+            self.noted.setdefault(self.site, []).append(copy_of(value))
         for changes in self.changes:
             if self.n == 1 and not self.adds:
                 value = changes[0](value)
-            elif isinstance(value, Tensor) and isinstance(known, Tensor):
+            elif isinstance(value, Tensor) and isinstance(self.known, Tensor):
                 if self.adds:
-                    value = with_further_rows(value, known, changes, self.n, self.size)
+                    value = with_further_rows(value, self.known, changes, self.n, self.size)
                 else:
-                    value = changed_rows(value, known, changes, self.n)
+                    value = changed_rows(value, self.known, changes, self.n)
             else:
                 raise NoRowsError
         return value if self.changes else None
@@ -67,15 +71,13 @@ class _Rows:
 class Changing:
     """Hooks at the sites of changes, which change what one forward is asked to.
 
-    The first forward must make none: the values that it has at the sites are known from then on.
-
     Args:
         modules: the model's modules.
         sites: the sites of all changes.
         inputs: the inputs.
 
     Attributes:
-        known: a copy of the first value that came to each site.
+        known: the value at each site in the unchanged run; of several calls, that of the first.
     """
 
     def __init__(self, modules: ModuleTree, sites: Sequence[str], inputs: Any) -> None:
@@ -84,16 +86,13 @@ class Changing:
         self._size = batch_size(inputs) or 0
         self.known: dict[str, Any] = {}
         self._rows: dict[str, _Rows] = {}
-
-    def knows_all(self) -> bool:
-        """Tell whether a value has come to each site."""
-        return len(self.known) == len(self.sites)
+        self._noted: dict[str, list[Any]] = {}
 
     @contextmanager
     def hooked(self, sites: Iterable[Site | str]) -> Iterator[None]:
         """Register hooks at sites for the block, as far as they have none."""
         rows = {
-            site: _Rows(site, self.known, self._size)
+            site: _Rows(site, self.known.get(site), self._size)
             for site in map(str, sites)
             if site not in self._rows
         }
@@ -111,6 +110,43 @@ class Changing:
                 line.options.quiet = not any(tap.fired for tap in line.taps)  # no run was needed
                 for site in rows:
                     del self._rows[site]
+
+    def noting(self, forward: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
+        """Run a forward without a change, and note the values that come to the sites.
+
+        Returns:
+            What the forward returns; and for each site a copy of the value of each call.
+
+        Raises:
+            NotRecordedError: the forward does not reach one of the sites.
+        """
+        values = self._noted = {}
+        with self.hooked(self.sites):
+            try:
+                for rows in self._rows.values():
+                    rows.noted = values
+                output = forward()
+            finally:
+                for rows in self._rows.values():
+                    rows.noted = None
+        missing = [site for site in self.sites if site not in values]
+        if missing:
+            recorded_run(self.modules, forward, missing)  # raises an error that says why
+            raise InputError(
+                f"the model must reach the same sites in each run, got {missing[0]} in the second"
+                " run alone: it keeps state.\nReset this state first, or leave the site out."
+            )
+        return output, values
+
+    def are_all_noted(self) -> bool:
+        """Tell whether a value has come to each site in the running forward."""
+        return len(self._noted) == len(self.sites)
+
+    def know(self, known: Mapping[str, Any]) -> None:
+        """Take these values for those of the unchanged run."""
+        self.known = dict(known)
+        for site, rows in self._rows.items():
+            rows.known = known[site]
 
     @contextmanager
     def making(self, points: Sequence[Point], n: int) -> Iterator[None]:
@@ -157,3 +193,21 @@ class Changing:
         for change in (change for point in points for change in point.changes):
             change.begin()
         return asked
+
+
+def recorded_run(
+    modules: ModuleTree, forward: Callable[[], Any], sites: Selector
+) -> tuple[Any, Recording]:
+    """Run a forward, and record the values at sites as copies.
+
+    Raises:
+        NotRecordedError: the model does not reach one of the sites.
+    """
+    line = Line(modules, name="sweep")
+    line.options.quiet = True
+    with start_recording(line, sites, ("output",), {"copy": True}) as recording:
+        output = forward()
+    for site in recording.sites:
+        if str(site) not in recording:
+            recording[site]  # raises an error that says why
+    return output, recording

@@ -11,12 +11,10 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from hookline.display.text import listed
-from hookline.engine import Line, ModuleTree, Selector, is_scripted, parse_site
+from hookline.engine import ModuleTree, is_scripted, parse_site
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, InputError
-from hookline.recordings import Recording
 from hookline.verbs.record.kept_state import KeptState, may_keep_state
-from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.sweep.batches import Batches
 from hookline.verbs.sweep.changing import Changing
@@ -95,10 +93,11 @@ class Forwards:
         random = RandomStates(generators_of(modules))
         # Hooks in such a layer switch its fast path off, which rounds otherwise.
         may_fuse = any(isinstance(module, nn.TransformerEncoderLayer) for module in modules)
-        recording = nullcontext() if may_fuse else tape.recording(is_over=self._changing.knows_all)
-        with self._changing.hooked(self._changing.sites), recording:
-            output = self._forward(self._inputs)
-        self._refuse_unreached()
+        changing = self._changing
+        recording = tape.recording(is_over=changing.are_all_noted)
+        with nullcontext() if may_fuse else recording:
+            output, values = changing.noting(lambda: self._forward(self._inputs))
+        changing.know({site: calls[0] for site, calls in values.items()})
         if may_fuse:
             with tape.recording():
                 output = self._forward(self._inputs)
@@ -111,15 +110,6 @@ class Forwards:
                     " for dropout."
                 )
         return output
-
-    def _refuse_unreached(self) -> None:
-        if not self._changing.knows_all():
-            missing = [site for site in self._changing.sites if site not in self._changing.known]
-            recorded_run(self._changing.modules, self._run, self._inputs, missing)  # it says why
-            raise InputError(
-                f"the model must reach the same sites in each run, got {missing[0]} in the second"
-                " run alone: it keeps state.\nReset this state first, or leave the site out."
-            )
 
     def _forward(self, inputs: Any) -> Any:
         self.count += 1
@@ -345,21 +335,3 @@ def _modules_around(modules: ModuleTree, sites: Sequence[str]) -> list[tuple[str
         if node.parent is None or {id(node.module), id(node.parent.module)} & entered
         if not is_scripted(node.module)
     ]
-
-
-def recorded_run(
-    modules: ModuleTree, run: Callable[[Any], Any], inputs: Any, sites: Selector
-) -> tuple[Any, Recording]:
-    """Run a model, and record the values at sites as copies.
-
-    Raises:
-        NotRecordedError: the model does not reach one of the sites.
-    """
-    line = Line(modules, name="sweep")
-    line.options.quiet = True
-    with start_recording(line, sites, ("output",), {"copy": True}) as recording:
-        output = run(inputs)
-    for site in recording.sites:
-        if str(site) not in recording:
-            recording[site]  # raises an error that says why
-    return output, recording

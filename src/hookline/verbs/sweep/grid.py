@@ -21,8 +21,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, one_of
-from hookline.recordings import Recording
-from hookline.verbs.edit.patches import patch
+from hookline.verbs.sweep.put_back import PutBack, Values
 from hookline.verbs.sweep.site_change import SiteChange
 
 Label = str | int
@@ -96,9 +95,12 @@ def entries_of(modules: ModuleTree, changes: Changes) -> list[Entry]:
     return [_joint(modules, number, item) for number, item in enumerate(changes)]
 
 
-def patches(modules: ModuleTree, selector: Selector, recording: Recording) -> list[Entry]:
-    """Return the changes that put back the recorded values at the sites of a selector."""
-    return _entries_at(modules, selector, patch(recording))
+def patches(modules: ModuleTree, selector: Selector, values: Values) -> list[Entry]:
+    """Return the changes that put back the values of another run at the sites of a selector."""
+    return [
+        Entry(str(place[0]), (place,), {0: (PutBack(values, place[0]),)})
+        for place in _places(modules, selector)
+    ]
 
 
 def _entries_at(modules: ModuleTree, selector: Selector, given: Any) -> list[Entry]:

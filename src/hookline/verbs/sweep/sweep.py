@@ -21,7 +21,7 @@ from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.effects import Sweep
 from hookline.verbs.sweep.folder import SweepFolder, job_of
-from hookline.verbs.sweep.forwards import Forwards, recorded_run
+from hookline.verbs.sweep.forwards import Forwards
 from hookline.verbs.sweep.grid import (
     Changes,
     Each,
@@ -130,15 +130,19 @@ def sweep(
     positive_integer("rows", rows, "Give rows=16.")
     each = check_each(each)
     with undisturbed(model, "hl.sweep(model, ...)"), _reader(model, read) as run:
-        modules = module_tree(model)  # one for all lines
-        if clean is None or _are_changes(changes):
-            entries = entries_of(modules, changes)
-            clean_metric = None if clean is None else number_of(metric, run(copied(clean)))
-        else:
-            output, recording = recorded_run(modules, run, copied(clean), changes)
-            entries, clean_metric = patches(modules, changes, recording), number_of(metric, output)
+        modules = module_tree(model)
+        values: dict[str, list[Any]] = {}  # of the clean run
+        puts_back = clean is not None and not _are_changes(changes)
+        entries = patches(modules, changes, values) if puts_back else entries_of(modules, changes)
         changing = Changing(modules, sites_of(entries), inputs)
         with changing.hooked(sites_of(entries, outside=True)):
+            clean_metric = None
+            if puts_back:
+                output, noted = changing.noting(lambda: run(copied(clean)))
+                values.update(noted)
+                clean_metric = number_of(metric, output)
+            elif clean is not None:
+                clean_metric = number_of(metric, run(copied(clean)))
             forwards = Forwards(changing, run, inputs, metric)
             grid = Grid(entries, each, changing.known)
             folder = None
