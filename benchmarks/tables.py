@@ -20,12 +20,20 @@ HEAD = "| work | without hookline | with hookline | target | others |\n|---|---|
 
 
 def shown(files: Iterable[File]) -> File:
-    """Return the newest version's results, on the machine that measured most rows of it."""
-    newest = [file for file in files if file["machine"]["device"] == "the CPU"]
-    version = newest[-1]["hookline"]
-    return max(
-        (file for file in newest if file["hookline"] == version), key=lambda file: len(file["rows"])
-    )
+    """Return the newest version's results, on the machine that measured most rows of it.
+
+    A row that another machine measured later replaces the row, and names that machine.
+    """
+    on_cpu = [file for file in files if file["machine"]["device"] == "the CPU"]
+    newest = [file for file in on_cpu if file["hookline"] == on_cpu[-1]["hookline"]]
+    most = max(newest, key=lambda file: len(file["rows"]))
+    rows = dict(most["rows"])
+    for file in newest:
+        for name, row in file["rows"].items():
+            if name in rows and row["date"] > rows[name]["date"]:
+                title = f"{row['title']}; on another machine, {file['machine']['processor']}"
+                rows[name] = {**row, "title": title}
+    return {**most, "rows": rows}
 
 
 def table(globs: str, file: File) -> str:
