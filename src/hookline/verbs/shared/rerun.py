@@ -194,7 +194,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
-    is_same = len(table) == len(before) and all(map(is_, table, before))
+    is_same = len(table) == len(before) and all(map(is_, table.keys(), before))
     if is_same and all(map(is_, table.values(), before.values())):
         return
     for name in table.keys() - before.keys():

@@ -127,6 +127,7 @@ class Changing:
                     rows.noted = values
                 output = forward()
             finally:
+                self._noted = {}
                 for rows in self._rows.values():
                     rows.noted = None
         missing = [site for site in self.sites if site not in values]
