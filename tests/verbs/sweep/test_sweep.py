@@ -266,6 +266,19 @@ def test_changes_have_labels_of_their_own_on_a_last_axis():
     assert sweep["3"].tolist() == [-sweep.baseline, sweep.baseline]
 
 
+@pytest.mark.parametrize("n", [5, 8, 9])
+def test_a_change_that_is_left_over_has_a_forward_of_rows(n):
+    model, scales = linear(), [k / 4 for k in range(n)]
+    changes = {"2": [hl.edits.scale(scale) for scale in scales]}
+    sweep = hl.sweep(model, X, changes, metric, rows=4)
+    for label, scale in enumerate(scales):
+        with torch.no_grad(), hl.edit(model, "2", hl.edits.scale(scale)):
+            assert sweep[("2", label)] + sweep.baseline == pytest.approx(
+                float(metric(model(X))), abs=1e-6
+            )
+    assert sweep.notes == []
+
+
 def test_changes_of_several_sites_are_made_together():
     off = hl.edits.scale(0)
     model = linear()
