@@ -60,8 +60,9 @@ class Batches:
         """
         kept = {call.number for time in starts for call in self.tape.outermost(time)}
         self._kept = kept
-        self.reuses = bool(starts)
-        if kept & self._written:
+        # A list that a call is given and fills would stay empty.
+        self.reuses = bool(starts) and not any(self.tape.calls[number].fills for number in kept)
+        if self.reuses and kept & self._written:
             tape = Tape(self._named_modules)
             with tape.recording(kept=kept, copied=self._written):
                 self._forward(self._inputs)
@@ -82,6 +83,15 @@ class Batches:
     def forget(self) -> None:
         """Forget what forwards of repeated inputs have shown."""
         self._batches.clear()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Leave no calls out in the block."""
+        reuses, self.reuses = self.reuses, False
+        try:
+            yield
+        finally:
+            self.reuses = reuses
 
     @contextmanager
     def shortened(self, batch: Batch, start: int) -> Iterator[None]:

@@ -117,11 +117,6 @@ class Forwards:
 
     # -- the changes -----------------------------------------------------------------------------
 
-    def has_effect(self) -> bool:
-        """Tell whether a change so far has moved the metric."""
-        numbers = [number for number, _ in self.results.values()]
-        return not all(_is_same(number, self.baseline) for number in numbers)
-
     def _plain(self, point: Point) -> float:
         """Return the metric under one change, by a whole forward of its own."""
         sites = [change.site for change in point.changes]
@@ -162,26 +157,51 @@ class Forwards:
         first, last = (groups[starts.index(time)] for time in (min(starts), max(starts)))
         plain: dict[tuple[int, ...], float] = {}
         self._most_joined = self._most_that_join(groups)
-        before = dict(self.results)
         for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
             self.joins = joins
             # Where all share a forward, the rows of the first site go the way of all others.
             shares = self.joined(groups)
             ends = [first] if len(shares) == 1 else [first, last]
-            points = [self._missing(group.points)[-1] for group in ends]
-            self._measure_some(shares, ends)
-            if self.joins == joins and all(self._is_plain(point, plain) for point in points):
+            if self._agree(shares, ends, plain):
                 return
-            self.results = dict(before)
             self._batches.forget()
             if not joins:
                 self.notes.append(_REFUSED[self.n_rows > 1])
         self._batches.reuses = False
 
+    def _agree(
+        self,
+        shares: Sequence[list[Group]],
+        ends: Sequence[Group],
+        plain: dict[tuple[int, ...], float],
+    ) -> bool:
+        """Measure some changes, and tell whether the largest effects are those of whole forwards.
+
+        If they are not, no number is kept.
+        """
+        joins, before = self.joins, dict(self.results)
+        self._measure_some(shares, ends)
+        points = [self._largest(group, before) for group in ends]
+        if self.joins == joins and all(self._is_plain(point, plain) for point in points):
+            self.joins = any(len(share) > 1 for share in shares)  # no other way was checked
+            return True
+        self.results = before
+        return False
+
     def _most_that_join(self, groups: Sequence[Group]) -> int:
         """Return how many changes at several sites may share a forward."""
         largest = max(_n_bytes(self._changing.known[str(group.sites[0])]) for group in groups)
         return min(_SITE_BYTES // largest, _OUTPUT_BYTES // _n_bytes(self.output))
+
+    def _largest(self, group: Group, before: Results) -> Point:
+        """Return the change of a group whose effect is the largest of those measured just now."""
+
+        def effect(point: Point) -> float:
+            size = abs(self.results[point.index][0] - self.baseline)
+            return math.inf if math.isnan(size) else size
+
+        measured = [point for point in group.points if point.index in self.results]
+        return max([point for point in measured if point.index not in before], key=effect)
 
     def _is_plain(self, point: Point, plain: dict[tuple[int, ...], float]) -> bool:
         """Tell whether a result is that of a whole forward, which is measured once."""
@@ -247,9 +267,12 @@ class Forwards:
         for group in groups:
             try:
                 self._measure(group, self.n_rows)
-            except NoRowsError:
+            except Exception:  # of the model, too: in a whole forward it will be raised again
+                if self.n_rows == 1 and not self._batches.reuses:
+                    raise
+                with self._batches.whole():
+                    self._measure(group, 1)
                 self.notes += [_NO_ROWS] * (_NO_ROWS not in self.notes)
-                self._measure(group, 1)
 
     def _missing(self, points: Sequence[Point]) -> list[Point]:
         return [point for point in points if point.index not in self.results]
@@ -265,7 +288,11 @@ class Forwards:
                 shared = points[first : first + n]
                 with self._batches.shortened(batch, start), self._changing.making(shared, n):
                     output = self._forward(batch.inputs)
-                self._note(shared, parts_of(output, self.output, n))
+                outputs = [output]
+                if n > 1 or self._batches.reuses:
+                    _refuse_unmade(shared)
+                    outputs = parts_of(output, self.output, n)
+                self._note(shared, outputs)
 
     def _measure_joined(self, groups: Sequence[Group]) -> bool:
         """Measure groups in one forward of the inputs, to which each adds rows at its site.
@@ -286,11 +313,12 @@ class Forwards:
                 self._changing.adding(shares),
             ):
                 output = self._forward(batch.inputs)
+            points = [point for share in shares for point in share]
+            _refuse_unmade(points)
+            self._note(points, parts_of(output, self.output, 1 + len(points))[1:])
         except Exception:  # of the model; a change will raise it again
             self.joins = False
             return False
-        points = [point for share in shares for point in share]
-        self._note(points, parts_of(output, self.output, 1 + len(points))[1:])
         return True
 
     def _note(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:
@@ -303,7 +331,20 @@ _REFUSED = {
     True: "Each change has its own forward: sharing one gave another metric.",
     False: "Whole forwards: leaving calls out gave another metric.",
 }
-_NO_ROWS = "Some sites have values without the rows of a batch: each change there has a forward."
+_NO_ROWS = "Some changes have a whole forward each: they could not share one, or leave calls out."
+
+
+def _refuse_unmade(points: Sequence[Point]) -> None:
+    """Refuse a forward that has not come to the site of a change.
+
+    A call that was left out may have held an earlier call of the changed module, so that the number
+    in the site is that of another call.
+
+    Raises:
+        NoRowsError: there is such a change.
+    """
+    if not all(change.n_calls for point in points for change in point.changes):
+        raise NoRowsError
 
 
 def _n_bytes(value: Any) -> int:

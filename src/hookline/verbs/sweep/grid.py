@@ -278,9 +278,9 @@ def _cuts(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:
     if each and not isinstance(value, Tensor):
         raise InputError(
             f"each= must name dimensions of a tensor, and {site} has {describe.in_words(value)}."
-            f"\nSelect a leaf of it, such as {site + ':output[0]'!r}."
+            f"\nSelect a leaf of it, such as {site + ('[0]' if ':' in site else ':output[0]')!r}."
         )
-    cuts = []
+    cuts: list[_Cut] = []
     for name, given in each.items():
         dim, n = given if isinstance(given, tuple) else (given, None)
         if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
@@ -295,8 +295,14 @@ def _cuts(site: str, value: Any, each: Each) -> tuple[_Cut, ...]:
                 f"each[{name!r}] must cut dimension {dim} into equal parts, got {n!r} parts of"
                 f" {size} at {site}.\nGive a divisor of {size}."
             )
+        dim %= value.dim()
+        if dim in {cut.dim for cut in cuts}:
+            raise InputError(
+                f"each axis must have a dimension of its own, got dimension {dim} twice at {site}."
+                "\nGive one of them, or sweep twice."
+            )
         step = size // n if n else 1
-        cuts.append(_Cut(dim % value.dim(), size // step if step else 0, step))
+        cuts.append(_Cut(dim, size // step if step else 0, step))
     return tuple(cuts)
 
 

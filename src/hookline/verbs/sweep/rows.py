@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.engine import has_numbers
 from hookline.engine.pytree import tree
 from hookline.verbs.sweep.site_change import SiteChange
 
@@ -81,30 +83,56 @@ def longer_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
 
 
 def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
-    """Cut the output of a repeated batch into the outputs of each batch.
+    """Cut the output of a forward that is shared, or shortened, into the outputs of each batch.
 
-    Objects that are not containers, such as a cache of keys and values, are not cut.
+    What cannot be cut, such as a mean over the batch or a cache of keys and values, is `Uncut` in
+    each of them.
 
     Args:
         output: the output.
         one_batch: the output for the batch alone.
         n: how often the batch was repeated.
     """
-    if n == 1:
-        return [output]
+    if type(output) is not type(one_batch):
+        return [Uncut()] * n
     if isinstance(output, Tensor):
         try:
             return list(parts(output, one_batch.shape, n))
         except NoRowsError:
-            return [output] * n
-    if not isinstance(output, _CONTAINERS) or type(output) is not type(one_batch):
-        return [output] * n
+            return [output if _is_one_memory(output, one_batch) else Uncut()] * n
+    if not (isinstance(output, _CONTAINERS) or is_dataclass(output)):
+        is_same = type(output) in tree.PLAIN_ATOMS and output == one_batch
+        return [output if is_same else Uncut()] * n
     pairs = zip(tree.items(output) or (), tree.items(one_batch) or (), strict=False)
     columns = [parts_of(part, of_one, n) for (_, part), (_, of_one) in pairs]
     return [tree.rebuild(output, list(row)) for row in zip(*columns, strict=True)] or [output] * n
 
 
 _CONTAINERS = (tuple, list, Mapping)
+
+
+def _is_one_memory(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two outputs are one tensor, such as a buffer of the model."""
+    return a.shape == b.shape and has_numbers(a) and a.data_ptr() == b.data_ptr()
+
+
+def _refuse(*_: Any) -> Any:
+    raise NoRowsError
+
+
+@final
+class Uncut:
+    """Stand for a part of an output that has no rows; whatever reads it raises `NoRowsError`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoRowsError
+
+    __torch_function__ = __array__ = __call__ = __getitem__ = __iter__ = __len__ = _refuse
+    __contains__ = __bool__ = __float__ = __int__ = __index__ = __abs__ = __neg__ = _refuse
+    __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __pow__ = _refuse
+    __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _dim_of_rows(value: Tensor, known: Tensor, n: int) -> int:

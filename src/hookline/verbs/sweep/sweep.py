@@ -144,6 +144,7 @@ def sweep(
             elif clean is not None:
                 clean_metric = number_of(metric, run(copied(clean)))
             forwards = Forwards(changing, run, inputs, metric)
+            refuse_constant(metric, forwards.output, forwards.baseline)
             grid = Grid(entries, each, changing.known)
             folder = None
             if to is not None:
@@ -151,8 +152,6 @@ def sweep(
                 folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
                 forwards.go_on(grid.groups, folder.results, str(to))
             forwards.settle(grid.groups, rows)
-            if not forwards.has_effect():
-                refuse_constant(metric, forwards.output, forwards.baseline)
             _measure(forwards, grid, folder, shown=options.get("progress", True))
     return _result(grid, forwards, clean_metric)
 
@@ -172,7 +171,8 @@ def _measure(forwards: Forwards, grid: Grid, folder: SweepFolder | None, *, show
 
 def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
     is_change = np.zeros(grid.shape, dtype=bool)
-    is_change[tuple(np.transpose(list(forwards.results)))] = True
+    if forwards.results:
+        is_change[tuple(np.transpose(list(forwards.results)))] = True
     result = Sweep(grid.axes, forwards.baseline, clean, is_change)
     for index, (number, has_moved) in forwards.results.items():
         result.values[index] = number

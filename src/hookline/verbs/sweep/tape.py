@@ -7,6 +7,7 @@ as ever, and hooks are called as ever. Nothing of the model's architecture needs
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,6 +44,9 @@ class Call:
     Attributes:
         end: the time of its end; None if it has not returned.
         output: what the forward returned, if the tape keeps it; or the shapes of its tensors.
+        writes: for each tensor of an earlier call that the forward has written to its id, and the
+            new values.
+        fills: whether the forward has changed a list, dict or set that it was given.
     """
 
     number: int
@@ -51,6 +55,8 @@ class Call:
     begin: int
     end: int | None = None
     output: Any = None
+    writes: list[tuple[int, Tensor]] = field(default_factory=list)
+    fills: bool = False
 
     def has_ended(self, time: int) -> bool:
         """Tell whether the call had returned at a time."""
@@ -78,6 +84,8 @@ class Tape:
         self._is_over: Callable[[], bool] = bool
         self._seen: list[tuple[int, Tensor, int | None]] = []
         self._copies: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
+        self._watched: dict[int, Tensor] = {}  # the tensors that copies were made of
+        self._origins: dict[int, int] = {}  # by the id of a copy, the id of what it is a copy of
 
     # -- recording -------------------------------------------------------------------------------
 
@@ -103,6 +111,7 @@ class Tape:
         with standing_in([module for _, module in self._named_modules], self._record):
             yield
         self._copies.clear()
+        self._watched.clear()
 
     def _record(
         self,
@@ -115,11 +124,17 @@ class Tape:
         call = Call(len(self.calls), module, parent, self._tick())
         self.calls.append(call)
         self._stack.append(call)
+        versions = {key: _version(tensor) for key, tensor in self._watched.items()}
+        contents = _contents(args, kwargs)
         try:
             output = forward(*args, **kwargs)
         finally:
             self._stack.pop()
         call.end = self._tick()
+        call.fills = contents != _contents(args, kwargs)
+        for key, version in versions.items():
+            if _version(self._watched[key]) != version:
+                call.writes.append((key, self._watched[key].clone()))
         if not self._is_over():
             self._note(call, output)
         return output
@@ -145,7 +160,10 @@ class Tape:
         # One copy of a tensor that several calls return: a write to it is seen by all of them.
         key = id(tensor), _version(tensor)
         if key not in self._copies:
-            self._copies[key] = tensor, tensor.clone()
+            copy = tensor.clone()
+            self._copies[key] = tensor, copy
+            self._watched[id(tensor)] = tensor
+            self._origins[id(copy)] = id(tensor)
         return self._copies[key][1]
 
     def written_to(self) -> set[int]:
@@ -185,9 +203,11 @@ class Tape:
 
         Returns:
             The tape; None if that run made other calls, or an output has no dimension for the batch
-            alone. In a dimension of tokens, too, the rows might not lie in one piece.
+            alone. In a dimension of tokens, too, the rows might not lie in one piece. And None if a
+            call has written to what another one returned.
         """
-        if not self.same_calls(forms):
+        has_writes = any(call.writes for call in self.calls if call.output is not None)
+        if has_writes or not self.same_calls(forms):
             return None
         longer: dict[int, Tensor] = {}
         try:
@@ -246,7 +266,9 @@ class Tape:
             if call.number in ended or not call.has_ended(time):
                 answered = call if call.number in ended else None  # None: it runs
                 queues.setdefault(id(call.module), []).append(answered)
-        answer = _Replay({key: chain(queue, repeat(None)) for key, queue in queues.items()}, copied)
+        answer = _Replay({}, copied, self._origins)
+        for key, queue in queues.items():
+            answer.queues[key] = chain(queue, repeat(None))
         modules = {id(self.calls[number].module): self.calls[number].module for number in ended}
         with standing_in(modules.values(), answer):
             yield
@@ -255,10 +277,20 @@ class Tape:
 @final
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """Answer calls by recorded outputs, call by call."""
+    """Answer calls by recorded outputs, call by call, and repeat what they wrote to earlier ones.
+
+    Args:
+        queues: the calls of each module, by its id; None for those that run.
+        copied: the numbers of the calls whose outputs are handed out as copies.
+        origins: by the id of an output, the id of the tensor that it is a copy of.
+
+    Attributes:
+        copies: the copies that were handed out, by the ids of the tensors in the recorded run.
+    """
 
     queues: dict[int, Iterator[Call | None]]
     copied: Collection[int]
+    origins: dict[int, int]
     copies: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(
@@ -271,12 +303,20 @@ class _Replay:
         call = next(self.queues[id(module)])
         if call is None:
             return forward(*args, **kwargs)
-        return tree.map_tensors(self._copy if call.number in self.copied else _same, call.output)
+        for origin, values in call.writes:
+            if origin in self.copies:
+                self.copies[origin].copy_(values)
+        is_copied = call.number in self.copied
+        return tree.map_tensors(self._copy if is_copied else self._seen, call.output)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self.copies:
-            self.copies[id(tensor)] = tensor.clone()
-        return self.copies[id(tensor)]
+        origin = self.origins.get(id(tensor), id(tensor))
+        if origin not in self.copies:
+            self.copies[origin] = tensor.clone()
+        return self.copies[origin]
+
+    def _seen(self, tensor: Tensor) -> Tensor:
+        return self.copies.get(self.origins.get(id(tensor), id(tensor)), tensor)
 
 
 @final
@@ -334,6 +374,18 @@ def _repeated(
             raise NoRowsError
         known[id(tensor)] = tensor if dim is None else torch.cat([tensor] * n, dim)
     return known[id(tensor)]
+
+
+def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]:
+    """Return the ids of what lies in the containers among the arguments that can be filled."""
+    return [
+        [id(part) for part in (value.values() if isinstance(value, dict) else value)]
+        for value in (*args, *kwargs.values())
+        if type(value) in _FILLED
+    ]
+
+
+_FILLED = (list, dict, set, deque)
 
 
 def _version(tensor: Tensor) -> int | None:
