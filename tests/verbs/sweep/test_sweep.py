@@ -815,10 +815,22 @@ class FillsList(nn.Module):
         return self.last(torch.stack(values).sum(0))
 
 
+class WritesToSum(WritesToInput):
+    """The same, where what is written to is the output of no module."""
+
+    def forward(self, x):
+        x = self.first(x) * 2 + 1
+        return self.last(self.third(self.second(x)) + x)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize(
-    "make", [lambda: WritesToInput(False), lambda: WritesToInput(True), FillsList]
-)
+    "make",
+    [
+        lambda: WritesToInput(False), lambda: WritesToInput(True),
+        lambda: WritesToSum(False), lambda: WritesToSum(True), FillsList,
+    ],
+)  # fmt: skip
 def test_what_a_call_writes_to_its_inputs_is_not_left_out(make, rows):
     torch.manual_seed(0)
     model = make().eval()

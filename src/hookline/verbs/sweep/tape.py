@@ -44,8 +44,8 @@ class Call:
     Attributes:
         end: the time of its end; None if it has not returned.
         output: what the forward returned, if the tape keeps it; or the shapes of its tensors.
-        writes: for each tensor of an earlier call that the forward has written to its id, and the
-            new values.
+        writes: the numbers of the tensors among the arguments that the forward has written to, each
+            with the new values.
         fills: whether the forward has changed a list, dict or set that it was given.
     """
 
@@ -84,7 +84,6 @@ class Tape:
         self._is_over: Callable[[], bool] = bool
         self._seen: list[tuple[int, Tensor, int | None]] = []
         self._copies: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
-        self._watched: dict[int, Tensor] = {}  # the tensors that copies were made of
         self._origins: dict[int, int] = {}  # by the id of a copy, the id of what it is a copy of
 
     # -- recording -------------------------------------------------------------------------------
@@ -111,7 +110,6 @@ class Tape:
         with standing_in([module for _, module in self._named_modules], self._record):
             yield
         self._copies.clear()
-        self._watched.clear()
 
     def _record(
         self,
@@ -124,19 +122,21 @@ class Tape:
         call = Call(len(self.calls), module, parent, self._tick())
         self.calls.append(call)
         self._stack.append(call)
-        versions = {key: _version(tensor) for key, tensor in self._watched.items()}
+        given = _tensors_among(args, kwargs)
+        versions = list(map(_version, given))
         contents = _contents(args, kwargs)
         try:
             output = forward(*args, **kwargs)
         finally:
             self._stack.pop()
         call.end = self._tick()
-        call.fills = contents != _contents(args, kwargs)
-        for key, version in versions.items():
-            if _version(self._watched[key]) != version:
-                call.writes.append((key, self._watched[key].clone()))
-        if not self._is_over():
-            self._note(call, output)
+        if self._is_over():
+            return output
+        if self._kept is None or call.number in self._kept:
+            pairs = enumerate(zip(given, versions, strict=True))
+            call.writes = [(n, tensor.clone()) for n, (tensor, v) in pairs if _version(tensor) != v]
+            call.fills = contents != _contents(args, kwargs)
+        self._note(call, output)
         return output
 
     def _tick(self) -> int:
@@ -162,7 +162,6 @@ class Tape:
         if key not in self._copies:
             copy = tensor.clone()
             self._copies[key] = tensor, copy
-            self._watched[id(tensor)] = tensor
             self._origins[id(copy)] = id(tensor)
         return self._copies[key][1]
 
@@ -188,10 +187,10 @@ class Tape:
         return calls == others
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Keep the outputs of these calls alone."""
+        """Keep the outputs of these calls alone, and what they wrote to their arguments."""
         for call in self.calls:
             if call.number not in numbers:
-                call.output = None
+                call.output, call.writes = None, []
 
     def repeated(self, forms: Tape, size: int, n: int) -> Tape | None:
         """Return the tape of a batch that stands n times in a row.
@@ -277,7 +276,7 @@ class Tape:
 @final
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """Answer calls by recorded outputs, call by call, and repeat what they wrote to earlier ones.
+    """Answer calls by recorded outputs, call by call, and repeat what they wrote to their inputs.
 
     Args:
         queues: the calls of each module, by its id; None for those that run.
@@ -303,9 +302,9 @@ class _Replay:
         call = next(self.queues[id(module)])
         if call is None:
             return forward(*args, **kwargs)
-        for origin, values in call.writes:
-            if origin in self.copies:
-                self.copies[origin].copy_(values)
+        given = _tensors_among(args, kwargs) if call.writes else []
+        for number, values in call.writes:
+            given[number].copy_(values)
         is_copied = call.number in self.copied
         return tree.map_tensors(self._copy if is_copied else self._seen, call.output)
 
@@ -374,6 +373,17 @@ def _repeated(
             raise NoRowsError
         known[id(tensor)] = tensor if dim is None else torch.cat([tensor] * n, dim)
     return known[id(tensor)]
+
+
+def _tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a call, also those in its containers."""
+    tensors: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list | dict):
+            tensors += [tensor for _, tensor in tree.tensors(value)]
+    return tensors
 
 
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]:
