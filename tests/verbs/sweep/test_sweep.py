@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import threading
 from typing import NamedTuple
 
@@ -391,6 +392,11 @@ def test_a_metric_that_gives_no_number_is_refused(function, said):
         hl.sweep(linear(), X, "0", function, clean=CLEAN)
 
 
+def test_inputs_without_rows_are_refused():
+    with pytest.raises(hl.InputError, match="an output without elements"):
+        hl.sweep(linear(), X[:0], {"0": hl.edits.scale(0)}, lambda out: out.sum())
+
+
 def test_a_model_in_training_mode_is_refused():
     model = linear()
     model[1].train()
@@ -448,10 +454,11 @@ def test_a_gradient_is_refused():
         hl.sweep(linear(), X, {"0:grad_output": hl.edits.scale(0)}, metric)
 
 
-def test_a_model_that_draws_random_numbers_is_refused():
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand])
+def test_a_model_that_draws_random_numbers_is_refused(draw):
     class Noisy(nn.Module):
         def forward(self, x):
-            return x + torch.rand_like(x)
+            return x + float(draw())
 
     state = torch.get_rng_state()
     model = nn.Sequential(nn.Linear(4, 2), Noisy()).eval()

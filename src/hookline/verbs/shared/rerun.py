@@ -6,6 +6,7 @@ A `RunStart` holds what a run began with. Whatever the second run shows counts o
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections import deque
@@ -55,7 +56,15 @@ class RandomStates:
         self._further = [(generator, generator.get_state()) for generator in generators]
 
     def are_current(self) -> bool:
-        """Tell whether torch's generators, and the further ones, are still in these states."""
+        """Tell whether all generators are still in these states."""
+        numpy = imported("numpy")
+        if random.getstate() != self._python or (
+            numpy is not None
+            and self._numpy is not None
+            # Their bytes, because there are arrays among the parts.
+            and pickle.dumps(numpy.random.get_state(legacy=False)) != pickle.dumps(self._numpy)
+        ):
+            return False
         generators = [(generator.get_state(), state) for generator, state in self._further]
         if self._cuda:
             generators += zip(torch.cuda.get_rng_state_all(), self._cuda, strict=True)

@@ -51,8 +51,14 @@ def refuse_constant(metric: Metric, output: Any, number: float) -> None:
 
     Raises:
         InputError: the metric is the same for the negated and for the reversed output, whose sizes
-            are those of the output.
+            are those of the output; or the output is empty.
     """
+    sizes = [tensor.numel() for _, tensor in tree.tensors(output)]
+    if sizes and not any(sizes):
+        raise InputError(
+            "the model must return numbers, got an output without elements."
+            "\nGive inputs of one row or more."
+        )
     if any(_is_moved(metric, output, change, number) for change in (_negated, _reversed)):
         return
     raise InputError(
