@@ -94,6 +94,7 @@ def test_the_points_of_integrated_gradients_are_midpoints(steps):
 
 
 def test_many_points_sum_to_the_change_of_the_metric():
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double().eval()
     estimate = hl.attribute(model, X, "0", metric, clean=CLEAN, steps=200)
     change = estimate.clean - estimate.baseline
