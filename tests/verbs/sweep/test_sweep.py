@@ -17,6 +17,7 @@ import hookline as hl
 from hookline.models import load_model
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.sweep import forwards
+from hookline.verbs.sweep.rows import NoRowsError, Uncut
 from hookline.verbs.sweep.tape import standing_in
 
 import_torchvision()  # which transformers may import
@@ -484,7 +485,7 @@ class AsOften(nn.Module):
 def test_a_call_that_the_clean_run_lacks_is_refused():
     torch.manual_seed(0)
     model, once, twice = AsOften().eval(), torch.ones(1, 4), torch.tensor([[2.0, 0, 0, 0]])
-    with pytest.raises(hl.NotRecordedError, match="call 1 of the changed run and 1 calls"):
+    with pytest.raises(hl.NotRecordedError, match="got 1 call in the clean run, and more"):
         hl.sweep(model, twice, "block", metric, clean=once)
     sweep = hl.sweep(model, twice, "block#0", metric, clean=once)
     with torch.no_grad():
@@ -801,7 +802,7 @@ class WritesToInput(nn.Module):
 
 
 class FillsList(nn.Module):
-    """Two blocks that hand on their values in a list that they are given."""
+    """Two blocks that hand on their values in a list, or the like, that they are given."""
 
     class Block(nn.Module):
         def __init__(self, n):
@@ -812,14 +813,15 @@ class FillsList(nn.Module):
             values.append(self.linear(x).tanh())
             return values[-1]
 
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
         self.first, self.third, self.last = self.Block(4), self.Block(6), nn.Linear(6, 2)
+        self.kind = kind
 
     def forward(self, x):
-        values = []
+        values = self.kind()
         self.third(self.first(x, values), values)
-        return self.last(torch.stack(values).sum(0))
+        return self.last(sum(values[number] for number in range(len(values))))
 
 
 class WritesToSum(WritesToInput):
@@ -830,12 +832,29 @@ class WritesToSum(WritesToInput):
         return self.last(self.third(self.second(x)) + x)
 
 
+class Values:
+    """An object that holds a list."""
+
+    def __init__(self):
+        self.all = []
+
+    def append(self, value):
+        self.all.append(value)
+
+    def __getitem__(self, number):
+        return self.all[number]
+
+    def __len__(self):
+        return len(self.all)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize(
     "make",
     [
         lambda: WritesToInput(False), lambda: WritesToInput(True),
-        lambda: WritesToSum(False), lambda: WritesToSum(True), FillsList,
+        lambda: WritesToSum(False), lambda: WritesToSum(True), lambda: FillsList(list),
+        lambda: FillsList(Values),
     ],
 )  # fmt: skip
 def test_what_a_call_writes_to_its_inputs_is_not_left_out(make, rows):
@@ -887,6 +906,12 @@ def test_a_metric_may_read_what_has_no_rows_of_its_own():
         expected = loop(model, X, CLEAN, split(["first", "second"]), read, 1)
         sweep = hl.sweep(model, X, ["first", "second"], read, clean=CLEAN, each={"unit": 1})
         np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("read", [lambda part: part.sum(), torch.sum, lambda part: 2 * part, float])
+def test_reading_what_cannot_be_cut_raises_the_error_for_it(read):
+    with pytest.raises(NoRowsError):
+        read(Uncut())
 
 
 def test_an_output_without_a_batch_has_forwards_of_its_own():

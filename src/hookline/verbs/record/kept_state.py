@@ -48,8 +48,6 @@ class _Seen(NamedTuple):
         forms = [(each.dtype, each.shape, each.device) for each in (values, tensor)]
         if forms[0] != forms[1]:
             return False
-        if torch.equal(values, tensor):
-            return True
         now = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # By bytes, because NaN does not equal itself.
         return torch.equal(flat_bytes(values), flat_bytes(now))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from hookline.display.text import plural
 from hookline.engine import Site
 from hookline.errors import NotRecordedError
 from hookline.verbs.edit.patches import in_form_of
@@ -38,8 +39,8 @@ class PutBack:
         number = 0 if self._site.call is not None else moment.call
         if number >= len(calls):
             raise NotRecordedError(
-                f"{self._where} must be called as often in both runs, got call {number} of the"
-                f" changed run and {len(calls)} calls in the clean run.\nName one call, as in"
-                f" {self._where + '#0'!r}."
+                f"{self._where} must be called as often in both runs, got"
+                f" {plural(len(calls), 'call')} in the clean run, and more in the other."
+                f"\nName one call, as in {self._where + '#0'!r}."
             )
         return in_form_of(value, calls[number], self._where)

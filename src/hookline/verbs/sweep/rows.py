@@ -127,7 +127,11 @@ class Uncut:
     def __getattr__(self, name: str) -> Any:
         raise NoRowsError
 
-    __torch_function__ = __array__ = __call__ = __getitem__ = __iter__ = __len__ = _refuse
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise NoRowsError
+
+    __array__ = __call__ = __getitem__ = __iter__ = __len__ = _refuse
     __contains__ = __bool__ = __float__ = __int__ = __index__ = __abs__ = __neg__ = _refuse
     __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __pow__ = _refuse
     __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = _refuse

@@ -7,7 +7,6 @@ as ever, and hooks are called as ever. Nothing of the model's architecture needs
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +24,8 @@ from hookline.verbs.sweep.rows import NoRowsError, longer_dim
 
 # The block that records or replays in this context. Other threads get the original forwards.
 _running: ContextVar[object | None] = ContextVar("hookline_tape", default=None)
+
+_MOST_DEPTH = 3  # of the containers among arguments
 
 NamedModules = Sequence[tuple[str, nn.Module]]
 Answer = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -46,7 +47,7 @@ class Call:
         output: what the forward returned, if the tape keeps it; or the shapes of its tensors.
         writes: the numbers of the tensors among the arguments that the forward has written to, each
             with the new values.
-        fills: whether the forward has changed a list, dict or set that it was given.
+        fills: whether the forward has changed a container or an object that it was given.
     """
 
     number: int
@@ -124,7 +125,7 @@ class Tape:
         self._stack.append(call)
         given = _tensors_among(args, kwargs)
         versions = list(map(_version, given))
-        contents = _contents(args, kwargs)
+        contents = [_contents(value) for value in (*args, *kwargs.values())]
         try:
             output = forward(*args, **kwargs)
         finally:
@@ -135,7 +136,8 @@ class Tape:
         if self._kept is None or call.number in self._kept:
             pairs = enumerate(zip(given, versions, strict=True))
             call.writes = [(n, tensor.clone()) for n, (tensor, v) in pairs if _version(tensor) != v]
-            call.fills = contents != _contents(args, kwargs)
+            now = [_contents(value) for value in (*args, *kwargs.values())]
+            call.fills = contents != now
         self._note(call, output)
         return output
 
@@ -203,7 +205,7 @@ class Tape:
         Returns:
             The tape; None if that run made other calls, or an output has no dimension for the batch
             alone. In a dimension of tokens, too, the rows might not lie in one piece. And None if a
-            call has written to what another one returned.
+            call has written to its arguments.
         """
         has_writes = any(call.writes for call in self.calls if call.output is not None)
         if has_writes or not self.same_calls(forms):
@@ -386,16 +388,16 @@ def _tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     return tensors
 
 
-def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return the ids of what lies in the containers among the arguments that can be filled."""
-    return [
-        [id(part) for part in (value.values() if isinstance(value, dict) else value)]
-        for value in (*args, *kwargs.values())
-        if type(value) in _FILLED
-    ]
+def _contents(value: Any, depth: int = 0) -> Any:
+    """Return the ids of what lies in a value, and in its containers and plain objects.
 
-
-_FILLED = (list, dict, set, deque)
+    The caches of transformers are left out: each layer reads its own part of them alone.
+    """
+    is_cache = type(value).__module__.startswith("transformers.")
+    parts = None if is_cache or depth > _MOST_DEPTH else tree.items(value)
+    if parts is None:
+        return id(value)
+    return id(value), [(key, _contents(part, depth + 1)) for key, part in parts]
 
 
 def _version(tensor: Tensor) -> int | None:
