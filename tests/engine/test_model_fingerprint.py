@@ -296,6 +296,21 @@ def test_a_recorded_model_has_one_fingerprint_of_all():
     assert RecordedModel.from_json(None) is None
 
 
+def test_a_recorded_model_has_the_arguments_of_its_modules():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.25))
+    recorded = recorded_model(torch.compile(model, backend="eager"))
+    assert recorded.modules == {
+        "": "Sequential()",
+        "0": "Linear(in_features=2, out_features=3, bias=True)",
+        "1": "Dropout(p=0.25, inplace=False)",
+    }
+    row = recorded.as_json()
+    assert RecordedModel.from_json(row).modules == recorded.modules
+    del row["modules"]  # as hookline before 0.2.0 wrote it
+    assert RecordedModel.from_json(row).modules == {}
+    assert RecordedModel.from_json(row) == recorded
+
+
 def test_versions_are_those_of_packages_in_use(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(__version__="9.9"))
     monkeypatch.delitem(sys.modules, "transformers", raising=False)

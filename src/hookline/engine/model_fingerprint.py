@@ -70,14 +70,14 @@ def model_identity(model: nn.Module, *, whole: bool = False, sampled: bool = Fal
     kind = own_class(model)
     return {
         "type": f"{kind.__module__}.{kind.__qualname__}",
-        "structure": _short("\n".join(map(": ".join, module_texts(model).items())).encode()),
+        "structure": _short("\n".join(map(": ".join, _module_texts(model).items())).encode()),
         "weights": _weights(model, whole=whole, sampled=sampled),
         "code": _code(model),
         "attributes": _attributes(model),
     }
 
 
-def module_texts(model: nn.Module) -> dict[str, str]:
+def _module_texts(model: nn.Module) -> dict[str, str]:
     """Return class and `extra_repr` of each module, by its path."""
     # Not repr(model): it has the names of the classes that FSDP2 makes.
     return {
@@ -221,6 +221,8 @@ class RecordedModel:
             transformers where they were imported.
         device: the devices of the model; empty if an older hookline wrote the folder.
         flags: torch's settings that change numbers, as they were when the model was identified.
+        modules: the class and arguments of each module, by its path, as `print(model)` writes them;
+            empty if an older hookline wrote the folder.
     """
 
     type: str
@@ -230,6 +232,7 @@ class RecordedModel:
     versions: dict[str, str]
     device: str = field(default="", compare=False)
     flags: dict[str, str] = field(default_factory=dict, compare=False)
+    modules: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def provenance(self) -> Provenance:
@@ -258,10 +261,13 @@ class RecordedModel:
         kind, structure, weights, code = (
             str(row[key]) for key in ("type", "structure", "weights", "code")
         )
-        # hookline before 0.2.0 wrote no device and no flags
-        flags = {str(name): str(text) for name, text in row.get("flags", {}).items()}
+        # hookline before 0.2.0 wrote no device, no flags and no modules
+        flags, modules = (
+            {str(name): str(text) for name, text in row.get(key, {}).items()}
+            for key in ("flags", "modules")
+        )
         device = str(row.get("device", ""))
-        return RecordedModel(kind, structure, weights, code, versions, device, flags)
+        return RecordedModel(kind, structure, weights, code, versions, device, flags, modules)
 
 
 def recorded_model(model: nn.Module) -> RecordedModel | None:
@@ -277,7 +283,7 @@ def recorded_model(model: nn.Module) -> RecordedModel | None:
     code = _short(repr(identity["code"]).encode())
     return RecordedModel(
         identity["type"], identity["structure"], identity["weights"], code, versions_here(),
-        device_of(model), flags_here(),
+        device_of(model), flags_here(), _module_texts(unwrapping(model)[-1]),
     )  # fmt: skip
 
 

@@ -177,32 +177,33 @@ def of_models(side_a: Side, side_b: Side, rows: list[ComparedSite]) -> list[Find
     a, b = side_a.identify(), side_b.identify()
     if a is None or b is None:
         return []
-    of_structure = _of_structure(side_a, side_b) if a.structure != b.structure else ""
-    return list(_of_identities(a, b, of_structure))
+    return list(_of_identities(a, b))
 
 
-def _of_structure(a: Side, b: Side) -> str:
-    """Say what shows how the structure differs: the first module that is another, if known."""
-    if not a.modules or not b.modules:
-        return "compare what print(model) says of both"
-    of_classes = _of_modules(a.modules, b.modules)
-    if of_classes:
-        return of_classes
-    texts, others = a.module_texts, b.module_texts
-    of_arguments = _of_modules(texts, others) if texts and others else ""
-    return of_arguments or "the classes are equal, so compare arguments such as eps by print(model)"
-
-
-def _of_modules(a: Mapping[str, str], b: Mapping[str, str]) -> str:
-    odd = [path for path in {**a, **b} if a.get(path) != b.get(path)]
+def _of_structure(a: RecordedModel, b: RecordedModel) -> str:
+    """Name the first module that is of another class or, if none is, that has other arguments."""
+    ours, theirs = (
+        {path: " ".join(text.split()) for path, text in model.modules.items()} for model in (a, b)
+    )
+    odd = []
+    if ours and theirs:
+        paths = {**ours, **theirs}
+        odd = [path for path in paths if _class(ours.get(path)) != _class(theirs.get(path))]
+        odd = odd or [path for path in paths if ours[path] != theirs[path]]
     if not odd:
-        return ""
-    ours, theirs = (side.get(odd[0], "missing") for side in (a, b))
+        return "compare what print(model) says of both"
+    texts = [side.get(odd[0], "missing") for side in (ours, theirs)]
+    if _class(texts[0]) != _class(texts[1]):
+        texts = [_class(text) for text in texts]
     more = f" (and {len(odd) - 1} more)" * (len(odd) > 1)
-    return f"{path_text(odd[0])} is {ours} in a, and {theirs} in b{more}"
+    return f"{path_text(odd[0])} is {texts[0]} in a, and {texts[1]} in b{more}"
 
 
-def _of_identities(a: RecordedModel, b: RecordedModel, of_structure: str) -> Iterator[Finding]:
+def _class(text: str | None) -> str:
+    return "" if text is None else text.partition("(")[0]
+
+
+def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
     if a.type != b.type:
         yield Finding("model", f"the model is a {a.type} in a, and a {b.type} in b")
     else:
@@ -210,7 +211,7 @@ def _of_identities(a: RecordedModel, b: RecordedModel, of_structure: str) -> Ite
         names = [name for name in parts if getattr(a, name) != getattr(b, name)]
         if names:
             are = "differ" if len(names) > 1 or names[0] == "weights" else "differs"
-            hints = [of_structure] * ("structure" in names)
+            hints = [_of_structure(a, b)] * ("structure" in names)
             hints += ["compare two state dicts to see which"] * ("weights" in names)
             advice = f": {', and '.join(hints)}" if hints else ""
             yield Finding("model", f"{' and '.join(names)} of the model {are}{advice}")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookline.curves import Curves
 from hookline.data.npy_files import open_arrays
 from hookline.engine import ROOT, path_text
-from hookline.engine.model_fingerprint import RecordedModel, module_texts
+from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
 from hookline.errors import InputError
 from hookline.models.checkpoints import read_state_dict
@@ -125,13 +125,6 @@ class Side:
     def has_lost_model(self) -> bool:
         """Tell whether it was recorded in this process, from a model that is no longer there."""
         return isinstance(self.source, Recording) and has_lost_model(self.source)
-
-    @property
-    def module_texts(self) -> dict[str, str]:
-        """Class and arguments of each module, by its path; empty if the model is not there."""
-        model = self._living_model
-        texts = {} if model is None else module_texts(model)
-        return {path: " ".join(text.split()) for path, text in texts.items()}
 
     @property
     def lies_in_folder(self) -> bool:
