@@ -12,8 +12,6 @@ from hookline.verbs.anatomy.identity_errors import error, error_of_rescale
 from hookline.verbs.anatomy.parts import KINDS, Layer, site_of, stream_site
 from hookline.verbs.anatomy.trace import Trace
 
-Look = Callable[[str], Tensor]
-
 
 @final
 @dataclass(frozen=True, slots=True)

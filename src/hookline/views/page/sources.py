@@ -257,12 +257,6 @@ class OpenRecordings:
                 self._comparison = state, compare(self.source.folder, self.other.folder)
             return self._comparison[1]
 
-    @property
-    def finished_comparison(self) -> Comparison | None:
-        """The comparison of the current state; None until `comparison` has made it."""
-        made = self._comparison
-        return made[1] if made is not None and made[0] == self.state() else None
-
     def page(self, items: tuple[int, ...] | None = None) -> tuple[PageState, str]:
         """Return the current recordings and the state that they belong to.
 
