@@ -49,6 +49,15 @@ def test_every_dtype_is_kept_as_it_is(dtype, tmp_path):
     assert torch.equal(opened["0"].to(torch.complex128), value.to(torch.complex128))
 
 
+@pytest.mark.parametrize("n_before", [1, 3])
+def test_complex_numbers_lie_where_torch_can_read_them(n_before, tmp_path):
+    """torch ends the process at an address of complex128 that is no multiple of 16."""
+    value = [torch.arange(n_before), torch.tensor([1 + 2j, 3j], dtype=torch.complex128)]
+    opened = hl.open(record_value(value).save(tmp_path / "run"))["0"][1]
+    assert opened.data_ptr() % 16 == 0
+    assert torch.equal(opened.clone(), value[1])
+
+
 def record_value(value) -> hl.Recording:
     model = nn.Sequential(nn.Identity())
     with hl.record(model, "0") as run:

@@ -28,7 +28,7 @@ from hookline.engine.operations.attention import PARTS
 from hookline.engine.operations.call_list import CallList, FunctionCall
 from hookline.engine.operations.mode import operations_on
 from hookline.engine.operations.operation import Operation
-from hookline.engine.operations.pattern import QueryBlocks
+from hookline.engine.attention.pattern import QueryBlocks
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.checkpointing import same_draws, stop_all
 from hookline.engine.passes.modes import (
@@ -99,7 +99,7 @@ from hookline.util.hidden import hides
 
 # The modules that other rooms import by their own names.
 OPEN = (
-    "autograd.aliases", "autograd.module_backward", "model_fingerprint", "operations.names",
-    "provenance", "pytree.describe", "pytree.leaves", "pytree.outlines", "pytree.tree",
+    "autograd.aliases", "autograd.module_backward", "functions", "model_fingerprint", "provenance",
+    "pytree.describe", "pytree.leaves", "pytree.outlines", "pytree.tree",
     "report.known_faults", "report.why_silent", "run_settings", "taps.fast_path",
 )

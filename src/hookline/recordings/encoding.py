@@ -242,7 +242,7 @@ def decode(data: Any, get: Callable[[str], Tensor], parts: dict[int, Part] | Non
     if kind in ("tensor", "complex"):
         tensor = get(data[kind])
         if kind == "complex":
-            tensor = torch.view_as_complex(tensor)
+            tensor = _complex(tensor)
         return _noted(tensor, data, parts)
     if kind in _OF_DATA:
         return _OF_DATA[kind](data[kind])
@@ -260,6 +260,16 @@ def decode(data: Any, get: Callable[[str], Tensor], parts: dict[int, Part] | Non
         fields.type_name = name
         return _distinct(fields, keys)
     raise ValueError(f"not an encoded value: {kind!r}")
+
+
+def _complex(pairs: Tensor) -> Tensor:
+    """View pairs of numbers as complex ones.
+
+    torch's functions of complex128 end the process where an address is no multiple of 16, as in a
+    file, whose widest dtype otherwise has 8 bytes.
+    """
+    is_aligned = pairs.is_meta or pairs.data_ptr() % (2 * pairs.element_size()) == 0
+    return torch.view_as_complex(pairs if is_aligned else pairs.clone())
 
 
 def _noted(tensor: Tensor, data: Any, parts: dict[int, Part] | None) -> Tensor:

@@ -243,6 +243,127 @@ def test_a_product_without_a_softmax_is_no_attention():
         model(X)
 
 
+class ChannelsFirst(nn.Module):
+    """Attention over the positions of a picture, as in VQGAN and in diffusion models."""
+
+    def __init__(self, how, width=6):
+        super().__init__()
+        self.how = how
+        self.q, self.k, self.v = (nn.Conv1d(width, width, 1) for _ in range(3))
+
+    def forward(self, x):  # [batch, width, position]
+        self.parts = q, k, v = self.q(x), self.k(x), self.v(x)
+        return getattr(self, self.how)(q, k, v)
+
+    def products(self, q, k, v):
+        pattern = torch.bmm(q.mT, k).softmax(2)
+        return torch.bmm(v, pattern.mT)
+
+    def letters(self, q, k, v):
+        pattern = torch.einsum("bct,bcs->bts", q, k).softmax(-1)
+        return torch.einsum("bts,bcs->bct", pattern, v)
+
+    def copied(self, q, k, v):
+        pattern = torch.softmax(torch.bmm(q.mT, k), 2).clone()
+        return torch.bmm(v, pattern.mT)
+
+    def of_values(self, q, k, v):
+        pattern = torch.softmax(torch.bmm(q.mT, k), 2).clone()
+        return torch.bmm(pattern, v.mT).mT
+
+
+@pytest.mark.parametrize("how", ["products", "letters", "copied", "of_values"])
+@pytest.mark.parametrize("n_positions", [4, 6, 8])  # 6: values and pattern have one shape
+def test_values_come_before_the_pattern_if_channels_do(how, n_positions):
+    torch.manual_seed(0)
+    model = ChannelsFirst(how)
+    x = torch.randn(2, 6, n_positions)
+    with hl.record(model, SITES, copy=True) as run:
+        out = model(x)
+    q, k, v = (part.mT for part in model.parts)
+    assert torch.equal(run["@q"], q)
+    assert torch.equal(run["@k"], k)
+    assert torch.equal(run["@v"], v)
+    torch.testing.assert_close(run["@pattern"], (q @ k.mT).softmax(-1))
+    torch.testing.assert_close(run["@z"], run["@pattern"] @ v)
+    assert torch.equal(run["@z"].mT, out)
+    with hl.edit(model, "@v", hl.edits.scale(2)), hl.edit(model, "@z", lambda z: z + 1):
+        torch.testing.assert_close(model(x), 2 * out + 1)
+
+
+def test_a_sequence_of_one_token_has_all_parts():
+    model = Attention("steps").eval()
+    with hl.record(model, SITES) as run:
+        for n_tokens in (3, 1, 3):
+            model(X[:, :n_tokens])
+    assert {site: len(run.cat(site, dim=None)) for site in SITES} == dict.fromkeys(SITES, 3)
+    token = X[:, :1]
+    with hl.edit(model, "@z", hl.edits.scale(0)):
+        assert not model(token).any()
+
+
+class Projected(nn.Module):
+    """Attention whose projections have a matrix for each head."""
+
+    def __init__(self, cast):
+        super().__init__()
+        self.cast = cast
+        weights = (nn.Parameter(torch.randn(2, 8, 5)) for _ in range(3))
+        self.of_q, self.of_k, self.of_v = weights
+
+    def forward(self, x):
+        x = x[:, None]
+        q, k, v = (x @ self.cast(w) for w in (self.of_q, self.of_k, self.of_v))
+        self.q, self.pattern = q, (q @ k.mT).softmax(-1)
+        return self.pattern @ v
+
+
+@pytest.mark.parametrize("n_tokens", [4, 5, 6, 7])  # 5: as many as the width of a head; 6: one more
+@pytest.mark.parametrize(
+    "cast", [lambda w: w, lambda w: w.double().float(), lambda w: (w * 2)[None]],
+    ids=["as it is", "cast", "with a batch of its own"],
+)  # fmt: skip
+def test_projections_by_head_are_no_scores(cast, n_tokens):
+    model = Projected(cast)
+    with hl.record(model, ["@q", "@pattern"]) as run:
+        model(torch.randn(3, n_tokens, 8))
+    assert torch.equal(run["@q"], model.q)
+    assert torch.equal(run["@pattern"], model.pattern)
+
+
+def test_weights_of_a_functional_call_are_no_keys():
+    model = Projected(lambda w: w)
+    weights = {name: weight.detach() * 1 for name, weight in model.named_parameters()}
+    with hl.record(model, ["@q", "@pattern"]) as run:
+        torch.func.functional_call(model, weights, (torch.randn(3, 6, 8),))
+    assert torch.equal(run["@q"], model.q)
+    assert torch.equal(run["@pattern"], model.pattern)
+
+
+def test_a_projection_whose_result_is_multiplied_again():
+    model = Projected(lambda w: w[None] * 2)
+    x = torch.randn(1, 6, 8)  # with one item, a weight has all dimensions that keys have
+    with hl.record(model, "@pattern") as run:
+        model(x)
+    assert torch.equal(run["@pattern"], model.pattern)
+    with (
+        hl.record(model, "@q"),
+        pytest.raises(hl.AttachError, match="its first product is a factor"),
+    ):
+        model(x)
+
+
+def test_a_softmax_over_queries_is_no_pattern():
+    class KeysFirst(nn.Module):
+        def forward(self, q, k, v):
+            return (k @ q.mT).softmax(dim=-2).mT @ v
+
+    q, k = torch.randn(1, 2, 4, 5), torch.randn(1, 2, 6, 5)
+    model = KeysFirst()
+    with hl.record(model, "@q"), pytest.raises(hl.AttachError, match="no softmax of its first"):
+        model(q, k, k)
+
+
 def test_a_kernel_that_shows_nothing_is_refused_by_name():
     class Opaque(nn.Module):
         def forward(self, q):

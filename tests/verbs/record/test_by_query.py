@@ -9,7 +9,7 @@ from torch import nn
 
 import hookline as hl
 from alive import Alive
-from hookline.engine.operations import pattern
+from hookline.engine.attention import pattern
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 100, 8
 

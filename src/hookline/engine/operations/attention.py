@@ -16,17 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from hookline.engine.operations.names import Function, functions, name_of
-from hookline.engine.operations.operation import Operation, by_method
-from hookline.engine.operations.pattern import (
+from hookline.engine.attention.pattern import (
     KernelArguments,
     QueryBlocks,
     by_query_head,
     pattern_of,
     scores_of,
 )
-from hookline.engine.operations.products import Form, Letters, Matrices, Product, products
+from hookline.engine.attention.products import (
+    Form,
+    Letters,
+    Matrices,
+    Product,
+    makes_scores,
+    products,
+)
+from hookline.engine.functions import Function, argument_names, functions, name_of
+from hookline.engine.operations.operation import Operation, by_method
 from hookline.errors import AttachError
 
 PARTS = ("q", "k", "v", "scores", "pattern", "z")
@@ -63,15 +71,17 @@ class Progress:
         layout: the layout of the product that gave the scores.
         n_keys: the number of keys.
         n_scores: the number of scores.
+        memory: the memory of the scores and, from the softmax on, that of the pattern.
     """
 
-    __slots__ = ("layout", "n_keys", "n_scores", "step")
+    __slots__ = ("layout", "memory", "n_keys", "n_scores", "step")
 
     def __init__(self) -> None:
         self.step: int = 0
         self.n_keys: int = 0
         self.n_scores: int = 0
         self.layout: Matrices | Letters | None = None
+        self.memory: Memory | None = None
 
 
 class _Stack(threading.local):
@@ -89,6 +99,7 @@ class Attention:
         module: the module.
 
     Attributes:
+        module: the module.
         parts: the operations of the parts that have hooks, by name.
         path: the path of the module, for messages.
         n_heads: the number of heads; None if the module does not tell.
@@ -99,6 +110,7 @@ class Attention:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.module: nn.Module = module
         self.parts: dict[str, Operation] = {}
         self.path = ""
         self.n_heads: int | None = _n_heads(module)
@@ -130,7 +142,7 @@ class Attention:
         for function in products():
             calls[function] = ProductCall(self, Product(function), _or_plain(inner, function))
         for function in functions()["softmax"]:
-            calls[function] = SoftmaxCall(self, _or_plain(inner, function))
+            calls[function] = SoftmaxCall(self, function, _or_plain(inner, function))
         calls[_KERNEL] = KernelCall(self, _or_plain(inner, _KERNEL))
         return calls
 
@@ -158,11 +170,23 @@ class Attention:
             self.traced.step, self.traced.layout = 0, None
         else:
             step = self._here.calls.pop().step if self._here.calls else 0
-        if step == 1 and is_whole and ("q" in self.parts or "k" in self.parts):
+        if step == 1 and is_whole:
+            self._refuse_product("it takes no softmax of its first product over what would be keys")
+
+    def begin_again(self, progress: Progress) -> None:
+        """Begin anew at a product that takes what the first one has made: that was a projection.
+
+        Raises:
+            AttachError: the projection's factors were shown as queries and keys.
+        """
+        self._refuse_product("its first product is a factor of another one")
+        progress.step = 0
+
+    def _refuse_product(self, why: str) -> None:
+        if "q" in self.parts or "k" in self.parts:
             raise AttachError(
-                f"{self.path} has no attention whose parts are known: it takes no softmax of its"
-                f" first product.\nSelect the product itself, '{self.path}@matmul:input', or leave"
-                " the module out."
+                f"{self.path} has no attention whose parts are known: {why}.\nSelect a product"
+                f" itself, '{self.path}@matmul:input', or leave the module out."
             )
 
     def refuse(self, function: Function, kind: type[AttachError] = AttachError) -> NoReturn:
@@ -236,14 +260,17 @@ class ProductCall:
         """Call the function."""
         of = self.attention
         progress = of.progress
-        form = self.product.form(args, kwargs, of.n_heads) if progress.step != 1 else None
+        form = self.product.form(args, kwargs, of.n_heads)
         if form is None:
             return self.inner.call(args, kwargs)
-        if progress.step == 0:
+        if progress.step == 1 and _has_part_in(progress.memory, form):
+            of.begin_again(progress)
+        if progress.step == 0 and makes_scores(form, of.module):
             return self._scores(progress, form, args, kwargs)
-        if form.first.numel() != progress.n_scores and form.second.numel() != progress.n_scores:
+        of_pattern = _with_pattern(form, progress) if progress.step == 2 else None
+        if of_pattern is None:
             return self.inner.call(args, kwargs)  # another product
-        return self._output(progress, form, args, kwargs)
+        return self._output(progress, of_pattern, args, kwargs)
 
     def _scores(self, progress: Progress, form: Form, args: Any, kwargs: Any) -> Any:
         of, layout = self.attention, form.layout
@@ -254,8 +281,8 @@ class ProductCall:
             form = layout.put_value(key.transpose(-2, -1), form)
         args, kwargs = layout.arguments(form, args, kwargs)
         scores = self.inner.call(args, kwargs)
-        progress.step, progress.layout = 1, layout
-        progress.n_keys, progress.n_scores = scores.shape[-1], scores.numel()
+        progress.step, progress.layout, progress.memory = 1, layout, _memory(scores)
+        progress.n_keys, progress.n_scores = form.value.shape[-1], scores.numel()
         return scores
 
     def _output(self, progress: Progress, form: Form, args: Any, kwargs: Any) -> Any:
@@ -270,12 +297,68 @@ class ProductCall:
         return result
 
 
+def _with_pattern(form: Form, progress: Progress) -> Form | None:
+    """Return the form of the product with the values, laid out with the pattern on the left.
+
+    Models whose channels come first multiply the values by the transposed pattern. Where both
+    operands have its size, it is the one in its memory or, after a dropout or a cast, the one
+    without negative numbers.
+    """
+    forms = []
+    for layout in (form.layout, form.layout.turned()):
+        pattern = layout.query(form)
+        if pattern.numel() == progress.n_scores and pattern.shape[-1] == progress.n_keys:
+            forms.append(form._replace(layout=layout))
+    if len(forms) > 1 and not is_dynamo_compiling():
+        in_memory = [form for form in forms if _is_in(progress.memory, form.query)]
+        forms = in_memory or [form for form in forms if _is_positive(form.query)] or forms
+    return forms[0] if forms else None
+
+
+Memory = StorageWeakRef
+
+
+def _memory(value: Tensor) -> Memory | None:
+    """Return a weak reference to a value's memory; None where it cannot be known."""
+    if is_dynamo_compiling():
+        return None
+    try:
+        return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError):  # of vmap, of a subclass without memory
+        return None
+
+
+def _is_in(memory: Memory | None, value: Tensor) -> bool:
+    if memory is None or memory.expired():  # type: ignore[no-untyped-call]
+        return False
+    return _memory(value) == memory
+
+
+def _is_positive(value: Tensor) -> bool:
+    """Tell whether no number is negative; False where the numbers cannot be read, as in vmap."""
+    try:
+        return bool((value.detach() >= 0).all())
+    except RuntimeError:
+        return False
+
+
+def _has_part_in(memory: Memory | None, form: Form) -> bool:
+    return _is_in(memory, form.first) or _is_in(memory, form.second)
+
+
 @final
 class SoftmaxCall:
-    """A softmax, of scores or of something else."""
+    """A softmax, of scores or of something else.
 
-    def __init__(self, attention: Attention, inner: Call) -> None:
+    Args:
+        attention: the attention.
+        function: the function.
+        inner: what stands for it otherwise.
+    """
+
+    def __init__(self, attention: Attention, function: Function, inner: Call) -> None:
         self.attention: Attention = attention
+        self.dim_place: int = argument_names(function).names.index("dim")
         self.inner: Call = inner
 
     def call(self, args: Any, kwargs: Any) -> Any:
@@ -283,8 +366,9 @@ class SoftmaxCall:
         of = self.attention
         progress = of.progress
         scores = args[0] if args else kwargs["input"]
+        dim = args[self.dim_place] if len(args) > self.dim_place else kwargs.get("dim")
         layout = progress.layout
-        if progress.step != 1 or layout is None or not _are_scores(scores, progress):
+        if progress.step != 1 or layout is None or not _are_scores(scores, dim, progress, layout):
             return self.inner.call(args, kwargs)
         progress.step = 2
         if "scores" in of.parts:
@@ -295,28 +379,30 @@ class SoftmaxCall:
         pattern = self.inner.call(args, kwargs)
         if "pattern" in of.parts:
             pattern = _shown(of, "pattern", pattern, progress, layout)
+        progress.memory = _memory(pattern)
         return pattern
 
 
-def _are_scores(value: Tensor, progress: Progress) -> bool:
-    """Tell whether a value has a row for each query, and a column for each key or one more."""
-    if value.dim() < 3:
+def _are_scores(
+    value: Tensor, dim: int | None, progress: Progress, layout: Matrices | Letters
+) -> bool:
+    """Tell whether a softmax is over a column for each key or one more, in a row for each query."""
+    if value.dim() < 3 or dim is None or dim % value.dim() != layout.key_dim(value):
         return False
     n_rows = progress.n_scores // progress.n_keys
-    n_more = value.shape[-1] - progress.n_keys
-    return n_more in (0, 1) and value.numel() == n_rows * value.shape[-1]
+    n_more = value.shape[dim] - progress.n_keys
+    return n_more in (0, 1) and value.numel() == n_rows * value.shape[dim]
 
 
 def _shown(
     of: Attention, name: str, value: Tensor, progress: Progress, layout: Matrices | Letters
 ) -> Tensor:
     """Show scores or pattern by head, without the column of a sink, which is no key."""
-    n_keys = progress.n_keys
-    keys = value if value.shape[-1] == n_keys else value[..., :n_keys]
-    new = layout.put_output(of.show(name, layout.output(keys)), keys)
-    if keys is value:
-        return new
-    return torch.cat([new, value[..., n_keys:]], -1)
+    n_keys, dim = progress.n_keys, layout.key_dim(value)
+    if dim is None or value.shape[dim] == n_keys:
+        return layout.put_output(of.show(name, layout.output(value)), value)
+    keys, sink = torch.split(value, [n_keys, 1], dim)
+    return torch.cat([layout.put_output(of.show(name, layout.output(keys)), keys), sink], dim)
 
 
 @final

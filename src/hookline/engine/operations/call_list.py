@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hookline.engine.operations.names import argument_names, functions, name_of
+from hookline.engine.functions import argument_names, functions, name_of
 from hookline.engine.operations.own_calls import OwnCalls
 from hookline.engine.torch_private.graph.function_modes import calling_module, pop_mode
 

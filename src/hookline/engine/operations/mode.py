@@ -10,6 +10,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from hookline.engine.functions import Function, functions
 from hookline.engine.operations.attention import (
     MULTIHEAD,
     PARTS,
@@ -18,7 +19,6 @@ from hookline.engine.operations.attention import (
     MultiheadCall,
     is_opaque,
 )
-from hookline.engine.operations.names import Function, functions
 from hookline.engine.operations.operation import Operation
 from hookline.engine.operations.own_calls import OwnCalls
 from hookline.engine.torch_private.dynamo import TracingAttachError, while_tracing

@@ -13,7 +13,7 @@ from torch import nn
 
 import hookline as hl
 from alive import Alive
-from hookline.engine.operations import pattern
+from hookline.engine.attention import pattern
 from hookline.statistics import spread
 
 TOKENS = 1024

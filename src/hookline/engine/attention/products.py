@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.operations.names import Function, argument_names, functions, name_of
+from hookline.engine.functions import Function, argument_names, functions, name_of
 
 _PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
@@ -27,6 +28,16 @@ class Form(NamedTuple):
     first: Tensor
     second: Tensor
     layout: Matrices | Letters
+
+    @property
+    def query(self) -> Tensor:
+        """The queries by head; of the second product, the pattern."""
+        return self.layout.query(self)
+
+    @property
+    def value(self) -> Tensor:
+        """The values by head; of the first product, the transposed keys."""
+        return self.layout.value(self)
 
 
 @final
@@ -44,10 +55,7 @@ class Product:
         self.names: tuple[str, ...] = argument_names(function).names[self.place : self.place + 2]
 
     def form(self, args: Any, kwargs: Any, n_heads: int | None) -> Form | None:
-        """Return the form of a call; None for a product that no attention makes.
-
-        A product with a parameter is a projection. One over a single number makes the angles of
-        rotary embeddings.
+        """Return the form of a call; None for a product that is none of matrices by head.
 
         Args:
             args: the arguments of the call.
@@ -62,9 +70,7 @@ class Product:
         ]
         if not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return None
-        if isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter):
-            return None
-        if first.dim() < 3 or second.dim() < 3 or first.shape[-1] == 1:
+        if first.dim() < 3 or second.dim() < 3:
             return None
         return Form(first, second, Matrices(self.place, self.names, n_heads))
 
@@ -74,9 +80,27 @@ def _form_of_einsum(args: Any) -> Form | None:
     if len(operands) != 2 or not isinstance(equation, str):
         return None
     letters = Letters.of(equation.replace(" ", ""))
-    if letters is None or any(isinstance(operand, nn.Parameter) for operand in operands):
-        return None
-    return Form(operands[0], operands[1], letters)
+    return None if letters is None else Form(operands[0], operands[1], letters)
+
+
+def makes_scores(form: Form, module: nn.Module) -> bool:
+    """Tell whether a product can be that of queries and keys.
+
+    A product with a parameter is a projection, also where another tensor stands for it, as in
+    `torch.func.functional_call` or `weight.to(dtype)`: it has no dimension for the batch. A product
+    over a single number makes the angles of rotary embeddings.
+
+    Args:
+        form: the form of the product.
+        module: the module in whose forward it is.
+    """
+    weights = [] if is_dynamo_compiling() else list(module.parameters(recurse=False))
+    for operand in (form.first, form.second):
+        if isinstance(operand, nn.Parameter) or any(operand is weight for weight in weights):
+            return False
+    query, key = form.query, form.value
+    has_batch = query.dim() == key.dim() and (key.shape[0] != 1 or query.shape[0] == 1)
+    return has_batch and query.shape[-1] > 1
 
 
 @final
@@ -87,26 +111,46 @@ class Matrices:
         place: the place of the first operand among the arguments.
         names: the names of both operands.
         n_heads: the number of heads, where the first dimension is batch · head; None if not known.
+        is_turned: whether the product is `v.T @ pattern.T`, as where channels come first.
     """
 
-    def __init__(self, place: int, names: tuple[str, ...], n_heads: int | None) -> None:
+    def __init__(
+        self, place: int, names: tuple[str, ...], n_heads: int | None, *, is_turned: bool = False
+    ) -> None:
         self.place: int = place
         self.names: tuple[str, ...] = names
         self.n_heads: int | None = n_heads
+        self.is_turned: bool = is_turned
+
+    def turned(self) -> Matrices:
+        """Return the layout with the pattern on the other side."""
+        return Matrices(self.place, self.names, self.n_heads, is_turned=not self.is_turned)
+
+    def key_dim(self, scores: Tensor) -> int | None:
+        """Return the dimension of the keys in scores."""
+        return scores.dim() - 1
 
     def _by_head(self, value: Tensor) -> Tensor:
+        value = self._turn(value)
         heads = self.n_heads
         if value.dim() != 3 or heads is None or value.shape[0] % heads:
             return value
-        return value.view(-1, heads, *value.shape[1:])
+        return value.reshape(-1, heads, *value.shape[1:])
+
+    def _like(self, value: Tensor, before: Tensor) -> Tensor:
+        """Return a value by head in the dimensions that the operand had."""
+        return self._turn(value.flatten(0, 1) if value.dim() > before.dim() else value)
+
+    def _turn(self, value: Tensor) -> Tensor:
+        return value.transpose(-2, -1) if self.is_turned else value
 
     def query(self, form: Form) -> Tensor:
         """Return the queries by head."""
-        return self._by_head(form.first)
+        return self._by_head(form.second if self.is_turned else form.first)
 
     def value(self, form: Form) -> Tensor:
         """Return the values by head, of the second product; of the first one, transposed keys."""
-        return self._by_head(form.second)
+        return self._by_head(form.first if self.is_turned else form.second)
 
     def output(self, result: Tensor) -> Tensor:
         """Return the result of the second product by head."""
@@ -114,15 +158,17 @@ class Matrices:
 
     def put_query(self, query: Tensor, form: Form) -> Form:
         """Return the form with other queries."""
-        return form._replace(first=_like(query, form.first))
+        return form._replace(first=self._like(query, form.first))
 
     def put_value(self, value: Tensor, form: Form) -> Form:
         """Return the form with other values, or transposed keys."""
-        return form._replace(second=_like(value, form.second))
+        if self.is_turned:
+            return form._replace(first=self._like(value, form.first))
+        return form._replace(second=self._like(value, form.second))
 
     def put_output(self, output: Tensor, result: Tensor) -> Tensor:
         """Return the result of the second product, changed by head."""
-        return _like(output, result)
+        return self._like(output, result)
 
     def arguments(self, form: Form, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the call with the operands of a form."""
@@ -134,11 +180,6 @@ class Matrices:
             else:
                 kwargs[name] = operand
         return tuple(args), kwargs
-
-
-def _like(value: Tensor, before: Tensor) -> Tensor:
-    """Return a value by head in the number of dimensions that the operand had."""
-    return value.flatten(0, 1) if value.dim() > before.dim() else value
 
 
 @final
@@ -174,6 +215,16 @@ class Letters:
         of_left = _places(batch + row + width, first)
         of_right = _places(batch + width + column, second)
         return Letters(left, right, (of_left, of_right, _places(batch + row + column, out)))
+
+    def turned(self) -> Letters:
+        """Return the layout with the pattern on the other side."""
+        left, right, result = self.of_left, self.of_right, self.of_result
+        orders = [(*order[:-2], order[-1], order[-2]) for order in (right, left, result)]
+        return Letters(self.right, self.left, orders)
+
+    def key_dim(self, scores: Tensor) -> int | None:
+        """Return the dimension of the keys in scores; None if the scores were reshaped."""
+        return self.of_result[-1] if scores.dim() == len(self.of_result) else None
 
     def query(self, form: Form) -> Tensor:
         """Return the queries by head."""

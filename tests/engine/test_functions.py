@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hookline.engine.operations.names import (
+from hookline.engine.functions import (
     argument_names,
     functions,
     is_attribute,
