@@ -22,7 +22,7 @@ from hookline.engine.line.attachment import AtEnd, Attachment, surely
 from hookline.engine.line.handle import HookHandle
 from hookline.engine.line.line import Bound, Line
 from hookline.engine.line.registration import Node, Registrations
-from hookline.engine.memory.read_only import call_read_only
+from hookline.engine.memory.read_only import call_read_only, call_to_measure
 from hookline.engine.memory.unversioned import LINE, Unversioned, is_freed, makes_new_memory
 from hookline.engine.operations.attention import PARTS
 from hookline.engine.operations.call_list import CallList, FunctionCall

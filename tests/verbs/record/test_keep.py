@@ -417,3 +417,48 @@ def test_arrays_are_copied_as_containers_are():
     text[0] = 0
     assert run[""][0].tolist() == [1, 1]
     assert run[""][1] == b"a"
+
+
+@pytest.mark.parametrize("copied", [None, True])
+@pytest.mark.parametrize(
+    ("site", "keep"),
+    [
+        ("0", lambda t: t.sub_(t.mean()).norm()),
+        ("0:grad_output", lambda t: t.div_(t.norm()).abs().max()),
+        ("0", lambda t: t[:, :2].relu_()),
+    ],
+    ids=["an output", "a gradient", "a part"],
+)  # fmt: skip
+def test_a_keep_function_that_writes_to_the_value_is_refused(site, keep, copied):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with (
+        hl.record(model, site, keep=keep, copy=copied),
+        pytest.raises(hl.StructureError, match=r"keep= must not write .*\n.* begin with t.clone"),
+    ):
+        model(torch.randn(3, 4)).square().sum().backward()
+
+
+def test_a_keep_function_may_write_to_what_it_made():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    with hl.record(model, "0", keep=lambda t: t.abs().sub_(1)) as run:
+        out = model(x)
+    assert torch.equal(run["0"], model[0](x).abs() - 1)
+    assert torch.equal(out, model(x))
+
+
+def test_in_inference_mode_a_keep_function_gets_a_copy():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    with torch.inference_mode(), hl.record(model, "0", keep=lambda t: t.sub_(1).norm()):
+        out = model(x)
+    assert torch.equal(out, model(x))
+
+
+@pytest.mark.compiles
+def test_in_a_graph_a_keep_function_that_writes_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    with (
+        hl.record(model, "0", keep=lambda t: t.sub_(t.mean()).norm()),
+        pytest.raises(Exception, match="keep= must not write"),
+    ):
+        run(torch.randn(3, 4))

@@ -1,4 +1,4 @@
-"""Call users' functions that may replace a value, but must not write to it.
+"""Call users' functions that may replace or measure a value, but must not write to it.
 
 The tensors of a value have other holders, too: other branches of the model, and the model's caller.
 """
@@ -56,15 +56,7 @@ def call_read_only(
             returned None.
     """
     if is_dynamo_compiling():
-        graph_tensors = _graph_tensors(value)
-        for tensor in graph_tensors:
-            note_graph_version(tensor)
-        new = function(value)
-        for tensor in graph_tensors:
-            compare_graph_version(tensor)
-        if was_written_in_graph():
-            raise refusal()
-        return new
+        return _call_in_graph(function, value, refusal)
     value = _without_inference_tensors(value)
     tensors = every_tensor(value)
     before = [_Before(tensor) for tensor in tensors]
@@ -79,6 +71,46 @@ def call_read_only(
         left = every_tensor(value)
         if len(left) != len(tensors) or not all(map(operator.is_, left, tensors)):
             raise unreturned()
+    return new
+
+
+def call_to_measure(
+    function: Callable[[Any], Any], value: Any, refusal: Callable[[], StructureError]
+) -> Any:
+    """Call a function that measures a value. Writes to its tensors are refused, not undone.
+
+    So no number is copied, except those of inference tensors, which have no version: the function
+    may write to these copies.
+
+    Args:
+        function: the user's function.
+        value: the function's argument.
+        refusal: makes the error for a write to a tensor.
+
+    Raises:
+        StructureError: the function wrote to a tensor of the value.
+    """
+    if is_dynamo_compiling():
+        return _call_in_graph(function, value, refusal)
+    tensors = [innermost(part) for part in every_tensor(value) if not part.is_inference()]
+    versions = [tensor._version for tensor in tensors]
+    result = function(_without_inference_tensors(value))
+    if versions != [tensor._version for tensor in tensors]:
+        raise refusal()
+    return result
+
+
+def _call_in_graph(
+    function: Callable[[Any], Any], value: Any, refusal: Callable[[], StructureError]
+) -> Any:
+    graph_tensors = _graph_tensors(value)
+    for tensor in graph_tensors:
+        note_graph_version(tensor)
+    new = function(value)
+    for tensor in graph_tensors:
+        compare_graph_version(tensor)
+    if was_written_in_graph():
+        raise refusal()
     return new
 
 

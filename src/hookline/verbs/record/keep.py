@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypedDict, final
 
 import torch
@@ -15,6 +16,7 @@ from hookline.engine import (
     Pass,
     Site,
     Unversioned,
+    call_to_measure,
     clone_locally,
     defaults_by_name,
     every_tensor,
@@ -113,7 +115,7 @@ def in_graph(options: Keep) -> Callable[[Any], Any] | None:
     keep, copied = options.get("keep"), snapshot if options.get("detach", True) else graph_snapshot
     if keep is None:
         return None if copied is snapshot else copied
-    return lambda value: copied(measured(keep, value))
+    return lambda value: copied(call_to_measure(partial(measured, keep), value, _refusal))
 
 
 @final
@@ -144,7 +146,8 @@ class Keeper:
 
         Raises:
             SiteError: with `copy=True`, a tensor of the value cannot be copied.
-            StructureError: `keep=` takes a tensor of the value instead of the value.
+            StructureError: `keep=` takes a tensor of the value instead of the value, or writes to
+                it.
         """
         beside: list[tuple[Tensor, Tensor]] = []
         if self._keep is None:
@@ -170,9 +173,9 @@ class Keeper:
             value = tree.map_tensors(Tensor.detach, value)
         try:
             # keep= gets this rank's part, and so communicates with no other rank.
-            result = measured(keep, local_shards(value))
+            result = call_to_measure(partial(measured, keep), local_shards(value), _refusal)
         except Exception as error:
-            if site is not None:
+            if site is not None and not isinstance(error, StructureError):
                 _refuse_structure(keep, value, site, error)
             error.add_note(f"hookline: keep= was called with {describe.in_words(value)}")
             raise
@@ -217,6 +220,13 @@ class Keeper:
         ):
             return Unknowable(type(holder).__name__)
         return stamp(result) if not beside else Beside(stamp(result), beside)
+
+
+def _refusal() -> StructureError:
+    return StructureError(
+        "keep= must not write to the value, which the model goes on with.\nUse an operation that is"
+        " not in place, such as t.sub(1) for t.sub_(1), or begin with t.clone()."
+    )
 
 
 def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error: Exception) -> None:

@@ -195,7 +195,8 @@ def record(
         FolderError: `to` holds files, or cannot be written.
         SiteError: (when the model runs) a value lacks the selected leaf, or with `copy=True` a
             tensor is in an object that cannot be copied.
-        StructureError: (when the model runs) `keep` takes one tensor, and the value holds several.
+        StructureError: (when the model runs) `keep` takes one tensor, and the value holds several;
+            or it writes to the value.
             With `to=`, a value has no row for each item, or rows of another shape than before.
     """
     names = ports_for(model, ports)
