@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 from collections import OrderedDict, UserDict, UserList, namedtuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -31,6 +33,27 @@ def test_every_float_comes_back_to_the_last_bit(number):
     back, lost = there_and_back({"x": number})
     assert math.isnan(back["x"]) if math.isnan(number) else back["x"].hex() == number.hex()
     assert lost == []
+
+
+class Mode(enum.StrEnum):
+    SUM = "sum"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"), [(Mode.SUM, "sum"), (Level.HIGH, 3), (np.float64(0.1), 0.1)]
+)
+def test_a_class_of_a_plain_value_is_said_to_be_lost(value, plain):
+    back, lost = there_and_back([value])
+    assert back == [plain]
+    assert type(back[0]) is type(plain)
+    assert lost == [
+        f"the class {type(value).__module__}.{type(value).__qualname__}, which became"
+        f" {type(plain).__name__}"
+    ]
 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)

@@ -73,10 +73,8 @@ def encode(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     """
     if isinstance(value, Tensor):
         return _encode_tensor(value, store_tensor, lost)
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return {"float": value.hex()}  # exact, and JSON has no nan or inf
+    if value is None or isinstance(value, bool | int | str | float):
+        return _encode_plain(value, lost)
     if isinstance(value, NotSaved):
         return _lost(value.what, lost)
     if isinstance(value, torch.Size):
@@ -86,6 +84,22 @@ def encode(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     return _encode_parts(value, store_tensor, lost)
 
 
+def _encode_plain(value: bool | int | str | float | None, lost: Lost) -> Any:
+    plain = value
+    if isinstance(value, str):
+        plain = str.__str__(value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        plain = int(value) if isinstance(value, int) else float(value)
+    if type(value) is not type(plain):  # such as an enum, or a number of NumPy
+        lost(f"the class {_name_of(value)}, which became {type(plain).__name__}")
+    # Exact, and JSON has no nan or inf.
+    return {"float": plain.hex()} if isinstance(plain, float) else plain
+
+
+def _name_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def _lost(description: str, lost: Lost) -> dict[str, Any]:
     lost(description)
     return {"lost": description}
@@ -93,9 +107,7 @@ def _lost(description: str, lost: Lost) -> dict[str, Any]:
 
 def _encode_parts(value: Any, store_tensor: StoreTensor, lost: Lost) -> Any:
     kind = _kind_of(value)
-    type_name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, Fields):
-        type_name = value.type_name
+    type_name = value.type_name if isinstance(value, Fields) else _name_of(value)
     if kind is None:
         return _lost(type_name, lost)
     if kind in ("set", "frozenset") and not all(map(_is_member, value)):
