@@ -204,3 +204,15 @@ def test_every_value_is_in_the_items_once(passes):
     assert len(dict(run.items())) == len(run) == len(flat)
     for value, (key, found) in zip(flat, run.items(), strict=True):
         assert str(value) == str(found) == str(run[key])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_listed_not_joined(layout):
+    model = nn.Identity()
+    with hl.record(model) as run:
+        for _ in range(2):
+            model(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout))
+    with pytest.raises(hl.StructureError, match=r"Write run.cat\('\(root\)', dim=None\)"):
+        run.cat("(root)")
+    assert len(run.cat("(root)", dim=None)) == 2

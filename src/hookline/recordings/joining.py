@@ -135,15 +135,10 @@ def _joined(lookup: Lookup, values: list[Tensor], dim: int | None) -> Tensor:
 
 
 def _shapes(values: Sequence[Any]) -> list[tuple[int, ...]] | None:
-    """Return the distinct shapes of tensors; None if a value has no shape."""
-    try:
-        return [*{tuple(value.shape) for value in values}] if _are_tensors(values) else None
-    except RuntimeError:  # torch's older nested tensors
-        return None
-
-
-def _are_tensors(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, Tensor) for value in values)
+    """Return the distinct shapes of tensors; None if a value has no shape, or no one shape."""
+    if all(isinstance(value, Tensor) and not value.is_nested for value in values):
+        return [*{tuple(value.shape) for value in values}]
+    return None
 
 
 def _fits(shapes: list[tuple[int, ...]], dim: int) -> bool:
