@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.functions import Function, argument_names, functions, name_of
 
@@ -83,7 +82,7 @@ def _form_of_einsum(args: Any) -> Form | None:
     return None if letters is None else Form(operands[0], operands[1], letters)
 
 
-def makes_scores(form: Form, module: nn.Module) -> bool:
+def makes_scores(form: Form, weights: Sequence[Tensor]) -> bool:
     """Tell whether a product can be that of queries and keys.
 
     A product with a parameter is a projection, also where another tensor stands for it, as in
@@ -92,15 +91,15 @@ def makes_scores(form: Form, module: nn.Module) -> bool:
 
     Args:
         form: the form of the product.
-        module: the module in whose forward it is.
+        weights: the parameters of the module in whose forward it is.
     """
-    weights = [] if is_dynamo_compiling() else list(module.parameters(recurse=False))
     for operand in (form.first, form.second):
         if isinstance(operand, nn.Parameter) or any(operand is weight for weight in weights):
             return False
-    query, key = form.query, form.value
-    has_batch = query.dim() == key.dim() and (key.shape[0] != 1 or query.shape[0] == 1)
-    return has_batch and query.shape[-1] > 1
+    if isinstance(form.layout, Letters):  # both operands have the letters of batch and head
+        return True
+    query, key = form.first.shape, form.second.shape
+    return len(query) == len(key) and (key[0] != 1 or query[0] == 1) and query[-1] > 1
 
 
 @final
@@ -131,7 +130,8 @@ class Matrices:
         return scores.dim() - 1
 
     def _by_head(self, value: Tensor) -> Tensor:
-        value = self._turn(value)
+        if self.is_turned:
+            value = value.transpose(-2, -1)
         heads = self.n_heads
         if value.dim() != 3 or heads is None or value.shape[0] % heads:
             return value
@@ -139,9 +139,7 @@ class Matrices:
 
     def _like(self, value: Tensor, before: Tensor) -> Tensor:
         """Return a value by head in the dimensions that the operand had."""
-        return self._turn(value.flatten(0, 1) if value.dim() > before.dim() else value)
-
-    def _turn(self, value: Tensor) -> Tensor:
+        value = value.flatten(0, 1) if value.dim() > before.dim() else value
         return value.transpose(-2, -1) if self.is_turned else value
 
     def query(self, form: Form) -> Tensor:

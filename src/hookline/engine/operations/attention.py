@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from types import FunctionType
 from typing import Any, NoReturn, Protocol, final
 
@@ -99,7 +100,6 @@ class Attention:
         module: the module.
 
     Attributes:
-        module: the module.
         parts: the operations of the parts that have hooks, by name.
         path: the path of the module, for messages.
         n_heads: the number of heads; None if the module does not tell.
@@ -110,7 +110,6 @@ class Attention:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module: nn.Module = module
         self.parts: dict[str, Operation] = {}
         self.path = ""
         self.n_heads: int | None = _n_heads(module)
@@ -119,6 +118,13 @@ class Attention:
         self.takes_blocks: bool = False
         self.traced: Progress = Progress()
         self._here = _Stack()
+        is_none = next(module.parameters(recurse=False), None) is None
+        self._module: weakref.ref[nn.Module] | None = None if is_none else weakref.ref(module)
+
+    def weights(self) -> list[Tensor]:
+        """List the module's own parameters, which other tensors may stand for at present."""
+        module = None if self._module is None or is_dynamo_compiling() else self._module()
+        return [] if module is None else list(module.parameters(recurse=False))
 
     def update(self, parts: dict[str, Operation]) -> None:
         """Take the parts that have hooks at present."""
@@ -265,7 +271,7 @@ class ProductCall:
             return self.inner.call(args, kwargs)
         if progress.step == 1 and _has_part_in(progress.memory, form):
             of.begin_again(progress)
-        if progress.step == 0 and makes_scores(form, of.module):
+        if progress.step == 0 and makes_scores(form, of.weights()):
             return self._scores(progress, form, args, kwargs)
         of_pattern = _with_pattern(form, progress) if progress.step == 2 else None
         if of_pattern is None:
@@ -282,7 +288,11 @@ class ProductCall:
         args, kwargs = layout.arguments(form, args, kwargs)
         scores = self.inner.call(args, kwargs)
         progress.step, progress.layout, progress.memory = 1, layout, _memory(scores)
-        progress.n_keys, progress.n_scores = form.value.shape[-1], scores.numel()
+        dim = layout.key_dim(scores)
+        progress.n_keys, progress.n_scores = (
+            scores.shape[-1 if dim is None else dim],
+            scores.numel(),
+        )
         return scores
 
     def _output(self, progress: Progress, form: Form, args: Any, kwargs: Any) -> Any:
@@ -304,15 +314,19 @@ def _with_pattern(form: Form, progress: Progress) -> Form | None:
     operands have its size, it is the one in its memory or, after a dropout or a cast, the one
     without negative numbers.
     """
-    forms = []
-    for layout in (form.layout, form.layout.turned()):
-        pattern = layout.query(form)
-        if pattern.numel() == progress.n_scores and pattern.shape[-1] == progress.n_keys:
-            forms.append(form._replace(layout=layout))
-    if len(forms) > 1 and not is_dynamo_compiling():
-        in_memory = [form for form in forms if _is_in(progress.memory, form.query)]
-        forms = in_memory or [form for form in forms if _is_positive(form.query)] or forms
-    return forms[0] if forms else None
+    fits = _has_size(form.query, progress)
+    if fits and (is_dynamo_compiling() or _is_in(progress.memory, form.query)):
+        return form
+    turned = form._replace(layout=form.layout.turned())
+    if not _has_size(turned.query, progress):
+        return form if fits else None
+    if not fits or _is_in(progress.memory, turned.query):
+        return turned
+    return turned if _is_positive(turned.query) and not _is_positive(form.query) else form
+
+
+def _has_size(value: Tensor, progress: Progress) -> bool:
+    return value.numel() == progress.n_scores and value.shape[-1] == progress.n_keys
 
 
 Memory = StorageWeakRef
@@ -329,9 +343,8 @@ def _memory(value: Tensor) -> Memory | None:
 
 
 def _is_in(memory: Memory | None, value: Tensor) -> bool:
-    if memory is None or memory.expired():  # type: ignore[no-untyped-call]
-        return False
-    return _memory(value) == memory
+    # While the weak reference exists, no other memory has its number.
+    return memory is not None and _memory(value) == memory
 
 
 def _is_positive(value: Tensor) -> bool:
@@ -358,7 +371,7 @@ class SoftmaxCall:
 
     def __init__(self, attention: Attention, function: Function, inner: Call) -> None:
         self.attention: Attention = attention
-        self.dim_place: int = argument_names(function).names.index("dim")
+        self.dim_place: int = _dim_place(function)
         self.inner: Call = inner
 
     def call(self, args: Any, kwargs: Any) -> Any:
@@ -381,6 +394,11 @@ class SoftmaxCall:
             pattern = _shown(of, "pattern", pattern, progress, layout)
         progress.memory = _memory(pattern)
         return pattern
+
+
+@functools.cache
+def _dim_place(function: Function) -> int:
+    return argument_names(function).names.index("dim")
 
 
 def _are_scores(
