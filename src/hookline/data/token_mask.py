@@ -3,27 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from hookline.engine.pytree import describe
+from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
 from hookline.stores.batch_columns import Tokens
 
-Mask = str | Callable[[Any], Tensor] | None
 DEFAULT_MASK = "attention_mask"
+_DECODER_MASK = "decoder_attention_mask"
+# In a model with a decoder, the inputs that have a column for each of its tokens.
+_OF_A_DECODER = (_DECODER_MASK, "decoder_input_ids", "labels")
 
 
-def tokens_of(data: Any, mask: Mask, n_items: int) -> Tokens | None:
-    """Find the tokens of a batch.
+@final
+@dataclass(frozen=True)
+class Mask:
+    """The option `mask=` of `hl.extract`.
 
     Args:
-        data: the batch, as the model takes it.
-        mask: the key of the mask in a batch that is a dict; or a function that takes the batch and
-            returns a mask of shape (items, tokens) or a length for each item.
+        value: the key of the mask in a batch that is a dict; or a function that takes the batch
+            and returns a mask of shape (items, tokens) or a length for each item; or None.
+        is_given: whether the user gave it. A batch may lack the key by default.
+    """
+
+    value: str | Callable[[Any], Tensor] | None = DEFAULT_MASK
+    is_given: bool = False
+
+
+class Given(NamedTuple):
+    """A batch, and what the model takes of it.
+
+    Args:
+        inputs: what the model takes: here keys are looked up first, because `inputs=` may cut.
+        batch: the batch, as a function `mask=` takes it.
         n_items: how many items the batch has.
+        has_decoder: whether the model is an encoder and a decoder by its config.
+    """
+
+    inputs: Any
+    batch: Any
+    n_items: int
+    has_decoder: bool = False
+
+    @property
+    def mappings(self) -> list[Mapping[str, Any]]:
+        """Where keys are looked up, in order."""
+        return [place for place in (self.inputs, self.batch) if isinstance(place, Mapping)]
+
+    def shape_of(self, key: str) -> tuple[int, ...] | None:
+        """Return the shape of what is found by a key; None if there is none."""
+        value = next((place[key] for place in self.mappings if key in place), None)
+        return None if value is None else tuple(getattr(value, "shape", ()))
+
+
+def tokens_of(given: Given, mask: Mask) -> Tokens | None:
+    """Find the tokens of a batch.
 
     Returns:
         The tokens; None if the mask is None, or the default key, and the batch has none.
@@ -32,7 +70,7 @@ def tokens_of(data: Any, mask: Mask, n_items: int) -> Tokens | None:
         InputError: the batch does not have the key, or the value is neither a mask nor lengths of
             the batch's items.
     """
-    value = _value_of(mask, data)
+    value = _value_of(mask, given)
     if value is None:
         return None
     try:
@@ -41,38 +79,73 @@ def tokens_of(data: Any, mask: Mask, n_items: int) -> Tokens | None:
         raise _no_mask(value) from None
     if marks.is_complex() or marks.ndim not in (1, 2):
         raise _no_mask(value)
-    ids = _ids(data)
-    if len(marks) != n_items:
+    if len(marks) != given.n_items:
         raise InputError(
-            f"mask must give a row or a length for each of the {n_items} items of a batch, got"
-            f" {describe.in_words(marks)}.\nLook at what it gives for one batch."
+            f"mask must give a row or a length for each of the {given.n_items} items of a batch,"
+            f" got {describe.in_words(marks)}.\nLook at what it gives for one batch."
         )
-    if marks.ndim == 1 and not marks.is_floating_point() and marks.dtype is not torch.bool:
+    decoder = _decoder_key(given)
+    ids = _ids(given, _ids_key(mask, decoder), marks)
+    if marks.ndim == 1:
+        if marks.is_floating_point() or marks.dtype is torch.bool:
+            raise _no_mask(value)
+        if decoder and ids is None:
+            raise InputError(
+                "mask must give a mask of shape (items, tokens) for a model with a decoder, got"
+                " a length for each item.\nMake it of the lengths: torch.arange(n_tokens) <"
+                " lengths[:, None]."
+            )
         marks = _mask_of(marks, None if ids is None else ids.shape[1])
-    elif marks.ndim == 1:
-        raise _no_mask(value)
     _check_mask(marks, ids)
     marks = marks.bool()
-    return Tokens(marks, marks.sum(1).tolist(), None if ids is None else ids.cpu()[marks])
+    rival = None
+    if not mask.is_given and decoder and given.shape_of(decoder) == tuple(marks.shape):
+        rival = decoder
+    return Tokens(marks, marks.sum(1).tolist(), None if ids is None else ids.cpu()[marks], rival)
 
 
-def _value_of(mask: Mask, data: Any) -> Any:
+def _value_of(mask: Mask, given: Given) -> Any:
     """Return the mask or the lengths of a batch; None without one.
 
     Raises:
         InputError: the batch does not have the key.
     """
-    if not isinstance(mask, str):
-        return None if mask is None else mask(data)
-    if isinstance(data, Mapping) and mask in data:
-        return data[mask]
-    if mask == DEFAULT_MASK:
+    key = mask.value
+    if not isinstance(key, str):
+        return None if key is None else key(given.batch)
+    value = next((place[key] for place in given.mappings if key in place), None)
+    if value is not None and (mask.is_given or _is_of_inputs(key, given)):
+        return value
+    if not mask.is_given:
         return None
-    keys = f"a dict with {', '.join(map(repr, data))}" if isinstance(data, Mapping) else ""
+    keys = f"a dict with {', '.join(map(repr, given.batch))}" * isinstance(given.batch, Mapping)
     raise InputError(
-        f"mask must be a key of the batch, got {mask!r} for {keys or describe.in_words(data)}."
+        f"mask must be a key of the batch, got {key!r} for"
+        f" {keys or describe.in_words(given.batch)}."
         "\nGive the key of its mask, a function of the batch, or None for a row an item."
     )
+
+
+def _is_of_inputs(key: str, given: Given) -> bool:
+    """Tell whether a mask is of what the model takes: the rest of a batch may have one, too."""
+    if isinstance(given.inputs, Mapping) and key in given.inputs:
+        return True
+    shape = given.shape_of(key)
+    return any(tuple(tensor.shape[:2]) == shape for _, tensor in tree.tensors(given.inputs))
+
+
+def _decoder_key(given: Given) -> str | None:
+    """Return the key of a decoder's tokens in a batch; None if the model has no decoder."""
+    keys = [key for key in _OF_A_DECODER if len(given.shape_of(key) or ()) == 2]
+    # A model that is a decoder alone has labels of the tokens that it reads.
+    return keys[0] if keys and (given.has_decoder or keys != ["labels"]) else None
+
+
+def _ids_key(mask: Mask, decoder: str | None) -> str | None:
+    """Return the key of the ids of the tokens; None if either side's tokens may be meant."""
+    if decoder is None or mask.value == DEFAULT_MASK:
+        return "input_ids"
+    return "decoder_input_ids" if mask.value == _DECODER_MASK else None
 
 
 def _no_mask(value: Any) -> InputError:
@@ -118,9 +191,15 @@ def _check_mask(mask: Tensor, ids: Tensor | None) -> None:
         )
 
 
-def _ids(data: Any) -> Tensor | None:
-    """Return the ids of tokens: the batch's `input_ids`, or a batch that is integers itself."""
-    ids = data.get("input_ids") if isinstance(data, Mapping) else data
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+def _ids(given: Given, key: str | None, marks: Tensor) -> Tensor | None:
+    """Return the ids of tokens, or None: by their key, or inputs that are integers themselves."""
+    if key is None:
         return None
-    return ids
+    for place in (given.inputs, given.batch):
+        ids = place.get(key) if isinstance(place, Mapping) else place
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+            continue
+        # The model may read other tokens than the batch has, such as those of a prompt, too.
+        if place is given.inputs or marks.ndim == 1 or marks.shape == ids.shape:
+            return ids
+    return None

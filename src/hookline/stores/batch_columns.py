@@ -26,11 +26,14 @@ class Tokens:
         mask: whether each token counts, as a bool tensor of shape (items, longest item).
         lengths: how many tokens each item has.
         ids: the id of each token that counts; None where the batch has none.
+        rival: the key of other tokens of the batch, of the same shape: those of a decoder. None
+            where the mask is clear.
     """
 
     mask: Tensor
     lengths: list[int]
     ids: Tensor | None
+    rival: str | None = None
 
 
 class PassValues(Protocol):
@@ -145,6 +148,8 @@ def _rows(
             _check_clear(name, tensor, tokens)
         rows = _token_rows(tensor, tokens, may_be_flat=may_be_flat)
         if rows is not None:
+            if form is None:
+                _check_one_kind(name, tensor, tokens)
             return rows, "token"
     if tensor.ndim > 0 and len(tensor) == n_items:
         return tensor, "item"
@@ -173,6 +178,21 @@ def _check_clear(name: str, tensor: Tensor, tokens: Tokens) -> None:
         f" {describe.in_words(tensor)} for {shape[0]} items of up to {shape[1]} tokens."
         f"\nGive keep=lambda t: {per_token} for a row a token, or keep=lambda t: t[:, None]"
         " for a row an item."
+    )
+
+
+def _check_one_kind(name: str, tensor: Tensor, tokens: Tokens) -> None:
+    """Refuse a value with a row for each token of an encoder, or of its decoder: who knows."""
+    if tokens.rival is None:
+        return
+    of_decoder = "mask='decoder_attention_mask'"
+    if tokens.rival != "decoder_attention_mask":
+        of_decoder = "mask=, a function that makes it of the batch"
+    raise StructureError(
+        f"{name} must have rows of clear tokens, got {describe.in_words(tensor)} in a batch whose"
+        f" 'attention_mask' and {tokens.rival!r} have one shape, {list(tokens.mask.shape)}."
+        f"\nGive mask='attention_mask' for sites of the encoder; for sites of the decoder, in a"
+        f" store of their own, {of_decoder}."
     )
 
 

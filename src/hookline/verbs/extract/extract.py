@@ -110,7 +110,8 @@ def extract(
         mask: for a row for each token, without padding: the key of the mask in a batch that is a
             dict. Or a function of the batch that returns a mask of shape `(items, tokens)`, or the
             number of tokens of each item, shape `(items,)`. The default is "attention_mask" in a
-            batch that has this key. Otherwise, and with None, rows are items.
+            batch that has this key. Otherwise, and with None, rows are items. If a decoder has
+            tokens, too, "decoder_attention_mask" stores those, with the ids "decoder_input_ids".
         inputs: a function of a batch that returns what the model takes; None, the default, takes
             the whole batch. A batch that is a list of one tensor is that tensor.
         workers: the number of processes that load data; 0, the default, loads it in this one.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.data.batches import DataSource
-from hookline.data.token_mask import DEFAULT_MASK
+from hookline.data.token_mask import DEFAULT_MASK, Mask
 from hookline.display.text import listed
 from hookline.engine import Selector, full_value, is_dtensor, local_part, sharding
 from hookline.engine.pytree import tree
@@ -65,7 +65,7 @@ class Setup:
             in_eval_mode(prefix.modules) if is_eval else nullcontext(),
         ):
             prefix.state = state
-            mask = options.get("mask", DEFAULT_MASK)
+            mask = Mask(options.get("mask", DEFAULT_MASK), "mask" in options)
             gather = _Gather(keep, dtype) if is_split else None
             worker = Worker(prefix, self.source, options.get("inputs"), mask, gather)
             yield worker

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookline.data.batches import DataSource, NumberedBatch
 from hookline.data.seeding import seeded
-from hookline.data.token_mask import Mask, tokens_of
+from hookline.data.token_mask import Given, Mask, tokens_of
 from hookline.engine import Site, sharding
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
@@ -58,6 +58,8 @@ class Worker:
         self.source = source
         self._inputs = inputs
         self._mask = mask
+        config = getattr(prefix.modules[0], "config", None)
+        self._has_decoder: bool = getattr(config, "is_encoder_decoder", False) is True
         self._device = _device_of(prefix)
         self.offload: Offload = Offload(self._device)
         self.forms: dict[str, ColumnForm] | None = None
@@ -126,7 +128,7 @@ class Worker:
             has_tokens = any(form.per == "token" for form in (self.forms or {}).values())
             return Chunk(batch.number, [], columns, [] if has_tokens else None, None, batch.skipped)
         data = self._inputs_of(batch)
-        tokens = tokens_of(data, self._mask, len(batch.items))
+        tokens = tokens_of(self._given(batch, data), self._mask)
         with torch.no_grad():
             missing = self._forward_moved(tree.map_tensors(self._move, data))
         passes = self._prefix.recording.take()
@@ -187,6 +189,10 @@ class Worker:
                 " the model's inputs."
             )
         return data
+
+    def _given(self, batch: NumberedBatch, inputs: Any) -> Given:
+        whole = inputs if self._inputs is None else batch.data
+        return Given(inputs, whole, len(batch.items), self._has_decoder)
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
