@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -61,15 +62,38 @@ def test_passes_are_let_go_of_when_they_are_written(tmp_path, monkeypatch):
     assert len(hl.open(tmp_path / "s")) == 20 * 7
 
 
-def test_a_pass_that_fails_is_left_out(net, tmp_path):
+class Branching(nn.Module):
+    """Reaches `deep` only where the mean is positive; raises where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.deep = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x, fail=False):
+        y = self.first(x)
+        if fail:
+            raise ZeroDivisionError
+        return self.deep(y) if x.mean() > 0 else y
+
+
+def test_passes_without_rows_are_told_by_their_numbers(tmp_path):
+    model = Branching()
+    with pytest.warns(hl.HooklineWarning) as told:
+        with hl.record(model, "deep", to=tmp_path / "s") as line:
+            for sign, fail in [(1, False), (-1, False), (1, True), (-1, False)]:
+                with contextlib.suppress(ZeroDivisionError):
+                    model(sign * torch.ones(2, 4), fail)
+    (warning,) = map(str, (one.message for one in told))
+    assert "3 of 4 passes added no rows" in warning
+    assert "no selected site had a value (pass 1, 3); the model raised (pass 2)." in warning
+    assert len(line.store) == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_each_pass_has_rows_nothing_is_told(net, tmp_path):
     with hl.record(net, "0", to=tmp_path / "s") as line:
         net(X)
-        handle = net[2].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            net(X)
-        handle.remove()
-        net(X[:2])
-    assert len(line.store) == 7
+    assert len(line.store) == 5
 
 
 def test_keep_and_dtype_say_what_is_stored(net, tmp_path):

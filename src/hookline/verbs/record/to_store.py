@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import nn
 
+from hookline.display.text import listed, plural
 from hookline.engine import Line, Pass, Report
 from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.engine.pytree import describe, tree
@@ -78,7 +79,8 @@ class StoreSink:
         self._shards: dict[int, Shard] = {}
         self._chunks: list[Chunk] = []
         self._forms: dict[str, ColumnForm] | None = None
-        self._n_passes = self._n_items = 0
+        self._n_passes = self._n_items = self._n_seen = 0
+        self._left_out: dict[str, list[int]] = {}  # numbers of passes, by the reason
         self._offload = Offload(next((parameter.device for parameter in model.parameters()), _CPU))
         self._job = _job_of(model, recording, options)
         self._is_open = True
@@ -119,6 +121,8 @@ class StoreSink:
         if self._forms is not None:
             shards = [self._shards[number] for number in range(len(self._shards))]
             write_manifest(self.place, self._job.as_json(), made_here(), shards)
+        if self._left_out:
+            self._tell_left_out()
         if problem is not None:
             raise problem
 
@@ -132,10 +136,26 @@ class StoreSink:
                 " process, with a folder of its own."
             )
 
+    def _tell_left_out(self) -> None:
+        """Warn of the passes without rows: the rows no longer match the batches one to one."""
+        n_passes = sum(map(len, self._left_out.values()))
+        reasons = "; ".join(
+            f"{why} (pass {listed(numbers, _MOST_NAMED)})"
+            for why, numbers in self._left_out.items()
+        )
+        warn(
+            f"hl.record: {n_passes} of {plural(self._n_seen, 'pass', 'passes')} added no rows to"
+            f" {self.place}: {reasons}.\nLeave out the batches of these passes"
+            " where you match rows with your data; the first pass is 0."
+        )
+
     def _write(self, passes: list[PassRecord]) -> None:
         for record in passes:
+            number, self._n_seen = self._n_seen, self._n_seen + 1
             if record.failed or not len(record):
-                continue  # the pass raised, or ran none of the selected sites
+                why = "the model raised" if record.failed else "no selected site had a value"
+                self._left_out.setdefault(why, []).append(number)
+                continue
             self._chunks.append(self._chunk(record))
             if len(self._chunks) == self._job.shard_batches:
                 self._put()
@@ -165,6 +185,7 @@ class StoreSink:
 
 
 _CPU = torch.device("cpu")
+_MOST_NAMED = 5
 
 
 def store_line(
