@@ -185,6 +185,18 @@ def test_workers_share_the_rows_and_know_the_epoch(store, persistent):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("n_seeds", [1, 2])
+def test_a_loader_that_draws_its_seed_again_has_new_orders(store, n_seeds):
+    rows = store.shuffled("id", batch_size=10, shards=4)
+    epochs = []
+    for epoch in range(2 * n_seeds + 1):
+        torch.manual_seed(epoch % n_seeds)
+        epochs.append(ids_of(DataLoader(rows, batch_size=None, num_workers=2)))
+    assert all(sorted(ids) == list(range(N_ROWS)) for ids in epochs)
+    assert len(set(map(tuple, epochs))) == len(epochs)
+
+
+@pytest.mark.processes
 def test_an_epoch_that_is_left_early_loses_no_row_of_the_next(store):
     rows = store.shuffled("id", batch_size=10)
     loader = DataLoader(rows, batch_size=None, num_workers=2)

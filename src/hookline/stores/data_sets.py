@@ -246,7 +246,8 @@ def _grouped(pieces: Sequence[_Piece], most: int) -> Iterator[Sequence[_Piece]]:
         yield pieces[len(pieces) * number // n_groups : len(pieces) * (number + 1) // n_groups]
 
 
-_N_SLOTS = 1024
+_N_WORKERS = 4096
+_N_KEPT = 4  # epochs; an older one has no worker that is still to begin it
 _LOW = 2**32 - 1
 
 
@@ -255,39 +256,42 @@ class Epochs:
     """Counts the iterations over a data set, in this process or by all workers of a loader.
 
     The workers of one epoch must agree on its number, also where some are ended early. They cannot
-    ask the process that started them. So each writes to memory that all share: a number that the
-    loader draws for the epoch, and the epoch, in one write. A worker that finds the loader's number
-    takes the epoch beside it; else it begins the next.
+    ask the process that started them. So each notes in memory that all share, in a row of its own,
+    each epoch that it begins, with a number that the loader draws for the epoch. A worker that
+    finds the loader's number in another row takes the epoch beside it. If it has begun that epoch
+    itself, the loader has drawn its number again, as after `torch.manual_seed(0)`: the next begins.
     """
 
     def __init__(self) -> None:
-        # In the lower half of a slot the count of begun epochs, in the upper the loader's number.
-        self._slots = torch.zeros(_N_SLOTS, dtype=torch.int64)
-        self._slots.share_memory_()  # type: ignore[no-untyped-call]
+        # In the lower half of an entry the count of begun epochs, in the upper the loader's number.
+        self._begun = torch.zeros(1 + _N_WORKERS, _N_KEPT, dtype=torch.int64)
+        self._begun.share_memory_()  # type: ignore[no-untyped-call]
         self._n_begun_here = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._slots.share_memory_()  # type: ignore[no-untyped-call]
+        self._begun.share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, epoch: int) -> None:
         """Choose the epoch that begins next."""
-        self._slots.fill_(epoch)
+        self._begun.fill_(epoch)
 
     def begin(self) -> int:
         """Return the number of the epoch that begins with this iteration."""
         worker = get_worker_info()
-        slots: list[int] = self._slots.tolist()
-        n_begun = max(slot & _LOW for slot in slots)
-        if worker is None:
-            self._slots[0] = n_begun + 1
-            return n_begun
-        # Workers that persist keep their seed, so their own count tells epochs apart.
-        seed = worker.seed - worker.id + self._n_begun_here * 0x9E3779B97F4A7C15
-        self._n_begun_here += 1
-        mark = (seed ^ seed >> 32) & 0x7FFFFFFF | 1
-        for slot in slots:
-            if slot >> 32 == mark:
-                return (slot & _LOW) - 1
-        self._slots[1 + worker.id % (_N_SLOTS - 1)] = mark << 32 | n_begun + 1
-        return n_begun
+        begun = self._begun.numpy().copy()  # other workers write meanwhile
+        epoch = int((begun & _LOW).max())
+        row, mark = 0, 0
+        if worker is not None:
+            # Workers that persist keep their seed, so their own count tells epochs apart.
+            seed = worker.seed - worker.id + self._n_begun_here * 0x9E3779B97F4A7C15
+            self._n_begun_here += 1
+            row, mark = 1 + worker.id, (seed ^ seed >> 32) & 0x7FFFFFFF | 1
+            entry = int(begun[begun >> 32 == mark].max(initial=0))
+            if entry and entry & _LOW > epoch - _N_KEPT and entry not in begun[row]:
+                return self._note(row, mark, (entry & _LOW) - 1)
+        return self._note(row, mark, epoch)
+
+    def _note(self, row: int, mark: int, epoch: int) -> int:
+        self._begun[row, epoch % _N_KEPT] = mark << 32 | epoch + 1
+        return epoch
