@@ -61,6 +61,17 @@ def test_a_broken_picture_is_named_without_its_place(folder):
     assert str(folder) not in batch.skipped[0][1]
 
 
+def test_a_linked_folder_is_a_folder_and_a_link_back_is_none(folder, tmp_path):
+    dogs = tmp_path / "dogs"
+    dogs.mkdir()
+    (folder / "cats" / "z.png").rename(dogs / "z.png")
+    targets = {"dogs": dogs, "dogs again": dogs, ".dogs": dogs, "cats/all": folder}
+    for link, target in {**targets, "cats/loop": folder / "cats"}.items():
+        (folder / link).symlink_to(target)
+    names = [*NAMES[:-1], "dogs again/z.png", "dogs/z.png"]
+    assert source_of(folder, preprocess=grey).names == names
+
+
 def test_a_broken_link_is_an_item_that_fails(folder):
     (folder / "a.png").unlink()
     (folder / "a.png").symlink_to(folder / "gone")

@@ -30,7 +30,8 @@ SUFFIXES = (
 class ImageItems(SingleItems):
     """A picture, or the pictures of a folder and its subfolders, sorted by their relative path.
 
-    Hidden files and folders are left out, and so are files that are not pictures.
+    Hidden files and folders are left out, and so are files that are not pictures. Links to folders
+    are followed, except to a folder that the link is in.
 
     Args:
         path: the file or the folder.
@@ -175,9 +176,22 @@ def _fingerprint(sizes: list[tuple[str, int]]) -> str:
 
 def _files(folder: Path) -> Iterator[str]:
     """List the files below a folder; hidden ones, and those in hidden folders, are left out."""
-    for parent, folders, files in os.walk(folder, onerror=_fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    around = {os.fspath(folder): {_identity(folder)}}
+    for parent, folders, files in os.walk(folder, onerror=_fail, followlinks=True):
+        outer = around.pop(parent)
+        for name in folders[:]:
+            path = os.path.join(parent, name)
+            inner = _identity(path)
+            if name.startswith(".") or inner in outer:  # a link back would never end
+                folders.remove(name)
+            else:
+                around[path] = outer | {inner}
         yield from (os.path.join(parent, name) for name in files if not name.startswith("."))
+
+
+def _identity(folder: str | Path) -> tuple[int, int]:
+    facts = os.stat(folder)
+    return facts.st_dev, facts.st_ino
 
 
 def _fail(error: OSError) -> None:
