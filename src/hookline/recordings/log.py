@@ -343,7 +343,8 @@ class Log:
         report = self._report()
         why = None if report is None else report().why.get(site)
         if why is None:
-            why = "it did not fire in this pass" if self.passes else "the model has not run"
+            has_run = among is not None or bool(self.passes)
+            why = "it did not fire in this pass" if has_run else "the model has not run"
         return NotRecordedError(f"{site} was selected, but has no value: {why}.")
 
     def _no_run(self, lookup: Lookup, passes: list[Pass], entries: list[Entry]) -> str:

@@ -356,6 +356,15 @@ def test_the_first_batch_decides_what_a_row_is(tmp_path, then, per):
 # -- again ----------------------------------------------------------------------------------------
 
 
+def test_a_batch_that_does_not_reach_a_site_is_named(tmp_path):
+    class Skips(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if x[0] < 2 else x
+
+    with pytest.raises(hl.NotRecordedError, match=r"0 must have a value.*none for batch 2\."):
+        hl.extract(Skips(nn.Identity()), torch.arange(4.0), "0", tmp_path / "s", batch_size=1)
+
+
 class Stops(Exception):
     pass
 

@@ -89,6 +89,14 @@ def test_passes_without_rows_are_told_by_their_numbers(tmp_path):
     assert len(line.store) == 2
 
 
+def test_a_pass_with_one_of_two_sites_is_told_as_such(tmp_path):
+    model = Branching()
+    with pytest.raises(hl.NotRecordedError, match=r"deep was selected.*did not fire in this pass"):
+        with hl.record(model, ["first", "deep"], to=tmp_path / "s"):
+            model(torch.ones(2, 4))
+            model(-torch.ones(2, 4))
+
+
 @pytest.mark.filterwarnings("error")
 def test_where_each_pass_has_rows_nothing_is_told(net, tmp_path):
     with hl.record(net, "0", to=tmp_path / "s") as line:

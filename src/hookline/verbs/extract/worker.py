@@ -16,7 +16,7 @@ from hookline.data.seeding import seeded
 from hookline.data.token_mask import Given, Mask, tokens_of
 from hookline.engine import Site, sharding
 from hookline.engine.pytree import describe, tree
-from hookline.errors import InputError
+from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import PassRecord
 from hookline.stores.batch_columns import Offload, columns_of
 from hookline.stores.first_batch import Computing, summary_of
@@ -132,8 +132,7 @@ class Worker:
         with torch.no_grad():
             missing = self._forward_moved(tree.map_tensors(self._move, data))
         passes = self._prefix.recording.take()
-        for site in missing:
-            passes[-1][site]  # raises, and says why
+        _check_reached(missing, passes, batch.number)
         if len(passes) != 1:
             raise InputError(
                 f"the model must run once a batch, got {len(passes)} runs."
@@ -253,6 +252,21 @@ def _lone_tensor(data: Any) -> Any:
     if isinstance(data, list) and len(data) == 1 and isinstance(data[0], Tensor):
         return data[0]
     return data
+
+
+def _check_reached(missing: Sequence[Site], passes: Sequence[PassRecord], number: int) -> None:
+    """Check that the model reached each site.
+
+    Raises:
+        NotRecordedError: it did not.
+    """
+    if missing and number:
+        raise NotRecordedError(
+            f"{missing[0]} must have a value for each batch, got none for batch {number}."
+            "\nhl.doctor(model, batch, selector) tells why."
+        )
+    for site in missing:
+        passes[-1][site]  # raises, and says why
 
 
 _CPU = torch.device("cpu")
