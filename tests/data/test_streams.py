@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import hookline as hl
 from source_checks import Counting, run, said, source_of
@@ -88,3 +88,59 @@ def test_batches_of_texts_are_tokenized():
         iter([["a", "b"], ("c",)]), tokenize=lambda texts: {"n": torch.ones(len(texts))}
     )
     assert [batch.items for batch in run(source, [0, 1])] == [[0, 1], [2]]
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.rand(3) + index
+
+
+class NoisyStream(IterableDataset):
+    def __iter__(self):
+        return (torch.rand(3) for _ in range(8))
+
+
+class Moved(DataLoader):
+    def __iter__(self):
+        return (batch.to("cpu") for batch in super().__iter__())
+
+
+def a_row(item):
+    return item[None]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Moved(Noisy(), batch_size=2),
+        lambda: DataLoader(Noisy(), batch_size=None, collate_fn=a_row),
+        lambda: DataLoader(NoisyStream(), batch_size=2),
+        pytest.param(
+            lambda: DataLoader(NoisyStream(), batch_size=2, num_workers=2),
+            marks=pytest.mark.processes,
+        ),
+    ],
+)
+def test_random_numbers_are_the_batchs_and_the_users_are_left(make):
+    def rows(numbers):
+        return [batch.data for batch in run(source_of(make()), numbers)]
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = rows(range(4))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert all(map(torch.equal, rows(range(4)), first))
+    assert torch.equal(rows([2])[0], first[2])
+    assert len({tuple(batch[0].tolist()) for batch in first}) == 4
+
+
+def test_an_iterator_goes_on_with_the_users_random_numbers():
+    batches = (torch.rand(1, 3) for _ in range(3))
+    torch.manual_seed(1)
+    drawn = torch.cat([batch.data for batch in run(source_of(batches), range(3))])
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.cat([torch.rand(1, 3) for _ in range(3)]))

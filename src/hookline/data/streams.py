@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.data.batches import NumberedBatch
 from hookline.data.loading import Failure, Refusal
+from hookline.data.seeding import seeded
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import tensors
 from hookline.errors import InputError
@@ -22,7 +24,8 @@ class IterableSource:
     """Batches as an iterable gives them.
 
     An iterator is consumed once, over all calls of `batches`. Any other iterable begins anew when
-    an earlier batch is asked for.
+    an earlier batch is asked for, and the global generators are seeded with the number of each
+    batch.
 
     Args:
         iterable: the iterable; each batch holds a tensor, whose first dimension counts the items.
@@ -96,11 +99,9 @@ class IterableSource:
         # After an error the place in the iterable is unknown: any number is asked for again.
         self._next = sys.maxsize
         try:
-            if self._rest is None:
-                self._rest = iter(self._iterable)
-            data = next(self._rest)
-            if self._tokenize is not None and isinstance(data, list | tuple) and _is_text(data):
-                data = self._tokenize(list(data))
+            # An iterator began before this call, and goes on with the user's random numbers.
+            with nullcontext() if self._is_once else seeded(number):
+                data = self._take()
         except StopIteration:
             self._next = number
             if number == 0:
@@ -126,6 +127,14 @@ class IterableSource:
             )
         self._next, self._n_items = number + 1, start + size
         return NumberedBatch(number, list(range(start, start + size)), data, [])
+
+    def _take(self) -> Any:
+        if self._rest is None:
+            self._rest = iter(self._iterable)
+        data = next(self._rest)
+        if self._tokenize is not None and isinstance(data, list | tuple) and _is_text(data):
+            return self._tokenize(list(data))
+        return data
 
 
 def _is_text(data: Sequence[Any]) -> bool:
