@@ -349,6 +349,37 @@ def test_rounding_that_flips_a_choice_is_told_apart():
     assert row.why == "rounding flips a near tie: another choice at router"
 
 
+def as_boxes(y):
+    return [{"boxes": row} for row in y]
+
+
+def as_dict(y):
+    return {"rows": y, "flat": (y - y.mean(0)).flatten()}
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (torch.flatten, "(root): no dimensions of rows and tokens in [8], and [32] in b"),
+        (torch.t, "(root): no dimensions of rows and tokens in [8, 1], and [8, 4] in b"),
+        (torch.mean, "(root): no dimensions of rows and tokens in []"),
+        (lambda y: y @ y.T, "(root): shapes [1, 1] and [4, 4]"),
+        (as_dict, "(root):output.flat: no dimensions of rows and tokens in [8], and [32] in b"),
+        (as_boxes, "(root):output[0].boxes: no dimensions of rows and tokens in [8]"),
+        (lambda y: [y.new_ones(len(y), 2)] * len(y), "(root):output[1]: only in b"),
+        (lambda y: "text", "the model returns no tensor"),
+    ],
+)
+def test_outputs_that_were_not_compared_do_not_hold(form, why):
+    class Shaped(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return form(y if form is as_dict else y - y.mean(0))
+
+    row = hl.invariance(Shaped(8, 8).eval(), X, only=["alone"])["alone"]
+    assert (row.outcome, row.why) == ("not applicable", why)
+
+
 # -- the model afterwards ------------------------------------------------------------------------
 
 

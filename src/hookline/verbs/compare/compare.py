@@ -94,6 +94,18 @@ def compare(
             f"floor must be a Comparison, got {type(floor).__name__}."
             "\nGive floor=hl.compare(run, run_in_float64)."
         )
+    return compare_all(a, b, names, floor, tokens, dims)[0]
+
+
+def compare_all(
+    a: Any,
+    b: Any,
+    names: Names | None = None,
+    floor: Comparison | None = None,
+    tokens: Any = "auto",
+    dims: Dims | None = None,
+) -> tuple[Comparison, dict[str, list[str]]]:
+    """Compare two runs, and list the sites of the values that are in a or in b alone."""
     check_dims(dims)
     side_a, side_b = side_of(a, "a", dims), side_of(b, "b", dims)
     if not any({side_a.noun, side_b.noun} <= kinds for kinds in _TOGETHER):
@@ -134,7 +146,11 @@ def compare(
         *of_floors(max(judge.eps, judge.coarsest), rows),
         *first,
     ]
-    return Comparison(rows, findings, suspect)
+    alone = {
+        name: [entry.key for entry in entries] + judge.alone[name]
+        for name, entries in (("a", pairing.only_a), ("b", pairing.only_b))
+    }
+    return Comparison(rows, findings, suspect), alone
 
 
 def _a(noun: str) -> str:

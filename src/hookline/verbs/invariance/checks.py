@@ -93,7 +93,7 @@ def chunked(trials: Trials) -> Pair:
 
     recording = trials.recorded(passes)
     tokens = [part.tokens() for part in parts] if feed.ids != DECODED else None
-    return Run(recording, tokens), trials.base
+    return Run(recording, tokens, given="(root):output.encoder_"), trials.base
 
 
 def after_training(trials: Trials) -> Pair:

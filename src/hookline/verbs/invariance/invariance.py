@@ -15,7 +15,7 @@ from hookline.findings import Finding
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.checks import CHECKS
 from hookline.verbs.invariance.feed import NotApplicable, feed_of
-from hookline.verbs.invariance.reasons import Reason, holds, outputs_of, reason_of
+from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of, reason_of
 from hookline.verbs.invariance.result import Checked, Invariance, Outcome
 from hookline.verbs.invariance.trials import Trials, compared
 from hookline.verbs.shared.failing_module import find_failing_module
@@ -143,7 +143,7 @@ def _rows(trials: Trials, names: list[str]) -> Iterator[Checked]:
     if "twice" in names:
         yield first
     others = [name for name in names if name != "twice"]
-    if first.outcome != "holds":
+    if first.outcome in ("differs", "fails"):
         if reason is None or not reason.resting:
             yield from (Checked(name, "not applicable", why=_UNSTEADY) for name in others)
             return
@@ -163,8 +163,9 @@ def _checked(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
         reason = reason_of(name, trials, None)
         return Checked(name, "fails", why=_why_it_fails(trials, error, reason)), reason
     outputs = outputs_of(comparison)
-    if not outputs:
-        why = next((row.why for row in comparison if row.why), "no output can be compared")
+    if not holds(comparison) and not differs(comparison):
+        texts = [f"{row.site}: {row.why}" for row in outputs if row.verdict == "not comparable"]
+        why = next(iter(texts), "the model returns no tensor")
         return Checked(name, "not applicable", why=why, comparison=comparison), None
     if holds(comparison):
         why = _inside(comparison)

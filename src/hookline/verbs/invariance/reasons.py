@@ -16,8 +16,7 @@ from hookline.engine import path_text
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.checks import BATCH_NORM, CHECKS, run_without_draws
 from hookline.verbs.invariance.feed import MASK, POSITIONS, Feed, NotApplicable
-from hookline.verbs.invariance.trials import Trials, compared
-from hookline.verbs.shared.token_inputs import CACHES
+from hookline.verbs.invariance.trials import Trials, compared, is_result
 
 _MOST_NAMED = 3
 _DROPOUT = nn.modules.dropout._DropoutNd
@@ -40,23 +39,19 @@ class Reason(NamedTuple):
 
 
 def outputs_of(comparison: Comparison) -> list[ComparedSite]:
-    """Return the rows of the model's outputs and gradients that can be compared.
-
-    Without any, return all rows that can be compared.
-    """
-    rows = [row for row in comparison if row.verdict != "not comparable" and not _is_input(row)]
-    outputs = [
-        row
-        for row in rows
-        if row.site.endswith(":grad")
-        or (row.site.startswith("(root)") and not any(f".{name}" in row.site for name in CACHES))
-    ]
-    return outputs or rows
+    """Return the rows of the model's outputs and gradients."""
+    return [row for row in comparison if is_result(row.site)]
 
 
 def holds(comparison: Comparison) -> bool:
-    """Tell whether the model's outputs are equal up to noise."""
-    return all(row.verdict != "differs" for row in outputs_of(comparison))
+    """Tell whether all of the model's outputs were compared, and are equal up to noise."""
+    outputs = outputs_of(comparison)
+    return bool(outputs) and all(row.verdict in ("identical", "noise") for row in outputs)
+
+
+def differs(comparison: Comparison) -> bool:
+    """Tell whether one of the model's outputs differs beyond noise."""
+    return any(row.verdict == "differs" for row in outputs_of(comparison))
 
 
 def reason_of(name: str, trials: Trials, comparison: Comparison | None) -> Reason | None:
@@ -108,7 +103,7 @@ def _of_own_positions(name: str, trials: Trials) -> Reason | None:
         return None
     places = torch.arange(trials.feed.n_tokens).expand(trials.feed.n_rows, -1)
     given = trials.run(trials.feed.with_named(**{POSITIONS: places}))
-    if holds(compared(given, trials.base)):
+    if not differs(compared(given, trials.base)):
         return None
     text = f"the model counts positions otherwise than {POSITIONS} 0, 1, 2 … do"
     return Reason(text, is_expected=True)
@@ -119,7 +114,7 @@ def _of_mask(name: str, trials: Trials) -> Reason | None:
     other = replace(trials.feed, pad_id=_other_id(trials.feed))
     check = CHECKS[name]
     pair = check(trials)[0], check(replace(trials, feed=other))[0]
-    if holds(compared(*pair)) or _holds_on_the_right(name, trials):
+    if not differs(compared(*pair)) or _holds_on_the_right(name, trials):
         return None
     return Reason(f"tokens see the padding: the {MASK} is not used there")
 
@@ -157,7 +152,7 @@ def _of_no_mask(trials: Trials) -> Reason | None:
 def _of_rows(trials: Trials) -> Reason | None:
     """Prove that rows see each other: the contents of the others change the first row."""
     changed = trials.run(trials.feed.with_others_changed())
-    return None if holds(compared(changed, trials.base)) else Reason("rows see each other")
+    return Reason("rows see each other") if differs(compared(changed, trials.base)) else None
 
 
 # -- modes and random numbers --------------------------------------------------------------------
@@ -222,7 +217,7 @@ def _is_batch_norm(module: nn.Module) -> bool:
 def _of_repeats(trials: Trials) -> Reason:
     """Tell random numbers from a state that is kept, and both from an unsteady device."""
     feed = trials.feed
-    if not holds(compared(trials.run(feed), trials.base)):
+    if differs(compared(trials.run(feed), trials.base)):
         return Reason("the model does not repeat itself from one state: an operation is unsteady")
 
     once = partial(run_without_draws, trials)
@@ -248,7 +243,3 @@ def _of_ties(comparison: Comparison) -> Reason | None:
 
 def _is_choice(row: ComparedSite) -> bool:
     return any(kind in row.form for kind in ("int", "bool"))
-
-
-def _is_input(row: ComparedSite) -> bool:
-    return row.site.startswith("(root):input")

@@ -30,7 +30,8 @@ class Checked:
     Args:
         check: what was changed.
         outcome: "holds" up to noise; "differs"; "may differ", if it differs and no model could
-            hold; "fails", if the changed run raises an error; or "not applicable".
+            hold; "fails", if the changed run raises an error; or "not applicable", as where an
+            output cannot be compared.
         relative: the largest relative error of the model's outputs; None without numbers.
         first: the first site beyond noise, if the check does not hold.
         suspect: the path of the module whose forward makes the first difference.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, final
 
@@ -15,12 +15,13 @@ from torch import nn
 from hookline.display.text import first_line
 from hookline.engine import Line
 from hookline.recordings import Recording
-from hookline.verbs.compare.compare import compare
-from hookline.verbs.compare.comparison import Comparison
+from hookline.verbs.compare.compare import compare_all
+from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.feed import Feed, NotApplicable
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.rerun import copied, in_eval_mode, untouched
 from hookline.verbs.shared.run_model import call, mean_squares
+from hookline.verbs.shared.token_inputs import CACHES
 
 _SITES = ["**", "(root):input"]
 
@@ -31,10 +32,12 @@ class Run(NamedTuple):
     Args:
         recording: the recording.
         tokens: what `hl.compare` takes of this side; None for inputs without ids.
+        given: how the sites begin of outputs that a pass is given, and hands on.
     """
 
     recording: Recording
     tokens: Any
+    given: str | tuple[str, ...] = ()
 
 
 @final
@@ -151,7 +154,23 @@ def _is_own(module: nn.Module) -> bool:
 
 
 def compared(run: Run, reference: Run) -> Comparison:
-    """Compare a run with a reference."""
+    """Compare a run with a reference; a result of one of the two alone is not comparable."""
     has_tokens = run.tokens is not None and reference.tokens is not None
     tokens = (run.tokens, reference.tokens) if has_tokens else "auto"
-    return compare(run.recording, reference.recording, tokens=tokens)
+    comparison, alone = compare_all(run.recording, reference.recording, tokens=tokens)
+    rows = [
+        ComparedSite(site, site, "not comparable", why=f"only in {name}")
+        for name, sites in alone.items()
+        for site in sites
+        if is_result(site)
+    ]
+    made = [row for row in comparison.rows if not row.site.startswith(run.given)]
+    return replace(comparison, rows=made + rows)
+
+
+def is_result(site: str) -> bool:
+    """Tell whether a site is an output of the model, but no cache, or a gradient."""
+    if site.endswith(":grad"):
+        return True
+    is_output = site.startswith("(root)") and not site.startswith("(root):input")
+    return is_output and not any(f".{name}" in site for name in CACHES)
