@@ -387,3 +387,41 @@ def test_a_parameters_gradient_of_another_thread_says_so():
     with pytest.warns(hl.HooklineWarning, match=r"its gradient flowed back in another thread"):
         line.remove()
     assert model.weight.grad is not None
+
+
+class Learned(nn.Module):
+    """Gives a parameter to a module, which hands it on by way of an identity."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.block = nn.Parameter(torch.randn(2, 4)), nn.Module()
+        self.block.drop, self.block.fc = nn.Dropout(0.0), nn.Linear(4, 4, bias=False)
+        self.block.forward = lambda x: self.block.fc(self.block.drop(x)) + x
+
+    def forward(self):
+        return self.block(self.query)
+
+
+@pytest.mark.parametrize("raw", [[], ["block"], ["block.fc"], ["block", "block.fc"]])
+@pytest.mark.parametrize("more", [[], ["block"], ["block.drop"], ["block", "block.drop"]])
+def test_a_leafs_gradient_is_the_same_with_outer_modules(more, raw):
+    model = Learned().eval()
+    with hl.attach(model) as line, hl.record(model, ["block.fc", *more], ports="grad_input") as run:
+        for path in raw:
+            line.backward(path, lambda module, grad_input, grad_output: None)
+        model().sum().backward()
+    assert torch.equal(run["block.fc:grad_input"], torch.ones(2, 4) @ model.block.fc.weight)
+
+
+@pytest.mark.parametrize("more", [[], ["block"], ["block.drop"]])
+def test_an_edit_of_a_leafs_gradient_is_recorded_once(more):
+    model = Learned().eval()
+    edits = {"block.fc:grad_input": lambda g: g * 10} | {
+        f"{path}:grad_input": lambda g: g.clone() for path in more
+    }
+    with hl.record(model, ["block.fc", *more], ports="grad_input") as run, hl.edit(model, edits):
+        model().sum().backward()
+    through = torch.ones(2, 4) @ model.block.fc.weight
+    assert torch.allclose(run["block.fc:grad_input"], 10 * through)
+    assert torch.allclose(model.query.grad, 10 * through + 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,33 @@ from torch import Tensor
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.identity_map import IdentityMap
 from hookline.errors import AttachError
+
+Call = tuple[int, int]  # a running call: the ids of its frame and of its module
+
+# The aliases of leaves that calls got, by id; with the call, to which its own alias is no leaf.
+_calls: dict[int, tuple[weakref.ref[Tensor], Call]] = {}
+
+
+def is_leaf_to(tensor: Tensor, call: Call | None) -> bool:
+    """Tell whether a call must alias a tensor: a leaf, or the alias of one that another call got.
+
+    Without the second, a module inside another would get its leaf's gradient by whether the other
+    has hooks.
+    """
+    if tensor.is_leaf:
+        return True
+    entry = _calls.get(id(tensor)) if call is not None and _calls else None
+    return entry is not None and entry[1] != call
+
+
+def note_leaf(alias: Tensor, call: Call) -> None:
+    """Note the alias of a leaf, as long as it lives."""
+    number = id(alias)
+    _calls[number] = weakref.ref(alias, partial(_forget, number)), call
+
+
+def _forget(number: int, _: Any) -> None:
+    _calls.pop(number, None)
 
 
 def alias_leaves(value: Any) -> Any:
@@ -24,20 +53,30 @@ def alias_leaves(value: Any) -> Any:
 
 
 def alias_lasting_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_only: bool
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None = None, *, leaves_only: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Alias the arguments that outlive the pass: leaves, or at the beginning of the pass, all.
 
     A hook on a tensor that several passes share would see the gradients of all of them.
 
+    Args:
+        args: the arguments without a name.
+        kwargs: the arguments by name.
+        call: the call; None where nothing outside of it is known, as in code being compiled.
+        leaves_only: whether to alias leaves alone.
+
     Returns:
         The new (args, kwargs); None if there was nothing to alias.
     """
     candidates = flowing((args, tuple(kwargs.values())), fixed_only=True)
-    lasting = [tensor for tensor in candidates if tensor.is_leaf or not leaves_only]
+    lasting = [tensor for tensor in candidates if not leaves_only or is_leaf_to(tensor, call)]
     if not lasting:
         return None
-    return replaced(args, kwargs, aliases_of(lasting))
+    new = [tensor.view_as(tensor) for tensor in lasting]
+    if call is not None:
+        for alias in new:
+            note_leaf(alias, call)
+    return replaced(args, kwargs, instead_of(lasting, new))
 
 
 def replaced(

@@ -21,9 +21,12 @@ import torch
 from torch import Tensor
 
 from hookline.engine.autograd.aliases import (
+    Call,
     aliases_of,
     flowing,
     instead_of,
+    is_leaf_to,
+    note_leaf,
     refuse_unaliased,
     replaced,
 )
@@ -46,23 +49,22 @@ class CallGradients:
         key: identifies the call while it runs.
         name: the module's name in errors.
         tensors: the call's inputs or outputs, before they were aliased. A barrier joins several.
-        is_of_inputs: whether the tensors are the call's inputs.
+        call: the call whose inputs the tensors are; None for outputs.
 
     Attributes:
         view: the only alias, while the call may write to it.
     """
 
     __slots__ = (
-        "__weakref__", "_aliases", "_counters", "_hooks", "_is_of_inputs", "_name", "_origins",
-        "_refs", "key", "open", "view",
+        "__weakref__", "_aliases", "_counters", "_hooks", "_name", "_origins", "_refs", "key",
+        "open", "view",
     )  # fmt: skip
 
     def __init__(
-        self, key: int, name: str, tensors: Sequence[Tensor], *, is_of_inputs: bool
+        self, key: int, name: str, tensors: Sequence[Tensor], call: Call | None = None
     ) -> None:
         self.key: int = key
         self.open: bool = True
-        self._is_of_inputs = is_of_inputs
         self._name = name
         self._hooks: list[tuple[Order, int | None, OneHook | AllHook]] = []
         self._counters: list[tuple[Tensor, int, bool]] = []
@@ -73,7 +75,13 @@ class CallGradients:
             aliases = (tensors[0].view_as(tensors[0]),)
             self.view = hook_value(aliases[0], GradHook(self._arrived), GradHook(refuse, name))
         self._refs = [weakref.ref(alias) for alias in aliases]
-        self._origins = [weakref.ref(tensor) for tensor in tensors]
+        self._origins: list[Callable[[], Tensor | None]] = [_nothing] * len(tensors)
+        if call is not None:
+            for index, tensor in enumerate(tensors):
+                if is_leaf_to(tensor, call):
+                    note_leaf(aliases[index], call)
+                else:
+                    self._origins[index] = weakref.ref(tensor)
         self._aliases = aliases
 
     def _join(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -113,8 +121,7 @@ class CallGradients:
         The gradient of an input in the graph is that of all its uses. The gradient of a leaf or an
         output is that of the alias alone.
         """
-        origin = self._origins[index]() if self._is_of_inputs else None
-        return None if origin is None or origin.grad_fn is None else origin
+        return self._origins[index]()
 
     def subscribe(self, rank: Order, hook: OneHook | AllHook, index: int | None = None) -> None:
         """Add a hook on one of the gradients, or (without an index) on all of them at once."""
@@ -192,6 +199,10 @@ def refuse(name: str) -> None:
     )
 
 
+def _nothing() -> None:
+    """Stand for the input of a call that has none in the graph."""
+
+
 class _GradBarrier(torch.autograd.Function):
     """An identity function whose backward waits for the gradients of all its inputs."""
 
@@ -222,7 +233,7 @@ _latest = _Latest()
 
 
 def alias_inputs(
-    key: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], CallGradients | None]:
     """Alias the inputs of a call, for the first hook that asks.
 
@@ -236,10 +247,10 @@ def alias_inputs(
     refuse_unaliased(name, (args, tuple(kwargs.values())))
     if not tensors:
         return args, kwargs, None
-    gradients = inputs_of(key)
+    gradients = inputs_of(call[0])
     if gradients is not None and gradients.holds(tensors):
         return args, kwargs, gradients
-    new_gradients = CallGradients(key, name, tensors, is_of_inputs=True)
+    new_gradients = CallGradients(call[0], name, tensors, call)
     _latest.inputs = weakref.ref(new_gradients)
     return *replaced(args, kwargs, instead_of(tensors, new_gradients.take_aliases())), new_gradients
 
@@ -263,7 +274,7 @@ def alias_outputs(key: int, name: str, output: Any) -> tuple[Any, CallGradients 
     gradients = outputs_of(key)
     if gradients is not None and gradients.holds(tensors):
         return output, gradients
-    new_gradients = CallGradients(key, name, tensors, is_of_inputs=False)
+    new_gradients = CallGradients(key, name, tensors)
     _latest.outputs = weakref.ref(new_gradients)
     new = instead_of(tensors, new_gradients.take_aliases())
     return tree.replace_tensors(output, new, fixed_only=False), new_gradients

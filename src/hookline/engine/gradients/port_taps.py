@@ -109,11 +109,12 @@ class GradInputTap(GraphGradientTap):
             args, kwargs = new or (args, kwargs)
             self.trace(self.arguments.bind(module, args, kwargs))
             return new
-        call = self._call(module, module_backward.inputs_of(id(sys._getframe(1))))
+        key = id(sys._getframe(1))
+        call = self._call(module, module_backward.inputs_of(key))
         if call is None:
             return None
         with aside(call.current.region):
-            new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=True)
+            new = aliases.alias_lasting_inputs(args, kwargs, (key, id(module)), leaves_only=True)
             args, kwargs = new or (args, kwargs)
             try:
                 self.wait(call, self.arguments.bind(module, args, kwargs))

@@ -253,7 +253,8 @@ class BackwardTap(_RawBackwardTap):
             self._comes_later(current)
             return None
         with aside(current.region):
-            args, kwargs, call.flow = alias_inputs(id(frame), self._name, args, kwargs)
+            key = id(frame), id(module)
+            args, kwargs, call.flow = alias_inputs(key, self._name, args, kwargs)
         entered = call.flow
         call.has_inputs = entered is not None
         if entered is not None and entered.view is not None:
