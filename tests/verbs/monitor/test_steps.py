@@ -1,4 +1,4 @@
-"""Steps of a training that several threads run, and pairs of optimizers."""
+"""Steps of a training: who tells them, which values are theirs, and pairs of optimizers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hookline.verbs.monitor.steps import OptimizerPairs
 from meeting import Meanwhile, ToldLock
 
 X = torch.ones(1, 2)
+PASSES = (4, steps._MOST_WAITING + 4)
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +138,120 @@ def test_an_optimizer_that_is_gone_is_no_partner():
     del other
     gc.collect()
     assert not list(pairs.before_run(one))
+
+
+# -- what counts before it is known who tells ----------------------------------------------------
+
+
+@pytest.mark.parametrize("n_passes", PASSES)
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_pass_without_optimizers_has_its_own_weights(n_passes, every):
+    model = nn.Linear(2, 2, bias=False)
+    with hl.monitor(model, ports=("output", "value"), every=every) as seen:
+        for k in range(n_passes):
+            model.weight.data.fill_(k)  # as the average of another model's weights
+            model(X)
+        model.weight.data.fill_(-1)
+    assert seen["weight"].mean.tolist() == list(range(0, n_passes, every))
+    assert seen["(root)"].mean.tolist() == list(range(0, 2 * n_passes, 2 * every))
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("n_passes", PASSES)
+def test_passes_without_gradients_are_steps_on_their_own(n_passes, grad_mode):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ZeroDivisionError), hl.monitor(model) as seen:
+        for k in range(n_passes):
+            with grad_mode():
+                model(torch.ones(k + 1, 2))
+        raise ZeroDivisionError
+    assert seen["(root)"].count.tolist() == list(range(2, 2 * n_passes + 1, 2))
+    assert seen["weight"].count.tolist() == [4] * n_passes
+
+
+def test_a_pass_that_raises_at_once_is_no_step():
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError), hl.monitor(model) as seen:
+        model(X)
+        model(torch.ones(1, 3))
+    assert seen.steps.tolist() == [0]
+
+
+def target_first(model, optimizer):
+    with torch.no_grad():
+        model(torch.ones(100, 2))
+    model(X).sum().backward()
+    optimizer.step()
+
+
+def target_between(model, optimizer):
+    loss = model(X).sum()
+    with torch.inference_mode():
+        model(torch.ones(100, 2))
+    loss.backward()
+    optimizer.step()
+
+
+def metric_last(model, optimizer):
+    model(X).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(100, 2))
+    optimizer.step()
+
+
+def validation_before_a_closure(model, optimizer):
+    def closure():
+        loss = model(X).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        model(torch.ones(100, 2))
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("n_parts", [1, 2])
+@pytest.mark.parametrize(
+    "run", [target_first, target_between, metric_last, validation_before_a_closure]
+)
+def test_the_first_step_has_the_values_of_training_alone(run, n_parts):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.monitor(model, ports=("output", "grad_output", "value")) as seen:
+        for _ in range(3):
+            for _ in range(n_parts - 1):
+                run(model, Accumulates())
+            run(model, optimizer)
+    assert seen["(root)"].count.tolist() == [2 * n_parts] * 3
+    assert seen["(root):grad_output"].count.tolist() == [2 * n_parts] * 3
+    assert seen["weight"].count.tolist() == [4] * 3
+
+
+class Accumulates:
+    """Stands for an optimizer where gradients go on to accumulate."""
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+
+
+@pytest.mark.parametrize("run", [target_first, target_between])
+def test_an_optimizer_after_many_passes_measures_weights_once(run):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    n = steps._MOST_WAITING + 4
+    with hl.monitor(model, ports=("output", "value")) as seen:
+        for _ in range(n):
+            model(X)
+        for _ in range(2):
+            run(model, optimizer)
+    assert seen["weight"].count.tolist() == [4] * len(seen)
+    assert seen["(root)"].count.tolist()[-1] == 2
+
+
+def test_weights_that_the_first_run_makes_are_measured_then():
+    model = nn.LazyLinear(2)
+    with hl.monitor(model, ports=("output", "value")) as seen:
+        for _ in range(3):
+            model(X)
+    assert seen["weight"].count[1:].tolist() == [4, 4]

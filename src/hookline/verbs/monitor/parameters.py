@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.engine import ParameterNode, Site, local_part
@@ -111,17 +112,26 @@ class Parameters:
         self.slots.add_many(pairs)
 
     @torch.no_grad()
-    def values(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Measure weights that no optimizer steps; None is all of them."""
-        by_id = self._known
-        measured = by_id.values() if tensors is None else map(by_id.get, map(id, tensors))
-        self.slots.add_many(
-            [
-                (parameter.value, parameter.tensor)
-                for parameter in measured
-                if parameter is not None and parameter.value is not None
-            ]
-        )
+    def values(self, tensors: Iterable[Tensor]) -> None:
+        """Measure weights that no optimizer steps."""
+        self.slots.add_many(self._values(map(self._known.get, map(id, tensors))))
+
+    @torch.no_grad()
+    def values_apart(self) -> None:
+        """Measure all weights, for a pass that is a step if no optimizer steps."""
+        pairs = self._values(self._known.values())
+        with self.slots.apart([site for site, _ in pairs]):
+            self.slots.add_many(pairs)
+
+    @staticmethod
+    def _values(parameters: Iterable[_Parameter | None]) -> list[tuple[SiteSlots, Tensor]]:
+        return [
+            (parameter.value, parameter.tensor)
+            for parameter in parameters
+            if parameter is not None
+            and parameter.value is not None
+            and not is_lazy(parameter.tensor)  # the first run makes it
+        ]
 
 
 def _local(tensor: Tensor) -> Tensor:

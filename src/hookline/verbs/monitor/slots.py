@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -57,6 +57,7 @@ class SiteSlots:
     Attributes:
         slots: the slots in this step; None before the first value.
         turn: when the first value of this step came, as `Slots.turn` counts.
+        aside: the slots and the turn of values that are kept apart.
         widths: the number of slots of each statistic; empty before the first value ever.
     """
 
@@ -65,6 +66,7 @@ class SiteSlots:
         "_dtype",
         "_empty",
         "_of",
+        "aside",
         "counts",
         "is_off",
         "name",
@@ -83,6 +85,7 @@ class SiteSlots:
         self.order: tuple[int, int] = order
         self.slots: list[Tensor] | None = None
         self.turn: int = 0
+        self.aside: tuple[list[Tensor] | None, int] = None, 0
         self.widths: tuple[int, ...] = ()
         self.counts: str = counts
         self.is_off: bool = False
@@ -120,6 +123,20 @@ class SiteSlots:
             raise  # the user has made warnings errors
         except Exception as error:
             self._leave_out(f"its statistic raised {type_and_line(error)}")
+
+    def add_apart(self, value: Tensor) -> None:
+        """Measure a value that counts only where passes are steps."""
+        with self._of.apart((self,)):
+            self.add(value)
+
+    def merge_apart(self, slots: list[Tensor]) -> None:
+        """Merge slots that count only where passes are steps."""
+        with self._of.apart((self,)):
+            self.merge(slots)
+
+    def swap(self) -> None:
+        """Exchange the slots for those that are kept apart."""
+        (self.slots, self.turn), self.aside = self.aside, (self.slots, self.turn)
 
     def is_first_alike(self, value: Tensor) -> bool:
         """Tell whether a value is the first of its step, and plain and like those before."""
@@ -173,7 +190,7 @@ class SiteSlots:
 
     def _leave_out(self, why: str) -> None:
         with self._of.lock:
-            self.is_off, self.slots = True, None
+            self.is_off, self.slots, self.aside = True, None, (None, 0)
             if self.widths:
                 self.widths = ()
                 self._of.changed()
@@ -183,10 +200,13 @@ class SiteSlots:
         """Make empty slots on the value's device; the slots so far move along."""
         self._device = value.device
         self._empty = [statistic.start(value) for statistic in self._of.statistics]
-        if self.slots is not None:
-            pairs = zip(self.slots, self._empty, strict=True)
-            self.slots = [part.to(empty.device) for part, empty in pairs]
+        apart, turn = self.aside
+        self.slots, self.aside = self._moved(self.slots), (self._moved(apart), turn)
         self.has(self._empty)
+
+    def _moved(self, slots: list[Tensor] | None) -> list[Tensor] | None:
+        pairs = zip(slots or (), self._empty, strict=slots is not None)
+        return None if slots is None else [part.to(empty.device) for part, empty in pairs]
 
     def merge(self, slots: list[Tensor], turn: int | None = None) -> None:
         """Merge slots that compiled code has computed, or that were set aside.
@@ -232,7 +252,7 @@ class Slots:
 
     Attributes:
         is_on: whether this step is reported. Hooks look at it once, and do nothing else if not.
-        needs_grad: whether values of runs without gradients are left out.
+        leaves_out: whether values of runs without gradients are left out, and not kept apart.
         in_training: whether a trainer says that what runs now trains the model.
         of_training: the passes whose root began with gradients enabled.
         comes_from_graph: True if the present value has left a compiled graph.
@@ -244,7 +264,7 @@ class Slots:
         self.statistics = statistics
         self.n_modules = n_modules
         self.is_on = True
-        self.needs_grad = False
+        self.leaves_out = False
         self.in_training = False
         self.of_training: weakref.WeakSet[Pass] = weakref.WeakSet()
         self.comes_from_graph: bool = False
@@ -283,6 +303,18 @@ class Slots:
             yield
         finally:
             self.comes_from_graph = False
+
+    @contextmanager
+    def apart(self, sites: Collection[SiteSlots]) -> Iterator[None]:
+        """Have the sites, in the block, hold the values that count only where passes are steps."""
+        with self.lock:
+            for site in sites:
+                site.swap()
+            try:
+                yield
+            finally:
+                for site in sites:
+                    site.swap()
 
     def add_many(self, pairs: list[tuple[SiteSlots, Tensor]]) -> None:
         """Measure values of parameters, each at its site, where possible by one call.
@@ -340,6 +372,11 @@ class Slots:
         with self.lock:
             return self._take()
 
+    def take_apart(self) -> StepSlots:
+        """Return the slots that are kept apart: they count only where passes are steps."""
+        with self.lock, self.apart(self._sites.values()):
+            return self._take()
+
     def _take(self) -> StepSlots:
         step_slots = StepSlots()
         for site in self._sites.values():
@@ -350,10 +387,13 @@ class Slots:
 
     def has_modules(self, slots: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
+        modules = self._of_modules()
+        return not modules or any(site.is_off or site.name in slots for site in modules)
+
+    def _of_modules(self) -> list[SiteSlots]:
         with self.lock:
             sites = list(self._sites.values())
-        modules = [site for site in sites if site.order[0] < self.n_modules]
-        return not modules or any(site.is_off or site.name in slots for site in modules)
+        return [site for site in sites if site.order[0] < self.n_modules]
 
     def has_path(self, path: str) -> bool:
         """Tell whether a module has a path."""
@@ -361,9 +401,9 @@ class Slots:
             return any(site.site.path == path for site in self._sites.values())
 
     def has_values(self) -> bool:
-        """Tell whether a value came in this step."""
-        with self.lock:
-            return any(site.slots is not None for site in self._sites.values())
+        """Tell whether a module had a value in this step, if any module is selected."""
+        modules = self._of_modules()
+        return not modules or any(site.slots is not None for site in modules)
 
     def put(self, step_slots: StepSlots) -> None:
         """Merge slots that were taken before."""

@@ -68,7 +68,9 @@ class TrainingSteps:
     the model was stepped. A step that is still open ends when a parameter is stepped again, or when
     the model has run between the steps of two optimizers that have stepped after one run before.
     The passes since its last optimizer's step belong to the next step. Until an optimizer steps,
-    the passes are kept apart. If none ever does, each pass is a step.
+    the passes are kept apart, and in each the values that count only where passes are steps: the
+    weights at its beginning, and what flows outside training. If none ever does, each pass is a
+    step.
 
     Args:
         model: the model.
@@ -110,13 +112,12 @@ class TrainingSteps:
         self._has_stepped = False
         self._stepped: set[int] = set()  # the ids of the parameters stepped in this step
         self._pairs = OptimizerPairs()
-        self._goes_on = False  # whether this step began with the rest of the last one's optimizers
+        self._goes_on = False  # whether values of this step may be in the last one
         # The slots of this step up to its last optimizer's step.
         self._aside = StepSlots()
-        # The slots of passes before any optimizer has stepped, and whether they had gradients.
-        self._waiting: list[tuple[StepSlots, bool]] = []
+        # The slots of passes before any optimizer has stepped, and those that they keep apart.
+        self._waiting: list[tuple[StepSlots, StepSlots]] = []
         self._n_passes = 0
-        self._has_grad = False
         self.is_over: bool = False
         self.has_failed: bool = False
         self._has_told = False
@@ -230,7 +231,8 @@ class TrainingSteps:
         if self._n_passes:
             self._end_pass()
         self._n_passes += 1
-        self._has_grad = torch.is_grad_enabled()
+        if self._slots.is_on:
+            self._measured.values_apart()
 
     def root_begins(self, current: Pass, frame: FrameType) -> None:
         """Note whether the root runs with gradients: then all values of the pass are training's."""
@@ -242,7 +244,7 @@ class TrainingSteps:
         if self.told_by == "pass":
             self._end_step()
             return
-        self._waiting.append((self._slots.take(), self._has_grad))
+        self._waiting.append((self._slots.take(), self._slots.take_apart()))
         if len(self._waiting) >= _MOST_WAITING:
             self._tell_by_passes()
         else:
@@ -325,14 +327,15 @@ class TrainingSteps:
     # -- who tells ---------------------------------------------------------------------------------
 
     def _tell_by_optimizer(self) -> None:
-        """Count steps of optimizers from now on. Passes without gradients were no training."""
+        """Count steps of optimizers from now on. What is kept apart was no training."""
+        self._goes_on = self.told_by == "pass"  # the passes before were steps of their own
         self.told_by = "optimizer"
-        self._slots.needs_grad = True
+        self._slots.leaves_out = True
+        self._slots.take_apart()
         self._logged.renumber(self.number)
         if self._is_due():
-            for slots, has_grad in self._waiting:
-                if has_grad:
-                    self._slots.put(slots)
+            for slots, _ in self._waiting:
+                self._slots.put(slots)
         else:
             self._slots.take()
         self._waiting.clear()
@@ -342,14 +345,18 @@ class TrainingSteps:
         """Report each pass that waits as a step, and count passes from now on."""
         self.told_by = "pass"
         waiting, self._waiting = self._waiting, []
-        last = self._slots.take()
-        for slots, _ in waiting:
+        last = self._slots.take(), self._slots.take_apart()
+        for parts in waiting:
             if self._is_due():
-                self._slots.put(slots)
+                self._put(parts)
             self._end_step(is_last=is_last)
         self._turn()
         if self._slots.is_on:
-            self._slots.put(last)
+            self._put(last)
+
+    def _put(self, parts: Iterable[StepSlots]) -> None:
+        for slots in parts:
+            self._slots.put(slots)
 
     # -- the end of a step -------------------------------------------------------------------------
 
@@ -371,8 +378,10 @@ class TrainingSteps:
         self._knows_optimizers = self._has_stepped
         self._has_stepped = self._goes_on = self._has_run = False
         self._stepped.clear()
-        if is_due:
-            self._measure_unstepped()
+        if is_due and self.told_by == "optimizer":
+            self._measured.values(self._not_held_by_any())
+        elif is_due:
+            self._slots.put(self._slots.take_apart())
         step_slots = self._slots.take() if is_due or self._slots.is_on else StepSlots()
         self.number, self._last = number + 1, number
         self.n_ended += 1
@@ -388,13 +397,6 @@ class TrainingSteps:
         self._slots.tell()
         if not goes_on:
             self._look_for_values(number, step_slots.slots)
-
-    def _measure_unstepped(self) -> None:
-        """Measure the weights that no optimizer steps, such as frozen ones."""
-        if self.told_by == "optimizer":
-            self._measured.values(self._not_held_by_any())
-        else:
-            self._measured.values()
 
     def _report(self, number: int, step_slots: StepSlots, *, is_last: bool) -> None:
         sites, version = self._slots.layout()
@@ -443,6 +445,7 @@ class TrainingSteps:
         elif self._n_passes and not may_be_alone:
             if not self.told_by:
                 self._tell_by_passes(is_last=True)
+            self._slots.put(self._slots.take_apart())
             if not has_failed or self._slots.has_values():
                 self._end_step(is_last=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, final
 
@@ -94,18 +95,23 @@ def _measure(at: _AtLeaves, slots: Slots) -> Any:
     whole = at.whole
 
     def callback(current: Pass, value: Any) -> None:
-        if not slots.is_on or (slots.needs_grad and slots.is_outside_training(current)):
+        if not slots.is_on:
             return
+        add: Callable[[SiteSlots, Tensor], None] = SiteSlots.add
+        if slots.is_outside_training(current):
+            if slots.leaves_out:
+                return
+            add = SiteSlots.add_apart
         if type(value) is Tensor:
-            whole.add(value)
+            add(whole, value)
             return
         if isinstance(value, QueryBlocks):
             for block in value.detached():
-                whole.add(block)
+                add(whole, block)
                 del block  # frees it, before the next is made
             return
         for leaf, tensor in tree.tensors(value):
-            at.at(leaf).add(tensor)
+            add(at.at(leaf), tensor)
 
     return callback
 
@@ -114,10 +120,12 @@ def _merge(at: _AtLeaves, slots: Slots) -> Any:
     """Return the callback for the slots that compiled code has computed."""
 
     def callback(current: Pass, result: Any) -> None:
-        if not slots.is_on or (slots.needs_grad and slots.is_outside_training(current)):
+        is_apart = slots.is_on and slots.is_outside_training(current)
+        if not slots.is_on or (is_apart and slots.leaves_out):
             return
+        merge = SiteSlots.merge_apart if is_apart else SiteSlots.merge
         for leaf, parts in by_leaf(result).items():
-            at.at(leaf).merge(parts)
+            merge(at.at(leaf), parts)
 
     return callback
 
