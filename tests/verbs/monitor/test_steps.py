@@ -255,3 +255,130 @@ def test_weights_that_the_first_run_makes_are_measured_then():
         for _ in range(3):
             model(X)
     assert seen["weight"].count[1:].tolist() == [4, 4]
+
+
+# -- optimizers inside optimizers ----------------------------------------------------------------
+
+
+class Outer(torch.optim.Optimizer):
+    """An optimizer that steps others."""
+
+    def __init__(self, parameters, raises=False):
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.raises = raises
+
+    def step(self, closure=None):
+        self.base.step()
+        if self.raises:
+            raise ZeroDivisionError
+
+
+class Lookahead(Outer):
+    """Goes half of the way that another optimizer goes."""
+
+    def step(self, closure=None):
+        weights = [parameter for group in self.param_groups for parameter in group["params"]]
+        with torch.no_grad():
+            slow = [weight.clone() for weight in weights]
+            self.base.step()
+            for weight, before in zip(weights, slow, strict=True):
+                weight.lerp_(before, 0.5)
+
+
+class Sharpness(Outer):
+    """Takes the gradients elsewhere, as SAM does."""
+
+    def step(self, closure=None):
+        weights = [parameter for group in self.param_groups for parameter in group["params"]]
+        with torch.no_grad():
+            for weight in weights:
+                weight.add_(0.5)
+        with torch.enable_grad():
+            self.zero_grad()
+            closure()
+        with torch.no_grad():
+            for weight in weights:
+                weight.sub_(0.5)
+        self.base.step()
+
+
+class Inherits(torch.optim.SGD):
+    """Calls the step of its class, which torch has hooked, too."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def step_updates(model, optimizer, n_steps=3, closes=False):
+    """Train; return the norms of the true updates, and of the gradients after each step."""
+    updates, grads = [], []
+    torch.manual_seed(0)
+    for _ in range(n_steps):
+        x = torch.randn(5, 2)
+
+        def closure(x=x):
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.zero_grad()
+        before = model.weight.detach().clone()
+        if closes:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+        updates.append((model.weight.detach() - before).norm().item())
+        grads.append(model.weight.grad.norm().item())
+    return updates, grads
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("make", [Outer, Lookahead, Sharpness, Inherits])
+def test_an_optimizer_that_steps_another_makes_one_step(make, every):
+    torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)  # has torch hook the class
+    model = nn.Linear(2, 2)
+    optimizer = make(model.parameters())
+    with hl.monitor(model, every=every) as seen:
+        updates, grads = step_updates(model, optimizer, closes=make is Sharpness)
+    assert seen.steps.tolist() == list(range(0, 3, every))
+    assert seen["weight:update"].norm.tolist() == pytest.approx(updates[::every], rel=1e-6)
+    assert seen["weight:grad"].norm.tolist() == pytest.approx(grads[::every], rel=1e-6)
+    for kind in ("value", "grad", "update"):
+        assert seen[f"weight:{kind}"].count.tolist() == [4] * len(seen)
+    assert seen["(root)"].count.tolist() == [10] * len(seen)
+    assert len(seen["weight:update"].ratio) == len(seen)
+
+
+def test_a_step_that_raises_hides_no_later_one():
+    model = nn.Linear(2, 2)
+    optimizer = Outer(model.parameters(), raises=True)
+    with hl.monitor(model) as seen:
+        with pytest.raises(ZeroDivisionError):
+            step_updates(model, optimizer)
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        updates, _ = step_updates(model, other)
+    assert seen["weight:update"].norm.tolist()[-2:] == pytest.approx(updates[-2:], rel=1e-6)
+    assert len(seen) == 3
+
+
+def test_another_optimizer_in_a_closure_counts():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    outer, inner = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+
+    def closure():
+        loss = model(X).sum()
+        loss.backward()
+        inner.step()
+        return loss
+
+    with hl.monitor(model) as seen:
+        for _ in range(3):
+            outer.step(closure)
+    assert seen.steps.tolist() == [0, 1, 2]
+    assert seen["1.weight:update"].count.tolist() == [4] * 3
+    assert seen["0.weight:update"].count.tolist() == [4] * 3

@@ -22,6 +22,7 @@ from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.orders import Orders
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import GatheredRanks
+from hookline.verbs.monitor.running_steps import RunningSteps, outside_hookline
 from hookline.verbs.monitor.slots import StepSlots
 from hookline.verbs.monitor.user_numbers import UserNumbers
 
@@ -111,6 +112,7 @@ class TrainingSteps:
         self._not_held: list[weakref.ref[Tensor]] | None = None
         self._has_stepped = False
         self._stepped: set[int] = set()  # the ids of the parameters stepped in this step
+        self._running = RunningSteps()
         self._pairs = OptimizerPairs()
         self._goes_on = False  # whether values of this step may be in the last one
         # The slots of this step up to its last optimizer's step.
@@ -272,6 +274,8 @@ class TrainingSteps:
     @_guarded
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure weights and gradients: the hook before an optimizer's step."""
+        if not self._running.begin(outside_hookline(), self._held_by(optimizer)):
+            return
         if self.told_by != "optimizer":
             self._tell_by_optimizer()
         elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._is_later(optimizer):
@@ -285,6 +289,8 @@ class TrainingSteps:
     @_guarded
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure updates, and end the step: the hook after an optimizer's step."""
+        if not self._running.end(outside_hookline()):
+            return
         if self._slots.is_on:
             self._measured.after(optimizer, has_grads=closure_of(args, kwargs) is not None)
             self._slots.put(self._aside)
