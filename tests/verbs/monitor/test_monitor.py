@@ -928,10 +928,33 @@ def test_a_step_that_is_numbered_in_the_loop_keeps_its_number():
     assert seen["1"].count.tolist() == [128] * 3
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 3, 4, 5]), (2, [0, 4])])
-def test_a_trainers_steps_that_a_scaler_skips_are_left_out(every, steps):
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_a_step_that_a_scaler_skips_belongs_to_the_next(fused, every, skipped):
     model = net()
-    optimizer = sgd(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with hl.monitor(model, scaler=scaler, every=every) as seen:
+        for number in range(6):
+            optimizer.zero_grad()
+            scaler.scale(
+                model(batch(number)).sum() * (math.nan if number == skipped else 1)
+            ).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert seen.steps.tolist() == list(range(0, 5, every))
+    assert not seen["0.weight:grad"].non_finite.any()
+    assert (seen["0.weight:update"].norm > 0).all()
+    expected = [256 if number == skipped else 128 for number in range(0, 5, every)]
+    assert seen["1"].count.tolist() == expected
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 3, 4, 5]), (2, [0, 4])])
+def test_a_trainers_steps_that_a_scaler_skips_are_left_out(every, steps, fused):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     line = hl.monitor(model, "1", ports="output", scaler=scaler, every=every)
     with line as seen:

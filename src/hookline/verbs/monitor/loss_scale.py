@@ -71,6 +71,13 @@ def of_parameter(optimizer: Any, grad: Tensor) -> Tensor:
     return _divided(grad, scale) if isinstance(scale, Tensor) else grad
 
 
+def is_skipped_by_scaler(optimizer: Any) -> bool:
+    """Tell whether a fused optimizer will skip its step, as a `GradScaler` has told it to."""
+    # On a GPU this waits for the gradients, as a GradScaler does with other optimizers.
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, Tensor) and bool(found_inf)
+
+
 def _divided(grad: Tensor, scale: Tensor) -> Tensor:
     # In float32: in half precision, small gradients would become 0.
     wide = grad if grad.dtype is torch.float64 else grad.float()

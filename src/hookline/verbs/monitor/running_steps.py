@@ -24,16 +24,17 @@ class RunningSteps(threading.local):
         # The ids of the parameters of each, and whether it counts.
         self._entries: list[tuple[frozenset[int], bool]] = []
 
-    def begin(self, frame: FrameType, held: frozenset[int]) -> bool:
+    def begin(self, frame: FrameType, held: frozenset[int], *, is_skipped: bool) -> bool:
         """Note a step that begins, and tell whether it counts.
 
         Args:
             frame: the frame that calls the hooks of the step.
             held: the ids of the optimizer's parameters.
+            is_skipped: whether the optimizer will change nothing.
         """
         self._calls.drop_dead(frame.f_back)  # torch calls no hook after a step that raises
         del self._entries[len(self._calls) :]
-        counts = not any(held <= outer for outer, _ in self._entries)
+        counts = not is_skipped and not any(held <= outer for outer, _ in self._entries)
         self._calls.begin(frame)
         self._entries.append((held, counts))
         return counts

@@ -18,7 +18,7 @@ from hookline.curves import LOGGED, StepReport
 from hookline.display.text import type_and_line
 from hookline.engine import Pass, closure_of, parameter_ids
 from hookline.errors import HooklineWarning, InputError, warn
-from hookline.verbs.monitor.loss_scale import Scaling
+from hookline.verbs.monitor.loss_scale import Scaling, is_skipped_by_scaler
 from hookline.verbs.monitor.orders import Orders
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import GatheredRanks
@@ -274,7 +274,8 @@ class TrainingSteps:
     @_guarded
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure weights and gradients: the hook before an optimizer's step."""
-        if not self._running.begin(outside_hookline(), self._held_by(optimizer)):
+        held, is_skipped = self._held_by(optimizer), is_skipped_by_scaler(optimizer)
+        if not self._running.begin(outside_hookline(), held, is_skipped=is_skipped):
             return
         if self.told_by != "optimizer":
             self._tell_by_optimizer()
