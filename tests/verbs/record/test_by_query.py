@@ -38,7 +38,6 @@ def _made(dtype=torch.float32):
     return q, *torch.randn(2, BATCH, 2, TOKENS, WIDTH, dtype=dtype)
 
 
-# The same masks each time: the products of a block may round otherwise, which a near tie would show.
 SEEDED = torch.Generator().manual_seed(3)
 
 
@@ -69,7 +68,8 @@ def test_blocks_give_what_the_whole_gives(small_blocks, call):
         if site == "@pattern":
             assert torch.allclose(run[site], wanted[site], atol=1e-6)
         else:
-            assert torch.equal(run[site].indices, wanted[site].indices)
+            # Not by their places: the products of a block may round otherwise, and swap two.
+            assert torch.allclose(run[site].values, wanted[site].values, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(0, HEADS, TOKENS, WIDTH), (BATCH, HEADS, 0, WIDTH)])
