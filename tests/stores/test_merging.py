@@ -89,6 +89,15 @@ def test_stores_of_other_data_come_one_behind_the_other(tmp_path, urls):
     assert torch.equal(open_store(tmp_path / "all")["(root)"][:], joined["(root)"][:])
 
 
+def test_stores_with_shards_of_other_sizes_are_merged(tmp_path):
+    model = torch.nn.Linear(4, 2)
+    hl.extract(model, VALUES[:9], "", tmp_path / "a")
+    hl.extract(model, VALUES[9:], "", tmp_path / "b", batch_size=3, shard_bytes=1)
+    store = merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
+    torch.testing.assert_close(store[""][:], model(VALUES).detach())
+    assert verify(tmp_path / "all") == []
+
+
 def test_a_missing_shard_is_named(tmp_path):
     places = [part(tmp_path / "a", [0]), part(tmp_path / "b", [2])]
     with pytest.raises(hl.FolderError, match=r"got 1 shard in none of them: \[1\]"):
@@ -110,8 +119,10 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
     hl.extract(model, VALUES, "", one)
     hl.extract(torch.nn.Linear(4, 2), VALUES, "", tmp_path / "other")
     hl.extract(model, VALUES, ":input", tmp_path / "site")
-    for where, what in [(tmp_path / "other", "model"), (tmp_path / "site", "columns")]:
-        with pytest.raises(hl.StructureError, match=f"must have the same {what}, got"):
+    hl.extract(model, VALUES, "", tmp_path / "mode", eval=False)
+    different = {"other": "model", "site": "columns", "mode": "eval=, got True in .*one and False"}
+    for where, what in ((tmp_path / name, what) for name, what in different.items()):
+        with pytest.raises(hl.StructureError, match=f"must have the same {what}"):
             merge([one, where], tmp_path / "all")
     with pytest.raises(hl.FolderError, match="must be empty to merge into"):
         merge([one], tmp_path / "other")

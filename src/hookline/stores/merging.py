@@ -92,16 +92,23 @@ def _manifest_of(place: Place) -> dict[str, Any]:
 
 def _check_alike(places: Sequence[Place], manifests: Sequence[Mapping[str, Any]]) -> None:
     """Check that stores are of the same model, sites and options."""
-    job = exact(manifests[0]["job"])
+    first = _compared(manifests[0])
     for place, manifest in zip(places, manifests, strict=True):
-        other = exact(manifest["job"])
-        for key in sorted({*job, *other} - _OF_THE_DATA):
-            if job.get(key) != other.get(key):
+        other = _compared(manifest)
+        for key in sorted({*first, *other}):
+            if first.get(key) != other.get(key):
                 raise StructureError(
-                    f"stores that are merged must have the same {key}, got {job.get(key)} in"
+                    f"stores that are merged must have the same {key}, got {first.get(key)} in"
                     f" {places[0]} and {other.get(key)} in {place}."
                     "\nExtract with the same model, selector and options."
                 )
+
+
+def _compared(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a job, and its options one by one, that merged stores have alike."""
+    parts = {key: part for key, part in exact(manifest["job"]).items() if key not in _OF_THE_DATA}
+    options = parts.pop("options")
+    return parts | {f"{name}=": value for name, value in options.items() if name != "shard_bytes"}
 
 
 def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) -> None:
