@@ -107,6 +107,32 @@ def test_arrays_that_do_not_fit_are_refused():
     assert "data must hold numbers" in said(lambda: source_of(np.array(["a", "b"])))
 
 
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (torch.Tensor.to_sparse, "got a sparse_coo one.\nGive what its to_dense()"),
+        (torch.Tensor.to_sparse_csr, "got a sparse_csr one.\nGive what its to_dense()"),
+        (
+            lambda x: torch.nested.nested_tensor([x, x[:2]]),
+            "got a nested one.\nGive what its to_padded",
+        ),
+        (
+            lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+            "got a nested one.\nGive what its to_padded",
+        ),
+    ],
+    ids=["sparse", "sparse rows", "nested", "jagged"],
+)
+def test_a_tensor_without_rows_to_cut_out_is_refused(make, remedy):
+    tensor = make(torch.eye(3))
+    assert f"data must be a dense tensor, whose rows can be cut out, {remedy}" in said(
+        lambda: source_of(tensor)
+    )
+    assert "data['x'] must be a dense tensor" in said(lambda: source_of({"x": tensor}))
+    assert "data[0] must be a dense tensor" in said(lambda: source_of((tensor,)))
+
+
 def test_a_large_array_is_known_by_rows_that_are_spread(monkeypatch):
     monkeypatch.setattr(arrays, "WHOLE_BYTES", 4096)
     monkeypatch.setattr(arrays, "N_SAMPLES", 8)

@@ -169,13 +169,30 @@ def test_a_collate_function_that_drops_items_is_refused():
     )
 
 
-def test_texts_of_a_list_are_tokenized_together():
+def column_of_pandas(**options):
+    return lambda texts: pytest.importorskip("pandas").Series(texts, [7, 3], **options)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        list,
+        np.array,
+        lambda texts: np.array(texts, object),
+        column_of_pandas(),
+        column_of_pandas(dtype="string"),
+        column_of_pandas(dtype="category"),
+    ],
+    ids=["list", "array", "objects", "series", "strings", "categories"],
+)
+def test_texts_of_a_list_or_column_are_tokenized_together(column):
     def tokenize(texts):
         width = max(map(len, texts))
         return {"ids": torch.tensor([[*map(ord, text.ljust(width))] for text in texts])}
 
-    (batch,) = run(source_of(["a", "bcd"], tokenize=tokenize), [0])
+    (batch,) = run(source_of(column(["a", "bcd"]), tokenize=tokenize), [0])
     assert batch.data["ids"].tolist() == [[97, 32, 32], [98, 99, 100]]
+    assert run(source_of(torch.arange(2), tokenize=tokenize), [0])[0].data.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def array_items(data: Any, argument: str = "data") -> ArrayItems:
         InputError: a part is not an array; or as in `ArrayItems`.
     """
     if is_array(data):
-        return ArrayItems(_rows(data), argument)
+        return ArrayItems(_rows(data, argument), argument)
     is_several = isinstance(data, Mapping | tuple | list)
     keys: Any = list(data) if isinstance(data, Mapping) else range(len(data) if is_several else 0)
     for key in keys:
@@ -230,9 +230,8 @@ def array_items(data: Any, argument: str = "data") -> ArrayItems:
             f" {'an empty ' * is_several}{type(data).__name__}."
             "\nGive the arrays that the model takes."
         )
-    if isinstance(data, Mapping):
-        return ArrayItems({key: _rows(data[key]) for key in keys}, argument)
-    return ArrayItems(tuple(map(_rows, data)), argument)
+    rows = {key: _rows(data[key], f"{argument}[{key!r}]") for key in keys}
+    return ArrayItems(rows if isinstance(data, Mapping) else tuple(rows.values()), argument)
 
 
 def read_numbers(rows: Rows, name: str, *bounds: int) -> Tensor:
@@ -250,10 +249,22 @@ def read_numbers(rows: Rows, name: str, *bounds: int) -> Tensor:
         ) from error
 
 
-def _rows(array: Any) -> Rows:
-    if isinstance(array, ArrayRows):
-        return array
-    return TensorRows(array) if isinstance(array, Tensor) else ArrayRows(array)
+def _rows(array: Any, name: str) -> Rows:
+    """Return the rows of an array.
+
+    Raises:
+        InputError: it is a sparse or a nested tensor.
+    """
+    if not isinstance(array, Tensor):
+        return array if isinstance(array, ArrayRows) else ArrayRows(array)
+    if array.is_nested or array.layout is not torch.strided:
+        kind = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
+        dense = "to_padded_tensor(0.0)" if array.is_nested else "to_dense()"
+        raise InputError(
+            f"{name} must be a dense tensor, whose rows can be cut out, got a {kind} one."
+            f"\nGive what its {dense} returns, or a list of tensors, one for each item."
+        )
+    return TensorRows(array)
 
 
 def _named(arrays: Any) -> list[tuple[str, Rows]]:

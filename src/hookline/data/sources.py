@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import (
@@ -45,7 +46,8 @@ def source_of(data: Any, loading: Loading) -> DataSource:
         data: one of:
 
             - a data set: any object with `__len__` and `__getitem__`, such as a torch Dataset or a
-              list; its items are collated as by `DataLoader`;
+              list; its items are collated as by `DataLoader`; with a tokenizer, also a column of
+              texts of NumPy or pandas;
             - a `DataLoader` that does not shuffle: its data set, loaded with its options;
             - an iterable of ready batches; the first dimension of a batch's first tensor counts
               its items;
@@ -72,6 +74,8 @@ def source_of(data: Any, loading: Loading) -> DataSource:
         return _indexed(items_of_path(path_of(data, "data", _PATH_FIX), loading), loading)
     if is_huggingface(data):
         return _indexed(HuggingFaceItems(data, loading.preprocess, loading.tokenize), loading)
+    if loading.tokenize is not None and _is_column_of_texts(data):
+        data = np.asarray(data).tolist()
     if is_array(data) or isinstance(data, tuple | Mapping):
         return _indexed(array_items(data), loading)
     if _is_map_style(data):
@@ -179,6 +183,12 @@ def _check_order(loader: DataLoader[Any]) -> None:
             "data must be a DataLoader that keeps its last batch, got one with drop_last=True."
             f"\n{remedy}"
         )
+
+
+def _is_column_of_texts(data: Any) -> bool:
+    """Tell whether data is an array or a column of a table that may hold texts, by its dtype."""
+    kind = getattr(data.dtype, "kind", None) if is_array(data) else None
+    return kind in ("O", "T", "U") and len(data.shape) == 1
 
 
 def _is_map_style(data: Any) -> bool:
