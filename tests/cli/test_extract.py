@@ -50,6 +50,22 @@ def test_a_file_is_extracted_in_another_dtype(tmp_path):
     assert len(store) == 20
 
 
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_float64_of_numpy_becomes_the_models_float32(tmp_path, suffix):
+    rows = np.random.default_rng(0).random((5, 1, 8, 8))
+    {".npy": np.save, ".npz": np.savez}[suffix](tmp_path / f"rows{suffix}", rows)
+    done = run(
+        "demo:digits", f"rows{suffix}", "--at", "stem", "--to", "s", "--batch-size", 2, cwd=tmp_path
+    )
+    assert done.code == 0, done.err
+    assert f"hookline: rows{suffix} holds float64: it is converted to the float32" in done.err
+    hl.extract(
+        load_model("demo:digits").model, rows.astype(np.float32), "stem", tmp_path / "t",
+        batch_size=2,
+    )  # fmt: skip
+    assert torch.equal(hl.open(tmp_path / "s")["stem"][:], hl.open(tmp_path / "t")["stem"][:])
+
+
 def test_warnings_are_said_without_code(tmp_path):
     rows = np.zeros((4, 1, 8, 8), np.float32)
     rows[2] = np.nan

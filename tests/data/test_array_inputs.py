@@ -31,6 +31,11 @@ def test_one_array_is_the_argument(linear, tmp_path):
         assert batch.description == f"x{suffix}, 1x2x3 float32"
 
 
+def test_an_array_is_the_argument_however_many_rows_it_has(linear, tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((100, 2), np.float32))
+    assert load_input(str(tmp_path / "x.npy"), linear).args[0].shape == (100, 2)
+
+
 def test_several_named_arrays_are_keyword_arguments(linear, tmp_path):
     tensors = {"ids": torch.ones(1, 8, dtype=torch.int64), "mask": torch.zeros(1, 8)}
     np.savez(tmp_path / "x.npz", **{key: value.numpy() for key, value in tensors.items()})

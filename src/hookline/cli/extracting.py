@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 import hookline as hl
+from hookline.data.npy_files import OF_NUMPY, open_arrays_for
 from hookline.display.text import first_line
-from hookline.errors import InputError
+from hookline.errors import InputError, warn
 from hookline.models import LoadedModel, load_demo_digits
 from hookline.stores import Store
+from hookline.util.local_paths import is_file
 
 
 def extract_by_name(
@@ -46,12 +48,9 @@ def extract_by_name(
             )
     if options["dtype"] is not None:
         options = {**options, "dtype": _dtype(options["dtype"])}
-    given: Any = data
-    if data == "demo" and loaded.name == "demo:digits":
-        given = load_demo_digits()[0]
     return hl.extract(
         loaded.model,
-        given if not isinstance(given, str) else Path(given),
+        _data_of(loaded, data),
         at,
         to,
         preprocess=loaded.preprocess,
@@ -94,6 +93,20 @@ def moved(loaded: LoadedModel, device: str | None) -> LoadedModel:
             "\nGive cpu."
         ) from error
     return loaded
+
+
+def _data_of(loaded: LoadedModel, data: str) -> Any:
+    """Return what `hl.extract` takes; float64 of a file of NumPy as the model's float32."""
+    if data == "demo" and loaded.name == "demo:digits":
+        return load_demo_digits()[0]
+    path = Path(data).expanduser().absolute()
+    if path.suffix.lower() in OF_NUMPY and is_file(path):
+        content, is_converted = open_arrays_for(path, loaded.model)
+        if is_converted:
+            if not (dist.is_initialized() and dist.get_rank()):
+                warn(f"{path.name} holds float64: it is converted to the float32 of the model.")
+            return content
+    return Path(data)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -119,15 +119,21 @@ class ArrayRows:
 
     Args:
         array: the array, or the place of one in a file.
+        to: the dtype of the rows; None for the array's own.
     """
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Any, to: torch.dtype | None = None) -> None:
         self._array: Any = None if isinstance(array, ArrayPart) else array
         self._part = part_of(array) if isinstance(array, np.ndarray) else None
         if isinstance(array, ArrayPart):
             self._part = array
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dtype: Any = array.dtype
+        self._to = to
+
+    def converted(self, to: torch.dtype) -> ArrayRows:
+        """Return the same rows in another dtype, as they are read."""
+        return ArrayRows(self._array if self._part is None else self._part, to)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_array": None} if self._part is not None else vars(self)
@@ -141,7 +147,9 @@ class ArrayRows:
         if isinstance(rows, Tensor):  # as a column of a store gives them
             return rows.detach().clone()
         rows = np.asarray(rows)
-        return torch.from_numpy(np.array(rows, rows.dtype.newbyteorder("="), order="C", copy=True))
+        copy = np.array(rows, rows.dtype.newbyteorder("="), order="C", copy=True)
+        tensor = torch.from_numpy(copy)
+        return tensor if self._to is None else tensor.to(self._to)
 
 
 @final

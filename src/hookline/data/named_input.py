@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from hookline.data import npy_files
@@ -146,18 +145,10 @@ def _array_batch(path: Path, model: nn.Module) -> Batch:
     Raises:
         InputError: the file is broken, needs unpickling, or holds no array of numbers.
     """
-    content = npy_files.open_arrays(path)
-    wants_float32 = _first_float_dtype(model) is torch.float32
-    notes: set[str] = set()
+    content, is_converted = npy_files.open_arrays_for(path, model)
 
     def read(value: Any) -> Any:
-        if not isinstance(value, ArrayRows):
-            return value
-        tensor = read_numbers(value, str(path))
-        if tensor.dtype is not torch.float64 or not wants_float32:
-            return tensor
-        notes.add(" (float64 in the file)")
-        return tensor.float()
+        return read_numbers(value, str(path)) if isinstance(value, ArrayRows) else value
 
     if isinstance(content, dict):
         content = {str(key): read(value) for key, value in content.items()}
@@ -171,7 +162,8 @@ def _array_batch(path: Path, model: nn.Module) -> Batch:
             "Save a tensor, a tuple of arguments, or a dict of keyword arguments."
         )
     batch = _described(content, path.name)
-    return Batch(batch.args, batch.kwargs, batch.description + "".join(notes))
+    note = " (float64 in the file)" * is_converted
+    return Batch(batch.args, batch.kwargs, batch.description + note)
 
 
 def _described(data: Any, source: str) -> Batch:
@@ -206,9 +198,3 @@ def _path_fix(spec: str, loaded: LoadedModel) -> str:
 def _shorten(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _N_TEXT_SHOWN else text[: _N_TEXT_SHOWN - 3] + "..."
-
-
-def _first_float_dtype(model: nn.Module) -> torch.dtype | None:
-    return next(
-        (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None
-    )

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from hookline.data.arrays import ArrayPart, ArrayRows
 from hookline.errors import InputError
 from hookline.models.checkpoints import read_tensors
 from hookline.models.packages import in_short
 
-SUFFIXES = (".npy", ".npz", ".pt", ".safetensors")
+OF_NUMPY = (".npy", ".npz")
+SUFFIXES = (*OF_NUMPY, ".pt", ".safetensors")
 _LOCAL_HEADER_BYTES = 30  # of a member of a zip archive; then its name and extra fields
 _ENDING = ".npy"
 _ENCRYPTED = 1  # a flag of a member
@@ -43,6 +46,32 @@ def open_arrays(path: Path) -> Any:
     content = _members(path) if suffix == ".npz" else read_tensors(path, InputError)
     is_lone = suffix in (".npz", ".safetensors") and len(content) == 1
     return next(iter(content.values())) if is_lone else content
+
+
+def open_arrays_for(path: Path, model: nn.Module) -> tuple[Any, bool]:
+    """Open a file of arrays; float64 of NumPy becomes the float32 of a model's parameters.
+
+    Returns:
+        What `open_arrays` returns, and whether an array is converted.
+
+    Raises:
+        InputError: as in `open_arrays`.
+    """
+    content = open_arrays(path)
+    floats = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+    if next(floats, None) is not torch.float32:
+        return content, False
+    if isinstance(content, dict):
+        rows = {key: _single(value) for key, value in content.items()}
+        return rows, any(rows[key] is not value for key, value in content.items())
+    single = _single(content)
+    return single, single is not content
+
+
+def _single(value: Any) -> Any:
+    if isinstance(value, ArrayRows) and np.dtype(value.dtype).newbyteorder("=") == np.float64:
+        return value.converted(torch.float32)
+    return value
 
 
 @contextmanager
