@@ -96,3 +96,31 @@ def test_a_long_table_is_cut_and_says_so():
 )
 def test_single_numbers_of_any_result(result, numbers):
     assert numbers_of(result) == numbers
+
+
+@pytest.mark.parametrize("steps", [[0, 2], [1], [3], [0, 1, 2, 3]])
+def test_a_ratio_is_nan_where_a_weight_was_not_stepped(steps, tmp_path):
+    model = nn.ModuleDict({"rare": nn.Linear(2, 2), "often": nn.Linear(2, 2)})
+    rare, often = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model.values())
+    with hl.monitor(model, to=tmp_path / "run") as seen:
+        for k in range(4):
+            model["often"](model["rare"](torch.ones(1, 2))).sum().backward()
+            often.step()
+            if k in steps:
+                rare.step()
+    for curves in (seen, hl.open(tmp_path / "run")):
+        curve = curves["rare.weight:update"]
+        norms = curve.norm / curves["rare.weight"].norm
+        assert (~np.isnan(norms)).nonzero()[0].tolist() == steps
+        np.testing.assert_array_equal(curve.ratio, norms)
+        assert "ratio" in curve.names
+        assert "ratio" not in curves["rare.weight"].names
+
+
+def test_an_update_without_its_weight_has_no_ratio():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.monitor(model, ports="update") as seen:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert "ratio" not in seen["weight:update"].names

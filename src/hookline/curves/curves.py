@@ -61,11 +61,12 @@ class Curve:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the numbers."""
-        names = [*self._grown().names]
-        names += ["ratio"] * any(
-            report.ratio(self.site) is not None for report in self._reports[-1:]
+        weight = weight_of(self.site)
+        has_ratio = weight is not None and any(
+            {self.site, weight} <= report.layout.by_site.keys()
+            for report in reversed(self._reports)
         )
-        return tuple(names)
+        return (*self._grown().names, *["ratio"] * has_ratio)
 
     def __getattr__(self, name: str) -> NDArray[np.float64]:
         if name.startswith("_"):
