@@ -382,3 +382,51 @@ def test_another_optimizer_in_a_closure_counts():
     assert seen.steps.tolist() == [0, 1, 2]
     assert seen["1.weight:update"].count.tolist() == [4] * 3
     assert seen["0.weight:update"].count.tolist() == [4] * 3
+
+
+# -- parts of a model that run on their own ------------------------------------------------------
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator, each with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.g, self.d = nn.Linear(2, 4), nn.Linear(4, 1)
+
+    def forward(self, z):
+        return self.d(self.g(z))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    "ports", ["output", "input", "grad_output", ("grad_input", "grad"), ("output", "update")]
+)
+def test_a_part_that_runs_alone_parts_the_optimizers(ports, every):
+    model = Adversaries()
+    of_g, of_d = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.g, model.d))
+    with hl.monitor(model, ports=ports, every=every) as seen:
+        for _ in range(5):
+            model.d(model.g(torch.ones(5, 2)).detach().requires_grad_()).mean().backward()
+            of_d.step()
+            model(torch.ones(50, 2)).mean().backward()
+            of_g.step()
+    assert seen.steps.tolist() == list(range(0, 5, every))
+    site = next(site for site in seen.sites if site.startswith("d"))
+    features = 4 if "input" in site else 1
+    assert seen[site].count.tolist() == [55 * features] * len(seen)
+
+
+def test_a_number_belongs_to_the_step_whose_part_has_run():
+    model = nn.ModuleDict({"net": nn.Linear(2, 2)})  # never called itself
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.monitor(model) as seen:
+        for k in range(4):
+            loss = model["net"](X).sum()
+            seen.log(loss=k)
+            loss.backward()
+            optimizer.step()
+            seen.log(after=k)
+    for name in ("loss", "after"):
+        assert seen.logged[name].steps.tolist() == [0, 1, 2, 3]
+        assert seen.logged[name].values.tolist() == [0, 1, 2, 3]

@@ -253,6 +253,8 @@ class Slots:
     Attributes:
         is_on: whether this step is reported. Hooks look at it once, and do nothing else if not.
         leaves_out: whether values of runs without gradients are left out, and not kept apart.
+        has_run: whether the model, or a part of it, has run with gradients since the last step of
+            an optimizer.
         in_training: whether a trainer says that what runs now trains the model.
         of_training: the passes whose root began with gradients enabled.
         comes_from_graph: True if the present value has left a compiled graph.
@@ -265,6 +267,7 @@ class Slots:
         self.n_modules = n_modules
         self.is_on = True
         self.leaves_out = False
+        self.has_run = False
         self.in_training = False
         self.of_training: weakref.WeakSet[Pass] = weakref.WeakSet()
         self.comes_from_graph: bool = False
@@ -351,6 +354,10 @@ class Slots:
         if torch.is_grad_enabled() or self.in_training or current.region is not None:
             return False
         return current not in self.of_training
+
+    def part_runs(self) -> None:
+        """Note that a module runs, maybe outside a run of the root."""
+        self.has_run = torch.is_grad_enabled()
 
     def changed(self) -> None:
         """Note that the layout has changed."""

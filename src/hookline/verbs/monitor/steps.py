@@ -126,7 +126,6 @@ class TrainingSteps:
         self._orders = Orders()
         self._logged = UserNumbers(to.add)
         self._last: int | None = None  # the number of the step that has ended before this one
-        self._has_run = False  # whether the model has run in this step
         self._lock = lock
 
     @property
@@ -201,7 +200,7 @@ class TrainingSteps:
             self._logged.log(numbers, self.number + len(self._waiting), is_given=False)
 
     def _is_begun(self) -> bool:
-        return self._has_run or self._has_stepped
+        return self._slots.has_run or self._has_stepped
 
     def stop(self) -> None:
         """Measure nothing more, after a failure."""
@@ -227,7 +226,6 @@ class TrainingSteps:
     @_guarded
     def begin_pass(self, current: Pass) -> None:
         """Begin a pass of the root, or a pass of modules that run outside the root."""
-        self._has_run = self._has_run or torch.is_grad_enabled()
         if self.told_by == "optimizer":
             return
         if self._n_passes:
@@ -239,7 +237,7 @@ class TrainingSteps:
     def root_begins(self, current: Pass, frame: FrameType) -> None:
         """Note whether the root runs with gradients: then all values of the pass are training's."""
         if torch.is_grad_enabled():
-            self._pairs.model_runs()
+            self._slots.has_run = True
             self._slots.of_training.add(current)
 
     def _end_pass(self) -> None:
@@ -277,6 +275,8 @@ class TrainingSteps:
         held, is_skipped = self._held_by(optimizer), is_skipped_by_scaler(optimizer)
         if not self._running.begin(outside_hookline(), held, is_skipped=is_skipped):
             return
+        if self._slots.has_run:
+            self._pairs.model_runs()
         if self.told_by != "optimizer":
             self._tell_by_optimizer()
         elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._is_later(optimizer):
@@ -299,6 +299,7 @@ class TrainingSteps:
         self._stepped |= self._held_by(optimizer)
         self._has_stepped = True
         self._pairs.stepped(optimizer)
+        self._slots.has_run = False
         if self._has_ended():
             self._end_step()
             return
@@ -383,7 +384,7 @@ class TrainingSteps:
         """
         number, is_due, goes_on = self.number, self._is_due(), self._goes_on
         self._knows_optimizers = self._has_stepped
-        self._has_stepped = self._goes_on = self._has_run = False
+        self._has_stepped = self._goes_on = False
         self._stepped.clear()
         if is_due and self.told_by == "optimizer":
             self._measured.values(self._not_held_by_any())
@@ -393,10 +394,8 @@ class TrainingSteps:
         self.number, self._last = number + 1, number
         self.n_ended += 1
         self._turn()
-        if since is not None:
-            self._has_run = bool(since.slots)
-            if self._slots.is_on:
-                self._slots.put(since)
+        if since is not None and self._slots.is_on:
+            self._slots.put(since)
         if not is_due:
             self._logged.report_read()
             return

@@ -95,6 +95,8 @@ def _measure(at: _AtLeaves, slots: Slots) -> Any:
     whole = at.whole
 
     def callback(current: Pass, value: Any) -> None:
+        if not slots.has_run:
+            slots.part_runs()
         if not slots.is_on:
             return
         add: Callable[[SiteSlots, Tensor], None] = SiteSlots.add
@@ -120,6 +122,8 @@ def _merge(at: _AtLeaves, slots: Slots) -> Any:
     """Return the callback for the slots that compiled code has computed."""
 
     def callback(current: Pass, result: Any) -> None:
+        if not slots.has_run:
+            slots.part_runs()
         is_apart = slots.is_on and slots.is_outside_training(current)
         if not slots.is_on or (is_apart and slots.leaves_out):
             return
@@ -184,8 +188,12 @@ class _MeasuringGradOutputTap(GradOutputTap):
         if is_dynamo_compiling():
             return super().fire(module, args, output)
         # A copy of the tap has no `on`. It goes on, and is removed there.
-        if not is_inert(self) and not self.on.slots.is_on:
-            return None
+        if not is_inert(self):
+            slots = self.on.slots
+            if not slots.has_run and self.passes.is_here():
+                slots.part_runs()
+            if not slots.is_on:
+                return None
         return self.look(module, output, id(sys._getframe(1)))
 
     def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
@@ -208,8 +216,12 @@ class _MeasuringGradInputTap(GradInputTap):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Wait for the gradients of the inputs: the forward-pre hook."""
-        if not is_dynamo_compiling() and not is_inert(self) and not self.on.slots.is_on:
-            return None
+        if not is_dynamo_compiling() and not is_inert(self):
+            slots = self.on.slots
+            if not slots.has_run and self.passes.is_here():
+                slots.part_runs()
+            if not slots.is_on:
+                return None
         return super().fire(module, args, kwargs)
 
     def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
