@@ -430,3 +430,62 @@ def test_a_number_belongs_to_the_step_whose_part_has_run():
     for name in ("loss", "after"):
         assert seen.logged[name].steps.tolist() == [0, 1, 2, 3]
         assert seen.logged[name].values.tolist() == [0, 1, 2, 3]
+
+
+# -- optimizers in the backward ------------------------------------------------------------------
+
+
+def gradients_of_inputs(model, n_steps):
+    """Train; return the norms of the gradients of the inputs."""
+    norms = []
+    torch.manual_seed(0)
+    for _ in range(n_steps):
+        x = torch.randn(5, 2, requires_grad=True)
+        model(x).square().mean().backward()
+        norms.append(x.grad.norm().item())
+    return norms
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("has_unused", [False, True])
+def test_optimizers_in_the_backward_step_with_all_of_it(has_unused, every):
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+    if has_unused:
+        model[0].register_parameter("unused", nn.Parameter(torch.ones(1)))
+    optimizers = {weight: torch.optim.SGD([weight], lr=0.1) for weight in model.parameters()}
+    used = [weight for name, weight in model.named_parameters() if "unused" not in name]
+
+    def step(weight):
+        optimizers[weight].step()
+        weight.grad = None
+
+    for weight in used:
+        weight.register_post_accumulate_grad_hook(step)
+    with hl.monitor(model, ports=("output", "grad_input", "grad", "update"), every=every) as seen:
+        norms = gradients_of_inputs(model, 4)
+    assert seen.steps.tolist() == list(range(0, 4, every))
+    assert seen["0:grad_input"].norm.tolist() == pytest.approx(norms[::every], rel=1e-6)
+    assert seen["0.weight:update"].count.tolist() == [8] * len(seen)
+    assert seen["2.weight:grad"].count.tolist() == [8] * len(seen)
+    assert seen["0"].count.tolist() == [20] * len(seen)
+
+
+def test_a_backward_that_raises_ends_its_step_later():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    raises = [False, True, False, False]
+
+    def step(weight):
+        optimizer.step()
+        if raises.pop(0):
+            raise ZeroDivisionError
+
+    model.weight.register_post_accumulate_grad_hook(step)
+    with hl.monitor(model) as seen:
+        for k in range(4):
+            try:
+                model(X).sum().backward()
+            except ZeroDivisionError:
+                assert k == 1
+    assert seen.steps.tolist() == [0, 1, 2, 3]
+    assert seen["weight:update"].count.tolist() == [4] * 4

@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 
 from hookline.curves import LOGGED, StepReport
 from hookline.display.text import type_and_line
-from hookline.engine import Pass, closure_of, parameter_ids
+from hookline.engine import (
+    Pass,
+    at_end_of_backward,
+    closure_of,
+    outer_backward,
+    parameter_ids,
+)
 from hookline.errors import HooklineWarning, InputError, warn
 from hookline.verbs.monitor.loss_scale import Scaling, is_skipped_by_scaler
 from hookline.verbs.monitor.orders import Orders
@@ -112,6 +118,7 @@ class TrainingSteps:
         self._not_held: list[weakref.ref[Tensor]] | None = None
         self._has_stepped = False
         self._stepped: set[int] = set()  # the ids of the parameters stepped in this step
+        self._backward = -1  # the number of the backward that runs, if optimizers step in it
         self._running = RunningSteps()
         self._pairs = OptimizerPairs()
         self._goes_on = False  # whether values of this step may be in the last one
@@ -236,6 +243,8 @@ class TrainingSteps:
 
     def root_begins(self, current: Pass, frame: FrameType) -> None:
         """Note whether the root runs with gradients: then all values of the pass are training's."""
+        if self._backward >= 0 and outer_backward() < 0:  # it has raised
+            self.backward_ends(self.n_ended)
         if torch.is_grad_enabled():
             self._slots.has_run = True
             self._slots.of_training.add(current)
@@ -300,6 +309,26 @@ class TrainingSteps:
         self._has_stepped = True
         self._pairs.stepped(optimizer)
         self._slots.has_run = False
+        backward = outer_backward()
+        if backward < 0:
+            self._pause()
+        elif backward != self._backward:  # a hook on a gradient steps the optimizer
+            self._backward = backward
+            at_end_of_backward(functools.partial(self.backward_ends, self.n_ended))
+
+    @_guarded
+    def backward_ends(self, n_ended: int) -> None:
+        """Note the end of a backward in which optimizers have stepped: all of it is their step's.
+
+        Args:
+            n_ended: the number of the steps that had ended then.
+        """
+        self._backward = -1
+        if self._has_stepped and self.n_ended == n_ended:
+            self._pause()
+
+    def _pause(self) -> None:
+        """End the step, or put its values aside until another optimizer steps."""
         if self._has_ended():
             self._end_step()
             return
