@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from hookline.recordings.image_values import Grid, grid_of, scores_in
+from hookline.recordings.image_values import Grid, channels_of, grid_of, scores_in
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,39 @@ from hookline.recordings.image_values import Grid, grid_of, scores_in
 )
 def test_a_value_is_read_as_maps_of_its_images(shape, size, grid):
     assert grid_of(torch.zeros(shape), 2, size, is_named=False) == grid
+
+
+@pytest.mark.parametrize(
+    ("shape", "module_type", "grid"),
+    [
+        ((2, 8, 8, 16), "Conv2d", Grid("channels first", 8, 16)),
+        ((2, 8, 8, 16), "MaxPool2d", Grid("channels first", 8, 16)),
+        ((2, 8, 8, 16), "GroupNorm", Grid("channels first", 8, 16)),
+        ((2, 8, 8, 16), "Block", Grid("channels last", 8, 8)),
+        ((2, 8, 8, 8), "Linear", Grid("channels last", 8, 8)),
+        ((2, 16, 1, 1), "Conv2d", None),
+    ],
+)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_module_of_a_known_class_has_known_channels(shape, module_type, grid, is_named):
+    value = torch.zeros(shape)
+    assert grid_of(value, 2, (16, 16), is_named=is_named, module_type=module_type) == grid
+
+
+@pytest.mark.parametrize(
+    ("more", "form"),
+    [
+        ((), "channels last"),
+        ((nn.Conv2d(1, 8, 3),), "channels first"),
+        ((nn.BatchNorm2d(8),), "channels first"),
+        ((nn.Conv2d(1, 8, 3), nn.Linear(8, 16)), "channels last"),
+        ((nn.Conv2d(1, 8, 3), nn.LayerNorm(16)), "channels last"),
+    ],
+)
+def test_the_models_channels_tell_what_no_class_does(more, form):
+    channels = channels_of(nn.Sequential(*more))
+    grid = grid_of(torch.zeros(2, 8, 8, 16), 2, (16, 16), is_named=True, channels=channels)
+    assert grid.form == form
 
 
 def test_tokens_and_channels_last_become_channels_first():

@@ -6,11 +6,28 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MAX_PREFIX_TOKENS = 9  # a class token or two, and up to eight registers
+# The classes of torch whose outputs with four dimensions have their channels second, or last.
+_FIRST = frozenset(name for name in vars(nn) if name.endswith("2d")) | {"GroupNorm"}
+_LAST = frozenset(("Linear", "LayerNorm"))
 
 Size = tuple[int, int]
+
+
+class Channels(NamedTuple):
+    """How many channels modules of a model return in the second dimension, and in the last."""
+
+    second: frozenset[int] = frozenset()
+    last: frozenset[int] = frozenset()
+
+    def are_second(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether only the second dimension of a shape has the size of channels."""
+        return shape[1] in self.second and shape[-1] not in self.last
+
+
+_UNKNOWN = Channels()
 
 
 class Grid(NamedTuple):
@@ -31,26 +48,64 @@ class Grid(NamedTuple):
         return value.permute(0, 3, 1, 2)
 
 
-def grid_of(value: Tensor, n_images: int, size: Size, *, is_named: bool) -> Grid | None:
+def grid_of(
+    value: Tensor,
+    n_images: int,
+    size: Size,
+    *,
+    is_named: bool,
+    module_type: str = "",
+    channels: Channels = _UNKNOWN,
+) -> Grid | None:
     """Find the way to read a value as maps of images of this size; None if it holds no maps.
 
-    In a layer that a user has named, the maps may have another aspect ratio than the images.
+    Args:
+        value: the value.
+        n_images: the number of images.
+        size: their height and width.
+        is_named: whether a user has named the layer: its maps may have another aspect ratio.
+        module_type: the class of the module, which may tell where the channels are.
+        channels: how many channels modules of the model return, which may tell it otherwise.
     """
     shape = tuple(value.shape) if value.layout is torch.strided and not value.is_nested else ()
     if not shape or shape[0] != n_images or not value.is_floating_point():
         return None
-    if len(shape) == 3:
-        # A last dimension of 1 is pooled channels, and not tokens.
-        return _tokens(shape[1], size) if shape[2] > 1 else None
-    if len(shape) != 4:
-        return None
+    if len(shape) == 4:
+        is_first = module_type not in _LAST and channels.are_second(shape)
+        return _maps(shape, size, module_type, is_first=is_first, is_named=is_named)
+    # A last dimension of 1 is pooled channels, and not tokens.
+    return _tokens(shape[1], size) if len(shape) == 3 and shape[2] > 1 else None
+
+
+def _maps(
+    shape: tuple[int, ...], size: Size, module_type: str, *, is_first: bool, is_named: bool
+) -> Grid | None:
     first, last = Grid("channels first", *shape[2:]), Grid("channels last", *shape[1:3])
-    best = first if _misfit(first, size) <= _misfit(last, size) else last
-    # Padding may add or remove a row or column on either side.
-    fits = _misfit(best, size) <= 2 * sum(size)
-    if not fits:
-        best = first
-    return best if best.height * best.width > 1 and (fits or is_named) else None
+    is_first = is_first or module_type in _FIRST
+    is_last = module_type in _LAST or _misfit(last, size) < _misfit(first, size)
+    best = last if is_last and not is_first and _fits(last, size) else first
+    is_read = is_named or _fits(best, size) or (is_first and min(shape[2:]) > 1)
+    return best if best.height * best.width > 1 and is_read else None
+
+
+def channels_of(model: nn.Module) -> Channels:
+    """Return how many channels the modules of a model return, as far as their classes tell."""
+    second, last = set(), set()
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+            second.add(module.out_channels)
+        elif isinstance(module, nn.BatchNorm2d):
+            second.add(module.num_features)
+        elif isinstance(module, nn.Linear):
+            last.add(module.out_features)
+        elif isinstance(module, nn.LayerNorm):
+            last.add(module.normalized_shape[-1])
+    return Channels(frozenset(second), frozenset(last))
+
+
+def _fits(grid: Grid, size: Size) -> bool:
+    """Tell whether maps have the images' aspect ratio, up to a row or column on either side."""
+    return _misfit(grid, size) <= 2 * sum(size)
 
 
 def _misfit(grid: Grid, size: Size) -> int:

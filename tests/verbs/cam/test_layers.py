@@ -288,3 +288,15 @@ def test_a_checkpointed_layer_gives_the_same_map():
         expected, found = hl.cam(plain, x, layer, 1), hl.cam(again, x, layer, 1)
         assert found.layers == expected.layers
         assert torch.equal(found.maps, expected.maps)
+
+
+@pytest.mark.parametrize("layer", [None, "0", "1"])
+def test_maps_of_another_aspect_than_the_images_are_first(layer):
+    torch.manual_seed(0)
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    conv = nn.Conv2d(1, 8, 3, padding=1, stride=(2, 1))
+    model, x = nn.Sequential(conv, nn.ReLU(), pool).eval(), torch.randn(2, 1, 16, 16)
+    maps = hl.cam(model, x, layer)
+    (raw,) = maps.raw.values()
+    module = model[int(maps.layers[0])]
+    assert torch.allclose(raw, by_hooks(module, lambda: model(x), lambda t: t), atol=1e-6)

@@ -126,6 +126,17 @@ def test_a_sequence_that_does_not_cover_the_images_is_no_grid():
     assert images_for(x).grid_of(torch.rand(1, 197, 4)).n_prefix == 1
 
 
+def test_a_convolution_has_its_channels_first():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, stride=(2, 1))), torch.rand(2, 3, 16, 16)
+    with hl.record(model, "0", ports=("output", "grad_output")) as run:
+        model(x).square().sum().backward()
+    images, entries = images_for(x), list_values(run)
+    grids = [images.of(entry).grid_of(run[entry.place.at]).form for entry in entries]
+    assert grids == ["channels first", "channels first"]
+    maps = class_maps(run["0"], run["0:grad_output"], images.of(entries[0]), 0, ASKED_FOR)
+    assert (maps["rows"], maps["columns"]) == (8, 16)
+
+
 def test_without_the_input_a_layer_of_maps_gives_the_grid():
     torch.manual_seed(0)
     with hl.record(model := Patches().eval()) as run:

@@ -21,6 +21,7 @@ from hookline.errors import (
     warn,
 )
 from hookline.recordings import Recording
+from hookline.recordings.image_values import channels_of
 from hookline.verbs.cam.class_maps import ClassMaps
 from hookline.verbs.cam.layers import (
     Layer,
@@ -307,6 +308,7 @@ class _CamRunner:
 
     def _read(self, run: Recording, sites: list[Site]) -> tuple[list[Layer], list[Tensor]]:
         layers, activations = [], []
+        channels = channels_of(self._model)
         for site in sites:
             calls = run.calls(site)
             if len(calls) > 1:
@@ -315,7 +317,7 @@ class _CamRunner:
                     f"\nGive layer={f'{site}#{len(calls) - 1}'!r} for the last."
                 )
             value = calls[0]
-            layer = layer_at(site, value, self._n, self._size, self._reshape)
+            layer = layer_at(site, value, self._n, self._size, self._reshape, channels)
             if layer is None:
                 raise SelectionError(
                     f"{site} ({site.module_type}) must return maps of {plural(self._n, 'image')} of"

@@ -17,7 +17,7 @@ from hookline.engine import Line, Selection, Selector, Site, module_tree, path_t
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import InputError, NotRecordedError, SelectionError
 from hookline.recordings import Recording
-from hookline.recordings.image_values import Grid, Size, grid_of
+from hookline.recordings.image_values import Channels, Grid, Size, channels_of, grid_of
 from hookline.verbs.record.keep import checked
 from hookline.verbs.record.record import RecordLine, start_recording
 
@@ -73,9 +73,22 @@ def recorder(
 
 
 def layer_at(
-    site: Site, value: Any, n_images: int, size: Size, reshape: Reshape | None
+    site: Site,
+    value: Any,
+    n_images: int,
+    size: Size,
+    reshape: Reshape | None,
+    channels: Channels,
 ) -> Layer | None:
     """Find the way to read the maps in a layer's value; None if it holds no maps.
+
+    Args:
+        site: the layer's site.
+        value: what it returned.
+        n_images: the number of images.
+        size: their height and width.
+        reshape: turns a value into maps; None finds out how.
+        channels: how many channels modules of the model return.
 
     Raises:
         InputError: `reshape` did not return maps.
@@ -84,7 +97,9 @@ def layer_at(
         if reshape is not None:
             _check_reshaped(site, tensor, reshape(tensor), n_images)
             return Layer(site, leaf, reshape)
-        grid = grid_of(tensor, n_images, size, is_named=True)
+        grid = grid_of(
+            tensor, n_images, size, is_named=True, module_type=site.module_type, channels=channels
+        )
         if grid is not None:
             return Layer(site, leaf, grid.read)
     return None
@@ -125,7 +140,7 @@ def last_spatial(
     """
     with recorder(model, list(select(model)), ("output",), keep=_shape_alone) as shapes:
         run()
-    candidates = _spatial(shapes, n_images, size)
+    candidates = _spatial(shapes, n_images, size, channels_of(model))
     if not candidates:
         raise SelectionError(
             f"a layer of {type(model).__name__} must return maps of its {size[0]} x {size[1]}"
@@ -165,7 +180,9 @@ def _shape_alone(value: Any) -> Any:
     return None
 
 
-def _spatial(recording: Recording, n_images: int, size: Size) -> list[_SpatialOutput]:
+def _spatial(
+    recording: Recording, n_images: int, size: Size, channels: Channels
+) -> list[_SpatialOutput]:
     outputs: list[_SpatialOutput] = []
     for current in recording.passes:
         for site, call in current.fired():
@@ -173,7 +190,10 @@ def _spatial(recording: Recording, n_images: int, size: Size) -> list[_SpatialOu
             # The model's own output is its answer, and not a layer's map.
             if not site.path or not isinstance(values[call], Tensor):
                 continue
-            grid = grid_of(values[call], n_images, size, is_named=False)
+            grid = grid_of(
+                values[call], n_images, size, is_named=False, module_type=site.module_type,
+                channels=channels,
+            )  # fmt: skip
             if grid is not None:
                 call_site = replace(site, call=call) if len(values) > 1 else site
                 outputs.append(_SpatialOutput(call_site, grid))

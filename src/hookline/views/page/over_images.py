@@ -31,13 +31,20 @@ class Images(NamedTuple):
     n_images: int
     size: Size
     pixels: Tensor | None  # shape `(images, 1 or 3, height, width)`; None if they are not recorded
+    module_type: str = ""  # the class of the module whose values are read, if it is known
+
+    def of(self, entry: ValueEntry) -> Images:
+        """Return the images for the values of a module."""
+        return self._replace(module_type=entry.site.module_type if entry.site.path else "")
 
     def grid_of(self, value: Tensor) -> Grid | None:
         """Find the way to read a value as maps of the images; None if it holds none.
 
         Tokens are patches only if these cover the images exactly: other sequences have lengths too.
         """
-        grid = grid_of(value, self.n_images, self.size, is_named=False)
+        grid = grid_of(
+            value, self.n_images, self.size, is_named=False, module_type=self.module_type
+        )
         if grid is None or (grid.form != "tokens" and self.pixels is not None):
             return grid
         height, width = self.size
@@ -169,7 +176,7 @@ def last_class_maps(
         limits: what is kept.
     """
     for entry, activation, gradient in _layers_back(entries, beside, number, images):
-        maps = class_maps(activation, gradient, images, sample, limits)
+        maps = class_maps(activation, gradient, images.of(entry), sample, limits)
         if maps is not None:
             return maps | {"at": escape_invisible(entry.place.at)}
     return None
@@ -202,7 +209,7 @@ def _fits(entry: ValueEntry, images: Images) -> bool:
         outline = main_tensor(entry.recorded.outline(), with_meta=True)
     except HooklineError:
         return False
-    return outline is not None and images.grid_of(outline) is not None
+    return outline is not None and images.of(entry).grid_of(outline) is not None
 
 
 def _sample_of(value: Tensor, grid: Grid, sample: int) -> Tensor:

@@ -224,13 +224,13 @@ class _Pictures:
         twin = twin_of(self._places.get, entry)
         choice = with_channels(Choice(), None if twin is None else self._channels.get(twin.place))
         images = self._images_of(entry)
-        grid = None if images is None else images.grid_of(tensor)
+        grid = None if images is None else images.of(entry).grid_of(tensor)
         placed = tensor if grid is None else grid.read(tensor)
         norms = None
         try:
             maps = tiles_of(placed, entry.site.module_type, choice, IN_FILE)
             if images is not None and grid is not None and grid.form == "tokens":
-                norms = norm_maps([("norm", tensor)], images, 0, IN_FILE)
+                norms = norm_maps([("norm", tensor)], images.of(entry), 0, IN_FILE)
             if grid is not None and not is_input(entry):
                 maps["isPlaced"] = True
         except (HooklineError, RuntimeError, TypeError):

@@ -115,7 +115,7 @@ def _drawn(
     tensor: Tensor, entry: ValueEntry, choice: Choice, images: Images | None
 ) -> dict[str, Any]:
     """Return the maps of a tensor; tokens of patches as channels of maps, if this is asked for."""
-    grid = None if images is None else images.grid_of(tensor)
+    grid = None if images is None else images.of(entry).grid_of(tensor)
     is_first = grid is None or grid.form == "channels first"
     placed = tensor if grid is None or choice.form == "table" else grid.read(tensor)
     maps = tiles_of(placed, entry.site.module_type, choice, ASKED_FOR)
@@ -173,6 +173,7 @@ def _own_maps(pair: Sequence[ValueEntry], images: Images, choice: Choice) -> lis
     tensors = [tensor_of(value) for value in pair]
     names = ["norm of the gradient" if v.site.port.startswith("grad") else "norm" for v in pair]
     named = [*zip(names, tensors, strict=True)][is_input(pair[0]) :]
+    images = images.of(pair[0])
     sets = [norm_maps(named, images, choice.sample, ASKED_FOR)]
     if len(tensors) > 1 and pair[0].site.port == "output":
         sets.insert(0, class_maps(tensors[0], tensors[1], images, choice.sample, ASKED_FOR))
