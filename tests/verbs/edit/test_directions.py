@@ -38,6 +38,48 @@ def test_a_direction_and_a_strength_can_be_trained():
     torch.testing.assert_close(strength.grad, 4 * direction.detach().sum())
 
 
+def steered_by(strength):
+    value, direction = torch.tensor([[1.0, -0.0], [2.0, 3.0]]), torch.tensor([1.0, -2.0])
+    return hl.edits.steer(direction, strength)(value).square().sum()
+
+
+def backward(strength):
+    strength.requires_grad_()
+    steered_by(strength).backward()
+    return strength.grad
+
+
+@pytest.mark.parametrize(
+    "slope",
+    [
+        backward,
+        torch.func.grad(steered_by),
+        torch.func.jacfwd(steered_by),
+        torch.func.jacrev(steered_by),
+        lambda strength: torch.func.jvp(steered_by, (strength,), (torch.tensor(1.0),))[1],
+    ],
+)
+@pytest.mark.parametrize("strength", [0.0, 0.5])
+def test_a_strength_of_0_can_be_trained(slope, strength):
+    # the sum of (v + s·d)² has the slope 2·Σ v·d + 2·s·Σ d²
+    assert slope(torch.tensor(strength)).item() == pytest.approx(-6.0 + 20.0 * strength)
+
+
+def test_a_strength_of_0_changes_no_bit_without_gradients():
+    strength = torch.tensor(0.0, requires_grad=True)
+    with torch.no_grad():
+        steered = hl.edits.steer(torch.ones(1), strength)(torch.tensor([-0.0]))
+    assert steered.view(torch.int32).item() == torch.tensor(-0.0).view(torch.int32).item()
+
+
+@pytest.mark.compiles
+def test_a_strength_of_0_is_trained_in_compiled_code():
+    strength = torch.tensor(0.0, requires_grad=True)
+    torch.compile(steered_by, backend="aot_eager")(strength).backward()
+    assert strength.grad.item() == -6.0
+    torch.compiler.reset()
+
+
 @given(
     st.lists(st.integers(-3, 3), min_size=9, max_size=9),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),

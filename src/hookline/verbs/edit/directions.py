@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.pytree import describe
@@ -21,8 +22,8 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
         >>> change(torch.zeros(1, 3, 2)).tolist()
         [[[0.0, 2.0], [0.0, 2.0], [0.0, 2.0]]]
 
-    A strength of 0 changes no bit. To steer only the tokens that `generate` writes, give `hl.edit`
-    `steps=slice(1, None)`.
+    A strength of 0 changes no bit, unless it is trained. To steer only the tokens that `generate`
+    writes, give `hl.edit` `steps=slice(1, None)`.
 
     Args:
         direction: a vector `(n_features,)`, the last dimension of the value. It is not normalised.
@@ -48,11 +49,20 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
             return value
         amount = factor.like(value)
         steered = value + amount * direction.to(value.device, value.dtype)
-        if isinstance(amount, Tensor):  # -0.0 + 0.0 is 0.0, another bit
+        # -0.0 + 0.0 is 0.0, another bit. What stands in for it has no gradient of the amount.
+        if isinstance(amount, Tensor) and not _is_trained(amount):
             return torch.where(amount.to(value.device) == 0, value, steered).to(value.dtype)
-        return steered
+        return steered.to(value.dtype)
 
     return named_edit("steer", change)
+
+
+def _is_trained(amount: Tensor) -> bool:
+    """Tell whether a gradient is taken with respect to an amount, backward or forward."""
+    if amount.requires_grad:
+        return torch.is_grad_enabled()
+    dual = None if is_dynamo_compiling() else unpack_dual(amount)  # type: ignore[no-untyped-call]
+    return dual is not None and dual.tangent is not None
 
 
 def project_out(directions: Tensor) -> Edit:
