@@ -205,3 +205,25 @@ def test_what_cannot_be_shadowed_is_refused(model):
         hl.shadow(model, model, lambda: model(IDS))
     with pytest.raises(hl.AttachError, match="must be given a model"):
         hl.shadow(model, "model", IDS)
+
+
+class Filter(nn.Module):
+    """Turns the phase of frequencies, which complex parameters hold."""
+
+    def __init__(self, angle):
+        super().__init__()
+        self.w = nn.Parameter(torch.polar(torch.ones(5), angle * torch.arange(5.0)))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.w)
+
+
+def test_another_phase_of_a_complex_parameter_differs():
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    models = [nn.Sequential(nn.Linear(8, 8), Filter(angle)) for angle in (0.1, 0.1, -0.1)]
+    for model in models[1:]:
+        model[0].load_state_dict(models[0][0].state_dict())
+    assert hl.shadow(*models[:2], x).ok
+    comparison = hl.shadow(models[0], models[2], x)
+    assert comparison.suspect == "1"
+    assert not any(finding.kind == "floor" for finding in comparison.findings)

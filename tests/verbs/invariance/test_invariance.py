@@ -105,6 +105,19 @@ def test_a_copy_on_another_device_is_compared(net, outcome, first, monkeypatch):
     assert (row.outcome, row.first) == (outcome, first)
 
 
+def test_a_complex_parameter_holds_in_float64():
+    class Turning(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.phase = nn.Parameter(torch.polar(torch.ones(5), torch.arange(5.0)))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(super().forward(x)) * self.phase)
+
+    row = hl.invariance(Turning().eval(), X, only=["float64"])["float64"]
+    assert row.outcome == "holds"
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is another device")
 def test_a_missing_accelerator_is_said():
     row = hl.invariance(nn.Linear(8, 8).eval(), X, only=["other device"])["other device"]

@@ -19,6 +19,7 @@ from hookline.findings import Finding
 from hookline.verbs.attach.raw_line import attach
 from hookline.verbs.compare.floor import eps_of
 from hookline.verbs.compare.sides import Entry, Side
+from hookline.verbs.shared.casting import cast_model, dtype_of
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import call
 
@@ -81,7 +82,8 @@ def run_both(
     remarks = []
     if coarser in _WIDENED:
         try:
-            wide = [copy.deepcopy(model).to(coarser).double() for model in (a, b)]
+            copies = [cast_model(copy.deepcopy(model), coarser) for model in (a, b)]
+            wide = [cast_model(model, torch.float64) for model in copies]
             runs = [ModelRun(model, _calls(model, _cast(inputs, torch.float64))) for model in wide]
         except Exception as error:  # a kernel without float64, a forward that is bound to a model
             name = str(coarser).removeprefix("torch.")
@@ -113,12 +115,9 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Return copies of a value's tensors, the floating ones in a dtype."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
-
-    return tree.map_tensors(cast, value)
+    return tree.map_tensors(
+        lambda tensor: tensor.detach().to(dtype_of(tensor, dtype), copy=True), value
+    )
 
 
 def _calls(model: nn.Module, inputs: Any) -> Calls:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hookline.display.text import plural
 from hookline.engine.pytree import tree
+from hookline.verbs.shared.casting import dtype_of
 from hookline.verbs.shared.run_model import arguments_of, signature_of
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
@@ -231,8 +232,9 @@ class Feed:
         """Return the arguments with floating tensors in a dtype, or all on a device."""
 
         def move(tensor: Tensor) -> Tensor:
-            is_moved = isinstance(target, torch.device) or tensor.is_floating_point()
-            return tensor.to(target) if is_moved else tensor
+            if isinstance(target, torch.device):
+                return tensor.to(target)
+            return tensor.to(dtype_of(tensor, target))
 
         return self._mapped(lambda value: tree.map_tensors(move, value))
 

@@ -19,6 +19,7 @@ from hookline.verbs.compare.compare import compare_all
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.feed import Feed, NotApplicable
 from hookline.verbs.record.record import start_recording
+from hookline.verbs.shared.casting import cast_model
 from hookline.verbs.shared.rerun import copied, in_eval_mode, untouched
 from hookline.verbs.shared.run_model import call, mean_squares
 from hookline.verbs.shared.token_inputs import CACHES
@@ -143,7 +144,10 @@ class Trials:
             NotApplicable: it cannot be copied.
         """
         try:
-            return copy.deepcopy(self.model).to(target)
+            model = copy.deepcopy(self.model)
+            if isinstance(target, torch.device):
+                return model.to(target)
+            return cast_model(model, target)
         except Exception as error:  # whatever a module's own copy raises
             raise NotApplicable(f"the model cannot be copied: {first_line(error)}") from error
 
