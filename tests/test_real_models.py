@@ -53,6 +53,7 @@ def test_all_36_convolutions_of_resnet34_are_recorded_exactly(resnet, cat):
     assert torch.equal(hooked, plain)
 
 
+@pytest.mark.slow
 def test_the_readme_counts_the_batch_norms_that_are_overwritten(resnet, cat):
     with torch.no_grad(), hl.record(resnet.model, nn.BatchNorm2d) as run:
         resnet.model(cat)
@@ -65,6 +66,7 @@ def test_the_readme_counts_the_batch_norms_that_are_overwritten(resnet, cat):
     assert f"{overwritten} of ResNet-34's {len(run)} batch-norm outputs" in readme
 
 
+@pytest.mark.slow
 def test_the_outputs_before_in_place_relus_are_right_or_refused(resnet, cat):
     model = resnet.model
     before_relu = ["bn1", *[f"{site.path}.bn1" for site in hl.select(model, "layer*.*")]]

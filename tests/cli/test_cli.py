@@ -235,6 +235,7 @@ def test_the_version_is_printed(tmp_path):
     assert done.stdout == f"hookline {hl.__version__}, torch {torch.__version__}\n"
 
 
+@pytest.mark.slow
 def test_summary_prints_the_table_with_and_without_an_input(tmp_path):
     assert "59,430" in run("summary", "demo:digits", cwd=tmp_path).stdout
     with_input = run("summary", "demo:digits", "demo", cwd=tmp_path)
@@ -351,6 +352,7 @@ def test_a_gradient_cannot_be_inspected_and_it_is_said(tmp_path):
     assert not (tmp_path / "hookline-run").exists()
 
 
+@pytest.mark.slow
 def test_inspect_draws_histograms_and_maps_when_asked(tmp_path):
     plain = run("inspect", "demo:digits", "demo", "--at", "block*", cwd=tmp_path).stdout
     drawn = run("inspect", "demo:digits", "demo", "--at", "block*", "--plot", cwd=tmp_path).stdout

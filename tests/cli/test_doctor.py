@@ -148,6 +148,7 @@ def test_guessing_draws_nothing_from_the_callers_randomness(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_a_librarys_model_of_pictures_gets_a_grey_one():
     loaded = load_model("timm:resnet10t", weights="none")
     batch = guess_input(loaded)

@@ -59,6 +59,7 @@ def test_a_store_is_judged_by_its_statistics(folder, tmp_path):
     assert "Findings: 1 note; 1 site, 3 items" in done.stdout
 
 
+@pytest.mark.slow
 def test_inspect_prints_findings_and_gives_them_as_json(tmp_path):
     done = said(tmp_path, "inspect", "demo:digits", "demo", "--out", "run")
     assert "Findings: " in done.stdout

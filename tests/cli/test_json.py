@@ -44,6 +44,7 @@ def test_stdout_is_json_alone(arguments, keys):
     assert keys <= data.keys()
 
 
+@pytest.mark.slow
 def test_an_inspection_names_its_files(tmp_path):
     done = run("inspect", "demo:digits", "demo", "--at", "block*", "--out", tmp_path / "run")
     assert done.exit_code == 0, done.output

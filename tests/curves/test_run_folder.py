@@ -85,6 +85,7 @@ def test_a_statistic_of_ones_own_gives_its_slots(tmp_path):
     assert [one[0] for one in results] == seen["1"].sum.tolist()
 
 
+@pytest.mark.slow
 def test_a_run_is_read_while_it_grows(tmp_path):
     model = nn.Linear(2, 2)
     line = hl.monitor(model, ports="output", to=tmp_path / "run")

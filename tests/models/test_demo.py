@@ -15,6 +15,7 @@ from hookline.models.demo.train import accuracy, load_splits, main
 SHIPPED = resources.files("hookline.models.demo")
 
 
+@pytest.mark.slow
 def test_the_shipped_weights_reach_the_accuracy_that_is_claimed():
     about = json.loads((SHIPPED / "about.json").read_text())
     _, y_train, x_test, y_test = load_splits()

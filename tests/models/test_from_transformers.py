@@ -107,6 +107,7 @@ def test_a_text_too_long_for_the_model_is_an_error(minilm, said):
     assert "must have at most 512" in said(raised)
 
 
+@pytest.mark.slow
 def test_an_encoder_and_decoder_gets_its_first_token(transformers, minilm_folder, tmp_path):
     config = transformers.T5Config(
         d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=30522,

@@ -48,6 +48,7 @@ def is_alone(folder):
     return names_in(folder) == sorted([MANIFEST, *manifest["checksums"]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["report.html.bak", "my-report.html", "manifest.json.orig", "values-1.safetensors.tmp",

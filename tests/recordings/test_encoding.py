@@ -60,6 +60,7 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_
 KEYS = st.recursive(PLAIN, lambda keys: st.lists(keys, max_size=3).map(tuple), max_leaves=4)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(KEYS, st.integers()))
 def test_every_key_of_plain_parts_comes_back_as_it_was(value):
     back, lost = there_and_back(value)

@@ -256,6 +256,7 @@ def test_an_opened_recording_of_many_passes_reads_each_file_once(tmp_path):
     assert len({id(entry[1]._files) for one in opened._log.passes for entry in one.log}) == 1
 
 
+@pytest.mark.slow
 def test_an_opened_recording_can_be_saved_again(net, image, tmp_path):
     with hl.record(net, "fc") as run:
         net(image)

@@ -42,6 +42,7 @@ def test_a_missing_key_is_a_part_only_of_a_value_that_has_it():
         assert "part" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_calls", [3, 300])  # long passes are looked up in another way
 def test_calls_that_come_after_a_look_up_are_counted_on(n_calls):
     class Loop(nn.Module):

@@ -93,6 +93,7 @@ def test_steps_in_compiled_code_are_refused():
         run(ROWS)
 
 
+@pytest.mark.slow
 @each("gradients")
 def test_gradients_are_those_of_torchs_hooks(regime, site):
     assert_gradients_are_torchs(

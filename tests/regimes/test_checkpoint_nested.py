@@ -76,6 +76,7 @@ PARTS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(PARTS)
 def test_gradients_recorded_are_those_without_checkpoints(parts):

@@ -182,6 +182,7 @@ CHANGES = {
 
 
 # A site whose value requires no gradient, or whose gradient nothing wants, is told.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::hookline.errors.HooklineWarning")
 @pytest.mark.parametrize("change", CHANGES)
 @settings(all_sizes, max_examples=8)
@@ -206,6 +207,7 @@ def test_a_tensor_that_nested_regions_pass_on_is_changed_once(depth):
     assert_close(train(steps, is_checkpointed=True, attach=lines), want)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::hookline.errors.HooklineWarning")
 @settings(all_sizes, max_examples=8)
 @given(programs.filter(lambda steps: {*_kinds(steps)} & {"linear", "mul", "named"}))

@@ -95,6 +95,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.cell(
     "anomaly mode, deterministic algorithms, hooks on saved tensors, default device and"

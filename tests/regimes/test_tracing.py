@@ -101,6 +101,7 @@ def test_a_line_that_is_on_is_refused_model_and_tracer_unhurt(tracer, name, mode
     torch.testing.assert_close(trace(model)(X), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.trap(29)
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_a_hook_by_hand_is_baked_in(tracer, model):
@@ -111,6 +112,7 @@ def test_a_hook_by_hand_is_baked_in(tracer, model):
     torch.testing.assert_close(traced(X), expected * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("port", ["output", "input", "grad_output", "grad_input"])
 @pytest.mark.parametrize("tracer", [*TRACERS, "torch.fx.symbolic_trace"])
 def test_to_trace_a_part_of_the_lines_model_is_refused_as_well(tracer, port, model):
@@ -174,6 +176,7 @@ def test_scripting_under_a_line_is_torchs_error(model, left_as_found):
     torch.testing.assert_close(torch.jit.script(model)(X), model(X))
 
 
+@pytest.mark.slow
 @pytest.mark.cell("fake tensors", "record", "gradients", "statistics", "edit", "watch", "clip")
 def test_a_run_on_fake_tensors_is_recorded_as_shapes(model):
     with FakeTensorMode(allow_non_fake_inputs=True):

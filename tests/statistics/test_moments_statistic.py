@@ -61,6 +61,7 @@ def test_batches_give_the_moments_of_the_whole(batches):
     assert_same(measure(*tensors), by_python([x for t in tensors for x in t.tolist()]))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(BATCHES, BATCHES, BATCHES)
 def test_merging_is_associative_and_commutes(a, b, c):

@@ -147,6 +147,7 @@ def test_arrays_are_of_numbers_alone(labelled, tmp_path, format):
     assert set(arrays(labelled.export(tmp_path / "x", format), format)) == {"x", "@item"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ARRAYS)
 def test_arrays_have_the_shapes_and_numbers_of_the_columns(store, tmp_path, format):
     found = arrays(store.export(tmp_path / "x", format), format)

@@ -10,11 +10,13 @@ import pytest
 MAKER = runpy.run_path(str(Path(__file__).parent / "table.py"))
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date():
     text = MAKER["PAGE"].read_text()
     assert text == MAKER["page"](text, MAKER["proofs"]()), "run python tests/traps/table.py"
 
 
+@pytest.mark.slow
 def test_every_trap_has_one_row_and_a_test():
     numbers = list(MAKER["NUMBERS"])
     assert sorted({proof.trap for proof in MAKER["proofs"]()}) == numbers

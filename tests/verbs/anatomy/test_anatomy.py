@@ -296,6 +296,7 @@ class OtherSum(Block):
         return middle + self.attn(self.second(middle))
 
 
+@pytest.mark.slow
 def test_a_sum_of_one_input_alone_is_refused_with_its_number():
     parts = hl.anatomy(Text(OtherSum))
     reason = r"resid_mid.* is off by \d\.\de-0\d on input 2, above 1e-05, at blocks\.1@add"
@@ -394,6 +395,7 @@ def test_a_resnet_is_refused():
         hl.anatomy(torchvision.models.resnet18(), torch.randn(2, 3, 64, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"), [("hy_v4", "mixes 4 streams"), ("deepseek_v4", "layers.0@matmul")]
 )
@@ -412,6 +414,7 @@ def test_a_compiled_model_is_refused():
         hl.anatomy(torch.compile(Text(), backend="eager"))
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_two_stacks():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
@@ -486,6 +489,7 @@ def test_an_exported_program_is_refused():
         hl.anatomy(program, torch.ones(1, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_norms_of_queries_and_keys_are_found_in_any_attention(attention):
     parts = hl.anatomy(build("qwen3", attention), texts())

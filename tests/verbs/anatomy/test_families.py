@@ -152,6 +152,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "part"), [(name, part) for name, (_, parts) in FAMILIES.items() for part in parts]
 )

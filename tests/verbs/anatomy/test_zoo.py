@@ -51,6 +51,7 @@ def test_each_part_of_each_block_is_proven(name):
     assert max(row["error"] or 0.0 for row in rows.values()) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tries(sorted(REFUSED), gate=["hy_v4"]))
 def test_what_is_no_single_stream_is_refused(name):
     with pytest.raises(hl.SelectionError, match=REFUSED[name]):

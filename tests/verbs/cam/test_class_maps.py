@@ -50,6 +50,7 @@ def test_an_alpha_out_of_range_is_refused(alpha):
         maps_of(torch.zeros(1, 2, 2)).overlay(alpha=alpha)
 
 
+@pytest.mark.slow
 def test_every_kind_of_picture_gives_the_same_overlay():
     cat = data.chelsea()[:, 75:375]
     found = maps_of(torch.rand(1, 30, 30))

@@ -152,6 +152,7 @@ def test_the_layer_and_its_grid_are_found(x, build, layer, grid):
     assert found.maps.shape == (2, 64, 64)
 
 
+@pytest.mark.slow
 def test_a_layer_whose_patches_carry_nothing_is_warned_of(x):
     torch.manual_seed(0)
     vit = vit_of_timm().eval()

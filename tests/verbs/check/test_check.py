@@ -148,6 +148,7 @@ def test_no_false_alarm_on_the_zoo(name):
         no_alarm(model.eval(), *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_no_false_alarm_while_a_model_generates():
     model = gpt2().eval()
     with hl.check(model) as line:

@@ -30,6 +30,7 @@ def gpt2():
     return model("gpt2")
 
 
+@pytest.mark.slow
 def test_a_row_of_a_padded_batch_is_the_sequence_alone(gpt2, tmp_path):
     rows = ids(3, 9)
     batch = padded(rows)
@@ -170,6 +171,7 @@ def test_a_loss_of_other_rows_is_not_compared(gpt2):
     assert found["lm_head"].verdict in ("identical", "noise")
 
 
+@pytest.mark.slow
 def test_the_decoder_of_t5_is_aligned_with_its_steps_of_generate():
     t5, rows = model("t5"), ids(3, 6)
     with torch.no_grad(), hl.record(t5, ["**", "(root):input"]) as steps:

@@ -261,6 +261,7 @@ def test_names_are_mapped_by_a_function_or_a_dict(mlp):
         assert comparison["1"].other == "act"
 
 
+@pytest.mark.slow
 def test_a_measured_floor_is_narrower_than_that_of_the_dtype():
     model = net()
     run, exact = run_of(model), run_of(copy.deepcopy(model).double())

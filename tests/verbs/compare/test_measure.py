@@ -51,6 +51,7 @@ def test_tensors_without_numbers_are_said():
     assert pair.gap is None
 
 
+@pytest.mark.slow
 def test_columns_of_stores_are_read_in_blocks(tmp_path, monkeypatch):
     model = nn.Linear(8, 3)
     stores = []

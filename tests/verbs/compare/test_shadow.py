@@ -82,6 +82,7 @@ def test_the_model_that_does_not_run_is_named(name):
     assert not any(len(hl.inventory(model)) for model in models.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", IN_EVAL)
 def test_a_port_in_bfloat16_is_run_again_in_float64(model, fault):
     plant, path = FAULTS[fault]

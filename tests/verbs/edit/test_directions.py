@@ -49,6 +49,7 @@ def backward(strength):
     return strength.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "slope",
     [

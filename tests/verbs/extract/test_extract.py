@@ -56,6 +56,7 @@ def whole(model, tmp_path_factory):
 # -- values ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 7, 100, 1000])
 def test_rows_are_the_models_own_values_bit_by_bit(model, tmp_path, batch_size):
     sites = ["stem", "layer1.0.relu:input", "fc", ""]
@@ -179,6 +180,7 @@ def test_a_site_without_tensors_is_said_to_have_no_column(tmp_path):
     assert list(store.sites) == ["body"]
 
 
+@pytest.mark.slow
 def test_heads_as_many_as_tokens_are_refused_and_not_guessed(tmp_path):
     class Scores(nn.Module):
         def forward(self, input_ids, attention_mask):
@@ -384,6 +386,7 @@ class StopsAt(torch.utils.data.Dataset):
         return ROWS[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 8, 50, 99])
 def test_started_again_it_goes_on_and_the_result_is_the_same(model, tmp_path, at):
     data, folder = StopsAt(at), tmp_path / "s"
@@ -409,6 +412,7 @@ def test_of_a_finished_store_only_the_first_batch_runs(whole, model):
     assert runs == [7]
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_found_and_made_again(model, tmp_path, whole):
     folder = tmp_path / "s"
     hl.extract(model, ROWS, ["stem", "layer1.0.relu:input"], folder, **SMALL)
@@ -496,6 +500,7 @@ CHANGES = [
 FIRST = r"(?s)holds a store of another model.*\n  \(root\): values differ by about .*\n  "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_finished", [False, True], ids=["killed", "finished"])
 @pytest.mark.parametrize(("change", "reason"), CHANGES)
 def test_a_model_that_does_something_else_is_refused(tmp_path, is_finished, change, reason):
@@ -509,6 +514,7 @@ def test_a_model_that_does_something_else_is_refused(tmp_path, is_finished, chan
     assert files(folder) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -579,6 +585,7 @@ def test_a_model_that_does_not_repeat_is_not_refused(tmp_path):
         hl.extract(model, data, "", tmp_path / "s", **SMALL)
 
 
+@pytest.mark.slow
 def test_dropout_and_writes_into_the_input_do_repeat(tmp_path):
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten(), nn.Linear(192, 4))
     given = {"eval": False, **SMALL}
@@ -621,6 +628,7 @@ def test_a_store_without_first_values_is_warned_of(tmp_path):
         hl.extract(Scaled(2.0), ROWS, "", tmp_path / "s", **SMALL)
 
 
+@pytest.mark.slow
 def test_another_autocast_is_warned_of(tmp_path):
     net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     data = StopsAt(50)
@@ -646,6 +654,7 @@ def test_other_threads_are_warned_of(model, tmp_path):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_a_store_tells_versions_and_the_seed_as_recordings_do(model, tmp_path, monkeypatch):
     for name, version in (("timm", "9.9"), ("transformers", "8.8")):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__=version))
@@ -665,6 +674,7 @@ def test_a_store_tells_versions_and_the_seed_as_recordings_do(model, tmp_path, m
     assert merge([tmp_path / "s"], tmp_path / "merged").provenance == again.provenance
 
 
+@pytest.mark.slow
 def test_another_processor_is_warned_of(model, tmp_path, monkeypatch):
     hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
     assert environment()["machine"].startswith(platform.machine())
@@ -953,6 +963,7 @@ def test_a_last_batch_of_one_number_is_stored(tmp_path):
     assert store["first"][:].tolist() == [0, 2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

@@ -438,6 +438,7 @@ def test_parts_of_training_without_gradients_are_measured():
     assert seen["head"].count.tolist() == [32, 32, 32, 32]
 
 
+@pytest.mark.slow
 def test_values_of_many_threads_are_all_counted():
     model = net()
     optimizer = sgd(model)

@@ -67,6 +67,7 @@ def test_an_interrupt_at_a_step_leaves_each_step_once():
     assert other.is_closed
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_a_pass_leaves_each_step_once():
     writer = Writer(interrupt_at(258))
     with pytest.raises(KeyboardInterrupt):

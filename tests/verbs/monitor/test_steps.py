@@ -156,6 +156,7 @@ def test_a_pass_without_optimizers_has_its_own_weights(n_passes, every):
     assert seen["(root)"].mean.tolist() == list(range(0, 2 * n_passes, 2 * every))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("n_passes", PASSES)
 def test_passes_without_gradients_are_steps_on_their_own(n_passes, grad_mode):

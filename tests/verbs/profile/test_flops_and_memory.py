@@ -102,6 +102,7 @@ def test_flops_are_those_of_torchs_counter(name):
     assert forward > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_flops_have_a_column_of_their_own(reentrant):
     class Regions(nn.Module):
@@ -254,6 +255,7 @@ def scripted():
         return torch.jit.script(nn.Linear(1, 1))
 
 
+@pytest.mark.slow
 def test_why_flops_are_missing_is_said():
     class Depends(nn.Module):
         def __init__(self):
@@ -419,6 +421,7 @@ def test_functions_that_differ_from_pass_to_pass_are_said():
     )
 
 
+@pytest.mark.slow
 def test_passes_that_repeat_each_other_have_no_note():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.BatchNorm1d(2), nn.GELU())
     with hl.profile(model) as prof:
@@ -564,6 +567,7 @@ def test_the_peak_contains_a_layers_workspace_and_kept_inputs():
     assert prof[""].peak_bytes >= x.nbytes + 8 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES, *RECURRENT])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:LSTM with projections")
 def test_a_peak_is_never_below_what_is_kept(name):

@@ -703,6 +703,7 @@ def test_nested_profiles_measure_alike(hand):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::hookline.HooklineWarning")
 def test_nothing_is_left_behind_and_no_bit_changes(net, image, left_as_found):
     expected = net(image)
@@ -774,6 +775,7 @@ def test_what_is_not_a_model_is_refused(given):
         hl.profile(given)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_profiled_model_is_not_measured(hand):
     model = model_of(hand)
     with hl.profile(model) as prof:

@@ -141,6 +141,7 @@ def test_a_resumed_extraction_looks_for_state_too(tmp_path):
     run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -45,6 +45,7 @@ def test_gradients_come_with_their_pass(net, tmp_path):
     assert torch.equal(line.store["2:grad_output"][:], run.cat("2:grad_output"))
 
 
+@pytest.mark.slow
 def test_passes_are_let_go_of_when_they_are_written(tmp_path, monkeypatch):
     module = importlib.import_module("hookline.verbs.record.to_store")
     monkeypatch.setattr(module, "SHARD_BYTES", 1)  # a shard a pass
@@ -119,6 +120,7 @@ def test_a_folder_that_holds_something_is_refused(net, tmp_path):
     assert not net[0]._forward_hooks
 
 
+@pytest.mark.slow
 def test_it_is_written_also_where_the_loop_raises(net, tmp_path):
     with pytest.raises(ZeroDivisionError):
         with hl.record(net, "0", to=tmp_path / "s"):

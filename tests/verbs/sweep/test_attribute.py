@@ -93,6 +93,7 @@ def test_the_points_of_integrated_gradients_are_midpoints(steps):
     torch.testing.assert_close(estimate.scores["0"], slope * (clean - x), rtol=0, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_many_points_sum_to_the_change_of_the_metric():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double().eval()
@@ -120,6 +121,7 @@ def test_the_embedding_stands_for_token_ids():
         hl.attribute(model, ids, "mix", metric, clean=clean, steps=4, along="(root):input")
 
 
+@pytest.mark.slow
 def test_a_path_may_be_a_part_of_the_difference():
     model = Language().double().eval()
     inputs = {"ids": torch.tensor([[1, 2]]), "scale": torch.tensor(1.0).double()}

@@ -72,6 +72,7 @@ def test_scores_along_the_inputs_are_layer_conductance(model, layer):
     near(ours(model).scores[layer], (there - back) / 2 + ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_with_many_steps_captums_default_rule_agrees(model, layer):
     expected = theirs("LayerConductance", model, layer, n_steps=2000, rule="riemann_trapezoid")

@@ -143,6 +143,7 @@ def split(sites):
     return [(path, port or "output") for path, _, port in (site.partition(":") for site in sites)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:hl..* sees no fast path", "ignore:.*fast path")
 def test_the_numbers_are_those_of_the_loop(name, left_as_found):

@@ -25,6 +25,7 @@ def data_of(recording):
     return core_data(rows_of(recording, entries), entries), entries
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_tensors(net, image):
     with hl.record(net, ports=("output", "grad_output"), copy=True) as run:
         net(image).square().sum().backward()

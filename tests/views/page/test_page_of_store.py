@@ -148,6 +148,7 @@ def test_a_recording_has_no_items_to_choose(tmp_path):
         FolderSource(tmp_path / "r", [1]).read()
 
 
+@pytest.mark.slow
 def test_an_address_shows_other_items_and_keeps_them(folder, served):
     server = served(folder)
     first, other = server.get(), server.get("items/3,5/")

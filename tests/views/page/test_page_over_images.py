@@ -218,6 +218,7 @@ def test_maps_lie_over_images_of_bytes(served, tmp_path):
     assert picture.getpixel((5, 2)) == tuple(shades)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "order"), [((2, 4, 16, 16), (0, 1, 2, 3)), ((2, 16, 16, 3), (0, 3, 1, 2))]
 )

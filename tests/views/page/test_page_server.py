@@ -61,6 +61,7 @@ def test_only_reading_is_allowed(served, runs):
     assert served(runs / "a").get(method="POST").status == 405
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     ["../../etc/passwd", "%2e%2e/manifest.json", "manifest.json", "page.js", "static/../a", "//x"],
@@ -382,6 +383,7 @@ def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
     assert sum(tensors) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["", ":output", "(root)", "%28root%29:output"])
 def test_the_root_is_found_in_an_address_however_it_is_written(served, runs, at):
     answer = served(runs / "passes").get(f"maps?at={at}&pass=1&call=0")

@@ -51,6 +51,7 @@ def answer(connection):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", b"G", REQUEST[:-2], b"GET / HTTP/1.1\r\nX: " + b"y" * 9999])
 def test_half_a_request_is_not_waited_for_longer_than_said(served, runs, connect, sent):
     connection = connect(served(runs / "a", waiting=Waiting(SOON)))

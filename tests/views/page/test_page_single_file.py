@@ -258,6 +258,7 @@ def test_a_recording_without_values_is_still_a_page(tmp_path, net):
     assert "the model has not run" in core["silent"][0][2]
 
 
+@pytest.mark.slow
 def test_a_deep_network_stays_small(tmp_path, net):
     with hl.record(net, copy=True) as run:
         for _ in range(6):
@@ -309,6 +310,7 @@ def test_the_output_of_an_image_model_has_scores_and_a_class_map(tmp_path):
         assert parts[f"{order} image"].startswith("data:image/png;base64,")
 
 
+@pytest.mark.slow
 def test_maps_of_gradients_have_the_channels_of_their_own_value(tmp_path):
     # The gradient of an input has the input's channels, also where the output has more.
     model = nn.Sequential(nn.Conv2d(1, 20, 1))

@@ -57,6 +57,7 @@ def test_maps_of_one_sign_are_viridis_from_least_to_greatest(recorded):
     assert {image.get_cmap().name for image in images} == {"viridis"}
 
 
+@pytest.mark.slow
 def test_a_map_on_its_own_scale_has_its_range_above_it(recorded, said):
     value = torch.tensor([[[[-1.0, 2.0]], [[-8.25, 4.0]], [[3.0, 3.0]], [[math.nan, math.inf]]]])
     run = recorded(value)

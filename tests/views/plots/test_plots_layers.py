@@ -161,6 +161,7 @@ def test_single_numbers_are_drawn_once(net, image, said):
     assert "5 values, each value a single number, as they fired" in said(figure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "named", "words"), [(90, 90, None), (150, 75, "second"), (200, 67, "third")]
 )

@@ -139,6 +139,7 @@ def pair(second):
     return torch.ones(3, 4), torch.full((2,), second)
 
 
+@pytest.mark.slow
 def test_statistics_and_histograms_have_each_leaf(recorded, said):
     nan = float("nan")
     one, two = recorded(pair(nan)), recorded(pair(1.0), pair(nan))

@@ -50,6 +50,7 @@ def test_features_are_sorted_and_cut(recorded, said):
     assert "2 of 3 features, largest std first" in said(figure)
 
 
+@pytest.mark.slow
 def test_large_tables_are_reduced_by_area(recorded, said):
     value = torch.randn(1, 1024, 1600)
     figure = hl.plots.tokens(recorded(value), "site")
