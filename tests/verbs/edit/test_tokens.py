@@ -155,6 +155,11 @@ def test_an_empty_cache_begins_a_generation():
         ((2, 4, 3, 8), torch.float, [2, 4, 1, 1]),
         ((8, 5), torch.float, [8, 1]),
         ((8,), torch.float, [8]),
+        ((8, 5, 3), torch.float, [8, 1, 1]),
+        ((8, 4), torch.float, [8, 1]),
+        ((8, 4, 5), torch.float, None),  # rows and four heads in a row, or tokens
+        ((8, 5, 4), torch.float, None),
+        ((8, 4, 4), torch.float, None),
         ((1, 4, 8), torch.float, [1, 4, 1]),
         ((2, 4), torch.long, [2, 4]),
         ((2, 4), torch.float, None),  # features, or one number for each token

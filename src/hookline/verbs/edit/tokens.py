@@ -53,6 +53,8 @@ class Tokens:
         if value.is_nested or not shape:
             return None
         if shape[0] == n_rows * n_tokens and shape[:2] != mask.shape:
+            if value.dim() > 2 and n_tokens in shape[1:] and n_tokens > 1:
+                return None  # or the rows and heads in a row, as many as there are tokens
             return mask.reshape(-1, *[1] * (value.dim() - 1))  # the tokens of all rows in a row
         is_unclear = (value.dim() > 3 and shape[2] == n_tokens) or (
             value.dim() == 2 and value.is_floating_point()
