@@ -37,6 +37,26 @@ def test_zeros_and_nothing_stay():
     assert hl.edits.round_to(4)(torch.ones(2, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_numbers_that_are_not_finite_stay_and_have_no_part(odd, has_gradient):
+    value = torch.tensor([0.9, odd, -2.0, 3.0], requires_grad=has_gradient)
+    rounded = hl.edits.round_to(3)(value)
+    expected = torch.tensor([1.0, odd, -2.0, 3.0])
+    torch.testing.assert_close(rounded.detach(), expected, equal_nan=True)
+    if has_gradient:
+        rounded.backward(torch.ones(4))
+        assert value.grad.tolist() == [1.0] * 4
+
+
+def test_masked_scores_are_rounded_beside_their_infinities():
+    scores = torch.randn(4, 4, requires_grad=True)
+    masked = scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
+    hl.edits.round_to(8)(masked).softmax(-1).square().sum().backward()
+    assert scores.grad.isfinite().all()
+    assert scores.grad.any()
+
+
 @pytest.mark.parametrize("precision", [torch.bfloat16, 4])
 def test_gradients_flow_through(precision):
     model = nn.Linear(2, 2)

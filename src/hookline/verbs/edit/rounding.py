@@ -23,8 +23,8 @@ def round_to(precision: torch.dtype | int) -> Edit:
         precision: a floating-point dtype, such as `torch.bfloat16` or `torch.float8_e4m3fn`: the
             value is cast to it and back. A number outside its range becomes what torch's cast makes
             of it. Or a number of bits from 2 to 16: the numbers are rounded to equal steps, of
-            which the largest magnitude of the tensor is the last, as in symmetric quantisation with
-            one scale.
+            which the largest finite magnitude of the tensor is the last, as in symmetric
+            quantisation with one scale. NaN and infinities stay.
 
     Returns:
         A function for `hl.edit`: it takes a tensor, and returns a new one of the same shape, dtype
@@ -49,8 +49,10 @@ def round_to(precision: torch.dtype | int) -> Edit:
 
         def rounded(value: Tensor) -> Tensor:
             wide = value.to(torch.promote_types(value.dtype, torch.float32))
-            step = wide.abs().amax() / n_steps if wide.numel() else wide.sum()
-            return torch.where(step > 0, (wide / step).round() * step, wide).to(value.dtype)
+            finite = wide.isfinite()  # masked scores hold -inf
+            step = wide.where(finite, 0).abs().amax() / n_steps if wide.numel() else wide.sum()
+            is_rounded = finite & (step > 0)
+            return torch.where(is_rounded, (wide / step).round() * step, wide).to(value.dtype)
 
     else:
         raise AttachError(
@@ -66,7 +68,10 @@ def round_to(precision: torch.dtype | int) -> Edit:
                 "\nSelect a site with such values."
             )
         new = rounded(value.detach())
-        # The difference is 0 and carries the gradient.
-        return new + (value - value.detach()) if value.requires_grad else new
+        if not value.requires_grad:
+            return new
+        # The difference is 0 and carries the gradient; of infinities, it would be NaN.
+        carried = new + (value - value.detach())
+        return torch.where(value.isfinite(), carried, new + value)
 
     return named_edit("round_to", change)
