@@ -52,7 +52,8 @@ def scale(factor: float | Tensor) -> Edit:
             `factor`, or `factor` does not broadcast to its shape.
     """
     operand = Operand(factor, "scale")
-    return named_edit("scale", lambda value: operand.like(value) * value)
+    # In this order torch does not round a tensor without dimensions first.
+    return named_edit("scale", lambda value: value * operand.like(value))
 
 
 def add(offset: float | Tensor) -> Edit:

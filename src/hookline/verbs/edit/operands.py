@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, StructureError
 
@@ -98,7 +99,10 @@ class Operand:
         self._kind = self._tensor.dtype
 
     def like(self, value: Tensor) -> float | Tensor:
-        """Return the number or tensor on the value's device and in the value's dtype.
+        """Return the number or tensor on the value's device, and in the value's dtype.
+
+        A tensor without dimensions keeps its own dtype, as in torch: the result has the value's,
+        and the numbers that the same plain number gives.
 
         Raises:
             StructureError: the value is quantized, or `check` refuses it.
@@ -112,6 +116,9 @@ class Operand:
             )
         self.check(value)
         if self._is_tensor:
+            if value.dim() and not self._tensor.dim():
+                # Of one on the processor, torch takes the number, and does not round it first.
+                return self._tensor if self._tensor.is_cpu else self._tensor.to(value.device)
             return self._tensor.to(value.device, value.dtype)
         return self._tensor if is_dynamo_compiling() else self._number
 
@@ -139,10 +146,14 @@ class Operand:
             StructureError: the value's dtype cannot hold the number or tensor, or the tensor's
                 shape does not broadcast to the value's.
         """
+        odd = ""
         if _breadth(self._kind) > _breadth(value.dtype):
+            odd = _short(self._kind)
+        elif _breadth(value.dtype) == 1 and value.dtype is not self._kind:
+            odd = self._outside(value.dtype)
+        if odd:
             raise StructureError(
-                f"the value here is {describe.in_full(value)}, which cannot hold"
-                f" {_short(self._kind)}."
+                f"the value here is {describe.in_full(value)}, which cannot hold {odd}."
                 f"\nGive a number or tensor that {_short(value.dtype)} can hold."
             )
         if not self._is_tensor or is_dynamo_compiling():
@@ -153,6 +164,19 @@ class Operand:
                 f" {describe.shape(value)}, got {describe.shape(self._tensor)}."
                 "\nGive a number, or a tensor of the value's shape or with sizes of 1."
             )
+
+    def _outside(self, dtype: torch.dtype) -> str:
+        """Return an integer that an integer dtype does not hold; empty if it holds all of them."""
+        if dtype.is_signed and dtype.itemsize == 8:
+            return ""
+        if not self._is_tensor:
+            ends = [int(self._number)]
+        elif is_dynamo_compiling() or not self._tensor.numel() or not has_numbers(self._tensor):
+            return ""
+        else:
+            ends = [int(end) for end in self._tensor.detach().long().aminmax()]
+        limits = torch.iinfo(dtype)
+        return next((str(end) for end in ends if not limits.min <= end <= limits.max), "")
 
 
 def _broadcasts(operand: Tensor, value: Tensor) -> bool:
