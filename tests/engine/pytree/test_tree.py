@@ -108,6 +108,16 @@ def test_an_object_that_holds_itself_is_walked_once():
     assert len(tree.map_tensors(torch.Tensor.detach, loop)) == 2
 
 
+@pytest.mark.parametrize("hold", [lambda t: [t], lambda t: {"a": (t, 1)}, BaseModelOutput, Frozen])
+def test_an_error_of_the_change_itself_is_raised(hold):
+    def refuse(tensor):
+        raise ValueError("of the change")
+
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="of the change"):
+        warnings.simplefilter("error")
+        tree.map_tensors(refuse, hold(torch.zeros(1)))
+
+
 def test_library_outputs_keep_their_type_and_attributes():
     out = BaseModelOutput(last_hidden_state=torch.ones(1, 2), hidden_states=(torch.zeros(1),))
     new = leaves.put(out, ("last_hidden_state",), torch.zeros(1, 2))

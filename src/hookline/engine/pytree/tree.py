@@ -276,22 +276,27 @@ def _map_filled(
     """Map a value whose copy is made first and then filled."""
     try:
         shell = dict(parts) if _is_fixed_mapping(value) else _shell(value)
-        # The copy exists before its parts, so that a value that contains itself is copied as such.
-        seen[value] = shell
-        _fill(
-            shell,
-            [key for key, _ in parts],
-            [_map(change, part, seen, depth + 1) for _, part in parts],
-        )
     except Exception as error:
-        seen[value] = value
-        if any(isinstance(part, Tensor) for _, part in parts):
-            warn(
-                f"a {type(value).__name__} cannot be copied ({error}): it is recorded as it is, and"
-                " later changes of it change the record."
-            )
-        return value
+        return _uncopied(value, parts, seen, error)
+    # The copy exists before its parts, so that a value that contains itself is copied as such.
+    seen[value] = shell
+    mapped = [_map(change, part, seen, depth + 1) for _, part in parts]  # its errors are raised
+    try:
+        _fill(shell, [key for key, _ in parts], mapped)
+    except Exception as error:
+        return _uncopied(value, parts, seen, error)
     return shell
+
+
+def _uncopied(value: Any, parts: Any, seen: IdentityMap[Any], error: Exception) -> Any:
+    """Return a value that cannot be copied itself, with a warning if it holds tensors."""
+    seen[value] = value
+    if any(isinstance(part, Tensor) for _, part in parts):
+        warn(
+            f"a {type(value).__name__} cannot be copied ({error}): it is recorded as it is, and"
+            " later changes of it change the record."
+        )
+    return value
 
 
 def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
