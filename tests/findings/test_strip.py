@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from xml.etree import ElementTree
 
@@ -68,6 +69,20 @@ def test_the_blocks_are_joined_by_a_line_and_named():
     (line,) = paths(picture, stroke=INKS["fwd"], fill="none")
     assert line.get("d").count("L") == 3
     assert [t.text for t in picture.iter(f"{SVG}text")][-4:] == ["0", "1", "2", "3"]
+
+
+def test_a_lane_reaches_from_its_smallest_to_its_largest_number():
+    picture = drawn(recorded())
+    (points,) = [p for p in paths(picture, stroke=INKS["fwd"]) if "h0" in p.get("d")]
+    heights = [float(y) for y in re.findall(r"M\S+ (\S+)h0", points.get("d"))]
+    spreads = [float(re.search(r"spread (\S+),", text)[1]) for text in titles(picture)]
+    assert len(heights) == len(spreads)
+    logs = [math.log10(spread) for spread in spreads]
+    share = [(log - min(logs)) / (max(logs) - min(logs)) for log in logs]
+    height = max(heights) - min(heights)
+    assert height > 10
+    for part, y in zip(share, heights, strict=True):
+        assert max(heights) - y == pytest.approx(part * height, abs=0.2)
 
 
 def test_gradients_have_a_lane_where_they_were_recorded():

@@ -9,7 +9,8 @@ from torch import nn
 import hookline as hl
 from aligned import apart, chunked, ids, model, naive, recorded
 from hookline.verbs.compare.alignment import align
-from hookline.verbs.compare.tokens import tokens_of
+from hookline.verbs.compare.readings import HEADS, ROW, Reading
+from hookline.verbs.compare.tokens import ROWS, tokens_of
 
 # Dropouts of attention, and the head of some models, are not reached.
 pytestmark = pytest.mark.filterwarnings("ignore:hl.record. .* never fired")
@@ -219,3 +220,8 @@ def test_values_of_the_same_places_need_no_dimension_of_tokens():
     assert alignment.is_same
     loss = torch.tensor(2.0)
     assert alignment.pair({0: loss}, {0: loss})[0].tolist() == [2.0]
+
+
+def test_a_reading_names_its_stream_but_for_rows():
+    assert str(Reading("decoder_", HEADS)) == f"{HEADS} of decoder_input_ids"
+    assert str(Reading(ROWS, ROW)) == ROW
