@@ -90,3 +90,21 @@ def test_what_was_logged_is_compared_too():
     comparison = hl.compare(*curves)
     assert comparison.first.site == "logged/loss"
     assert comparison["logged/loss"].norm_ratio == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_compared_part_by_part(layout):
+    parts = [X[:2], X]
+
+    def nested(*parts):
+        return torch.nested.nested_tensor([part.clone() for part in parts], layout=layout)
+
+    (same,) = measured(nested(*parts), nested(*parts))
+    assert not same.gap.differs
+    (other,) = measured(nested(*parts), nested(X[:2], X + 1))
+    assert other.gap.relative > 0.1
+    for odd, said in ((nested(X, X[:2]), "of nested tensors"), (X, "[4, 8]")):
+        (pair,) = measured(nested(*parts), odd)
+        assert pair.gap is None
+        assert said in pair.why

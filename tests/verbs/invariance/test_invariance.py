@@ -393,6 +393,20 @@ def test_outputs_that_were_not_compared_do_not_hold(form, why):
     assert (row.outcome, row.why) == ("not applicable", why)
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_outputs_are_compared_where_rows_stay_in_place(layout):
+    class Nested(nn.Linear):
+        def forward(self, x):
+            return torch.nested.as_nested_tensor([*super().forward(x)], layout=layout)
+
+    only = ["twice", "alone", "after training"]
+    twice, alone, after = hl.invariance(Nested(8, 8).eval(), X[:, None], only=only)
+    assert twice.outcome == after.outcome == "holds"
+    assert alone.outcome == "not applicable"
+    assert alone.why == "(root): no dimensions of rows and tokens in nested tensors"
+
+
 # -- the model afterwards ------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
 from hookline.statistics.difference import difference
@@ -171,6 +172,8 @@ def observe(alignment: Alignment, pairs: Sequence[tuple[Entry, Entry]]) -> None:
         if ours.port == "grad":
             continue
         for a, b in _by_leaf(ours.outline(), theirs.outline()):
+            if _are_nested(a, b):
+                continue
             alignment.observe(*({n: tuple(t.shape) for n, t in side.items()} for side in (a, b)))
 
 
@@ -201,7 +204,7 @@ def measured_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Meas
     yield Measured((), (form, form), (torch.long, torch.long), difference(nothing, nothing))
     ours, theirs = _leaves(a), _leaves(b)
     for leaf, leaf_b in _paired(ours, theirs).items():
-        has_rows = all(tensor.ndim for tensor in ours[leaf].values())
+        has_rows = all(tensor.dim() for tensor in ours[leaf].values())
         if has_rows and leaf and not _PLACES.fullmatch(str(leaf[0])):
             yield _measured(alignment, leaf, ours[leaf], theirs[leaf_b])
 
@@ -216,12 +219,21 @@ def measured_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[Measur
 
 
 def _measured(alignment: Alignment, leaf: Leaf, a: _ByPass, b: _ByPass) -> Measured:
-    pair = alignment.pair(a, b)
+    first, second = next(iter(a.values())), next(iter(b.values()))
+    if not _are_nested(a, b):
+        pair = alignment.pair(a, b)
+    elif alignment.is_same and len(a) == len(b) == 1:
+        pair = first, second
+    else:
+        pair = "no dimensions of rows and tokens in nested tensors"
     if isinstance(pair, str):
-        forms = str(list(next(iter(a.values())).shape)), str(list(next(iter(b.values())).shape))
-        dtypes = next(iter(a.values())).dtype, next(iter(b.values())).dtype
-        return Measured(leaf, forms, dtypes, why=pair)
+        forms = describe.shape(first), describe.shape(second)
+        return Measured(leaf, forms, (first.dtype, second.dtype), why=pair)
     return measured_pair(leaf, *pair)
+
+
+def _are_nested(a: _ByPass, b: _ByPass) -> bool:
+    return any(tensor.is_nested for side in (a, b) for tensor in side.values())
 
 
 _ByPass = dict[int, Tensor]
