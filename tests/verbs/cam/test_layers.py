@@ -69,6 +69,12 @@ def test_the_map_of_a_photograph_is_that_of_hooks_by_hand(cat, name, layer, read
     assert overlay.shape == (300, 300, 3)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def torchvision():
+    """Torchvision with its operators declared: timm and transformers import it by themselves."""
+    return import_torchvision()
+
+
 def vit_of_torchvision():
     vit = import_torchvision().models.VisionTransformer(
         image_size=64, patch_size=16, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64,
