@@ -117,6 +117,41 @@ def test_a_ratio_is_nan_where_a_weight_was_not_stepped(steps, tmp_path):
         assert "ratio" not in curves["rare.weight"].names
 
 
+def all_counts(seen, written):
+    """A number by each way that leads to it."""
+    return [seen["(root)"].count[0], seen.at(0).get("(root)/count"), written.get("(root)/count")]
+
+
+class RowCount:
+    def start(self, value):
+        return torch.zeros(1, dtype=torch.float64)
+
+    def update(self, slots, value):
+        return slots + len(value)
+
+    def merge(self, slots, other):
+        return slots + other
+
+    def result(self, slots):
+        return {"count": slots.item()}
+
+
+@pytest.mark.parametrize("make", [hl.stats.covariance, RowCount])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_name_has_one_number_whatever_statistics_share_it(make, first, tmp_path):
+    model, written = nn.Linear(4, 2), {}
+    stats = [hl.stats.moments(), make()][:: 1 if first else -1]
+    to = [tmp_path / "run", lambda step, numbers: written.update(numbers)]
+    with hl.monitor(model, ports="output", stats=stats, to=to) as seen:
+        model(torch.randn(5, 4))
+    # Moments count elements, and give the count to curves alone.
+    assert set(all_counts(seen, written)) == ({10.0, None} if first else {5.0})
+    assert written["(root)/mean"] == seen["(root)"].mean[0]
+    if make is hl.stats.covariance:
+        opened = hl.open(tmp_path / "run")
+        assert opened.at(0) == seen.at(0)
+
+
 def test_an_update_without_its_weight_has_no_ratio():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,6 +10,7 @@ from hookline.curves.logged import Logged as Logged
 from hookline.curves.logged import is_single as is_single
 from hookline.curves.logged import logged_of as logged_of
 from hookline.curves.numbers import numbers_of as numbers_of
+from hookline.curves.numbers import numbers_of_all as numbers_of_all
 from hookline.curves.run_folder import RunFolder as RunFolder
 from hookline.curves.run_folder import RunReader as RunReader
 from hookline.curves.run_folder import is_run as is_run

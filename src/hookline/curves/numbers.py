@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -30,6 +31,33 @@ def numbers_of(result: Any) -> dict[str, float]:
     if isinstance(result, Real):
         return {"": float(result)}
     return {str(name): float(part) for name, part in _parts(result) if isinstance(part, Real)}
+
+
+def numbers_of_all(results: Sequence[Any]) -> dict[str, float]:
+    """Return the single numbers of a site's results, by name.
+
+    Of one name, the first result that has it gives the number, as in a curve. So covariances give
+    no `count` of rows beside moments, whose `count` is of elements.
+    """
+    numbers: dict[str, float] = {}
+    taken: set[str] = set()
+    for result in results:
+        new = {name: part for name, part in numbers_of(result).items() if name not in taken}
+        numbers.update(new)
+        if len(results) > 1:
+            taken.update(new, _attributes(result.__class__))
+    return numbers
+
+
+@functools.cache
+def _attributes(cls: Any) -> frozenset[str]:
+    """Return the fields and properties of a class of results that are numbers."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    kinds: dict[str, Any] = {field.name: field.type for field in fields}
+    for name, part in vars(cls).items():
+        if isinstance(part, property):
+            kinds[name] = getattr(part.fget, "__annotations__", {}).get("return")
+    return frozenset(name for name, kind in kinds.items() if kind in (int, float, "int", "float"))
 
 
 def _parts(result: Any) -> list[tuple[Any, Any]]:

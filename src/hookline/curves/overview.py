@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hookline.curves.numbers import numbers_of
+from hookline.curves.numbers import numbers_of, numbers_of_all
 from hookline.curves.step_reports import StepReport
 from hookline.display import units
 from hookline.display.results import Heading, Printout
@@ -66,9 +66,7 @@ def _numbers(reports: Sequence[StepReport], site: str, rank: int | None) -> dict
     for report in reversed(reports):
         results = report.results(site, rank)
         if results:
-            numbers = {
-                name: number for result in results for name, number in numbers_of(result).items()
-            }
+            numbers = numbers_of_all(results)
             ratio = report.ratio(site, rank)
             return numbers if ratio is None else {**numbers, "ratio": ratio}
     return {}

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.layout import Layout
-from hookline.curves.numbers import numbers_of
+from hookline.curves.numbers import numbers_of, numbers_of_all
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.statistics.histogram import Histogram, HistogramStatistic
 
@@ -84,12 +84,12 @@ class StepReport:
             (LOGGED, name): number for name, number in self.logged.items()
         }
         for site in layout.by_site:
-            for k, result in enumerate(layout.results(site, self.slots, rank, is_lenient=True)):
-                numbers = numbers_of(result)
-                if not k:
-                    norms[site] = numbers.get("norm", math.nan)
-                for name, number in numbers.items():
-                    by_name.setdefault((site, name), number)
+            results = layout.results(site, self.slots, rank, is_lenient=True)
+            for result in results[:1]:
+                norms[site] = numbers_of(result).get("norm", math.nan)
+            by_name.update(
+                ((site, name), number) for name, number in numbers_of_all(results).items()
+            )
             weight = weight_of(site)
             if weight in norms and site in norms:
                 by_name[site, "ratio"] = _ratio(norms[site], norms[weight])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hookline.curves.columns import computed, is_computed, of_moments, single_names
 from hookline.curves.layout import NO_TURN, Entry, Layout
-from hookline.curves.numbers import numbers_of
+from hookline.curves.numbers import numbers_of_all
 from hookline.curves.step_reports import StepReport
 from hookline.errors import FolderError
 from hookline.statistics.moments_statistic import MomentsStatistic
@@ -322,8 +322,7 @@ def _columns(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str
                 column[is_new] = numbers[name][is_new[has_value]]
         return columns
     for k, report in enumerate(block):
-        results = [numbers_of(result) for result in _results(layout, site, report)]
-        for name, number in (pair for numbers in results for pair in numbers.items()):
+        for name, number in numbers_of_all(_results(layout, site, report)).items():
             column = columns.setdefault(name or "value", np.full(len(block), np.nan))
             if np.isnan(column[k]):
                 column[k] = number

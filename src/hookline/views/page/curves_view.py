@@ -18,7 +18,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves import Logged, RunReader, StepReport, logged_of, numbers_of
+from hookline.curves import Logged, RunReader, StepReport, logged_of, numbers_of_all
 from hookline.curves.findings import findings_of_steps
 from hookline.curves.layout import NO_TURN
 from hookline.curves.ports import PORTS, path_and_port
@@ -255,12 +255,10 @@ def _of_rank(report: StepReport, site: str, rank: int, name: str) -> float | Non
     if name == "ratio":
         ratio = report.ratio(site, rank)
         return None if ratio is None or not np.isfinite(ratio) else ratio
-    for result in report.layout.results(site, report.slots, rank, is_lenient=True):
-        numbers = numbers_of(result)
-        number = numbers.get("" if name == "value" and name not in numbers else name)
-        if number is not None:
-            return number if np.isfinite(number) else None
-    return None
+    results = report.layout.results(site, report.slots, rank, is_lenient=True)
+    numbers = numbers_of_all(results)
+    number = numbers.get("" if name == "value" and name not in numbers else name)
+    return number if number is not None and np.isfinite(number) else None
 
 
 def _site_data(site: str) -> list[str]:
