@@ -490,3 +490,17 @@ def test_a_backward_that_raises_ends_its_step_later():
                 assert k == 1
     assert seen.steps.tolist() == [0, 1, 2, 3]
     assert seen["weight:update"].count.tolist() == [4] * 4
+
+
+def test_optimizers_that_share_a_parameter_are_told_once():
+    model = nn.Linear(2, 2)
+    whole = torch.optim.SGD(model.parameters(), lr=0.1)
+    part = torch.optim.Adam([model.bias], lr=0.1)
+    with pytest.warns(hl.HooklineWarning, match="got SGD and Adam, which step the same") as told:
+        with hl.monitor(model, ports="update") as seen:
+            for _ in range(3):
+                model(X).sum().backward()
+                whole.step()
+                part.step()
+    assert len(told) == 1
+    assert seen["bias:update"].count.tolist() == [2] * 6

@@ -129,7 +129,7 @@ class TrainingSteps:
         self._n_passes = 0
         self.is_over: bool = False
         self.has_failed: bool = False
-        self._has_told = False
+        self._has_told = self._has_told_shared = False
         self._orders = Orders()
         self._logged = UserNumbers(to.add)
         self._last: int | None = None  # the number of the step that has ended before this one
@@ -290,8 +290,10 @@ class TrainingSteps:
             self._tell_by_optimizer()
         elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._is_later(optimizer):
             self._end_open_step()
-        if self._pairs.follows(optimizer) and not self._has_stepped:
-            self._goes_on = True
+        last = self._pairs.follows(optimizer)
+        if last is not None:
+            self._goes_on = self._goes_on or not self._has_stepped
+            self._look_for_shared(last, optimizer)
         if self._slots.is_on:
             self._scaling.look(self.number)
             self._measured.before(optimizer, has_grads=closure_of(args, kwargs) is None)
@@ -444,6 +446,19 @@ class TrainingSteps:
         logged = self._logged.take(number)
         self._to.add(StepReport(number, time.time(), layout, slots, order, logged))
 
+    def _look_for_shared(self, last: Optimizer, optimizer: Optimizer) -> None:
+        """Warn, once, if an optimizer steps what another has just stepped: who ends the step?"""
+        if self._has_told_shared or self._held_by(last).isdisjoint(self._held_by(optimizer)):
+            return
+        self._has_told_shared = True
+        names = " and ".join(type(member).__name__ for member in (last, optimizer))
+        warn(
+            f"hl.monitor: a parameter must have one optimizer, got {names}, which step the same"
+            f" parameter directly after each other at step {self.number}. Each of the two makes a"
+            " step of its own."
+            "\nGive each parameter to one optimizer."
+        )
+
     def _look_for_values(self, number: int, slots: dict[str, list[Tensor]]) -> None:
         """Warn, once, if an optimizer trains the model and no selected module has a value."""
         if self._has_told or self.told_by != "optimizer" or self._slots.has_modules(slots):
@@ -508,14 +523,14 @@ class OptimizerPairs:
         """Return the partners of an optimizer whose last steps were before the present run."""
         return self._partners.get(optimizer, ()) if self._has_run else ()
 
-    def follows(self, optimizer: Optimizer) -> bool:
-        """Tell whether an optimizer steps directly after another, and note the two as a pair."""
+    def follows(self, optimizer: Optimizer) -> Optimizer | None:
+        """Return the optimizer directly after which another steps, and note the two as a pair."""
         last = None if self._last is None or self._has_run else self._last()
         if last is None or last is optimizer:
-            return False
+            return None
         for member, partner in ((last, optimizer), (optimizer, last)):
             self._partners.setdefault(member, weakref.WeakSet()).add(partner)
-        return True
+        return last
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
