@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,6 +120,42 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(rank, folder):
     assert nan.reduced("0", op="max").isnan().all()
     small = recorded("0", keep=lambda t: torch.tensor([2048.0 + 2 * rank], dtype=torch.float16))
     assert small.reduced("0", op="sum").item() == 4098.0
+
+
+KEPT = {
+    "are not of one kind: rank 0: None; rank 1: 2.5": lambda t, rank: 2.5 if rank else None,
+    "rank 0: Tensor[] float32 at .a; rank 1: Tensor[] float32 at .b": lambda t, rank: {
+        "ab"[rank]: t.mean()
+    },
+    "to be the same on every rank, got rank 0: 'r0' at .name; rank 1: 'r1'": lambda t, rank: {
+        "name": f"r{rank}", "t": t
+    },
+    "got object at [1]": lambda t, rank: (t, object()),
+    "got MaskedArray": lambda t, rank: np.ma.masked_array([1.0], [False]),
+    "got list at [0]": lambda t, rank: holding_itself(t),
+}  # fmt: skip
+
+
+def holding_itself(part):
+    loop = [part]
+    loop.insert(0, loop)
+    return loop
+
+
+@on_ranks
+def test_no_rank_gets_its_own_value_for_what_is_no_tensor(rank, folder):
+    for words, keep in KEPT.items():
+        run = recorded("0", keep=lambda t, keep=keep: keep(t, rank))
+        for ask in (lambda run=run: run.reduced("0"), lambda run=run: run.full("0", dim=0)):
+            assert words in said(ask)
+    number = recorded("0", keep=lambda t: {"mean": rank + 0.5, "rows": t})
+    text = said(lambda: number.full("0", dim=0))
+    assert "every rank, got rank 0: 0.5 at .mean; rank 1: 1.5 at .mean" in text
+    spectrum = recorded("0", keep=lambda t: {"spectrum": torch.fft.fft(t), "y": t})
+    for op in ("max", "min"):
+        assert "have an order, got Tensor[2, 4] complex64 at .spectrum" in said(
+            lambda op=op: spectrum.reduced("0", op=op)
+        )
 
 
 @on_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,6 +86,43 @@ def test_copy_false_copies_nothing_in_a_job_either(rank, folder):
     with torch.no_grad(), hl.record(model, "act", copy=False) as run:
         out = model(torch.ones(1, 2))
     assert run["act"].data_ptr() == out.data_ptr()
+
+
+def passed(x, keep):
+    model = nn.Identity()
+    with hl.record(model, keep=keep) as run:
+        model(x)
+    return run
+
+
+@on_ranks
+def test_numbers_and_arrays_are_reduced_at_any_depth(rank, folder):
+    x, own = torch.full((2, 2), float(rank + 1)), rank + 1.5
+    array = np.array([[0, 1], [2, 3]], np.float16)[::-1]
+
+    def kept(t):
+        return {
+            "t": t, "array": array * rank, "name": "fc", "no": None,
+            "more": [own, (rank, own if rank else 1), np.float32(own), complex(0, own)],
+        }  # fmt: skip
+
+    run = passed(x, kept)
+    total = run.reduced("(root)", op="sum")
+    assert total["more"] == [4.0, (1, 3.5), 4.0, 4j]
+    assert type(total["more"][1][0]) is int
+    assert (total["name"], total["no"]) == ("fc", None)
+    assert total["t"].unique().item() == 3.0
+    assert total["array"].dtype == np.float32
+    assert total["array"].tolist() == [[2, 3], [0, 1]]
+    mean = run.reduced("(root)")
+    assert mean["more"] == [2.0, (0.5, 1.75), 2.0, 2j]
+    for op, expected in (("max", 2.5), ("min", 1.5)):
+        run = passed(x, lambda t: [own, t.tolist()])
+        assert run.reduced("(root)", op=op) == [expected, [[expected - 0.5] * 2] * 2]
+    run = passed(x, lambda t: (t.numpy() + rank, t.shape, 7))
+    whole = run.full("(root)", dim=0)
+    assert whole[0].tolist() == [[1, 1], [1, 1], [3, 3], [3, 3]]
+    assert whole[1:] == ((2, 2), 7)
 
 
 class Head(nn.Module):

@@ -117,9 +117,10 @@ class Lookups(Mapping[str, Any]):
         """Gather a value from the ranks of a distributed job. A collective.
 
         All ranks must call it, and each rank gets the whole value. A DTensor knows how it is
-        sharded, and needs no `dim`. Plain tensors are concatenated along `dim`, in the order of the
-        ranks. If `hl.open` read the recordings of all ranks, one process is enough; DTensors of
-        several meshes, such as the halves of a batch, are then concatenated along `dim`, too.
+        sharded, and needs no `dim`. Plain tensors and NumPy arrays are concatenated along `dim`, in
+        the order of the ranks; other parts of the value must be the same on all ranks. If `hl.open`
+        read the recordings of all ranks, one process is enough; DTensors of several meshes, such as
+        the halves of a batch, are then concatenated along `dim`, too.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)
@@ -143,8 +144,9 @@ class Lookups(Mapping[str, Any]):
 
         Raises:
             RanksError: on every rank: a rank did not call it in time, has no such value, or has a
-                value of another kind; or there is no process group. Of a folder: the recording of a
-                rank of the mesh is missing, or a placement is unknown.
+                value of another kind; a part that is not joined differs; or there is no process
+                group. Of a folder: the recording of a rank of the mesh is missing, or a placement
+                is unknown.
             AmbiguousError: `dim` is None, and the tensors are plain or of several meshes; or
                 several calls or passes have a value.
             ValueError: the tensors have no dimension `dim`, or differ in another dimension.
@@ -165,10 +167,11 @@ class Lookups(Mapping[str, Any]):
     ) -> Any:
         """Reduce a value over the ranks of a distributed job, element by element. A collective.
 
-        Use it for statistics (`keep=lambda t: t.float().mean()`) and for parameters' gradients
-        under DDP, which are recorded before DDP averages them over the ranks. All ranks must call
-        it, and all get the same result. If `hl.open` read the recordings of all ranks, one process
-        is enough.
+        Tensors, NumPy arrays and numbers are reduced, at any depth; other parts of the value must
+        be the same on all ranks, and are kept. Use it for statistics (`keep=lambda t:
+        t.float().mean()`) and for parameters' gradients under DDP, which are recorded before DDP
+        averages them over the ranks. All ranks must call it, and all get the same result. If
+        `hl.open` read the recordings of all ranks, one process is enough.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)
@@ -191,7 +194,8 @@ class Lookups(Mapping[str, Any]):
 
         Raises:
             RanksError: on every rank: a rank did not call it in time, has no such value, or has a
-                value of another shape; the value is a DTensor; or there is no process group.
+                value of another shape; the value is a DTensor; a part that is not reduced differs;
+                or there is no process group.
             ValueError: op is not one of the four.
         """
         question = f"{self._name}.reduced({str(key)!r}, op={op!r})"

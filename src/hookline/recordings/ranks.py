@@ -27,10 +27,18 @@ from hookline.engine import (
     ranks_of,
     say_by_rank,
 )
-from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import flat_bytes
 from hookline.recordings.placements import Part, guess, join_placed, parts_of
+from hookline.recordings.rank_values import (
+    COMBINED,
+    Node,
+    RankValue,
+    check_alike,
+    check_same,
+    columns,
+    text,
+)
 
 OPS = ("mean", "sum", "max", "min")
 
@@ -52,29 +60,29 @@ class Collective:
     group: Any
     timeout: float
 
-    def check_ranks_match(self, find: Callable[[], Any]) -> tuple[Any, list[list[dict[str, Any]]]]:
-        """Return this rank's value, and for each rank descriptions of its tensors. A collective.
+    def check_ranks_match(self, find: Callable[[], Any]) -> tuple[RankValue, list[list[Node]]]:
+        """Return this rank's value, and each rank's nodes. A collective.
 
         Raises:
             RanksError: on every rank, if a rank has no such value or one of another structure.
         """
         ranks = ranks_of(self.group, self.question)
-        value, error = None, None
+        error = None
         try:
-            value = find()
+            value = RankValue(find())
         except HooklineError as caught:
-            error = caught
+            value, error = RankValue(None), caught
         answer = {
             "sites": [str(site) for site in self.sites],
             "error": None if error is None else str(error).partition("\n")[0],
-            "parts": [_describe(part) for part in _parts(value)],
+            "nodes": value.nodes,
         }
         answers = gather_json(self.question, answer, ranks, self.timeout)
         if any(rank["error"] for rank in answers):
             raise RanksError(self._refusal(ranks, answers)) from error
-        parts = [rank["parts"] for rank in answers]
-        _check_kinds(self.question, ranks, parts)
-        return value, parts
+        nodes = [rank["nodes"] for rank in answers]
+        check_alike(self.question, ranks, nodes)
+        return value, nodes
 
     def _refusal(self, ranks: list[int], answers: list[dict[str, Any]]) -> str:
         errors = [answer["error"] or "has it" for answer in answers]
@@ -106,31 +114,27 @@ class Collective:
 
 def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
     """Gather a value of which each rank has a part. A collective."""
-    value, parts = ask.check_ranks_match(find)
-    _check_dim(
-        ask, [[part for part in of_rank if part["kind"] == "plain"] for of_rank in parts], dim
-    )
-    number = iter(range(len(parts[0])))
-
-    def gather(tensor: Tensor) -> Tensor:
-        index = next(number)
-        if not is_dtensor(tensor):
-            shapes = [of_rank[index]["shape"] for of_rank in parts]
-            return torch.cat(_gather(ask, tensor, shapes), dim or 0)
-        with ask.exchanging():
-            return full_value(tensor)
-
-    return tree.map_tensors(gather, value)
+    value, nodes = ask.check_ranks_match(find)
+    check_same(ask.question, ranks_of(ask.group, ask.question), nodes, "number")
+    _check_dim(ask, columns(nodes, "plain", "array"), dim)
+    wholes = []
+    for tensor, column in zip(value.tensors, columns(nodes), strict=True):
+        if is_dtensor(tensor):
+            with ask.exchanging():
+                wholes.append(full_value(tensor))
+        else:
+            shapes = [node["shape"] for node in column]
+            wholes.append(torch.cat(_gather(ask, tensor, shapes), dim or 0))
+    return value.rebuilt(wholes)
 
 
 def reduced(ask: Collective, find: Callable[[], Any], op: str) -> Any:
     """Reduce a value over ranks, element by element. A collective."""
     check_op(op)
-    value, parts = ask.check_ranks_match(find)
-    _check_shapes(ask.question, ranks_of(ask.group, ask.question), parts)
-    if isinstance(value, int | float):
-        return _reduce(ask, torch.tensor(value, dtype=_number_dtype(value)), op).item()
-    return tree.map_tensors(lambda tensor: _reduce(ask, tensor, op), value)
+    value, nodes = ask.check_ranks_match(find)
+    _check_reducible(ask.question, ranks_of(ask.group, ask.question), nodes, op)
+    tensors = [_reduce(ask, tensor, op) for tensor in value.tensors]
+    return value.rebuilt(tensors, _reduced_numbers(nodes, op))
 
 
 def _reduce(ask: Collective, tensor: Tensor, op: str) -> Tensor:
@@ -151,20 +155,20 @@ def joined(
 
     `placed` has the tensors that were parts of DTensors, with their layouts, by their `id()`.
     """
-    parts = [[_describe(part) for part in _parts(value)] for value in values]
-    _check_kinds(question, list(range(len(values))), parts)
-    columns = list(zip(*[_parts(value) for value in values], strict=True))
-    of_dtensors = [_known(parts_of(column, placed), dim, question) for column in columns]
+    apart = [RankValue(value) for value in values]
+    nodes, ranks = [value.nodes for value in apart], list(range(len(values)))
+    check_alike(question, ranks, nodes)
+    check_same(question, ranks, nodes, "number")
+    of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
+    of_dtensors = [_known(parts_of(column, placed), dim, question) for column in of_tensors]
     plain = [
-        [part for part, whole in zip(of_rank, of_dtensors, strict=True) if whole is None]
-        for of_rank in parts
+        column for column, whole in zip(columns(nodes), of_dtensors, strict=True) if whole is None
     ]
     _check_dim(Collective(question, (), None, 0.0), plain, dim)
-    wholes = iter(
+    return apart[0].rebuilt(
         torch.cat(column, dim or 0) if part is None else join_placed(part, dim, question)
-        for column, part in zip(columns, of_dtensors, strict=True)
+        for column, part in zip(of_tensors, of_dtensors, strict=True)
     )
-    return tree.map_tensors(lambda _: next(wholes), values[0])
 
 
 def _known(parts: list[Part] | None, dim: int | None, question: str) -> list[Part] | None:
@@ -190,36 +194,43 @@ def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool)
     `is_sharded` tells whether the values were shards of DTensors.
     """
     check_op(op)
-    parts = [[_describe(part) for part in _parts(value)] for value in values]
+    apart = [RankValue(value) for value in values]
+    nodes, ranks = [value.nodes for value in apart], list(range(len(values)))
+    check_alike(question, ranks, nodes)
     if is_sharded:
-        parts = [[{**part, "kind": "dtensor"} for part in of_rank] for of_rank in parts]
-    ranks = list(range(len(values)))
-    _check_kinds(question, ranks, parts)
-    _check_shapes(question, ranks, parts)
-    if isinstance(values[0], int | float):
-        dtype = _number_dtype(values[0])
-        return _combine([torch.tensor(value, dtype=dtype) for value in values], op).item()
-    columns = iter(list(zip(*[_parts(value) for value in values], strict=True)))
-    return tree.map_tensors(lambda _: _combine(next(columns), op), values[0])
+        nodes = [
+            [{**node, "kind": "dtensor"} if node["kind"] == "plain" else node for node in of_rank]
+            for of_rank in nodes
+        ]
+    _check_reducible(question, ranks, nodes, op)
+    of_tensors = zip(*[value.tensors for value in apart], strict=True)
+    tensors = [_combine(column, op) for column in of_tensors]
+    return apart[0].rebuilt(tensors, _reduced_numbers(nodes, op))
 
 
-def _check_kinds(question: str, ranks: list[int], parts: Sequence[list[dict[str, Any]]]) -> None:
-    """Refuse values that are not of one structure, dtype and number of dimensions."""
-    kinds = [
-        [(part["kind"], part["dtype"], len(part["shape"])) for part in of_rank] for of_rank in parts
+def _reduced_numbers(nodes: Sequence[list[Node]], op: str) -> list[float | complex]:
+    """Reduce the numbers of all ranks, each with one dtype for all."""
+    return [
+        _reduced_number([n["value"] for n in column], op) for column in columns(nodes, "number")
     ]
-    if any(kind != kinds[0] for kind in kinds):
-        texts = [", ".join(map(_text, of_rank)) or "no tensor" for of_rank in parts]
-        raise RanksError(
-            f"{question}: the ranks' values are not of one kind: {say_by_rank(ranks, texts)}."
-            "\nRecord the same sites with the same options on every rank."
-        )
 
 
-def _check_shapes(question: str, ranks: list[int], parts: Sequence[list[dict[str, Any]]]) -> None:
-    """Refuse to reduce shards of DTensors, and tensors of several shapes."""
-    for column in zip(*parts, strict=True):
-        shapes = [_text(part) for part in column]
+def _reduced_number(values: list[Any], op: str) -> float | complex:
+    if all(isinstance(value, int) for value in values):  # of any size
+        if op in ("max", "min"):
+            return int(max(values) if op == "max" else min(values))
+        return int(sum(values)) if op == "sum" else float(sum(values) / len(values))
+    is_complex = any(isinstance(value, list) for value in values)
+    numbers = [complex(*v) if isinstance(v, list) else float(v) for v in values]
+    dtype = torch.complex128 if is_complex else torch.float64
+    total: float | complex = _combine([torch.tensor(n, dtype=dtype) for n in numbers], op).item()
+    return total
+
+
+def _check_reducible(question: str, ranks: list[int], nodes: Sequence[list[Node]], op: str) -> None:
+    """Refuse shards of DTensors, tensors of several shapes, and an order of complex numbers."""
+    for column in columns(nodes):
+        shapes = [text(node) for node in column]
         if column[0]["kind"] == "dtensor":
             raise RanksError(
                 f"{question} reduces a value that every rank has, got a DTensor, whose shards"
@@ -232,6 +243,13 @@ def _check_shapes(question: str, ranks: list[int], parts: Sequence[list[dict[str
                 f" {say_by_rank(ranks, shapes)}."
                 "\nReduce when recording, keep=lambda t: t.float().mean(), or join them:"
                 " run.full(..., dim=0)."
+            )
+    for node in (node for column in columns(nodes, *COMBINED) for node in column):
+        is_complex = isinstance(node.get("value"), list) or node["dtype"].startswith("complex")
+        if is_complex and op in ("max", "min"):
+            raise RanksError(
+                f"{question} needs real numbers, which have an order, got {text(node)}."
+                "\nWrite op='mean' or op='sum', or record the magnitude: keep=lambda t: t.abs()."
             )
 
 
@@ -260,35 +278,9 @@ def _wide(tensor: Tensor, op: str) -> Tensor:
     return tensor.to(torch.float64 if op == "mean" else torch.int64)
 
 
-def _number_dtype(value: float) -> torch.dtype:
-    return torch.float64 if isinstance(value, float) else torch.int64
-
-
-def _parts(value: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    tree.map_tensors(note, value)  # the same order as when they are gathered
-    return tensors
-
-
-def _describe(tensor: Tensor) -> dict[str, Any]:
-    kind = "dtensor" if is_dtensor(tensor) else "plain"
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"kind": kind, "dtype": dtype, "shape": list(tensor.shape)}
-
-
-def _text(part: dict[str, Any]) -> str:
-    name = "DTensor" if part["kind"] == "dtensor" else "Tensor"
-    return f"{name}{part['shape']} {part['dtype']}"
-
-
-def _check_dim(ask: Collective, parts: list[list[dict[str, Any]]], dim: int | None) -> None:
-    for column in zip(*parts, strict=True):
-        shapes = [part["shape"] for part in column]
+def _check_dim(ask: Collective, plain: list[tuple[Node, ...]], dim: int | None) -> None:
+    for column in plain:
+        shapes = [node["shape"] for node in column]
         texts = " and ".join(dict.fromkeys(str(shape) for shape in shapes))
         if dim is None:
             raise AmbiguousError(
@@ -304,7 +296,7 @@ def _check_dim(ask: Collective, parts: list[list[dict[str, Any]]], dim: int | No
                 "\nReduce a number of each rank instead: run.reduced(..., op='mean')."
             )
         rest = [[n for k, n in enumerate(shape) if k != dim % n_dims] for shape in shapes]
-        if any(column != rest[0] for column in rest):
+        if any(sizes != rest[0] for sizes in rest):
             raise ValueError(
                 f"{ask.question}: {texts} cannot be joined along dimension {dim}: they also differ"
                 " in other dimensions."

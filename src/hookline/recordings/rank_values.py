@@ -1,0 +1,207 @@
+"""Take the values of several ranks apart, compare their structures, and put them together again.
+
+What the ranks cannot combine must be the same on all of them, or it is refused on all of them: a
+rank's own value in a result of all ranks would be wrong without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.engine import is_dtensor, say_by_rank
+from hookline.engine.pytree import describe, tree
+from hookline.errors import RanksError
+from hookline.recordings.encoding import NotSaved
+
+Node = dict[str, Any]
+
+_TENSORS = ("plain", "dtensor", "array")
+COMBINED = (*_TENSORS, "number")
+_CONSTANTS = (str, bytes, type(None), torch.Size, torch.dtype, slice, range, type, NotSaved)
+_DEEPEST = 150  # levels of nesting
+
+
+@final
+class RankValue:
+    """A value of one rank, taken apart.
+
+    Attributes:
+        nodes: the value's containers and leaves as JSON, in order.
+        tensors: its tensors, and its NumPy arrays as tensors.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.nodes: list[Node] = []
+        self._leaves: list[tuple[Node, Any]] = []
+        self._make = self._take(value, "", (), is_attribute=False)
+        self.tensors = [
+            torch.from_numpy(np.array(leaf, order="C")) if node["kind"] == "array" else leaf
+            for node, leaf in self._leaves
+            if node["kind"] in _TENSORS
+        ]
+
+    def _take(
+        self, value: Any, at: str, outer: tuple[Any, ...], *, is_attribute: bool
+    ) -> Callable[[Iterator[Any]], Any]:
+        """Note a value's nodes; return a function that makes the value of other leaves."""
+        node = _leaf(value, at, is_attribute=is_attribute)
+        parts = _parts(value, outer) if node is None else None
+        if parts is None:
+            node = node or _other(value, at, is_attribute=is_attribute)
+            self.nodes.append(node)
+            self._leaves.append((node, value))
+            return next
+        self.nodes.append(_node(at, "container", type(value).__name__))
+        is_attribute |= not tree.is_container(value)
+        makers = [
+            self._take(
+                part, at + describe.leaf_text((key,)), (*outer, value), is_attribute=is_attribute
+            )
+            for key, part in parts
+        ]
+        return lambda leaves: tree.rebuild(value, [make(leaves) for make in makers], exact=False)
+
+    def rebuilt(self, tensors: Iterable[Tensor], numbers: Iterable[float | complex] = ()) -> Any:
+        """Return the value with other tensors, and other numbers if there are any."""
+        new_tensors, new_numbers = iter(tensors), iter(numbers)
+        leaves: list[Any] = []
+        for node, leaf in self._leaves:
+            if node["kind"] in _TENSORS:
+                tensor = next(new_tensors)
+                leaves.append(tensor.numpy() if node["kind"] == "array" else tensor)
+            else:
+                leaves.append(next(new_numbers, leaf) if node["kind"] == "number" else leaf)
+        return self._make(iter(leaves))
+
+
+def _parts(value: Any, outer: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
+    """Return the parts of a value that can be made anew of others; else None."""
+    if isinstance(value, set | frozenset | NotSaved):  # a set has no order
+        return None
+    if len(outer) == _DEEPEST or any(value is container for container in outer):
+        return None
+    try:
+        parts = tree.items(value)
+        if parts is not None:
+            tree.rebuild(value, [part for _, part in parts], exact=False)
+    except Exception:  # a class's own code; the value is refused
+        return None
+    return parts
+
+
+def _node(at: str, kind: str, dtype: str, **more: Any) -> Node:
+    return {"at": at, "kind": kind, "dtype": dtype, "shape": [], **more}
+
+
+def _leaf(value: Any, at: str, *, is_attribute: bool) -> Node | None:
+    """Describe a leaf that ranks can combine or compare; None for other values."""
+    if isinstance(value, Tensor):
+        kind = "dtensor" if is_dtensor(value) else "plain"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return None if value.is_nested else {**_node(at, kind, dtype), "shape": [*value.shape]}
+    if type(value) is np.ndarray and _is_native(value):
+        return {**_node(at, "array", str(value.dtype)), "shape": [*value.shape]}
+    number = value.item() if isinstance(value, np.generic) else value
+    if isinstance(number, int | float | complex):
+        return _number(number, at, is_attribute=is_attribute)
+    if isinstance(value, set | frozenset) and not any(True for _ in tree.walk(value)):
+        return _node(at, "same", type(value).__name__, text=str(sorted(map(repr, value))))
+    if isinstance(value, _CONSTANTS) and (at or not isinstance(value, NotSaved)):
+        return _node(at, "same", type(value).__name__, text=repr(value))
+    return None
+
+
+def _number(value: float | complex, at: str, *, is_attribute: bool) -> Node:
+    if is_attribute:  # an object's settings, which are no results
+        return _node(at, "same", "", text=repr(value))
+    if isinstance(value, int):
+        exact: Any = int(value)  # of a bool, too
+    else:
+        exact = [value.real, value.imag] if isinstance(value, complex) else float(value)
+    return _node(at, "number", "", text=repr(value), value=exact)
+
+
+def _is_native(array: np.ndarray[Any, Any]) -> bool:
+    """Tell whether torch has an array's dtype."""
+    try:
+        torch.from_numpy(np.empty(0, array.dtype))
+    except TypeError:
+        return False
+    return True
+
+
+def _other(value: Any, at: str, *, is_attribute: bool) -> Node:
+    """Describe what ranks can neither combine nor compare.
+
+    In an object, such as the device of a cache, it does no harm if it holds no tensors.
+    """
+    is_harmless = is_attribute and next(tree.tensors(value), None) is None
+    return _node(at, "ignored" if is_harmless else "other", type(value).__name__)
+
+
+def columns(nodes: Sequence[list[Node]], *kinds: str) -> list[tuple[Node, ...]]:
+    """Return the nodes of some kinds (by default tensors and arrays), each on all ranks."""
+    return [
+        column for column in zip(*nodes, strict=True) if column[0]["kind"] in (kinds or _TENSORS)
+    ]
+
+
+def check_alike(question: str, ranks: list[int], nodes: Sequence[list[Node]]) -> None:
+    """Refuse values that are not of one structure, dtype and number of dimensions.
+
+    Raises:
+        RanksError: they are not; or a part of them can neither be combined nor compared.
+    """
+    for column in zip_longest(*nodes):
+        if any(node is None or _kind(node) != _kind(column[0]) for node in column):
+            texts = ["nothing more" if node is None else text(node) for node in column]
+            raise RanksError(
+                f"{question}: the ranks' values are not of one kind: {say_by_rank(ranks, texts)}."
+                "\nRecord the same sites with the same options on every rank."
+            )
+    for node, *_ in columns(nodes, "other"):
+        raise RanksError(
+            f"{question} combines tensors, NumPy arrays and numbers, got {text(node)}."
+            "\nReturn tensors when recording: keep=lambda value: ...; or look the value up on each"
+            " rank."
+        )
+    check_same(question, ranks, nodes, "same")
+
+
+def check_same(question: str, ranks: list[int], nodes: Sequence[list[Node]], kind: str) -> None:
+    """Refuse leaves of a kind that are not the same on all ranks.
+
+    Raises:
+        RanksError: some are not.
+    """
+    for column in columns(nodes, kind):
+        if any(node["text"] != column[0]["text"] for node in column):
+            texts = [node["text"][:100] + _at(node) for node in column]
+            raise RanksError(
+                f"{question} needs what it does not combine to be the same on every rank, got"
+                f" {say_by_rank(ranks, texts)}."
+                "\nReduce numbers, run.reduced(..., op='mean'), or return tensors when recording:"
+                " keep=lambda value: ..."
+            )
+
+
+def _kind(node: Node) -> tuple[Any, ...]:
+    return node["at"], node["kind"], node["dtype"], len(node["shape"])
+
+
+def text(node: Node) -> str:
+    """Describe a node in a message."""
+    names = {"plain": "Tensor", "dtensor": "DTensor", "array": "array"}
+    if name := names.get(node["kind"]):
+        return f"{name}{node['shape']} {node['dtype']}{_at(node)}"
+    return str(node.get("text", node["dtype"]))[:100] + _at(node)
+
+
+def _at(node: Node) -> str:
+    return f" at {node['at']}" if node["at"] else ""
