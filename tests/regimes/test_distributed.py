@@ -307,6 +307,21 @@ def test_gradients_that_fsdp2_adds_up_are_told_and_not_edited(rank, folder):
 
 
 @on_ranks
+def test_a_gradient_that_fsdp2_does_not_reduce_says_so(rank, folder):
+    model, mine = sharded(conv_net()), half(images(), rank)
+    model.set_requires_gradient_sync(False)
+    with pytest.warns(hl.HooklineWarning, match=r"set_requires_gradient_sync\(True\)"):
+        with hl.record(model, "fc", ports="grad") as run:
+            loss_of(model, mine).backward()
+    with pytest.raises(hl.NotRecordedError, match="FSDP2 brought no reduced gradient"):
+        run["fc.weight:grad"]
+    model.set_requires_gradient_sync(True)
+    with hl.record(model, "fc", ports="grad") as run:
+        loss_of(model, mine).backward()
+    assert torch.equal(run["fc.weight:grad"], model.fc.weight.grad.to_local())
+
+
+@on_ranks
 def test_what_was_selected_before_wrapping_works_or_tells(rank, folder):
     model = conv_net()
     modules, parameters = hl.select(model, "block"), hl.select(model, "fc.weight:grad")

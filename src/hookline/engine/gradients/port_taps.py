@@ -187,6 +187,11 @@ _WRITTEN = (
     " write drops a view's hooks; make that operation not in place, or name a .clone() of the view"
     " and use the clone in its place"
 )
+_UNREDUCED = (
+    "FSDP2 brought no reduced gradient to its .grad while the line lasted; call backward() inside"
+    " the block, on a loss that depends on it, with set_requires_gradient_sync(True): with False,"
+    " FSDP2 keeps the gradient for a later backward"
+)
 _REPLACED = "torch.func.functional_call, a parametrization or pruning made after the line"
 
 
@@ -198,7 +203,15 @@ class ParameterTap(GradientTap):
     `.grad`.
     """
 
-    __slots__ = ("_counter", "_held", "_is_elsewhere", "_n_parts", "_run", "_version")
+    __slots__ = (
+        "_counter",
+        "_held",
+        "_is_elsewhere",
+        "_is_sharded",
+        "_n_parts",
+        "_run",
+        "_version",
+    )
 
     def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
         super().__init__(site, passes, on, rank)
@@ -207,10 +220,11 @@ class ParameterTap(GradientTap):
         self._version = 0
         # Whether a gradient came in a context that the line does not see.
         self._is_elsewhere = False
+        self._is_sharded = False
 
     def hooks_on(self, node: ParameterNode) -> tuple[HookSpec, ...]:
         """Return the hook for a tensor: of its gradient, or of the reduced gradient of a shard."""
-        tensor = node.tensor
+        tensor, self._is_sharded = node.tensor, node.is_sharded
         if node.is_sharded:
             self._held = None if tensor.grad is None else weakref.ref(tensor.grad)
             return (HookSpec("accumulated", "fire_reduced"),)
@@ -313,4 +327,6 @@ class ParameterTap(GradientTap):
                 "torch.func returns gradients, and accumulates none; take them from what its"
                 " transform returns, or select ':grad_output' and ':grad_input' of modules"
             )
+        if self._is_sharded:
+            return _UNREDUCED
         return f"{NO_BACKWARD}; or the model ran on another one in its place ({_REPLACED})"
