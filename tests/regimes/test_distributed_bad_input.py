@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
@@ -20,6 +20,10 @@ from processes import Processes, on_ranks
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def by_fsdp1(model, **options):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
 def recorded(selector=None, **options):
@@ -166,6 +170,35 @@ def test_clipping_shards_on_one_rank_only_is_an_error_no_hang(rank, folder):
     assert "rank 0: '2.weight:grad', '2.bias:grad'; rank 1: '0.weight:grad'" in text
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks
+def test_gradients_that_fsdp1_keeps_flat_are_not_hooked(rank, folder):
+    model = by_fsdp1(net(), use_orig_params=True)
+    for attach in (
+        lambda: hl.record(model, ports=("output", "grad")),
+        lambda: hl.edit(model, "0.weight:grad", torch.zeros_like),
+        lambda: hl.clip(model, value=1.0),
+        lambda: hl.attach(model).grad("0.weight", print),
+    ):
+        text = said(attach, hl.AttachError)
+        assert "0.weight must be a parameter with which the model computes" in text
+        assert "fully_shard" in text
+    assert not len(hl.inventory(model))
+
+
+@on_ranks
+def test_parts_of_fsdp1_are_not_clipped_by_their_norm(rank, folder):
+    model = by_fsdp1(net(), use_orig_params=False)
+    for bound in ({"norm": 1.0}, {"total_norm": 1.0}):
+        text = said(lambda bound=bound: hl.clip(model, **bound), hl.AttachError)
+        assert "norm of its own part" in text
+        assert "model.clip_grad_norm_" in text
+    assert not len(hl.inventory(model))
+    with hl.clip(model, value=0.01), hl.record(model, ports="grad") as run:
+        model(torch.ones(2, 4) * (1 + rank)).square().sum().backward()
+    assert run["_flat_param:grad"].abs().max() > 0.01
+    assert all(p.grad.abs().max() <= 0.01 for p in model.parameters())
 
 
 def die_in_the_midst(rank):

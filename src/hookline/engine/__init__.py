@@ -63,8 +63,8 @@ from hookline.engine.torch_private.autograd import (
 )
 from hookline.engine.torch_private.distributed import (
     calls_of_sharded, clone_locally, default_store, full_value, gathered, is_dtensor,
-    is_grouped, is_split, layout_of, local_part, reshard, sharding, split_over, split_parameters,
-    unwrapped,
+    is_flat, is_grouped, is_split, layout_of, local_part, reshard, sharding, split_over,
+    split_parameters, unwrapped,
 )
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, has_compiled, while_tracing,

@@ -92,6 +92,20 @@ class Seeing(nn.Linear):
 @pytest.mark.filterwarnings("ignore:.*FSDP.*")
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*")
 @pytest.mark.parametrize("use_orig_params", [False, True])
+def test_flat_parameters_and_those_in_them_are_known(mesh, use_orig_params):
+    """If the marks move, gradients that never come are awaited, and parts clipped by their norm."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    model[0] = FullyShardedDataParallel(model[0], **options)
+    flat = [internals.is_flat(parameter) for parameter in model.parameters()]
+    inside = [internals.is_in_flat(parameter) for parameter in model.parameters()]
+    assert flat == ([False] * 4 if use_orig_params else [True, False, False])
+    assert inside == ([True, True, False, False] if use_orig_params else [False] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*")
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*")
+@pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_split_weight_is_known_within_flat_ones(mesh, use_orig_params):
     """If FSDP1's notes move, heads are counted wrongly where it shards a model that is split."""
     both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))

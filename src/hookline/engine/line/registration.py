@@ -24,6 +24,7 @@ from hookline.engine.operations.mode import OperationMode, drop_left, mode_of
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
 from hookline.engine.taps.base import ON_OUTPUT, HookOwner, HookSpec, Order, Tap, walked_over
 from hookline.engine.taps.operations import ModeTap, choose_first
+from hookline.engine.torch_private.distributed import is_in_flat
 from hookline.engine.torch_private.graph.backward_begins import BACKWARD_HOOKS
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS,
@@ -184,6 +185,13 @@ class Registrations(Attachment):
                 f"the tensor {node.path!r} needs no gradient and has no graph: no hook on it would"
                 " ever be called.\nCall .requires_grad_() on it, or on a tensor it is computed"
                 " from, before the forward; and do not compute it under no_grad()."
+            )
+        if is_in_flat(tensor):
+            raise AttachError(
+                f"{node.path} must be a parameter with which the model computes, got one that FSDP1"
+                " keeps in a flat one (use_orig_params=True): no hook on its gradient would ever be"
+                " called.\nShard by fully_shard; or read .grad after backward(), and clip by"
+                " model.clip_grad_norm_(...)."
             )
         if kind == "accumulated" and not tensor.is_leaf:
             raise AttachError(

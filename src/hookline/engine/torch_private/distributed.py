@@ -232,6 +232,19 @@ def wraps_fsdp1(module: nn.Module) -> bool:
     return "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}
 
 
+def is_flat(parameter: Tensor) -> bool:
+    """Tell whether a parameter holds all parameters of an FSDP1 wrapper, or this rank's part."""
+    return hasattr(parameter, "_is_flat_param")
+
+
+def is_in_flat(parameter: Tensor) -> bool:
+    """Tell whether a parameter is in a flat one, with `use_orig_params=True` of FSDP1.
+
+    The model then computes with views of the flat parameter, and never with this one.
+    """
+    return hasattr(parameter, "_fsdp_flattened") and not is_flat(parameter)
+
+
 def own_class(module: nn.Module) -> type:
     """Return the class of a module as it was before FSDP2 derived one from it."""
     kinds = type(module).__mro__

@@ -21,6 +21,7 @@ from hookline.engine import (
     check_ports,
     hides,
     is_dtensor,
+    is_flat,
     is_grouped,
     local_part,
     path_text,
@@ -88,7 +89,14 @@ class ClipLine(VerbLine[RawLine]):
                 " are used up by then.\nUse norm= for each of them, or total_norm= for parameters."
             )
         if weights and self._limit.kind != "value":
-            meet_for_norms([site for site, _ in weights], [node.tensor for _, node in weights])  # type: ignore[union-attr]
+            tensors = [node.tensor for _, node in weights]  # type: ignore[union-attr]
+            if any(map(is_flat, tensors)):
+                raise AttachError(
+                    "hl.clip by a norm must be given whole gradients or DTensors, got a flat"
+                    " parameter of FSDP1: each rank would clip by the norm of its own part."
+                    "\nShard by fully_shard; or call model.clip_grad_norm_(...) after backward()."
+                )
+            meet_for_norms([site for site, _ in weights], tensors)
         if between and self._limit.kind == "norm" and isinstance(self._line.root, nn.Module):
             split = split_parameters(self._line.root)
             self._limit.is_split = bool(split)
@@ -272,8 +280,8 @@ def clip(
 
     Raises:
         AttachError: not exactly one of the three bounds is given, or the bound is not a number >=
-            0. Or `total_norm` is given with module ports, a selected site is no gradient, or all
-            selected parameters are frozen.
+            0. Or `total_norm` is given with module ports, a selected site is no gradient, all
+            selected parameters are frozen, or FSDP1 shards them.
         SelectionError: the selector matches nothing, or a port is unknown.
         RanksError: parameters are sharded, and another rank does not clip at the same sites.
         TypeError: another argument is given.
