@@ -75,6 +75,65 @@ def test_the_earliest_of_both_ranks_counts(rank, folder):
     assert caught.value.finding.kind == "input"
 
 
+class Log(nn.Module):
+    """A NaN in the output: of negative inputs. The gradient of the logarithm is finite there."""
+
+    def __init__(self, last=None):
+        super().__init__()
+        self.last = last or nn.Linear(2, 1)
+        self.first = nn.Linear(2, 2)
+        nn.init.ones_(self.first.weight)
+
+    def forward(self, x):
+        return self.last(self.first(x).log())
+
+
+def inputs(*, is_bad):
+    return torch.full((1, 2), -5.0 if is_bad else 5.0)
+
+
+@on_ranks
+def test_ranks_stop_together_at_the_end_without_a_step(rank, folder):
+    for n_runs in (1, 3):
+        model = DistributedDataParallel(Log())
+        with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+            for step in range(n_runs):
+                model.zero_grad()
+                model(inputs(is_bad=rank == 1 and step == 0)).sum().backward()
+        finding = caught.value.finding
+        assert (finding.rank, finding.kind, finding.step) == (1, "forward", 0)
+        assert finding.operation == "aten.log.default"
+
+
+@on_ranks
+def test_skipped_gradients_of_healthy_outputs_raise_on_no_rank(rank, folder):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    with hl.check(model) as line:
+        for scale in (math.inf if rank == 1 else 1.0, 1.0):
+            model.zero_grad()
+            (model(inputs(is_bad=False)).sum() * scale).backward()
+    assert line.findings == []
+
+
+@on_ranks
+def test_what_other_ranks_cannot_know_is_a_warning(rank, folder):
+    without_a_trace = DistributedDataParallel(Log(nn.Identity()))
+    unreduced = DistributedDataParallel(Log())
+    for model in (without_a_trace, unreduced):
+        with warnings.catch_warnings(record=True) as said, hl.check(model) as line:
+            warnings.simplefilter("always")
+            with model.no_sync():
+                model(inputs(is_bad=rank == 1)).sum().backward()
+            model.zero_grad()
+            model(inputs(is_bad=False)).sum().backward()
+        assert [finding.kind for finding in line.findings if finding.path != "loss"] == (
+            ["forward"] * rank
+        )
+        texts = [str(warning.message) for warning in said if "output" in str(warning.message)]
+        assert len(texts) == rank
+        assert not any("caught on its way" in text for text in texts)
+
+
 @on_ranks
 def test_a_rank_may_evaluate_alone(rank, folder):
     model = DistributedDataParallel(Root())

@@ -77,6 +77,9 @@ class BackwardChecks:
         self._nan_loss: CheckFinding | None = None
         self._at_start = self._judged = self._first_judged = _Gradients([])
         self._has_stepped = False
+        self._has_judged = False
+        # Whether gradients that DDP reduced were not finite, and no step has raised the error.
+        self._all_know = False
 
     def start(
         self, line: Line, root: list[tuple[Site, ModuleNode]], registrations: Registrations
@@ -146,13 +149,17 @@ class BackwardChecks:
         outcome = self._outcome
         try:
             is_known, is_finite = outcome.in_backward is not None, self._gradients_are_finite()
+            self._has_judged = True
+            # Under `no_sync`, DDP leaves each rank its own gradients.
+            if not is_finite and getattr(self._model(), "require_backward_grad_sync", False):
+                self._all_know = True
             if is_known and is_finite:
                 outcome.in_backward = None  # the step was skipped, and this is another one
             elif not is_finite and not (
                 # Where gradients accumulate, the first who made them so counts.
                 is_known and self._judged.are_same(self._weights, with_numbers=False)
             ):
-                outcome.in_backward = outcome.pop_forward_finding() or self._judge(runs, loss)
+                outcome.in_backward = outcome.until_step or self._judge(runs, loss)
             self._judge_loss(runs, loss, is_finite=is_finite)
             self._judged = _Gradients(self._weights)
             self._first_judged = self._first_judged if is_known else self._judged
@@ -275,7 +282,8 @@ class BackwardChecks:
         if finding is None:
             return
         if self._checked.others_would_wait:
-            finding = earliest(finding, is_known=finding.kind != "gradient") or finding
+            finding = _met(finding) or finding
+            self._outcome.until_step, self._all_know = None, False
         raise self._outcome.add(finding).error()
 
     def _stepped_with(self, optimizer: Optimizer, params: set[int]) -> CheckFinding | None:
@@ -311,22 +319,45 @@ class BackwardChecks:
     def end(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
-        outcome.at_end = outcome.at_end or outcome.pop_forward_finding()
-        unstepped = outcome.pop_backward_finding() or self._loss_of(self._weights)
-        # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
-        # skipped on purpose.
-        if self._has_stepped or not (
-            unstepped is None or self._first_judged.are_same(self._weights)
-        ):
-            return
-        finding = unstepped or self._written_meanwhile()
-        if finding is None or finding in outcome.all:
+        finding = self._unstepped()
+        if error is None and self._checked.others_would_wait:
+            finding = self._met_at_end(outcome.pop_forward_finding() or finding, finding)
+        if finding is None:
             return
         outcome.add(finding)
         if error is None:
             outcome.at_end = outcome.at_end or finding
         elif not isinstance(error, NonFiniteError):
             error.add_note(f"hookline: before that, {finding.message}")
+
+    def _unstepped(self) -> CheckFinding | None:
+        """Return what is wrong with the gradients at the end, if nobody has raised it."""
+        finding = self._outcome.pop_backward_finding() or self._loss_of(self._weights)
+        # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
+        # skipped on purpose.
+        if self._has_stepped or not (finding is None or self._first_judged.are_same(self._weights)):
+            return None
+        finding = finding or self._written_meanwhile()
+        is_told = finding in self._outcome.all and finding is not self._outcome.until_step
+        return None if is_told else finding
+
+    def _met_at_end(
+        self, finding: CheckFinding | None, of_gradients: CheckFinding | None
+    ) -> CheckFinding | None:
+        """Agree with the other ranks on what to raise at the end, where they know of it.
+
+        Args:
+            finding: this rank's finding, if it has one.
+            of_gradients: the finding of gradients that are still there, if there is one.
+        """
+        if self._all_know or of_gradients is not None:
+            return _met(finding)
+        if finding is None or not self._has_judged:
+            return finding
+        # The gradients were finite, so the other ranks know nothing of it.
+        self._outcome.warned.append(finding)
+        warn(f"hl.check: {finding.message}")
+        return None
 
     def _written_meanwhile(self) -> CheckFinding | None:
         """Describe gradients that something else than a backward through the outputs has made."""
@@ -344,6 +375,11 @@ class BackwardChecks:
         ]
         sums = [number for number in map(total, grads) if number is not None]
         return not not_finite(sums) or not any(map(kinds_in, grads))
+
+
+def _met(finding: CheckFinding | None) -> CheckFinding | None:
+    """Return the earliest finding of all ranks, which must all call this."""
+    return earliest(finding, is_known=finding is not None and finding.kind != "gradient")
 
 
 def _nothing() -> None:

@@ -2,8 +2,8 @@
 
 A rank that stops alone leaves the others in a collective that it never joins. But the gradients
 that DDP reduces are the same on all ranks: what one rank made, all have. So a rank goes on until
-the optimizer steps. There all ranks find their gradients not finite, meet over the store, and
-raise the same error. While all is well, nothing is exchanged.
+the optimizer steps, or the block ends. There all ranks know that gradients were not finite, meet
+over the store, and raise the same error. While all is well, nothing is exchanged.
 
 Where weights are sharded, each rank has other gradients, and a forward is a collective already. So
 the ranks meet at the end of each pass, of each backward and of the block, and before each step, to
@@ -22,7 +22,7 @@ from hookline.engine import TIMEOUT_S, gather_json, ranks_of
 from hookline.errors import RanksError
 from hookline.verbs.check.finding import CheckFinding
 
-_QUESTION = "hl.check, before a step with gradients that are not finite"
+_QUESTION = "hl.check, with gradients that are not finite"
 # The kinds of findings that do not tell which rank made them.
 _OF_ALL = ("gradient", "parameter")
 _UNKNOWN = "holds it; the rank that made it is not known"
@@ -45,7 +45,7 @@ def shared(finding: CheckFinding | None, device: torch.device) -> CheckFinding |
 def earliest(
     finding: CheckFinding | None, *, is_known: bool, timeout: float = TIMEOUT_S
 ) -> CheckFinding | None:
-    """Return the earliest finding of all ranks, the same on each of them.
+    """Return the earliest finding of all ranks, the same on each of them; None if none has one.
 
     Args:
         finding: this rank's finding, if it has one.
@@ -69,6 +69,8 @@ def earliest(
         for rank, (is_known_there, data) in zip(ranks, answers, strict=True)
         if data is not None
     ]
+    if not candidates:
+        return None
     rank, _, first = min(
         candidates,
         key=lambda entry: (entry[1], entry[2].step, entry[2].kind == "backward", entry[0]),
