@@ -126,8 +126,12 @@ class SiteSlots:
 
     def add_apart(self, value: Tensor) -> None:
         """Measure a value that counts only where passes are steps."""
-        with self._of.apart((self,)):
-            self.add(value)
+        with self._of.lock:  # as `Slots.apart` does, in less time
+            self.swap()
+            try:
+                self.add(value)
+            finally:
+                self.swap()
 
     def merge_apart(self, slots: list[Tensor]) -> None:
         """Merge slots that count only where passes are steps."""
@@ -137,6 +141,15 @@ class SiteSlots:
     def swap(self) -> None:
         """Exchange the slots for those that are kept apart."""
         (self.slots, self.turn), self.aside = self.aside, (self.slots, self.turn)
+
+    def count_apart(self) -> None:
+        """Have the values count that were kept apart."""
+        if self.slots is None:
+            self.swap()
+            return
+        (slots, turn), self.aside = self.aside, (None, 0)
+        if slots is not None:
+            self.merge(slots, turn)
 
     def is_first_alike(self, value: Tensor) -> bool:
         """Tell whether a value is the first of its step, and plain and like those before."""
@@ -383,6 +396,12 @@ class Slots:
         """Return the slots that are kept apart: they count only where passes are steps."""
         with self.lock, self.apart(self._sites.values()):
             return self._take()
+
+    def count_apart(self) -> None:
+        """Have the values count that were kept apart: passes are steps."""
+        with self.lock:
+            for site in self._sites.values():
+                site.count_apart()
 
     def _take(self) -> StepSlots:
         step_slots = StepSlots()

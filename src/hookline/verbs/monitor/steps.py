@@ -420,7 +420,7 @@ class TrainingSteps:
         if is_due and self.told_by == "optimizer":
             self._measured.values(self._not_held_by_any())
         elif is_due:
-            self._slots.put(self._slots.take_apart())
+            self._slots.count_apart()
         step_slots = self._slots.take() if is_due or self._slots.is_on else StepSlots()
         self.number, self._last = number + 1, number
         self.n_ended += 1
@@ -495,7 +495,7 @@ class TrainingSteps:
         elif self._n_passes and not may_be_alone:
             if not self.told_by:
                 self._tell_by_passes(is_last=True)
-            self._slots.put(self._slots.take_apart())
+            self._slots.count_apart()
             if not has_failed or self._slots.has_values():
                 self._end_step(is_last=True)
 
