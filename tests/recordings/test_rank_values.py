@@ -79,6 +79,19 @@ def test_a_cache_is_taken_apart():
     assert cache.layers[0].keys.unique().item() == 1
 
 
+def test_what_is_shared_many_times_is_taken_apart_once():
+    value = [torch.ones(1), 2.0]
+    for _ in range(60):
+        value = [value, value]
+    apart = RankValue(value)
+    check_alike("run.full('x')", [0, 1], [apart.nodes, RankValue(value).nodes])
+    new = apart.rebuilt([torch.zeros(1)], [3.0])
+    assert new[0] is new[1]
+    for _ in range(60):
+        new = new[1]
+    assert new == [0, 3.0]
+
+
 @pytest.mark.parametrize(
     "value",
     [{torch.ones(1)}, object(), np.array(["a"]), np.datetime64("2020"), [nn.Linear(1, 1)]],

@@ -39,6 +39,8 @@ class RankValue:
     def __init__(self, value: Any) -> None:
         self.nodes: list[Node] = []
         self._leaves: list[tuple[Node, Any]] = []
+        # By id(), each container, where it first is, and what is made of it: all are taken once.
+        self._shared: dict[int, tuple[Any, str, list[Any]]] = {}
         self._make = self._take(value, "", (), is_attribute=False)
         self.tensors = [
             torch.from_numpy(np.array(leaf, order="C")) if node["kind"] == "array" else leaf
@@ -57,6 +59,13 @@ class RankValue:
             self.nodes.append(node)
             self._leaves.append((node, value))
             return next
+        if id(value) in self._shared:
+            _, first, made = self._shared[id(value)]
+            said = f"the {type(value).__name__} at {first}"
+            self.nodes.append(_node(at, "same", type(value).__name__, text=said))
+            return lambda _: made[-1]
+        made = []
+        self._shared[id(value)] = value, at, made
         self.nodes.append(_node(at, "container", type(value).__name__))
         is_attribute |= not tree.is_container(value)
         makers = [
@@ -65,7 +74,12 @@ class RankValue:
             )
             for key, part in parts
         ]
-        return lambda leaves: tree.rebuild(value, [make(leaves) for make in makers], exact=False)
+
+        def make(leaves: Iterator[Any]) -> Any:
+            made.append(tree.rebuild(value, [of(leaves) for of in makers], exact=False))
+            return made[-1]
+
+        return make
 
     def rebuilt(self, tensors: Iterable[Tensor], numbers: Iterable[float | complex] = ()) -> Any:
         """Return the value with other tensors, and other numbers if there are any."""
