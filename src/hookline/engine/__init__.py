@@ -62,9 +62,9 @@ from hookline.engine.torch_private.autograd import (
     outer_backward, pop_saved_tensors_hooks, push_saved_tensors_hooks, version_counter,
 )
 from hookline.engine.torch_private.distributed import (
-    calls_of_sharded, clone_locally, default_store, full_value, gathered, is_dtensor,
-    is_flat, is_grouped, is_split, layout_of, local_part, reshard, sharding, split_over,
-    split_parameters, unwrapped,
+    calls_of_sharded, clone_locally, default_store, fsdp1_parts, full_value, gathered,
+    is_dtensor, is_flat, is_grouped, is_split, layout_of, local_part, reshard, sharding,
+    split_over, split_parameters, unwrapped,
 )
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, has_compiled, while_tracing,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
-from parallel import conv_net, half, images, mesh, stack
+from parallel import CPU, conv_net, half, images, mesh, stack
 from processes import on_ranks
 
 PORTS = ("output", "grad_output", "value", "grad", "update")
@@ -168,6 +169,59 @@ def test_fsdp2_shards_merge_to_the_whole(rank, folder):
     whole = conv_net()
     expected = alone(lambda: train(whole, whole, False))
     assert_close(seen, expected, ("output", "value", "grad", "update"), 1e-5)
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+
+
+def step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hl.monitor(model, ports=("value", "grad", "update")) as seen:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    return seen
+
+
+def ignoring(model):
+    return by_fsdp1(model, ignored_modules=[model[1]])
+
+
+def beside(model):
+    model[0] = by_fsdp1(model[0])
+    return model
+
+
+def unsharded(model):
+    return by_fsdp1(model, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def by_fsdp1(model, **options):
+    return FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True, **options)
+
+
+@on_ranks
+def test_a_copy_beside_what_fsdp1_shards_counts_once(rank, folder):
+    expected = step(two_layers())
+    for shard in (ignoring, beside, unsharded, by_fsdp1):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*NO_SHARD")
+            model = shard(two_layers())
+        seen = step(model)
+        for layer, name in ((0, "weight"), (0, "bias"), (1, "weight"), (1, "bias")):
+            for kind in ("value", "grad", "update"):
+                site = f"{layer}.{name}:{kind}"
+                assert seen[site].count == expected[site].count, (shard.__name__, site)
+                assert seen[site].norm == pytest.approx(expected[site].norm), shard.__name__
+
+
+@on_ranks
+def test_a_rank_without_elements_of_a_shard_is_not_told_of(rank, folder):
+    for shard in (lambda model: fully_shard(model, mesh=mesh()), by_fsdp1):
+        seen = step(shard(two_layers()))  # a warning would be an error
+        assert seen["1.bias:value"].count.tolist() == [1]
+        assert seen["1.weight:update"].count.tolist() == [4]
 
 
 @on_ranks

@@ -245,6 +245,17 @@ def is_in_flat(parameter: Tensor) -> bool:
     return hasattr(parameter, "_fsdp_flattened") and not is_flat(parameter)
 
 
+def fsdp1_parts(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of which FSDP1 gives each rank a part: flat ones or others.
+
+    A wrapper gives each rank all of them with `NO_SHARD`, and leaves ignored parameters alone.
+    """
+    handles: list[Any] = [module._handle for module in model.modules() if wraps_fsdp1(module)]
+    flats = [handle.flat_param for handle in handles if handle and handle.uses_sharded_strategy]
+    inner = [part for flat in flats for part in (flat._params or []) + (flat._shared_params or [])]
+    return set(map(id, flats + inner))
+
+
 def own_class(module: nn.Module) -> type:
     """Return the class of a module as it was before FSDP2 derived one from it."""
     kinds = type(module).__mro__

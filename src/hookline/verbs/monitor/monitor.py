@@ -17,11 +17,11 @@ from hookline.engine import (
     Report,
     Selector,
     Site,
+    fsdp1_parts,
     hides,
     is_grouped,
     no_callback,
     require_model,
-    sharding,
 )
 from hookline.errors import InputError, warn
 from hookline.verbs.attach.everywhere import EverywhereHooks
@@ -36,7 +36,7 @@ from hookline.verbs.monitor.options import (
 )
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.reporting import Reporting
-from hookline.verbs.monitor.slots import ALL, FIRST, Slots
+from hookline.verbs.monitor.slots import Slots
 from hookline.verbs.monitor.steps import TrainingSteps
 from hookline.verbs.monitor.values import ValueSites
 from hookline.verbs.shared.verb_line import VerbLine
@@ -271,8 +271,7 @@ def _attach(
 ) -> MonitorLine:
     root = line.root
     assert root is not None
-    counts = ALL if sharding(root) == "FSDP1" else FIRST  # FSDP1 shards plain tensors
-    parameters = Parameters(sites.parameters, slots, counts)
+    parameters = Parameters(sites.parameters, slots, fsdp1_parts(root))
     reporting = Reporting(to, writes=not is_grouped() or dist.get_rank() == 0, model=root)
     steps = TrainingSteps(root, parameters, scaling, every, reporting, line.passes.lock)
     line.passes.sink, line.passes.at_root = steps, steps.root_begins

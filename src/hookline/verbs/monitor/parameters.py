@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hookline.engine import ParameterNode, Site, local_part
 from hookline.verbs.monitor.loss_scale import of_parameter
-from hookline.verbs.monitor.slots import FIRST, PLAIN, SiteSlots, Slots, counts_of
+from hookline.verbs.monitor.slots import FIRST, MINE, PLAIN, SiteSlots, Slots, counts_of
 
 KINDS = ("value", "grad", "update")
 
@@ -37,7 +37,7 @@ class Parameters:
     Args:
         places: the sites of parameters and their nodes; a site's port is the kind.
         slots: the slots of all sites.
-        counts: which ranks count for a plain tensor.
+        parts: the ids of plain tensors of which each rank has a part.
 
     Attributes:
         slots: the slots of all sites.
@@ -48,13 +48,14 @@ class Parameters:
         self,
         places: Iterable[tuple[Site, ParameterNode]],
         slots: Slots,
-        counts: str = FIRST,
+        parts: Collection[int] = (),
     ) -> None:
         self.keeps_copies = True
         self.slots = slots
         self._known: dict[int, _Parameter] = {}
         for number, (site, node) in enumerate(places, slots.n_modules):
             parameter = self._known.setdefault(id(node.tensor), _Parameter(node.tensor))
+            counts = MINE if id(node.tensor) in parts else FIRST
             setattr(parameter, site.port, slots.site(site, (number, 0), counts))
 
     def __len__(self) -> int:

@@ -24,7 +24,8 @@ from hookline.statistics.moments_statistic import MomentsStatistic
 from hookline.util.locks import fork_safe_lock
 
 # Which ranks count where numbers of ranks are merged: all, as each sees values of its own; the
-# first, as each holds a copy; of a DTensor this rank ("mine"), or another that holds the same part.
+# first, as each holds a copy; of a tensor that is spread over ranks this rank ("mine"), or another
+# that holds the same part.
 ALL, FIRST, MINE, NOT_MINE = "all", "first", "mine", "not mine"
 PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a look
 
@@ -195,7 +196,8 @@ class SiteSlots:
         elif not has_numbers(value):
             self._leave_out("its values have no data")
         else:
-            if not value.numel():
+            # A rank may have no element of a tensor that is spread over ranks.
+            if not value.numel() and self.counts in (ALL, FIRST):
                 self._of.complain(self.name, "had an empty value, which counts as no elements")
             self._dtype = value.dtype
             if self._device != value.device:
