@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.curves import Curves, Entry, Layout, Reports, StepReport, numbers_of
+from hookline.curves import ABSENT, Curves, Entry, Layout, Reports, StepReport, numbers_of
 from hookline.statistics.quantiles import Quantiles
 
 
@@ -48,6 +48,20 @@ def test_copies_of_ranks_count_once():
     seen = curves(n_ranks=2, ranks=(0,))
     assert seen["fc"].count.tolist() == [4, 4, 4]
     assert seen.rank(1)["fc"].mean.tolist() == [11.5, 12.5, 13.5]
+
+
+def test_a_rank_that_never_had_a_value_has_nans():
+    seen = curves(n_ranks=2)
+    for report in seen._source.read():
+        report.slots[0] = ABSENT
+    curve = seen.rank(0)["fc"]
+    assert curve.names == seen["fc"].names
+    assert np.isnan(curve.norm).tolist() == [True] * 3
+    assert curve.results == [None] * 3
+    assert np.isnan(seen.rank(0)["fc.weight"].mean).all()
+    assert seen["fc"].count.tolist() == [4, 4, 4]
+    with pytest.raises(AttributeError, match=r"the curve of fc has no 'avg'.\nUse one of count"):
+        _ = curve.avg
 
 
 def test_mistakes_say_what_is_there():

@@ -66,7 +66,9 @@ class Curve:
             {self.site, weight} <= report.layout.by_site.keys()
             for report in reversed(self._reports)
         )
-        return (*self._grown().names, *["ratio"] * has_ratio)
+        # A rank that never had a value here has NaNs by the names of those that had.
+        names = self._grown().names or Curve(self.site, self._reports, None)._grown().names
+        return (*names, *["ratio"] * has_ratio)
 
     def __getattr__(self, name: str) -> NDArray[np.float64]:
         if name.startswith("_"):
