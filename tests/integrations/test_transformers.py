@@ -62,6 +62,19 @@ def test_steps_are_reported_when_the_trainer_logs(tmp_path):
     assert not [one for one in hl.inventory(trainer.model) if "hookline" in str(one)]
 
 
+@pytest.mark.parametrize("strategy", ["epoch", "no"])
+def test_another_logging_strategy_than_steps_is_told(tmp_path, strategy):
+    monitor = Monitor("transformer.h.0", ports="output")
+    with pytest.warns(
+        hl.HooklineWarning, match=f"every 2 steps .*got logging_strategy='{strategy}'"
+    ):
+        trained(tmp_path, monitor, logging_strategy=strategy)
+    assert monitor.curves.steps.tolist() == [2, 4, 6]
+    monitor = Monitor("transformer.h.0", ports="output", every=3)
+    trained(tmp_path, monitor, logging_strategy=strategy)  # a warning would be an error
+    assert monitor.curves.steps.tolist() == [3, 6]
+
+
 def test_accumulated_batches_are_one_step(tmp_path):
     monitor = Monitor("transformer.h.0", ports=("output", "grad"), every=1)
     trained(tmp_path, monitor, gradient_accumulation_steps=2)

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hookline.errors import warn
 from hookline.integrations.callback import MonitorCallback
 
 _KEPT = ("loss", "learning_rate", "grad_norm")
@@ -20,7 +21,8 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         trainer.train()
         seen.curves["model.layers.0"].std
 
-    Steps are reported when the `Trainer` logs: every `logging_steps`, counted from 1. Without
+    Every so many steps are reported as `logging_steps` says, counted from 1, whatever else the
+    `Trainer` logs; with another `logging_strategy` than "steps", a warning says so. Without
     `to=`, they go to the runs of W&B and MLflow that `report_to` names. A step that a `GradScaler`
     skips is not reported.
 
@@ -51,6 +53,13 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Attach the monitor."""
         every = max(int(state.logging_steps or 1), 1)
+        strategy = str(getattr(args.logging_strategy, "value", args.logging_strategy))
+        if self._every is None and strategy != "steps":
+            warn(
+                f"Monitor must be given every=, or it reports every {every} steps (logging_steps):"
+                f" the Trainer logs otherwise, got logging_strategy={strategy!r}."
+                "\nGive Monitor(..., every=100), for instance."
+            )
         to, scaler = _running(args.report_to), getattr(optimizer, "scaler", None)
         line = self._attach(model, to, state, every=every, scaler=scaler)
         if line is not None:
