@@ -95,7 +95,7 @@ def test_what_is_shared_many_times_is_taken_apart_once():
 @pytest.mark.parametrize(
     "value",
     [{torch.ones(1)}, object(), np.array(["a"]), np.datetime64("2020"), [nn.Linear(1, 1)]],
-    ids=str,
+    ids=["a set of tensors", "an object", "texts of NumPy", "a date", "modules"],
 )
 def test_what_cannot_be_combined_is_refused(value):
     nodes = RankValue(value).nodes
