@@ -39,7 +39,7 @@ _WRAPPED = {
         "sharded",
         "parameters and their gradients are flattened and sharded over processes; values of modules"
         " are whole",
-        "use line.accumulated for parameters, or FSDP2's fully_shard",
+        "to hook the gradients of parameters, shard by FSDP2's fully_shard",
     ),
     "CheckpointWrapper": Note(
         "checkpointing",
