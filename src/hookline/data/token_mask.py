@@ -49,14 +49,14 @@ class Given(NamedTuple):
     n_items: int
     has_decoder: bool = False
 
-    @property
-    def mappings(self) -> list[Mapping[str, Any]]:
-        """Where keys are looked up, in order."""
-        return [place for place in (self.inputs, self.batch) if isinstance(place, Mapping)]
+    def get(self, key: str) -> Any:
+        """Return the value of a key in the inputs or else in the batch; None if neither has it."""
+        places = (self.inputs, self.batch)
+        return next((at[key] for at in places if isinstance(at, Mapping) and key in at), None)
 
     def shape_of(self, key: str) -> tuple[int, ...] | None:
-        """Return the shape of what is found by a key; None if there is none."""
-        value = next((place[key] for place in self.mappings if key in place), None)
+        """Return the shape of the value of a key; None if there is none."""
+        value = self.get(key)
         return None if value is None else tuple(getattr(value, "shape", ()))
 
 
@@ -113,7 +113,7 @@ def _value_of(mask: Mask, given: Given) -> Any:
     key = mask.value
     if not isinstance(key, str):
         return None if key is None else key(given.batch)
-    value = next((place[key] for place in given.mappings if key in place), None)
+    value = given.get(key)
     if value is not None and (mask.is_given or _is_of_inputs(key, given)):
         return value
     if not mask.is_given:

@@ -6,6 +6,7 @@ modules that `OPEN` names. docs/architecture.md draws the rooms.
 
 # fmt: off
 # isort: off
+from hookline.engine.attention.pattern import QueryBlocks
 from hookline.engine.autograd.view_hooks import GradHook, hook_value
 from hookline.engine.compile.compiled_modules import Borders, inside_compiled, is_compiled
 from hookline.engine.compile.graph_callback import (
@@ -24,11 +25,10 @@ from hookline.engine.line.line import Bound, Line
 from hookline.engine.line.registration import Node, Registrations
 from hookline.engine.memory.read_only import call_read_only, call_to_measure
 from hookline.engine.memory.unversioned import LINE, Unversioned, is_freed, makes_new_memory
-from hookline.engine.operations.attention import PARTS
+from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.operations.call_list import CallList, FunctionCall
 from hookline.engine.operations.mode import operations_on
 from hookline.engine.operations.operation import Operation
-from hookline.engine.attention.pattern import QueryBlocks
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.checkpointing import same_draws, stop_all
 from hookline.engine.passes.modes import (

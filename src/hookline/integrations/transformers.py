@@ -21,10 +21,9 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         trainer.train()
         seen.curves["model.layers.0"].std
 
-    Every so many steps are reported as `logging_steps` says, counted from 1, whatever else the
-    `Trainer` logs; with another `logging_strategy` than "steps", a warning says so. Without
-    `to=`, they go to the runs of W&B and MLflow that `report_to` names. A step that a `GradScaler`
-    skips is not reported.
+    Steps are reported every `logging_steps`, counted from 1, whatever else the `Trainer` logs. With
+    another `logging_strategy` than "steps", a warning says so. A step that a `GradScaler` skips is
+    not reported. Without `to=`, steps go to the runs of W&B and MLflow that `report_to` names.
 
     The losses, the learning rate and the norm of the gradient that the `Trainer` logs are kept,
     too: `seen.curves.logged`.
@@ -56,9 +55,9 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         strategy = str(getattr(args.logging_strategy, "value", args.logging_strategy))
         if self._every is None and strategy != "steps":
             warn(
-                f"Monitor must be given every=, or it reports every {every} steps (logging_steps):"
-                f" the Trainer logs otherwise, got logging_strategy={strategy!r}."
-                "\nGive Monitor(..., every=100), for instance."
+                "the Trainer must log by steps for Monitor to report at the same ones, which is now"
+                f" every {every} steps (logging_steps), got logging_strategy={strategy!r}."
+                "\nGive every=, as in Monitor(..., every=100)."
             )
         to, scaler = _running(args.report_to), getattr(optimizer, "scaler", None)
         line = self._attach(model, to, state, every=every, scaler=scaler)

@@ -17,7 +17,7 @@ Size = tuple[int, int]
 
 
 class Channels(NamedTuple):
-    """How many channels modules of a model return in the second dimension, and in the last."""
+    """The numbers of channels that a model's modules return second, and last."""
 
     second: frozenset[int] = frozenset()
     last: frozenset[int] = frozenset()

@@ -182,7 +182,7 @@ def _check_clear(name: str, tensor: Tensor, tokens: Tokens) -> None:
 
 
 def _check_one_kind(name: str, tensor: Tensor, tokens: Tokens) -> None:
-    """Refuse a value with a row for each token of an encoder, or of its decoder: who knows."""
+    """Refuse a value whose rows may be the tokens of an encoder or those of its decoder."""
     if tokens.rival is None:
         return
     of_decoder = "mask='decoder_attention_mask'"

@@ -197,6 +197,22 @@ def test_a_file_shows_the_pictures_and_numbers_of_each_pass(new_page, tmp_path):
     assert len(set(sources)) == 3
 
 
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_map_of_another_aspect_has_that_of_the_image(served, new_page, tmp_path, is_served):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, (2, 1), 1))
+    with hl.record(model, ["0", "(root):input"]) as run:
+        model(torch.rand(1, 1, 16, 16))
+    assert run["0"].shape == (1, 4, 8, 16)
+    if is_served:
+        base = served(run.save(tmp_path / "run")).base
+    else:
+        base = hl.write_page(run, tmp_path / "report.html").as_uri()
+    page = new_page(f"{base}#at=0", base)
+    for picture in (page.locator(".over-figures img"), page.locator(".over-figures canvas")):
+        box = picture.first.bounding_box()
+        assert box["width"] == box["height"] > 50
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 800, 390])
 def test_axe_finds_no_fault_and_nothing_is_too_wide(visit, scheme, width):

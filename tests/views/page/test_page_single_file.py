@@ -307,7 +307,9 @@ def test_the_output_of_an_image_model_has_scores_and_a_class_map(tmp_path):
     assert [[part["at"] for part in sets] for sets in maps] == [["0"], ["0"]]
     assert sorted(core["images"]) == ["0", "1"]
     for order in core["images"].values():
-        assert parts[f"{order} image"].startswith("data:image/png;base64,")
+        drawn = parts[f"{order} image"]
+        assert drawn["image"].startswith("data:image/png;base64,")
+        assert drawn["size"] == [8, 8]
 
 
 @pytest.mark.slow

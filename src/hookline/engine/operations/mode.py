@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from hookline.engine.functions import Function, functions
-from hookline.engine.operations.attention import (
+from hookline.engine.operations.attention_parts import (
     MULTIHEAD,
     PARTS,
     Attention,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hookline.display.text import escape_invisible, listed
-from hookline.engine.operations.attention import PARTS
+from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
 from hookline.engine.selection.site import path_text

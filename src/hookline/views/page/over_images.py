@@ -53,6 +53,10 @@ class Images(NamedTuple):
         is_exact = is_whole if self.pixels is None else covers
         return grid if is_exact and grid.form == "tokens" else None
 
+    def drawn(self, sample: int) -> dict[str, Any]:
+        """Return one image, and its height and width: maps of another aspect are stretched."""
+        return {"image": self.address(sample), "size": self.size}
+
     def address(self, sample: int) -> str:
         """Return one image as a `data:` address, its numbers from black to white; "" if unknown."""
         if self.pixels is None or not 0 <= sample < len(self.pixels):

@@ -267,7 +267,7 @@ class _Pictures:
             if images is not None and images.pixels is not None:
                 self._images[number] = images._replace(pixels=images.pixels[:1].clone())
                 self.image_places[number] = entry.order
-                self._keep(entry, " image", images.address(0))
+                self._keep(entry, " image", images.drawn(0))
         return self._images[number]
 
     def _keep(self, entry: ValueEntry, name: str, data: Any) -> None:

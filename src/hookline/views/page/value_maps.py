@@ -144,8 +144,7 @@ def _over(
         return {"why": f"Maps over the input cannot be drawn: {first_line(error)}"}
     if images.pixels is None and entry.is_image and len(pair) > 1 and not is_root:
         return {"why": _why_no_class_map(page, entry.place.pass_number)}
-    address = images.address(choice.sample)
-    return {"image": address, "sets": sets} if sets else None
+    return {**images.drawn(choice.sample), "sets": sets} if sets else None
 
 
 def _why_no_class_map(page: PageState, number: int) -> str:

@@ -4,9 +4,9 @@ const ABOUT_CAM =
   "The scalar is that on which backward() was called: of a loss, places that lower it speak for " +
   "the class. Each channel is weighted by the mean of its gradient.";
 
-// Draw maps over the image in an element. `over` is { image, sets, why }; `sets` are those of the
-// value and its gradient, whose channels can be laid over the image, too. Returns a function that
-// shows a channel.
+// Draw maps over the image in an element. `over` is { image, size, sets, why }; `sets` are those of
+// the value and its gradient, whose channels can be laid over the image, too. Returns a function
+// that shows a channel.
 function drawOver(host, over, sets, view) {
   const options = over?.why ? [] : optionsOf(over?.sets ?? [], over?.image ? sets : []);
   if (!options.length) {
@@ -41,7 +41,8 @@ function drawOver(host, over, sets, view) {
     view.over = option.key;
     select.value = option.key;
     const width = clamp(Math.floor((host.clientWidth - 16) / 3), 84, 220);
-    const height = Math.round((width * option.maps[0].h) / option.maps[0].w);
+    const [rows, columns] = over.image ? over.size : [option.maps[0].h, option.maps[0].w];
+    const height = Math.round((width * rows) / columns);
     const place = { image: over.image, width, height, readout };
     const input = element("img", { src: over.image, alt: "The input" });
     input.style.cssText = `width: ${width}px; height: ${height}px`;

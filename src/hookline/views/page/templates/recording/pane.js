@@ -271,7 +271,7 @@ function makePane(host, core, view, { onClose, onStale }) {
       own: { maps: embedded(order) },
       gradient: gradient === undefined ? null : { maps: embedded(values.order[gradient]) },
       over: {
-        image: place === undefined ? "" : embedded(place, " image"),
+        ...(place === undefined ? { image: "" } : embedded(place, " image")),
         sets: embedded(order, " over"),
       },
       scores: embedded(order, " scores"),

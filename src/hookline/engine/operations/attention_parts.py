@@ -39,6 +39,7 @@ from hookline.engine.operations.operation import Operation, by_method
 from hookline.errors import AttachError
 
 PARTS = ("q", "k", "v", "scores", "pattern", "z")
+Memory = StorageWeakRef  # of a tensor, as long as its numbers exist
 
 _KERNEL = F.scaled_dot_product_attention
 MULTIHEAD = F.multi_head_attention_forward
@@ -289,10 +290,8 @@ class ProductCall:
         scores = self.inner.call(args, kwargs)
         progress.step, progress.layout, progress.memory = 1, layout, _memory(scores)
         dim = layout.key_dim(scores)
-        progress.n_keys, progress.n_scores = (
-            scores.shape[-1 if dim is None else dim],
-            scores.numel(),
-        )
+        progress.n_keys = scores.shape[-1 if dim is None else dim]
+        progress.n_scores = scores.numel()
         return scores
 
     def _output(self, progress: Progress, form: Form, args: Any, kwargs: Any) -> Any:
@@ -322,14 +321,11 @@ def _with_pattern(form: Form, progress: Progress) -> Form | None:
         return form if fits else None
     if not fits or _is_in(progress.memory, turned.query):
         return turned
-    return turned if _is_positive(turned.query) and not _is_positive(form.query) else form
+    return turned if _has_no_sign(turned.query) and not _has_no_sign(form.query) else form
 
 
 def _has_size(value: Tensor, progress: Progress) -> bool:
     return value.numel() == progress.n_scores and value.shape[-1] == progress.n_keys
-
-
-Memory = StorageWeakRef
 
 
 def _memory(value: Tensor) -> Memory | None:
@@ -347,7 +343,7 @@ def _is_in(memory: Memory | None, value: Tensor) -> bool:
     return memory is not None and _memory(value) == memory
 
 
-def _is_positive(value: Tensor) -> bool:
+def _has_no_sign(value: Tensor) -> bool:
     """Tell whether no number is negative; False where the numbers cannot be read, as in vmap."""
     try:
         return bool((value.detach() >= 0).all())
@@ -407,9 +403,9 @@ def _are_scores(
     """Tell whether a softmax is over a column for each key or one more, in a row for each query."""
     if value.dim() < 3 or dim is None or dim % value.dim() != layout.key_dim(value):
         return False
-    n_rows = progress.n_scores // progress.n_keys
-    n_more = value.shape[dim] - progress.n_keys
-    return n_more in (0, 1) and value.numel() == n_rows * value.shape[dim]
+    n_keys, n_columns = progress.n_keys, value.shape[dim]
+    has_rows = value.numel() * n_keys == progress.n_scores * n_columns  # also without keys
+    return n_columns - n_keys in (0, 1) and has_rows
 
 
 def _shown(

@@ -302,6 +302,21 @@ def test_a_sequence_of_one_token_has_all_parts():
         assert not model(token).any()
 
 
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(4, 0), (0, 0), (0, 3)])
+def test_what_is_empty_has_parts_without_numbers(n_queries, n_keys):
+    class Steps(nn.Module):
+        def forward(self, q, k, v):
+            return (q @ k.mT).softmax(-1) @ v
+
+    q, k = torch.randn(2, 3, n_queries, 5), torch.randn(2, 3, n_keys, 5)
+    model = Steps()
+    with hl.record(model, ["@q", "@pattern", "@v", "@z"]) as run:
+        out = model(q, k, k)
+    assert run["@pattern"].shape == (2, 3, n_queries, n_keys)
+    assert torch.equal(run["@v"], k)
+    assert torch.equal(run["@z"], out)
+
+
 class Projected(nn.Module):
     """Attention whose projections have a matrix for each head."""
 
