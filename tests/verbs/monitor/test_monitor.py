@@ -415,6 +415,48 @@ def test_passes_are_counted_before_it_is_known_who_tells(first, step, every):
     assert seen["0"].max.tolist() == greatest(model, lambda one: one[0], expected)
 
 
+@pytest.mark.parametrize("n", [6, 300])
+def test_passes_that_were_before_keep_their_number_and_turn(n):
+    model = net()
+    line = hl.monitor(model, "0", ports="output")
+    with line as seen:
+        for k in range(n):
+            if k == n - 3:
+                line.step = 1000
+            elif k == n - 2:
+                line.every = 2
+            model(torch.full((2, 4), float(k)))
+            seen.log(k=k)
+    steps = [*range(n - 3), 1000, 1002]
+    assert seen.steps.tolist() == steps
+    assert seen.logged["k"].steps.tolist() == [*range(n - 3), 1000, 1001, 1002]
+    assert seen["0"].max.tolist() == greatest(model, lambda one: one[0], [*range(n - 2), n - 1])
+
+
+def test_a_number_given_inside_the_model_is_that_of_its_pass():
+    model = net()
+    line = hl.monitor(model, "1", ports="output")
+    with line as seen:
+        numbers = iter((5, 9))
+        model[0].register_forward_hook(lambda *_: setattr(line, "step", next(numbers)))
+        model(batch(0))
+        model(batch(1))
+    assert seen.steps.tolist() == [5, 9]
+    assert seen["1"].count.tolist() == [128] * 2
+
+
+def test_gradients_after_the_last_number_was_given_are_kept():
+    model = net()
+    line = hl.monitor(model, "1", ports=("output", "grad_output"))
+    with line as seen:
+        loss = model(batch(0)).sum()
+        line.step = 7
+        loss.backward()
+    assert seen.steps.tolist() == [0, 7]
+    counts = [seen[site].count for site in ("1", "1:grad_output")]
+    np.testing.assert_array_equal(counts, [[128, np.nan], [np.nan, 128]])
+
+
 def test_parts_of_training_without_gradients_are_measured():
     class Frozen(nn.Module):
         def __init__(self):

@@ -68,7 +68,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     @every.setter
     def every(self, every: int) -> None:
-        self._steps.every = checked_every(every)
+        self._steps.set_interval(checked_every(every), self.first)
 
     @property
     def first(self) -> int:
@@ -77,8 +77,8 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     @first.setter
     def first(self, number: int) -> None:
-        self._steps.first = checked_number("line.first", number, "line.first = 99")
-        self._steps.every = self._steps.every
+        first = checked_number("line.first", number, "line.first = 99")
+        self._steps.set_interval(self.every, first)
 
     @property
     def step(self) -> int:

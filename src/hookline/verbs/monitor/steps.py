@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,20 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
+class _WaitingPass(NamedTuple):
+    """A pass before it is known who tells the steps.
+
+    Args:
+        number: the number of its step, if each pass is one.
+        is_due: whether this step is reported.
+        parts: its slots, and those that it keeps apart.
+    """
+
+    number: int
+    is_due: bool
+    parts: tuple[StepSlots, StepSlots]
+
+
 @final
 class TrainingSteps:
     """Collect the slots of each step, and report the steps whose turn it is.
@@ -100,6 +114,7 @@ class TrainingSteps:
     ) -> None:
         self.ranks: GatheredRanks = GatheredRanks(parameters.slots.statistics)
         self.number: int = 0
+        self.every = every
         self.first = 0
         self.n_reported: int = 0
         self.n_ended: int = 0
@@ -109,7 +124,6 @@ class TrainingSteps:
         self._slots = parameters.slots
         self._measured = parameters
         self._scaling = scaling
-        self._every = every
         self._to = to
         # The number of parameters that each optimizer has, and the ids of those of the model.
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]]
@@ -124,9 +138,9 @@ class TrainingSteps:
         self._goes_on = False  # whether values of this step may be in the last one
         # The slots of this step up to its last optimizer's step.
         self._aside = StepSlots()
-        # The slots of passes before any optimizer has stepped, and those that they keep apart.
-        self._waiting: list[tuple[StepSlots, StepSlots]] = []
-        self._n_passes = 0
+        self._waiting: list[_WaitingPass] = []  # those before any optimizer has stepped
+        self._n_numbered = 0  # how many of them had begun when the user gave a number
+        self._open: Pass | None = None  # the present pass, where passes may be steps
         self.is_over: bool = False
         self.has_failed: bool = False
         self._has_told = self._has_told_shared = False
@@ -135,14 +149,11 @@ class TrainingSteps:
         self._last: int | None = None  # the number of the step that has ended before this one
         self._lock = lock
 
-    @property
-    def every(self) -> int:
-        """Every so many steps are reported."""
-        return self._every
-
-    @every.setter
-    def every(self, every: int) -> None:
-        self._every = every
+    @_guarded
+    def set_interval(self, every: int, first: int) -> None:
+        """Report every so many steps from now on, counted from a first one."""
+        self._end_finished_pass()
+        self.every, self.first = every, first
         self._turn()
 
     @_guarded
@@ -163,7 +174,11 @@ class TrainingSteps:
 
     @_guarded
     def set_number(self, number: int) -> None:
-        """Number the step that runs now. A step whose optimizer has stepped ends before."""
+        """Number the step that runs now. A step whose optimizer has stepped ends before.
+
+        So does a pass that is over, where passes may be steps.
+        """
+        self._end_finished_pass()
         self._go_to(number)
 
     def in_training(self, is_in_training: bool) -> None:
@@ -171,11 +186,12 @@ class TrainingSteps:
         self._slots.in_training = is_in_training
 
     def _go_to(self, number: int) -> None:
-        if number == self.number:
+        if number == self._present():
             return
         if self._has_stepped:
             self._end_open_step()
         self.number, self._last = number, None
+        self._n_numbered = len(self._waiting)
         self._turn()
         if self.told_by == "optimizer" and not self._slots.is_on:
             self._slots.take()  # of the step that had another number
@@ -204,7 +220,7 @@ class TrainingSteps:
         elif self.told_by == "optimizer" and self._last is not None and not self._is_begun():
             self._logged.log(numbers, self._last, is_given=False)
         else:
-            self._logged.log(numbers, self.number + len(self._waiting), is_given=False)
+            self._logged.log(numbers, self._present(), is_given=False)
 
     def _is_begun(self) -> bool:
         return self._slots.has_run or self._has_stepped
@@ -220,13 +236,17 @@ class TrainingSteps:
         They belong to the present step. Until it is known who tells the steps, the present pass may
         be a step of its own. After an optimizer's step, the next step may have begun.
         """
-        later = len(self._waiting) if not self.told_by else int(self._has_stepped)
-        self._slots.is_on = self._is_due() or bool(later and self._is_due(later))
-        self._measured.keeps_copies = self._every == 1
+        number = self._present() + int(self._has_stepped)
+        self._slots.is_on = self._is_due(self.number) or self._is_due(number)
+        self._measured.keeps_copies = self.every == 1
 
-    def _is_due(self, later: int = 0) -> bool:
-        """Tell whether the present step is reported, or one that is later by so many."""
-        return (self.number + later - self.first) % self._every == 0
+    def _present(self) -> int:
+        """Return the number of the present step; where passes may be steps, of the present pass."""
+        return self.number + len(self._waiting) - self._n_numbered
+
+    def _is_due(self, number: int) -> bool:
+        """Tell whether a step is reported."""
+        return (number - self.first) % self.every == 0
 
     # -- called by hooks ---------------------------------------------------------------------------
 
@@ -235,9 +255,9 @@ class TrainingSteps:
         """Begin a pass of the root, or a pass of modules that run outside the root."""
         if self.told_by == "optimizer":
             return
-        if self._n_passes:
+        if self._open is not None:
             self._end_pass()
-        self._n_passes += 1
+        self._open = current
         if self._slots.is_on:
             self._measured.values_apart()
 
@@ -249,11 +269,19 @@ class TrainingSteps:
             self._slots.has_run = True
             self._slots.of_training.add(current)
 
+    def _end_finished_pass(self) -> None:
+        """End the present pass if the model has returned, where passes may be steps."""
+        if self._open is not None and self._open.failed is not None:
+            self._end_pass()
+
     def _end_pass(self) -> None:
+        self._open = None
         if self.told_by == "pass":
             self._end_step()
             return
-        self._waiting.append((self._slots.take(), self._slots.take_apart()))
+        number = self._present()
+        parts = self._slots.take(), self._slots.take_apart()
+        self._waiting.append(_WaitingPass(number, self._is_due(number), parts))
         if len(self._waiting) >= _MOST_WAITING:
             self._tell_by_passes()
         else:
@@ -368,27 +396,34 @@ class TrainingSteps:
     def _tell_by_optimizer(self) -> None:
         """Count steps of optimizers from now on. What is kept apart was no training."""
         self._goes_on = self.told_by == "pass"  # the passes before were steps of their own
-        self.told_by = "optimizer"
+        self.told_by, self._open = "optimizer", None
         self._slots.leaves_out = True
         self._slots.take_apart()
         self._logged.renumber(self.number)
-        if self._is_due():
-            for slots, _ in self._waiting:
-                self._slots.put(slots)
+        if self._is_due(self.number):
+            for waiting in self._waiting:
+                self._slots.put(waiting.parts[0])
         else:
             self._slots.take()
-        self._waiting.clear()
+        self._take_waiting()
         self._turn()
+
+    def _take_waiting(self) -> list[_WaitingPass]:
+        """Return the passes that wait, which wait no more."""
+        waiting, self._waiting, self._n_numbered = self._waiting, [], 0
+        return waiting
 
     def _tell_by_passes(self, *, is_last: bool = False) -> None:
         """Report each pass that waits as a step, and count passes from now on."""
         self.told_by = "pass"
-        waiting, self._waiting = self._waiting, []
+        present = self._present()
         last = self._slots.take(), self._slots.take_apart()
-        for parts in waiting:
-            if self._is_due():
-                self._put(parts)
-            self._end_step(is_last=is_last)
+        for waiting in self._take_waiting():
+            self.number = waiting.number
+            if waiting.is_due:
+                self._put(waiting.parts)
+            self._end_step(is_due=waiting.is_due, is_last=is_last)
+        self.number = present
         self._turn()
         if self._slots.is_on:
             self._put(last)
@@ -406,14 +441,22 @@ class TrainingSteps:
         self._aside = StepSlots()
         self._end_step(since, is_last=is_last)
 
-    def _end_step(self, since: StepSlots | None = None, *, is_last: bool = False) -> None:
+    def _end_step(
+        self,
+        since: StepSlots | None = None,
+        *,
+        is_due: bool | None = None,
+        is_last: bool = False,
+    ) -> None:
         """End the step, then report it: a step whose end is interrupted does not end again.
 
         Args:
             since: the values since then, which belong to the next step.
+            is_due: whether the step is reported; None goes by its number.
             is_last: True at the end of the line.
         """
-        number, is_due, goes_on = self.number, self._is_due(), self._goes_on
+        number, goes_on = self.number, self._goes_on
+        is_due = self._is_due(number) if is_due is None else is_due
         self._knows_optimizers = self._has_stepped
         self._has_stepped = self._goes_on = False
         self._stepped.clear()
@@ -492,11 +535,11 @@ class TrainingSteps:
         if self.told_by == "optimizer":
             if self._has_stepped and not may_be_alone:
                 self._end_open_step(is_last=True)
-        elif self._n_passes and not may_be_alone:
+        elif not may_be_alone:
             if not self.told_by:
                 self._tell_by_passes(is_last=True)
             self._slots.count_apart()
-            if not has_failed or self._slots.has_values():
+            if (self._open is not None and not has_failed) or self._slots.has_values():
                 self._end_step(is_last=True)
 
 
