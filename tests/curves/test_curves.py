@@ -166,6 +166,19 @@ def test_a_name_has_one_number_whatever_statistics_share_it(make, first, tmp_pat
         assert opened.at(0) == seen.at(0)
 
 
+@pytest.mark.parametrize("other", [hl.stats.histogram, hl.stats.quantiles])
+def test_the_ratio_is_of_the_statistic_that_has_a_norm(other, tmp_path):
+    model, rows = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    to = [tmp_path / "run", lambda step, numbers: rows.append(numbers)]
+    with hl.monitor(model, stats=[other(), hl.stats.moments()], to=to) as seen:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    name, ratio = "weight:update/ratio", seen["weight:update"].ratio[0]
+    assert ratio > 0
+    assert seen.at(0)[name] == rows[0][name] == hl.open(tmp_path / "run").at(0)[name] == ratio
+
+
 def test_an_update_without_its_weight_has_no_ratio():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.layout import Layout
-from hookline.curves.numbers import numbers_of, numbers_of_all
+from hookline.curves.numbers import numbers_of_all
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.statistics.histogram import Histogram, HistogramStatistic
 
@@ -85,11 +85,10 @@ class StepReport:
         }
         for site in layout.by_site:
             results = layout.results(site, self.slots, rank, is_lenient=True)
-            for result in results[:1]:
-                norms[site] = numbers_of(result).get("norm", math.nan)
-            by_name.update(
-                ((site, name), number) for name, number in numbers_of_all(results).items()
-            )
+            numbers = numbers_of_all(results)
+            if results:
+                norms[site] = numbers.get("norm", math.nan)
+            by_name.update(((site, name), number) for name, number in numbers.items())
             weight = weight_of(site)
             if weight in norms and site in norms:
                 by_name[site, "ratio"] = _ratio(norms[site], norms[weight])
@@ -118,9 +117,9 @@ class StepReport:
         if weight is None:
             return None
         norms = [
-            numbers_of(result).get("norm", math.nan)
+            numbers_of_all(results).get("norm", math.nan)
             for place in (site, weight)
-            for result in self.results(place, rank)[:1]
+            if (results := self.results(place, rank))
         ]
         return _ratio(*norms) if len(norms) == 2 else None
 
