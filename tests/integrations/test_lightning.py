@@ -94,9 +94,17 @@ def test_the_loss_of_reported_steps_is_kept(tmp_path):
 
 
 def test_accumulated_batches_are_one_step(tmp_path):
+    losses = []
+
+    class Said(Module):
+        def training_step(self, batch, index):
+            losses.append(super().training_step(batch, index))
+            return losses[-1]
+
     monitor = Monitor(every=1)
-    fit(tmp_path, monitor, accumulate_grad_batches=2)
+    fit(tmp_path, monitor, Said(), accumulate_grad_batches=2)
     seen = monitor.curves
+    assert seen.logged["loss"].values.tolist() == [loss.item() for loss in losses[1::2]]
     assert len(seen) == 8
     assert seen["net.1"].count.tolist() == [64] * 8
     assert (seen["net.0.weight:grad"].norm > 0).all()

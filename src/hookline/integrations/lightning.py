@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from hookline.integrations.callback import MonitorCallback
 
@@ -79,6 +80,8 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
         line.in_training(False)
         if (self._number - line.first) % line.every == 0:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if pl_module.automatic_optimization and isinstance(loss, Tensor):
+                loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
             self._log({"loss": loss}, self._number)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
