@@ -44,6 +44,20 @@ def test_without_finite_rows_there_is_no_mean():
     assert found.matrix.isnan().all()
 
 
+@pytest.mark.parametrize("n", [2, 3, 7, 1000])
+def test_a_constant_feature_has_no_correlation(n):
+    x = torch.tensor([0.1, -1e9 / 3, 0.0, 0.0], dtype=torch.float64).repeat(n, 1)
+    x[:, 3] = torch.arange(n, dtype=torch.float64) * 1e-9 + 0.7
+    correlation = result_of(*x.split(2)).correlation
+    assert correlation[:3].isnan().all()
+    assert correlation[:, :3].isnan().all()
+    assert correlation[3, 3] == pytest.approx(1.0)
+
+
+def test_a_value_without_features_has_an_empty_matrix():
+    assert result_of(torch.ones(3, 0)).matrix.shape == (0, 0)
+
+
 def test_values_of_other_shapes_or_kinds_are_refused():
     with pytest.raises(hl.StructureError, match=r"a dimension of features, got .*\n.*reshape"):
         result_of(torch.tensor(1.0))

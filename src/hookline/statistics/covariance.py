@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -52,7 +53,9 @@ class Covariance:
     @property
     def correlation(self) -> Tensor:
         """The correlation, shape `(features, features)`; NaN for a feature that is constant."""
-        deviation = self.matrix.diagonal().sqrt()
+        variance = self.matrix.diagonal()
+        rounding = 16 * torch.finfo(torch.float64).eps * self.mean.abs()  # of a constant's mean
+        deviation = torch.where(variance > rounding.square(), variance.sqrt(), torch.nan)
         return self.matrix / torch.outer(deviation, deviation)
 
     def __str__(self) -> str:
@@ -94,7 +97,7 @@ class CovarianceStatistic:
             )
         traces = torch.compiler.is_compiling()
         for part in to_measure(value):
-            rows = part.reshape(-1, n)
+            rows = part.reshape(math.prod(part.shape[:-1]), n)  # -1 cannot be told where n is 0
             for piece in [rows] if traces else torch.split(rows, max(1, CHUNK_NUMEL // max(1, n))):
                 slots = self.merge(slots, _of_rows(real(piece).to(torch.float64)))
         return slots
