@@ -133,6 +133,8 @@ def test_tensorboard_gets_histograms_as_its_own(tmp_path):
     assert (histogram.min, histogram.max) == (-3, torch.tensor(1e12).item())
     filled = {at: n for at, n in zip(histogram.bucket_limit, histogram.bucket, strict=True) if n}
     assert filled == {-2.0: 1, 0.0: 2, 2.0: 2, 4.0: 1, sys.float_info.max: 1}
+    # The sum is of the middles of the buckets, and of the greatest where the last has no end.
+    assert histogram.sum - histogram.max == pytest.approx(-3 + 2 * 1.5 + 3, abs=0.01)
     assert [one.step for one in reader.Scalars("0/non_finite")] == [0, 1]
 
 

@@ -61,9 +61,9 @@ def likeness_of(*sums, measure=total):
     return Likeness([(number, torch.tensor(value), measure) for number, value in sums], PATHS)
 
 
-def compared(likeness, *outputs):
+def compared(likeness, *outputs, dtype=torch.float32):
     for count, (path, value) in enumerate(outputs):
-        likeness.compare(path, torch.tensor([value]), count)
+        likeness.compare(path, torch.tensor([value], dtype=dtype), count)
     likeness.end(set(PATHS))
     return likeness.difference
 
@@ -82,6 +82,12 @@ def test_the_first_output_that_differs_is_named(again):
 
 def test_rounding_is_no_difference():
     assert compared(likeness_of((1, 2.0)), ("a", 2.000001)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_is_greater_in_half_precision(dtype):
+    first, again = likeness_of((1, 2.001)), ("a", 2.0)
+    assert compared(first, again, dtype=dtype) == (None if dtype.itemsize == 2 else "a")
 
 
 def test_calls_that_one_run_alone_makes_are_a_difference():
