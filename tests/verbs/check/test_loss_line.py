@@ -103,6 +103,13 @@ def kept_elsewhere(model):
     loss.backward()
 
 
+def kept_beside_the_output(model):
+    kept = [output := model(X), helper(output)]
+    extra = output.mean()
+    loss = kept[1].sum() + extra
+    loss.backward()
+
+
 def trained_elsewhere(model):
     def backward(loss):
         loss.backward()
@@ -110,7 +117,9 @@ def trained_elsewhere(model):
     backward(helper(model(X)).sum())
 
 
-@pytest.mark.parametrize("train", [stored_twice, kept_elsewhere, trained_elsewhere])
+@pytest.mark.parametrize(
+    "train", [stored_twice, kept_elsewhere, kept_beside_the_output, trained_elsewhere]
+)
 def test_no_line_is_named_where_several_may_be_meant(train):
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
