@@ -143,6 +143,46 @@ def test_a_function_of_all_queries_is_refused(monkeypatch, bad, is_long):
         model(*_made())
 
 
+NEEDS_OTHERS = {
+    "diagonal": lambda rows: rows.diagonal(dim1=-2, dim2=-1),
+    "deviation": lambda rows: (rows - rows.mean(-2, keepdim=True)).amax(-1),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_OTHERS)
+def test_small_entries_of_many_keys_are_compared(name):
+    # Each entry is about 1 / 3000.
+    values = 0.1 * torch.randn(3, 1, 1, 3000, 4, generator=torch.Generator().manual_seed(0))
+    model = Attention()
+    with (
+        hl.record(model, "@pattern", keep=hl.by_query(NEEDS_OTHERS[name])),
+        pytest.raises(hl.StructureError, match="whatever the other queries are"),
+    ):
+        model(*values)
+
+
+ALONE = {
+    "cancels": lambda rows: rows.sum(-1) - 1,
+    "narrow": lambda rows: rows.amax(-1).bfloat16(),
+    "double": lambda rows: rows.double().var(-1),
+    "masked": lambda rows: rows.clone().masked_fill_(rows < 1e-4, -torch.inf),
+    "undefined": lambda rows: rows.sum(-1) * torch.nan,
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_rounding_is_no_difference(small_blocks, name):
+    values = torch.randn(3, 1, 2, 1000, 4, generator=torch.Generator().manual_seed(0))
+    keep, model = ALONE[name], Attention()
+    with (
+        hl.record(model, "@pattern", keep=hl.by_query(keep)) as run,
+        hl.record(model, "@pattern") as whole,
+    ):
+        model(*values)
+    wanted = keep(whole["@pattern"])
+    assert torch.allclose(run["@pattern"], wanted, 1e-2, 1e-5, equal_nan=True)
+
+
 def test_what_has_no_rows_is_refused():
     with pytest.raises(hl.AttachError, match="must be given a function, got 3"):
         hl.by_query(3)

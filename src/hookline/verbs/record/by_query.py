@@ -14,7 +14,8 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, StructureError
 
 _N_TRIED = 2  # queries that are given to the function alone
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-3  # of the largest number
+_ROUNDINGS = 8  # by which sums over a row may differ
 
 
 @final
@@ -67,9 +68,10 @@ class ByQuery:
                 )
         if is_dynamo_compiling() or n_rows <= _N_TRIED:
             return result
-        of_last = self.function(rows[..., -_N_TRIED:, :])
-        for tensor, alone in zip(_tensors(result), _tensors(of_last), strict=True):
-            if not _are_alike(tensor.narrow(dim, n_rows - _N_TRIED, _N_TRIED), alone):
+        last = rows[..., -_N_TRIED:, :]
+        rounding = _rounding(last)
+        for tensor, alone in zip(_tensors(result), _tensors(self.function(last)), strict=True):
+            if not _are_alike(tensor.narrow(dim, n_rows - _N_TRIED, _N_TRIED), alone, rounding):
                 raise StructureError(
                     "hl.by_query's function must make the same of a query whatever the other"
                     " queries are, got another result for the last queries alone.\nGive the"
@@ -82,12 +84,30 @@ def _tensors(result: Any) -> list[Tensor]:
     return [tensor for _, tensor in tree.tensors(result)]
 
 
-def _are_alike(first: Tensor, second: Tensor) -> bool:
+def _rounding(rows: Tensor) -> float:
+    """Return by how much rounding may change a sum over a row, such as one that cancels out."""
+    if not rows.is_floating_point():
+        return 0.0
+    return _ROUNDINGS * torch.finfo(rows.dtype).eps * _largest(_finite(rows).abs().sum(-1))
+
+
+def _are_alike(first: Tensor, second: Tensor, rounding: float) -> bool:
     if first.shape != second.shape:
         return False
     if not first.is_floating_point():
         return torch.equal(first, second)
-    return torch.allclose(first, second, _TOLERANCE, _TOLERANCE, equal_nan=True)
+    # The entries of a long pattern are small: only what is measured says what is near.
+    relative = max(_TOLERANCE, 2 * torch.finfo(first.dtype).eps)
+    nearness = max(relative * _largest(_finite(second).abs()), rounding)
+    return torch.allclose(first, second, relative, nearness, equal_nan=True)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.where(tensor.isfinite(), tensor.detach(), 0)
+
+
+def _largest(numbers: Tensor) -> float:
+    return float(numbers.max()) if numbers.numel() else 0.0
 
 
 def by_query(function: Callable[[Tensor], Any]) -> ByQuery:
