@@ -41,6 +41,25 @@ def test_activations_are_the_outputs_of_innermost_modules():
     assert hl.summary(nn.ReLU(), torch.zeros(3, 2)).activation_bytes == 4 * 3 * 2
 
 
+class Encoder(nn.Module):
+    """Has a method beside its forward, which runs a part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(3, 4), nn.Linear(4, 5)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+
+def test_a_run_of_a_part_of_the_model_has_its_flops():
+    model = Encoder()
+    table = hl.summary(model, lambda: model.encode(torch.ones(2, 3)))
+    assert (table.flops, rows(table)[""].flops) == (48, 0)
+    assert table.to_dict()["flops"] == 48
+    assert "FLOPs              48" in str(table)
+
+
 def test_the_model_is_left_as_it_was(image, left_as_found):
     model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.Dropout(0.5)).train()
     model[1].eval()
@@ -63,6 +82,24 @@ def test_buffers_that_the_forward_writes_to_are_put_back():
     model = Counting()
     hl.summary(model, torch.ones(2))
     assert model.n.item() == 0
+
+
+def test_attributes_and_new_buffers_are_put_back():
+    class Holding(nn.Module):
+        n_runs, held = 0, None
+
+        def forward(self, x):
+            self.n_runs += 1
+            self.held = x
+            self.register_buffer("last", x.mean())
+            return x
+
+    model = Holding()
+    before = dict(vars(model))
+    for look in (hl.summary, lambda *given: hl.operations(*given, "")):
+        look(model, torch.ones(2))
+        assert vars(model) == before
+        assert (model.n_runs, model.held, [*model.buffers()]) == (0, None, [])
 
 
 def test_shared_modules_and_parameters_are_counted_once():

@@ -93,8 +93,7 @@ class Summary(Result):
         FLOPs              48
         Output dtype       float32 throughout
 
-    `flops` is the number of floating-point operations of the whole run; a multiply-add counts as
-    two. `dtypes` is the set of the dtypes of the modules' outputs.
+    `dtypes` is the set of the dtypes of the modules' outputs.
 
     Args:
         model_type: the class of the model.
@@ -111,6 +110,7 @@ class Summary(Result):
         input_bytes: the bytes of the input's tensors.
         activation_bytes: the bytes of the outputs of all modules without submodules. A training
             step keeps roughly this much.
+        flops: the floating-point operations of the whole run; a multiply-add counts as two.
         without_formula: the operations whose FLOPs are not counted, such as `aten::_fft_r2c`:
             neither torch nor hookline has a formula for them.
     """
@@ -125,12 +125,8 @@ class Summary(Result):
     buffer_bytes: int = 0
     input_bytes: int = 0
     activation_bytes: int = 0
+    flops: int = 0
     without_formula: tuple[str, ...] = ()
-
-    @property
-    def flops(self) -> int:
-        """The floating-point operations of the whole run; a multiply-add counts as two."""
-        return self.rows[0].flops if self.rows else 0
 
     @property
     def dtypes(self) -> set[str]:
@@ -145,7 +141,7 @@ class Summary(Result):
         """
         names = [entry.name for entry in fields(self) if entry.name not in ("model_type", "rows")]
         facts = {"model": self.model_type} | {name: getattr(self, name) for name in names}
-        return {**facts, "flops": self.flops, "rows": self._table_rows()}
+        return {**facts, "rows": self._table_rows()}
 
     def _printout(self) -> Printout:
         paths_run = [path for row in self.rows if row.calls for path in (row.path, *row.aliases)]
@@ -183,10 +179,10 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         >>> table.rows[1].output, table.rows[1].parameters, table.flops
         ('[4, 3]', 9, 48)
 
-    The model runs once, in eval mode and without gradients. Afterwards its mode, its buffers and
-    torch's random state are as before. A model on the meta device runs on shapes alone, so a model
-    larger than memory can be described. torch's own counter counts the FLOPs; a multiply-add counts
-    as two.
+    The model runs once, in eval mode and without gradients. Afterwards its mode, its buffers, the
+    attributes that its forward sets, and torch's random state are as before. A model on the meta
+    device runs on shapes alone, so a model larger than memory can be described. torch's own counter
+    counts the FLOPs; a multiply-add counts as two.
 
     Args:
         model: the model.
@@ -223,6 +219,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
             table.rows[0].flops = counted.flops
             table.failure = failure_text(model, error)
     table.ran = True
+    table.flops = counted.flops
     table.without_formula = tuple(counted.without_formula)
     holders = {path.rpartition(".")[0] for row in table.rows for path in (row.path, *row.aliases)}
     leaves = [row for row in table.rows[1:] if row.path not in holders] or table.rows

@@ -228,9 +228,7 @@ def grads_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
-    """Run the block in eval mode without gradients, and leave the model as it was.
-
-    Training flags, buffers and random states are restored afterwards.
+    """Run the block in eval mode without gradients, and leave the model `untouched`.
 
     Raises:
         InputError: the model has lazy parameters, which its first run would create for good.
@@ -241,8 +239,7 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
             f"the model must have no lazy parameters, got {name}: the first run would create it"
             " for good.\nRun the model once yourself, then call this again."
         )
-    modules = list(model.modules())
-    with restore_state(modules), torch.no_grad(), in_eval_mode(modules):
+    with untouched(model), torch.no_grad(), in_eval_mode(list(model.modules())):
         yield
 
 
