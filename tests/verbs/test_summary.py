@@ -245,3 +245,52 @@ def test_fused_attention_is_counted():
     expected = 2 * (2 * 2 * 8 * 8 * 4)
     assert hl.summary(Attention(), q).flops == expected
     assert hl.summary(Attention(), q.to("meta")).flops == expected
+
+
+def test_arithmetic_of_hooks_that_read_is_not_the_models():
+    model, x = nn.Sequential(nn.Linear(3, 4)), torch.ones(2, 3)
+    reader = nn.Linear(4, 8)
+    with (
+        hl.watch(model, file=io.StringIO()),
+        hl.record(model, "0", keep=lambda value: torch.fft.fft(reader(value)).abs()),
+    ):
+        table = hl.summary(model, x)
+    assert (table.flops, table.without_formula) == (48, ())
+    with hl.edit(model, "0", lambda value: value @ torch.ones(4, 4)):
+        assert hl.summary(model, x).flops == 48 + 64  # an edit is part of the run
+
+
+def test_bytes_and_flops_of_vmap_are_those_of_all_examples():
+    model, x = nn.Linear(3, 4), torch.ones(5, 3)
+    table = hl.summary(model, lambda: torch.func.vmap(model)(x))
+    assert (table.flops, table.activation_bytes) == (2 * 5 * 3 * 4, 4 * 5 * 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_run_and_their_flops_are_not_known(layout):
+    value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    table = hl.summary(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), value)
+    assert (table.failure, table.flops) == (None, 0)
+    assert table.without_formula == ("aten::linear on nested tensors",)
+    text = " ".join(str(table).split())
+    assert "FLOPs leave out aten::linear on nested tensors: no formula is known." in text
+    assert "Register" not in text
+
+
+@pytest.mark.filterwarnings("ignore:.*nested:UserWarning")
+def test_the_fast_path_of_transformers_runs_with_a_mask():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    mask = torch.tensor([[False] * 5, [False, False, False, True, True]])
+    table = hl.summary(nn.TransformerEncoder(layer, 1), (torch.ones(2, 5, 8), None, mask))
+    assert table.failure is None
+    assert "aten::linear on nested tensors" in table.without_formula
+
+
+def test_marks_of_the_profiler_do_no_work():
+    class Marked(nn.Module):
+        def forward(self, x):
+            with torch.profiler.record_function("mark"):
+                return x + 1
+
+    assert hl.summary(Marked(), torch.ones(2)).without_formula == ()

@@ -52,7 +52,8 @@ from hookline.engine.selection.selectors import (
 from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text
 from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
-    AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, no_callback, walked_over,
+    AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, is_reading, no_callback,
+    walked_over,
 )
 from hookline.engine.taps.forward import OutputTap
 from hookline.engine.taps.operations import ModeTap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, final
@@ -12,7 +13,16 @@ from torch.nn.parameter import is_lazy
 
 from hookline.display.results import Cell, Heading, Printout, Result
 from hookline.display.units import count, size
-from hookline.engine import Line, OperationCounter, Order, Pass, Site, require_model
+from hookline.engine import (
+    Line,
+    OperationCounter,
+    Order,
+    Pass,
+    Site,
+    innermost,
+    is_reading,
+    require_model,
+)
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
@@ -38,7 +48,8 @@ class Row:
         input: the structure of its input at the first call.
         output: the structure of its output at the first call.
         dtype: the dtype of its first output tensor.
-        output_bytes: the bytes of its output tensors, over all calls.
+        output_bytes: the bytes of its output tensors, over all calls; under `vmap`, those of all
+            examples.
         flops: the floating-point operations of all calls, with those of its submodules. A
             multiply-add counts as two.
     """
@@ -236,12 +247,14 @@ class _Count:
         self.without_formula: dict[str, None] = {}
 
     def add(self, flops: int, n_bytes: int) -> None:
-        """Count an operation."""
-        self.flops += flops
+        """Count an operation, unless a hook computes it that only reads, as that of `hl.watch`."""
+        if flops and not is_reading(sys._getframe(1)):
+            self.flops += flops
 
     def lacks(self, operation: str) -> None:
         """Note an operation without a formula."""
-        self.without_formula[operation] = None
+        if not is_reading(sys._getframe(1)):
+            self.without_formula[operation] = None
 
 
 @final
@@ -274,7 +287,9 @@ class _Gauge:
                 row.flops += self._counted.flops - before
             row.calls += 1
             row.output = row.output or describe.shape_or_structure(value)
-            row.output_bytes += describe.n_bytes(value)
+            # Like the FLOPs, under vmap those of all examples.
+            tensors = [innermost(tensor) for _, tensor in tree.tensors(value)]
+            row.output_bytes += describe.n_bytes(tensors)
             first = next(tree.tensors(value), None)
             if first is not None and not row.dtype:
                 row.dtype = str(first[1].dtype).removeprefix("torch.")
@@ -332,10 +347,10 @@ def missing_formulas(operations: Sequence[str]) -> str:
     """Say which operations have no FLOPs in the numbers."""
     shown = ", ".join(operations[:_N_OPERATIONS_SHOWN])
     more = len(operations) - _N_OPERATIONS_SHOWN
-    return (
-        f"FLOPs leave out {shown}{f' and {more} more' * (more > 0)}: no formula is known. Register"
-        " one with torch.utils.flop_counter.register_flop_formula."
-    )
+    text = f"FLOPs leave out {shown}{f' and {more} more' * (more > 0)}: no formula is known."
+    if all("on nested tensors" in operation for operation in operations):
+        return text
+    return f"{text} Register one with torch.utils.flop_counter.register_flop_formula."
 
 
 def indented_name(row: Row) -> Cell:

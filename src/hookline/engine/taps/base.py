@@ -305,6 +305,21 @@ class Tap(HookOwner):
         return None
 
 
+def is_reading(frame: FrameType | None) -> bool:
+    """Tell whether a tap that only reads values is running.
+
+    Args:
+        frame: the frame of the running code, from which the stack is walked.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "fire":  # only then: to read a frame's variables is slow
+            tap = frame.f_locals.get("self")
+            if isinstance(tap, Tap) and tap.rank not in (Order.EDIT, Order.HOOK):
+                return True
+        frame = frame.f_back
+    return False
+
+
 def no_callback(*values: Any) -> None:
     """Do nothing: the callback of taps without a single value, and of removed taps."""
 

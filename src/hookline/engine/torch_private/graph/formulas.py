@@ -105,8 +105,6 @@ def _product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
 
 def _multi_head(query: Tensor, key: Tensor, value: Tensor, width: int, *_: Any, **__: Any) -> int:
     """Count the projections of attention and the attention itself."""
-    if query.is_nested:
-        return 0
     batch, n_queries, n_keys = query.shape[0], query.shape[1], key.shape[1]
     projections = 2 * batch * width * width * (2 * n_queries + 2 * n_keys)
     return projections + 4 * batch * n_queries * n_keys * width
@@ -134,14 +132,19 @@ def has_unknown_flops(operation: Any) -> bool:
     matrices. Like torch's counter, hookline counts nothing for functions of single elements.
     """
     space, _, name = str(operation._qualified_op_name).partition("::")
-    if space in ("prim", "prims"):
+    if space in ("prim", "prims", "profiler"):
         return False
-    return space != "aten" or bool(_MATRIX_WORK.search(name) and not _ELEMENTWISE.search(name))
+    return space != "aten" or may_do_matrix_work(name)
+
+
+def may_do_matrix_work(name: str) -> bool:
+    """Tell whether torch's operation of this name multiplies, convolves or decomposes matrices."""
+    return bool(_MATRIX_WORK.search(name) and not _ELEMENTWISE.search(name))
 
 
 _MATRIX = 2  # dimensions
 _MATRIX_WORK = re.compile(
-    r"(^|_)(\w*mm|\w*dot|[a-z]*mv|matmul|gemm|\w*conv\w*|attention|\w*rnn|lstm|gru|cdist|trilinear"
+    r"(^|_)(\w*mm|\w*dot|[a-z]*mv|matmul|gemm|\w*conv\w*|attention|transformer|\w*rnn|lstm|gru|cdist|trilinear"
     r"|linear|fft|linalg|solve|spsolve|cholesky|lu|qr|svd|eigh?|det|inverse|geqrf|orm?gqr|ormqr)(_|$)"
 )
 _ELEMENTWISE = re.compile(

@@ -11,11 +11,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from hookline.engine.torch_private.graph.formulas import (
     PLACE_OF_WORKSPACE,
     formulas,
     has_unknown_flops,
+    may_do_matrix_work,
     with_workspace,
 )
 
@@ -42,7 +44,7 @@ class OperationCounter:
         # The names that torch's mode reads.
         self.flop_registry: dict[Any, Any] = {**flop_counter.flop_registry, **formulas()}
         self.flop_counts: Any = defaultdict(lambda: defaultdict(int))
-        self._mode = flop_counter._FlopCounterMode
+        self._mode = _mode(flop_counter._FlopCounterMode)
         self._done = done
         self._missing = missing
         self._workspace = workspace
@@ -51,8 +53,14 @@ class OperationCounter:
 
     def counting(self) -> AbstractContextManager[Any]:
         """Return a context in which operations are counted."""
-        mode: AbstractContextManager[Any] = self._mode(self)  # type: ignore[arg-type]
+        mode: AbstractContextManager[Any] = self._mode(self)
         return mode
+
+    def on_nested(self, operation: Any) -> None:
+        """Note that an operation on nested tensors is not counted, if it does matrix work."""
+        name = operation._qualified_op_name
+        if self._missing is not None and may_do_matrix_work(name.partition("::")[2]):
+            self._missing(f"{name} on nested tensors")
 
     def _count_flops(self, operation: Any, out: Any, args: Any, kwargs: Any) -> Any:
         formula = self.flop_registry.get(operation)
@@ -91,6 +99,27 @@ class OperationCounter:
 
             self._n_bytes += n_bytes
             self._alive[key] = weakref.ref(storage, freed)
+
+
+def _mode(counting: Any) -> Any:
+    """Return torch's mode that counts, which neither decomposes nor counts nested tensors."""
+
+    class Counting(counting):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if isinstance(func, OpOverload) and any(map(_is_nested, args)):
+                self.counter.on_nested(func.overloadpacket)
+                return func(*args, **kwargs or {})
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return Counting
+
+
+def _is_nested(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_is_nested, value))
+    return isinstance(value, Tensor) and value.is_nested
 
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
