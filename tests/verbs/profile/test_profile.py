@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from hookline.engine import ShapesOnly
 from hookline.util import stopwatch
 from hookline.verbs.profile import windows
 from moved_clock import moved_clock
@@ -366,6 +367,42 @@ def test_garbage_collection_is_no_time_of_a_module(hand):
     assert prof.total.garbage == 2 * 500
     assert prof.total.overhead == 0
     assert "Garbage collection" in str(prof)
+
+
+def test_copies_of_inputs_take_no_time_of_collections(hand, monkeypatch):
+    copied = ShapesOnly.copied
+
+    def copied_slowly(*args):
+        hand.seconds += 5
+        gc.collect()
+        return copied(*args)
+
+    def collect_slowly(phase, info):
+        hand.seconds += 500 * (phase == "start")
+
+    monkeypatch.setattr(ShapesOnly, "copied", copied_slowly)
+    model = model_of(hand)
+    with hl.profile(model) as prof:
+        gc.callbacks.append(collect_slowly)
+        try:
+            model(ones())
+        finally:
+            gc.callbacks.remove(collect_slowly)
+    assert prof.total.overhead == 5
+    assert prof.per_pass.total.overhead == 0  # copies are made once
+
+
+def test_runs_of_a_part_of_the_model_are_told_to_be_one_pass(hand):
+    model = model_of(hand)
+    message = "itself was not called, only modules inside it .'1'., so all their runs are one pass"
+    with pytest.warns(hl.HooklineWarning, match=message), hl.profile(model) as prof:
+        for _ in range(3):
+            model[1](ones())
+    assert prof.per_pass["1"].calls == 3
+    (note,) = prof.per_pass.notes
+    assert "so all their runs are one pass. Give the module that is called" in note
+    assert note in prof.table.to_dict()["notes"]
+    assert "all their runs are one pass" in " ".join(str(prof.per_pass).split())
 
 
 def test_a_profile_that_nobody_ends_leaves_no_callback():

@@ -436,7 +436,7 @@ class Line:
             return None
         nodes = [self._nodes.get(id(tap)) for tap in self.taps if max(tap.fired, tap.ran) > 1]
         return gathered(
-            self.name, self.module_tree.name, [n for n in nodes if isinstance(n, ModuleNode)]
+            self.name, self.module_tree.name, [n.path for n in nodes if isinstance(n, ModuleNode)]
         )
 
     def _notes(self) -> tuple[str, ...]:

@@ -166,14 +166,15 @@ _CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
 )  # fmt: skip
 
 
-def gathered(name: str, model_type: str, nodes: list[ModuleNode]) -> str | None:
-    """Write the warning where the model itself was never called, but its modules were."""
-    tops: dict[str, None] = {}
-    for node in nodes:
-        top = node
-        while top.parent is not None and top.parent.parent is not None:
-            top = top.parent
-        tops[top.path] = None
+def gathered(name: str, model_type: str, paths: list[str]) -> str | None:
+    """Write the warning where the model itself was never called, but its modules were.
+
+    Args:
+        name: the verb.
+        model_type: the class of the model.
+        paths: the modules that were called more than once.
+    """
+    tops = dict.fromkeys(path.partition(".")[0] for path in paths)
     if not tops:
         return None
     names = listed([repr(top) for top in tops], 3)

@@ -7,7 +7,6 @@ the copies, when they are asked for.
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -28,6 +27,7 @@ from hookline.engine import (
     why_no_shapes,
 )
 from hookline.util.locks import fork_safe_lock
+from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.shared.rerun import Autocast, autocast_here
 
 _MOST_KINDS = 16
@@ -202,7 +202,7 @@ class Kinds:
         if any(map(is_lazy, self._model.parameters())):
             self.failure = "its lazy modules had not run before; run the model once first"
             return
-        began = time.perf_counter()
+        began = STOPWATCH.read()  # without collections, as the clocks' overhead
         try:
             if self.copy is None:
                 self.copy = ShapesOnly(self._model, self._by_path)
@@ -210,7 +210,7 @@ class Kinds:
             kind.flags = flags_of(self._model)
         except Exception as error:
             self.failure = f"the model cannot be copied: {why_no_shapes(error)}"
-        self.seconds += time.perf_counter() - began
+        self.seconds += STOPWATCH.read() - began
 
     def release(self) -> None:
         """Let go of the model."""

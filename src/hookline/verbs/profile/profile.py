@@ -25,6 +25,7 @@ from hookline.engine import (
     path_text,
     require_model,
 )
+from hookline.engine.report.why_silent import gathered
 from hookline.errors import warn
 from hookline.files.replace_text import path_of
 from hookline.util.stopwatch import STOPWATCH
@@ -170,7 +171,13 @@ class Profile(VerbLine[Line], Result):
         self._model = None
         self._ledger.end()
         self._kinds.release()
-        if error is None and not self._ran().n_started:
+        if error is None:
+            self._warn()
+
+    def _warn(self) -> None:
+        if note := self._gathered():
+            warn(note)
+        if not self._ran().n_started:
             elsewhere = self._line.passes.other_contexts
             why = (
                 "The model ran in another thread or async task.\nMake the profile in that one, or"
@@ -179,6 +186,17 @@ class Profile(VerbLine[Line], Result):
                 else "\nRun the forward inside the block: with hl.profile(model): model(x)."
             )
             warn(f"hl.profile must see a run of the model, got none. {why}".replace(" \n", "\n"))
+
+    def _gathered(self) -> str | None:
+        """Say that the model itself was not called, so that no pass is known to have ended."""
+        passes = self._line.passes
+        if passes.started == 0 or passes.outside_root < passes.started:
+            return None
+        tops = [lane.top.context for lane in self._ledger.lanes]
+        sums = Measured(tops, self._ran().costs(PassChoice.ALL)[0], adds=True)
+        called = [context for top in tops for context in top.children.values()]
+        paths = [context.path or "" for context in called if sums.of([context])[0, CALLS] > 1]
+        return gathered("profile", self._described.model_type, paths)
 
     # -- the results ------------------------------------------------------------------------------
 
@@ -379,7 +397,8 @@ class Profile(VerbLine[Line], Result):
 
     def _notes(self, counted: Counted, tops: list[Context], ran: Ran) -> tuple[str, ...]:
         """Say what the numbers lack."""
-        notes = [self._added, ran.about_failed(), counted.without_formula()]
+        one_pass = (self._gathered() or "").replace("\n", " ")
+        notes = [one_pass, self._added, ran.about_failed(), counted.without_formula()]
         if counted.failure:
             notes.append(f"FLOPs and peaks are not complete: {counted.failure}.")
         elif self._kinds.wants_flops and ran.n_passes:
