@@ -347,3 +347,17 @@ def test_a_sample_has_so_many_bytes_in_any_dtype(dtype):
 def test_lazy_and_meta_models_are_no_error():
     assert recorded_model(nn.LazyLinear(2)) is None
     assert isinstance(recorded_model(nn.Linear(2, 2, device="meta")), RecordedModel)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_buffer_counts_by_its_indices_and_values(layout):
+    def weights_of(dense):
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(model.weight)
+        model.register_buffer("mask", dense.to_sparse(layout=layout))
+        return model_identity(model)["weights"]
+
+    eye = torch.eye(3)
+    digests = {weights_of(dense) for dense in (eye, 2 * eye, eye.flip(0), eye.clone())}
+    assert len(digests) == 3

@@ -294,3 +294,38 @@ def test_marks_of_the_profiler_do_no_work():
                 return x + 1
 
     assert hl.summary(Marked(), torch.ones(2)).without_formula == ()
+
+
+SPARSE = {
+    "coo": lambda dense: dense.to_sparse(),
+    "csr": lambda dense: dense.to_sparse_csr(),
+    "csc": lambda dense: dense.to_sparse_csc(),
+    "bsr": lambda dense: dense.to_sparse_bsr((2, 2)),
+    "bsc": lambda dense: dense.to_sparse_bsc((2, 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", SPARSE)
+def test_the_bytes_of_a_sparse_buffer_are_those_it_holds(layout, tmp_path):
+    sparse = SPARSE[layout](torch.eye(4))
+    held = n_bytes_held(sparse)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    model.register_buffer("mask", sparse)
+    assert hl.summary(model).buffer_bytes == held
+    x = torch.ones(2, 5, 8)
+    with hl.record(model.eval(), "layers.0", to=tmp_path / "run"):
+        model(x)
+    assert hl.open(tmp_path / "run")["layers.0"].shape == x.shape
+    assert hl.anatomy(model, x)["mlp_out"]
+
+
+def n_bytes_held(sparse):
+    names = ("indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices")
+    total = 0
+    for name in names:
+        try:
+            total += getattr(sparse, name)().nbytes
+        except RuntimeError:  # of another layout
+            continue
+    return total

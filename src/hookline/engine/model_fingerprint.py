@@ -23,7 +23,7 @@ from hookline.engine.provenance import Provenance, device_of, flags_here, versio
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import local_shards
 from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
-from hookline.engine.torch_private.modules import unwrapping
+from hookline.engine.torch_private.modules import parts_of_sparse, unwrapping
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _COMPILED = re.compile(r"\._orig_mod\b")  # of a path through a module that torch.compile wraps
@@ -193,10 +193,15 @@ def _bytes_of(tensor: Any) -> Any:
         return repr(tensor).encode()
     if tensor.is_meta:
         return b""
+    if tensor.layout is torch.sparse_coo and not tensor.is_coalesced():
+        tensor = tensor.coalesce()
+    parts = parts_of_sparse(tensor)
+    if parts:
+        return b"".join(map(bytes, map(_bytes_of, parts)))
     try:
         flat = tensor.cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data
-    except (RuntimeError, TypeError):  # quantised, sparse, a subclass: by its numbers
+    except (RuntimeError, TypeError):  # quantised, a subclass: by its numbers
         return repr(tensor.dequantize() if tensor.is_quantized else tensor.tolist()).encode()
 
 

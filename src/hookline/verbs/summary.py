@@ -318,7 +318,7 @@ def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, R
     table.parameters, table.trainable = table.rows[0].parameters, table.rows[0].trainable
     known = [p for p in model.parameters() if not is_lazy(p)]
     table.parameter_bytes = sum(describe.n_bytes(p) for p in known)
-    table.buffer_bytes = sum(b.nbytes for b in model.buffers() if not is_lazy(b))
+    table.buffer_bytes = sum(describe.n_bytes(b) for b in model.buffers() if not is_lazy(b))
     return table, rows
 
 

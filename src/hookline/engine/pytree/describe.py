@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine.pytree.tree import _SETS, Key, Leaf, items, tensors
+from hookline.engine.torch_private.modules import parts_of_sparse
 
 
 def leaf_text(leaf: Leaf) -> str:
@@ -109,7 +110,7 @@ def shape(tensor: Any) -> str:
 
 
 def n_bytes(value: Any) -> int:
-    """Sum the bytes of a value's tensors; sparse and nested tensors count as 0."""
+    """Sum the bytes of a value's tensors; nested tensors count as 0."""
     return sum(_n_bytes(tensor) for _, tensor in tensors(value))
 
 
@@ -117,6 +118,8 @@ def _n_bytes(tensor: Tensor) -> int:
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass, as in torchao
         names, _ = tensor.__tensor_flatten__()
         return sum(_n_bytes(getattr(tensor, name)) for name in names)
+    if tensor.layout is not torch.strided and (parts := parts_of_sparse(tensor)):
+        return sum(part.nbytes for part in parts)
     try:
         return tensor.nbytes
     except (RuntimeError, AttributeError):

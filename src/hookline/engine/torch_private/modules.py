@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import stateless
 
 # Wrappers that add a segment to every path below them, by the name of their module and class.
@@ -164,3 +164,14 @@ def has_forward(module: nn.Module) -> bool:
 def is_holder(kind: type) -> bool:
     """Tell whether a class has no forward. A scripted module's forward belongs to its instances."""
     return getattr(kind, "forward", None) is nn.Module.forward
+
+
+def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
+    """Return the indices and the values of a sparse tensor; nothing for other layouts."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []

@@ -368,6 +368,8 @@ def _mapped(function: Any, part: Any) -> Any:
 
 
 def _memory(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return id(tensor)  # a sparse tensor has no memory of its own
     return tensor.untyped_storage().data_ptr()
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookline.engine.torch_private.modules import parts_of_sparse
+
 # Returns the number that the next node of this thread gets.
 next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
@@ -108,14 +110,8 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
         storage = tensor.untyped_storage()
         return storage._cdata, storage.nbytes()
     except (RuntimeError, NotImplementedError):  # a sparse tensor, or one without memory
-        parts = _parts_of_sparse(tensor)
+        parts = [tensor] if tensor.layout is torch.strided else parts_of_sparse(tensor)
         return id(tensor), sum(part.nbytes for part in parts)
-
-
-def _parts_of_sparse(tensor: Tensor) -> list[Tensor]:
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    return [tensor] if tensor.layout is torch.strided else []
 
 
 def traced_node() -> tuple[int, str, list[str]] | None:
