@@ -85,6 +85,7 @@ WRONG = [
     "summary nets.py:gone",
     "summary nets.py:Idle gone.npy",
     "summary nets.py:Idle random:1x2:float99",
+    "summary nets.py:Idle --meta --weights gone.pt",
     "inspect nets.py:Idle random:1x2 --at nowhere",
     "inspect nets.py:Idle random:1x2 --out nets.py",
     "inspect nets.py:Idle random:1x2 --weights gone.pt",

@@ -101,9 +101,16 @@ def test_findings_are_sorted_worst_first(broken):
     assert levels == sorted(levels, key=["error", "warning", "note"].index)
 
 
+def test_all_of_a_value_is_a_hundred_per_cent():
+    model = nn.Linear(4, 4)
+    with hl.record(model) as run:
+        model(torch.full((8, 4), math.nan))
+    assert run.findings()[0].number == "100 % NaN"
+
+
 def test_an_error_names_its_site_number_and_followers(broken):
     finding = broken.findings()[0]
-    assert (finding.kind, finding.site, finding.number) == ("non-finite", "8", "1.6 % NaN")
+    assert (finding.kind, finding.site, finding.number) == ("non-finite", "8", "1.56 % NaN")
     assert finding.follows[:2] == ("9", "10")
 
 

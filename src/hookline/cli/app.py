@@ -264,6 +264,11 @@ def summary(
 ) -> None:
     """Print a model's modules: path, type, shapes, parameters, FLOPs, memory."""
     with complaints():
+        if meta and weights not in ("default", "none"):
+            raise InputError(
+                "--weights must be left out with --meta, which loads none, got both.\nLeave out"
+                " one of the two."
+            )
         context = torch.device("meta") if meta else contextlib.nullcontext()
         with context, Busy(f"loading {model}"), _meta_suggested():
             loaded = load_model(model, weights="none" if meta else weights)

@@ -14,9 +14,9 @@ import sys
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any, Literal, TextIO, final
+from typing import Any, ClassVar, Literal, TextIO, final
 
 from hookline.display.text import escape_html, escape_invisible
 from hookline.util.optional import load
@@ -167,6 +167,7 @@ class Result(ABC):
     """A result that people print: one printout gives its text, its HTML and its table of pandas."""
 
     __slots__ = ()
+    _row_type: ClassVar[Any] = None  # the dataclass of its rows, where there may be none
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -189,7 +190,9 @@ class Result(ABC):
         """
         error_type = partial(ModuleNotFoundError, name="pandas")
         pandas = load("pandas", "to_pandas() needs pandas", "Run pip install pandas.", error_type)
-        return pandas.DataFrame(self._table_rows())
+        rows = self._table_rows()
+        names = [] if self._row_type is None else [entry.name for entry in fields(self._row_type)]
+        return pandas.DataFrame(rows, columns=None if rows else names)
 
     def __str__(self) -> str:
         """Return the text, as wide as the terminal; 80 characters where there is none."""

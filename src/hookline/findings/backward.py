@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from hookline.display.text import listed, plural
+from hookline.display.units import share
 from hookline.findings.finding import Finding, Level
-from hookline.findings.forward import bad_text, follow, share_text
+from hookline.findings.forward import bad_text, follow
 from hookline.findings.reading import Reading
 from hookline.findings.steps import change_in
 from hookline.findings.survey import Survey, further_text, log_of, template_of, times_text
@@ -32,7 +33,7 @@ def non_finite(survey: Survey) -> list[Finding]:
             f"{bad_text(first)} begins in the gradient at {first.site}.",
             first.site,
             "error",
-            f"{share_text(n_bad, first.numbers.numel)} {bad_text(first)}",
+            f"{share(n_bad / max(first.numbers.numel, 1))} {bad_text(first)}",
             why,
             f"Look at the operation that uses {first.path or 'the output'}; hl.check names it.",
             follow(bad, first),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hookline.display.text import listed, plural
+from hookline.display.units import share
 from hookline.findings.finding import Finding, Level
 from hookline.findings.reading import Reading
 from hookline.findings.survey import (
@@ -35,11 +36,6 @@ _MOST_NAMED = 3
 def follow(readings: Iterable[Reading], first: Reading) -> tuple[str, ...]:
     """Return the sites of the later readings."""
     return tuple(dict.fromkeys(r.site for r in readings if r is not first and r.site != first.site))
-
-
-def share_text(part: int, whole: int) -> str:
-    """Format a share in per cent: `37 %`."""
-    return f"{100 * part / max(whole, 1):.2g} %"
 
 
 def bad_text(reading: Reading) -> str:
@@ -76,7 +72,7 @@ def non_finite(survey: Survey) -> list[Finding]:
             f"{bad_text(first)} begins at {first.site}.",
             first.site,
             "error",
-            f"{share_text(n_bad, first.numbers.numel)} {bad_text(first)}",
+            f"{share(n_bad / max(first.numbers.numel, 1))} {bad_text(first)}",
             why,
             advice,
             follow(later, first),
@@ -215,7 +211,7 @@ def _channel_finding(reading: Reading, level: Level, others: list[Reading]) -> F
         text,
         reading.site,
         level,
-        share_text(n_dead, numbers.n_channels),
+        share(n_dead / max(numbers.n_channels, 1)),
         why,
         advice,
         follow(others, reading),
@@ -263,15 +259,15 @@ def saturated(survey: Survey) -> list[Finding]:
     if not full:
         return []
     first = full[0]
-    share = f"{100 * (first.numbers.saturated or 0.0):.0f} %"
-    why = f"In {share} of its rows one key has all the weight, in {len(full)} of {len(maps)} maps."
+    part = f"{100 * (first.numbers.saturated or 0.0):.0f} %"
+    why = f"In {part} of its rows one key has all the weight, in {len(full)} of {len(maps)} maps."
     return [
         Finding(
             "saturated",
             f"The softmax of {first.site} is saturated.",
             first.site,
             "warning",
-            share,
+            part,
             why + " Almost no gradient flows through it.",
             "Look at the scale of the queries and keys, 1 / sqrt(width of a head).",
             follow(full, first),

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from torch import nn
 
@@ -73,6 +73,7 @@ class Inventory(Result):
 
     entries: tuple[HookEntry, ...]
     modules: int
+    _row_type: ClassVar[type] = HookEntry
 
     def __iter__(self) -> Iterator[HookEntry]:
         return iter(self.entries)

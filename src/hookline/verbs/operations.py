@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from torch import nn
 
@@ -76,6 +76,7 @@ class Operations(Result):
     module_type: str
     rows: tuple[OperationRow, ...]
     parts: tuple[str, ...] = ()
+    _row_type: ClassVar[type] = OperationRow
 
     def __iter__(self) -> Iterator[OperationRow]:
         return iter(self.rows)
