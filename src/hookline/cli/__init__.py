@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +15,10 @@ def main() -> None:
     load("typer", "hookline: the command line needs typer", how_to_install("cli"), SystemExit)
     with _ending_at_ctrl_c():
         from hookline.cli.app import app
+        from hookline.cli.standard_streams import ended_by_streams
 
-    # Characters that stdout's encoding lacks are written as \\u65e5, as Python does on stderr.
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
+    with ended_by_streams():
         app()
-    except KeyboardInterrupt:  # before a command runs: typer builds its parser
-        sys.exit(130)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, 
 BAD_INPUT = 2  # the exit code for a mistake in the arguments; 1 is for a model that fails
 
 # Piped into a file, a table must not be folded at the 80 columns that rich would assume.
-out: Console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, emoji=False)
+_WIDTH = None if sys.stdout is not None and sys.stdout.isatty() else 160
+out: Console = Console(width=_WIDTH, highlight=False, emoji=False)
 err: Console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 

@@ -1,0 +1,92 @@
+"""Standard output and error of the command: a write that fails ends it as a shell expects."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, final
+
+from hookline.cli.terminal import BAD_INPUT, say
+from hookline.errors import InputError
+
+_CLOSED_PIPE = 128 + signal.SIGPIPE  # the exit code of a command that the signal ends
+
+
+@contextmanager
+def ended_by_streams() -> Iterator[None]:
+    """Run a command whose streams may fail, as the main function of its process.
+
+    A reader of stdout that has gone ends the command with 141, and a disk that is full with 2.
+    Ctrl-C gives 130.
+
+        $ hookline summary demo:digits demo | head -1
+    """
+    _prepare()
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except InputError as error:
+        say(str(error))
+        sys.exit(BAD_INPUT)
+    except KeyboardInterrupt:  # before a command runs: typer builds its parser
+        sys.exit(130)
+
+
+def _prepare() -> None:
+    """Open what the shell has closed, and have stdout tell what a write that fails means.
+
+    Characters that the encoding of stdout lacks are written as \\u65e5, as Python does on stderr.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.flush()
+        sys.stdout = _guarded(sys.stdout)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 it lasts as long as the process
+
+
+def _guarded(stream: io.TextIOWrapper) -> TextIO:
+    raw = _Output(stream.fileno(), "wb", closefd=False)
+    errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=errors,
+        line_buffering=stream.line_buffering,
+    )
+
+
+@final
+class _Output(io.FileIO):
+    """Write to stdout, whose reader may have gone, or whose disk may be full."""
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes.
+
+        Raises:
+            SystemExit: the reader has gone, as in `hookline compare a b | head -1`.
+            InputError: the file cannot be written.
+        """
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            self._give_up()
+            raise SystemExit(_CLOSED_PIPE) from None
+        except OSError as error:
+            self._give_up()
+            raise InputError(
+                f"stdout must be a file that can be written, got {error.strerror}."
+                "\nWrite to another disk, or free space on this one."
+            ) from error
+
+    def _give_up(self) -> None:
+        """Write nothing more: what is left in buffers is written when the process ends."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
