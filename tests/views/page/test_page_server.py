@@ -235,6 +235,46 @@ def test_maps_of_a_value_come_with_those_of_its_gradient(served, runs):
     assert server.get("maps?value=999").status == 404
 
 
+class Two(nn.Module):
+    """Two convolutions of one input; a model may use the second alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(3, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+@pytest.fixture(scope="module")
+def second_alone(tmp_path_factory):
+    model = nn.Sequential(Two())
+    ports = ("input", "output", "grad_output")
+    with hl.record(model, ["0", "(root):input"], ports=ports, copy=True) as run:
+        model(torch.rand(1, 3, 8, 8))[1].sum().backward()
+    return run.save(tmp_path_factory.mktemp("second_alone") / "run")
+
+
+def test_a_gradient_is_drawn_beside_its_own_tensor(served, second_alone):
+    server = served(second_alone)
+    first, second = (json.loads(server.get(f"maps?at=0&part={k}").text) for k in range(2))
+    assert first["own"]["maps"]["kind"] == "channels"
+    assert first["gradient"] == {"problem": "no gradient flowed to this tensor."}
+    assert [maps["kind"] for maps in first["over"]["sets"]] == ["norm"]  # and no Grad-CAM
+    assert second["gradient"]["maps"]["kind"] == "channels"
+
+
+def test_the_norm_of_a_gradient_is_that_of_its_own_tensor(served, second_alone):
+    server = served(second_alone)
+    values = core_of(server.get().text)["values"]
+    order = len(values["port"]) - 1
+    assert (values["numel"][order], order in values["waits"]) == (None, True)
+    measured = json.loads(server.get(f"measure?only={order}").text)["values"]
+    assert (measured["std"], measured["waits"]) == ([None], [])
+    (part,) = measured["parts"][str(order)]
+    assert (part["leaf"], part["numel"]) == ("[1]", 256)
+
+
 def test_two_recordings_are_compared_when_the_page_asks(served, runs):
     server = served(runs / "a", runs / "b")
     text = server.get().text

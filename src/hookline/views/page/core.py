@@ -146,7 +146,7 @@ def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
         "leaves": _some(entries, lambda entry: entry.non_finite_text if entry.non_finite else None),
         "problem": _some(entries, lambda entry: escape_invisible(entry.problem) or None),
         "range": _some(entries, _range_of_items),
-        "waits": [entry.order for entry in entries if _waits(entry)],
+        "waits": [entry.order for entry in entries if not entry.is_measured],
         "parts": {str(e.order): [*map(_part_data, e.parts)] for e in entries if e.parts},
     }
 
@@ -175,11 +175,6 @@ def _part_data(part: Part) -> dict[str, Any]:
         "bad": statistics.non_finite,
         "hist": _histogram_text(part.counts),
     }
-
-
-def _waits(entry: ValueEntry) -> bool:
-    """Tell whether a value is to be measured."""
-    return entry.statistics is None and not entry.problem and entry.numel is not None
 
 
 def judged(judge: Callable[[], Findings]) -> tuple[Findings | None, str]:

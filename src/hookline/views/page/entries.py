@@ -12,6 +12,7 @@ from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.describe import leaf_text
+from hookline.engine.pytree.tree import Leaf
 from hookline.errors import FolderError, InputError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.recordings.walk import RecordedValue, walk
@@ -54,6 +55,7 @@ class ValueEntry:
     shape: str = ""  # the shape or structure; empty if the value could not be read
     dtype: str = ""  # the dtype of the main tensor; empty if there is none
     numel: int | None = None  # the number of elements of the main tensor; None if there is none
+    main: Leaf | None = None  # where the main tensor is; of a gradient, where that of its value is
     n_bytes: int = 0  # the memory of all its tensors, in bytes
     is_image: bool = False  # whether it holds maps: shape (N, C, H, W)
     # the statistics; None if the value holds no tensor, could not be read, or is not measured
@@ -78,6 +80,12 @@ class ValueEntry:
         return self.recorded.site
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it needs no more measuring."""
+        is_done = self.statistics is not None or bool(self.parts) or bool(self.problem)
+        return is_done or (self.numel is None and not self.n_bytes)
+
+    @property
     def non_finite(self) -> int:
         """The number of NaNs and infinities in all tensors of the value."""
         if self.whole is not None:
@@ -87,7 +95,7 @@ class ValueEntry:
     @property
     def non_finite_text(self) -> str:
         """The number of NaNs and infinities, with the leaves that hold them."""
-        if self.whole is None and self.statistics is None:
+        if self.whole is None and self.statistics is None and not self.parts:
             return ""
         leaves = [leaf for leaf, _ in self.broken if leaf] if self.whole is None else []
         where = f" in {', '.join(leaves[:_MOST_LEAVES])}" if leaves else ""
@@ -121,20 +129,38 @@ def twin_of(beside: Beside, entry: ValueEntry) -> ValueEntry | None:
     return None
 
 
-def tensor_of(entry: ValueEntry, part: int = 0) -> Tensor:
+def tensor_of(entry: ValueEntry, part: int = 0, of: ValueEntry | None = None) -> Tensor:
     """Read one of the tensors of a value, the main one first.
+
+    Args:
+        entry: the value.
+        part: the number of the tensor.
+        of: the value in which it is counted, such as that of a gradient: where nothing flowed, the
+            gradient has no tensor. None counts in the value itself.
 
     Raises:
         OverwrittenError: the value was changed in place.
         FolderError: the folder is gone or damaged.
         InputError: the value holds no such tensor.
     """
-    value = entry.recorded.read()
-    tensors = [tensor for _, tensor in measured_tensors(value)] if part else [main_tensor(value)]
-    tensor = tensors[part] if part < len(tensors) else None
-    if tensor is None:
-        raise InputError(f"the value holds no {'such ' * bool(part)}tensor.")
-    return tensor
+    leaf = _leaf_of(of or entry, part)
+    tensor = None if leaf is None else _tensor_at(entry.recorded.read(), leaf)
+    if tensor is not None:
+        return tensor
+    if leaf is not None and entry.site.port.startswith("grad"):
+        raise InputError("no gradient flowed to this tensor.")
+    raise InputError(f"the value holds no {'such ' * bool(part)}tensor.")
+
+
+def _leaf_of(entry: ValueEntry, part: int) -> Leaf | None:
+    if not part:
+        return entry.main
+    tensors = measured_tensors(entry.recorded.read())
+    return tensors[part][0] if part < len(tensors) else None
+
+
+def _tensor_at(value: Any, leaf: Leaf | None) -> Tensor | None:
+    return next((tensor for place, tensor in tree.tensors(value) if place == leaf), None)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -145,7 +171,9 @@ def list_values(recording: Recording) -> list[ValueEntry]:
 
     From a folder, only the manifest and the headers of its files are read.
     """
-    return [_outlined(recorded, order) for order, recorded in enumerate(walk(recording))]
+    entries = [_outlined(recorded, order) for order, recorded in enumerate(walk(recording))]
+    places = {entry.place: entry for entry in entries}
+    return [_as_its_value(entry, twin_of(places.get, entry)) for entry in entries]
 
 
 def read_values(recording: Recording) -> list[ValueEntry]:
@@ -173,27 +201,26 @@ def measured(
         value = entry.recorded.read()
     except OverwrittenError:
         return replace(entry, shape="", problem=OVERWRITTEN, is_overwritten=True)
-    tensor = main_tensor(value)
-    if tensor is None:
-        return entry
+    main = _tensor_at(value, entry.main)
+    counts, statistics = (), None
     try:
-        counts, _, statistics = histogram(tensor, BINS)
-        parts = _parts(entry.site, value)
-        broken = _broken(entry.site, value, tensor, statistics)
+        if main is not None:
+            bins, _, statistics = histogram(main, BINS)
+            counts = tuple(bins.tolist())
+        parts = _parts(entry.site, value, main)
+        broken = _broken(entry.site, value, main, statistics)
     except (RuntimeError, TypeError) as error:
         # One dtype or layout that torch cannot convert must not fail the whole page.
         return replace(entry, shape="", problem=f"cannot be measured: {first_line(error)}")
-    if draw is not None:
-        draw(entry, tensor)
-    return replace(
-        entry, statistics=statistics, counts=tuple(counts.tolist()), broken=broken, parts=parts
-    )
+    if draw is not None and main is not None:
+        draw(entry, main)
+    return replace(entry, statistics=statistics, counts=counts, broken=broken, parts=parts)
 
 
-def _parts(site: Site, value: Any) -> tuple[Part, ...]:
-    """Measure each tensor of a value with several."""
+def _parts(site: Site, value: Any, main: Tensor | None) -> tuple[Part, ...]:
+    """Measure each tensor of a value that has others than the main one."""
     tensors = measured_tensors(value)
-    if len(tensors) < 2:
+    if all(tensor is main for _, tensor in tensors):
         return ()
     parts = []
     for leaf, tensor in tensors[:_MOST_PARTS]:
@@ -203,11 +230,11 @@ def _parts(site: Site, value: Any) -> tuple[Part, ...]:
 
 
 def _broken(
-    site: Site, value: Any, main: Tensor, statistics: Statistics
+    site: Site, value: Any, main: Tensor | None, statistics: Statistics | None
 ) -> tuple[tuple[str, int], ...]:
     """Return the leaves of a value with elements that are NaN or infinite, and their numbers."""
     numbers = [
-        (leaf, statistics.non_finite if tensor is main else measure(tensor).non_finite)
+        (leaf, (statistics if statistics and tensor is main else measure(tensor)).non_finite)
         for leaf, tensor in measured_tensors(value)
     ]
     return tuple(
@@ -224,17 +251,39 @@ def _outlined(recorded: RecordedValue, order: int) -> ValueEntry:
         value = recorded.outline()
     except FolderError as error:
         return ValueEntry(recorded, place, order, problem=first_line(error))
-    tensor = main_tensor(value, with_meta=True)
-    return ValueEntry(
+    main = main_tensor(value, with_meta=True)
+    leaves = (leaf for leaf, tensor in tree.tensors(value) if tensor is main)
+    entry = ValueEntry(
         recorded,
         place,
         order,
         shape=describe.shape_or_structure(value),
-        dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-        numel=None if tensor is None else tensor.numel(),
+        main=next(leaves, None),
         n_bytes=_n_bytes(value),
-        is_image=tensor is not None and is_image_like(tensor),
     )
+    return _with_main(entry, main)
+
+
+def _with_main(entry: ValueEntry, main: Tensor | None) -> ValueEntry:
+    """Return a value with what the outline of its main tensor tells."""
+    return replace(
+        entry,
+        dtype="" if main is None else str(main.dtype).removeprefix("torch."),
+        numel=None if main is None else main.numel(),
+        is_image=main is not None and is_image_like(main),
+    )
+
+
+def _as_its_value(entry: ValueEntry, twin: ValueEntry | None) -> ValueEntry:
+    """Return a gradient whose main tensor is that of its value; other values as they are.
+
+    If no gradient flowed to that tensor, the gradient has no main tensor.
+    """
+    is_gradient = entry.site.port.startswith("grad")
+    if not is_gradient or twin is None or twin.main in (None, entry.main) or entry.main is None:
+        return entry
+    main = _tensor_at(entry.recorded.outline(), twin.main)
+    return _with_main(replace(entry, main=twin.main), main)
 
 
 def _n_bytes(value: Any) -> int:

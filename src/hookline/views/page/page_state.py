@@ -149,7 +149,7 @@ class PageState:
     def measure(self, entry: ValueEntry, *, of_other: bool = False) -> ValueEntry:
         """Measure a value once and return it with its statistics; call it inside `reading`."""
         entry = self._twins[entry.place] if of_other else self.values[entry.order]
-        if entry.statistics is None and not entry.problem:
+        if not entry.is_measured:
             try:
                 entry = measured(entry)
             except FolderError as error:
@@ -174,7 +174,7 @@ class PageState:
         measured_now: list[ValueEntry] = []
         order = max(start, 0)
         while order < len(self.values) and (not measured_now or time.monotonic() < end):
-            if not self.is_measured(self.values[order]):
+            if not self.values[order].is_measured:
                 with self.reading():
                     measured_now.append(self.measure(self.values[order]))
             order += 1
@@ -196,14 +196,10 @@ class PageState:
         with self.reading():
             return flow_of(self.rows, self.values, pass_number)
 
-    def is_measured(self, entry: ValueEntry) -> bool:
-        """Return whether a value needs no more measuring."""
-        return entry.statistics is not None or bool(entry.problem) or entry.numel is None
-
     @property
     def bytes_to_measure(self) -> int:
         """The bytes of all values that are not measured yet."""
-        return sum(entry.n_bytes for entry in self.values if not self.is_measured(entry))
+        return sum(entry.n_bytes for entry in self.values if not entry.is_measured)
 
     def _release(self) -> None:
         for recording in (self.recording, self.other):

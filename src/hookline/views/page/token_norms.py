@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import HooklineError
-from hookline.statistics.of_values import main_tensor
-from hookline.views.page.entries import ValueEntry
+from hookline.views.page.entries import ValueEntry, tensor_of
 from hookline.views.page.rows import Row, trunk_of
 
 _DIGITS = 4
@@ -124,8 +123,7 @@ def _sample_of(entry: ValueEntry | None, sample: int) -> Tensor | None:
     if entry is None:
         return None
     try:
-        tensor = main_tensor(entry.recorded.read())
-        return None if tensor is None else tensor[sample].detach().cpu().double()
+        return tensor_of(entry)[sample].detach().cpu().double()
     except (HooklineError, RuntimeError, TypeError, IndexError):
         return None
 

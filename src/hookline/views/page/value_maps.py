@@ -37,15 +37,15 @@ def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, 
     gradient = gradient_of(page.beside, entry)
     with page.reading():
         images = images_of(page.values, entry.place.pass_number)
-        own = _maps_of(entry, choice, images)
+        own = _maps_of(entry, entry, choice, images)
         same = with_channels(choice, own.get("maps"))
         answer: dict[str, Any] = {
             "own": own,
-            "gradient": None if gradient is None else _maps_of(gradient, same, images),
+            "gradient": None if gradient is None else _maps_of(gradient, entry, same, images),
         }
         other = page.twin(entry.place)
         if other is not None:
-            answer["other"] = _maps_of(other, same, images)
+            answer["other"] = _maps_of(other, entry, same, images)
             answer["difference"] = _difference_of(entry, other, same, images)
             pair = [page.measure(entry), page.measure(other, of_other=True)]
             answer["numbers"] = [dict(facts_of(value)) for value in pair]
@@ -90,9 +90,12 @@ def facts_of(entry: ValueEntry) -> list[tuple[str, str]]:
     return [fact for fact in [*facts, ("Problem", entry.problem)] if fact[1]]
 
 
-def _maps_of(entry: ValueEntry, choice: Choice, images: Images | None) -> dict[str, Any]:
+def _maps_of(
+    entry: ValueEntry, of: ValueEntry, choice: Choice, images: Images | None
+) -> dict[str, Any]:
+    """Return the maps of the tensor that is chosen of a value: of it, or of one beside it."""
     try:
-        return {"maps": _drawn(tensor_of(entry, choice.part), entry, choice, images)}
+        return {"maps": _drawn(tensor_of(entry, choice.part, of), entry, choice, images)}
     except HooklineError as error:
         return {"problem": str(error).splitlines()[0]}
     except (RuntimeError, TypeError) as error:
@@ -103,7 +106,7 @@ def _difference_of(
     entry: ValueEntry, other: ValueEntry, choice: Choice, images: Images | None
 ) -> dict[str, Any]:
     try:
-        a, b = (tensor_of(value, choice.part) for value in (entry, other))
+        a, b = (tensor_of(value, choice.part, entry) for value in (entry, other))
         if a.shape != b.shape:
             return {"problem": "The shapes differ."}
         return {"maps": _drawn(a.double() - b.double(), entry, choice, images)}
@@ -132,7 +135,10 @@ def _over(
 ) -> dict[str, Any] | None:
     """Return what is laid over the images, or what is missing for it; None if there is nothing."""
     is_root = entry.site.path == ""
-    pair = [value for value in (entry, twin_of(page.beside, entry)) if value is not None]
+    both = (entry, twin_of(page.beside, entry))
+    pair = [value for value in both if value is not None and value.numel is not None]
+    if not pair:
+        return None
     pair.sort(key=lambda value: value.site.port.startswith("grad"))
     try:
         sets = _last_maps(page, entry, images, choice) if is_root else None

@@ -238,6 +238,8 @@ function makePane(host, core, view, { onClose, onStale }) {
     const redraw = () => {
       const had = boxes.maps.contains(document.activeElement) ? document.activeElement.id : "";
       drawMaps(boxes.maps, sets, view, redraw, { choices, onTile: showChannel });
+      const lack = answer.gradient?.problem;
+      if (lack) boxes.maps.append(element("p", { class: "quiet" }, `Gradient: ${lack}`));
       if (had) byId(had)?.focus();
     };
     if (sets.length) redraw();
