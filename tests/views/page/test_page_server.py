@@ -194,11 +194,37 @@ def test_numbers_are_measured_a_few_at_a_time_and_remembered(served, runs):
         at = answer["next"]
     mean = hl.open(runs / "a")["first"].double().mean().item()
     assert means[0] == float(f"{mean:.4g}")
-    assert json.loads(server.get("measure?from=0").text)["at"] == []
-    assert json.loads(server.get("measure?only=3").text)["at"] == []
     values = core_of(server.get().text)["values"]
     assert values["mean"] == [means[order] for order in range(5)]
     assert values["waits"] == []
+
+
+def test_a_second_page_gets_what_was_measured_before(served, runs):
+    server = served(runs / "a")
+    first, second = (json.loads(server.get("measure?only=3").text) for _ in range(2))
+    assert first["at"] == [3]
+    assert second == first
+    while len(first["at"]) < 5:  # it stops after a while
+        first = json.loads(server.get("measure?from=0").text)
+    assert first["at"] == [0, 1, 2, 3, 4]
+    assert None not in first["values"]["mean"]
+
+
+def test_the_files_are_opened_once_for_each_answer(served, runs, monkeypatch):
+    server, closed = served(runs / "a"), []
+    server.get()
+    monkeypatch.setattr(hl.Recording, "release", lambda run: closed.append(run))
+    at, answers = 0, 0
+    while at < 5:
+        at, answers = json.loads(server.get(f"measure?from={at}").text)["next"], answers + 1
+    assert len(closed) == answers
+
+
+@pytest.mark.parametrize("path", ["measure", "findings", "maps?at=first", "flow", "tokens"])
+def test_a_page_of_an_older_recording_gets_no_numbers(served, runs, path):
+    answer = served(runs / "a").get(f"{path}{'&' if '?' in path else '?'}state=older")
+    assert answer.status == 200
+    assert not json.loads(answer.text)
 
 
 def test_findings_are_those_of_the_recording(served, tmp_path):
@@ -212,7 +238,6 @@ def test_findings_are_those_of_the_recording(served, tmp_path):
     (finding,) = run.findings()
     assert answer["findings"][0]["text"] == finding.text
     assert core["rows"]["name"][answer["findings"][0]["row"]] == finding.site == "1"
-    assert json.loads(server.get("findings?state=older").text) == {}
 
 
 def test_maps_of_a_value_come_with_those_of_its_gradient(served, runs):

@@ -161,24 +161,25 @@ class PageState:
         return entry
 
     def measure_some(self, start: int, seconds: float) -> tuple[list[ValueEntry], int]:
-        """Measure values that are not measured yet in firing order, for a limited time.
+        """Measure values in firing order, for a limited time; those measured before take none.
 
         Args:
             start: the position in firing order to begin at.
-            seconds: the time limit; a value that has been started is finished.
+            seconds: the time limit; one value is measured in any time.
 
         Returns:
-            The measured values, and the position to continue from, which may be past the last.
+            The values, measured now or before, and the position to continue from, which may be
+            past the last.
         """
         end = time.monotonic() + seconds
-        measured_now: list[ValueEntry] = []
-        order = max(start, 0)
-        while order < len(self.values) and (not measured_now or time.monotonic() < end):
-            if not self.values[order].is_measured:
-                with self.reading():
-                    measured_now.append(self.measure(self.values[order]))
-            order += 1
-        return measured_now, order
+        after = max(start, 0)
+        with self.reading():
+            for entry in self.values[after:]:
+                if after > start and time.monotonic() >= end:
+                    break
+                self.measure(entry)
+                after += 1
+        return self.values[max(start, 0) : after], after
 
     def findings(self) -> dict[str, Any]:
         """Judge the values once, with a row for each finding.

@@ -118,10 +118,8 @@ class Pages:
 
     def findings(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Judge the recording; return its findings as JSON."""
-        page, state = self._page(parameters)
-        if parameters.get("state", state) != state:
-            return "application/json", "{}"  # the page shows an older recording
-        return "application/json", json.dumps(page.findings())
+        page = self._page_of(parameters)
+        return _json({} if page is None else page.findings())
 
     def _compared(self, page: PageState, state: str) -> tuple[str, str]:
         """Render the page of two recordings, which asks for their comparison."""
@@ -143,39 +141,42 @@ class Pages:
                 raise InputError("only one folder is shown.\nGive two: hookline view DIR DIR2.")
             made = self._shelf.comparison()
         except HooklineError as error:
-            return "application/json", json.dumps({"problem": str(error).splitlines()})
+            return _json({"problem": str(error).splitlines()})
         entries = [page.entry_at(row.site) for row in made]
         links = ["" if entry is None else query_of(entry.place) for entry in entries]
-        return "application/json", json.dumps(comparison_data(made, links))
+        return _json(comparison_data(made, links))
 
     def maps(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Return the maps of a value as JSON, and those that belong beside them."""
-        page, _ = self._page(parameters)
+        page = self._page_of(parameters)
+        if page is None:
+            return _json({})
         entry = _named(page, parameters)
-        answer = value_maps(page, entry, choice_of(parameters))
-        return "application/json", json.dumps(answer)
+        return _json(value_maps(page, entry, choice_of(parameters)))
 
     def flow(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Return what flows into what in a pass as JSON, as far as values are measured."""
-        page, _ = self._page(parameters)
-        return "application/json", json.dumps(page.flow(number(parameters, "pass") or 0))
+        page = self._page_of(parameters)
+        return _json([] if page is None else page.flow(number(parameters, "pass") or 0))
 
     def tokens(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Return the norms of each token in each block of a pass as JSON."""
-        page, _ = self._page(parameters)
+        page = self._page_of(parameters)
+        if page is None:
+            return _json({})
         chosen = (number(parameters, name) or 0 for name in ("pass", "sample"))
-        return "application/json", json.dumps(tokens_of(page, *chosen))
+        return _json(tokens_of(page, *chosen))
 
     def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Measure some values, or one that a reader waits for; return their columns as JSON."""
-        page, state = self._page(parameters)
-        if parameters.get("state", state) != state:
-            return "application/json", "{}"  # the page shows the values of an older recording
+        page = self._page_of(parameters)
+        if page is None:
+            return _json({})
         only = number(parameters, "only")
         start = number(parameters, "from") or 0 if only is None else only
         measured, after = page.measure_some(start, _SECONDS if only is None else 0)
         answer = {"at": [entry.order for entry in measured], "next": after}
-        return "application/json", json.dumps(answer | {"values": measured_columns(measured)})
+        return _json(answer | {"values": measured_columns(measured)})
 
     def state(self, _: dict[str, str]) -> tuple[str, str]:
         """Return the state of the recording as JSON, so that a page can notice a new one."""
@@ -183,7 +184,7 @@ class Pages:
             run = self._shelf.run()
         except FolderError as error:
             problem = str(error).splitlines()[0]
-            return "application/json", json.dumps({"state": "", "gone": problem})
+            return _json({"state": "", "gone": problem})
         state = self._shelf.state() if run is None else run.version
         missing = [
             source.name
@@ -193,7 +194,7 @@ class Pages:
         problem = ""
         if missing and not state:
             problem = f"{', '.join(missing)} holds no recording now: deleted or being replaced."
-        return "application/json", json.dumps({"state": state, "gone": problem})
+        return _json({"state": state, "gone": problem})
 
     def new(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Return the steps of a run that a page lacks as JSON; without a run, why."""
@@ -233,6 +234,11 @@ class Pages:
         """Return what the page shows, of a store the items that the address names."""
         items = parameters["items"]
         return self._shelf.page(items_of(items) if items else None)
+
+    def _page_of(self, parameters: dict[str, str]) -> PageState | None:
+        """Return what the page shows; None if the page that asks shows an older recording."""
+        page, state = self._page(parameters)
+        return page if parameters.get("state", state) == state else None
 
 
 def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
@@ -286,6 +292,10 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
     return Guard(
         applications.Starlette(routes=routes, exception_handlers=handlers), rules, script_hashes()
     )
+
+
+def _json(data: Any) -> tuple[str, str]:
+    return "application/json", json.dumps(data, allow_nan=False)
 
 
 def _response(responses: Any, content: str | bytes, media: str, status: int) -> Any:

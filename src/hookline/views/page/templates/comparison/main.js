@@ -250,8 +250,8 @@
     // The statistics and the maps of both values, and their difference.
     async function showValues(box, link) {
       view.redraw = () => {};
-      const answer = await fetchJson(`maps?${link}&state=${encodeURIComponent(state)}`);
-      if (!answer || !box.isConnected) return;
+      const answer = await fetchJson(`maps?${link}&${ofState()}`);
+      if (!answer?.own || !box.isConnected) return;
       const { own, other, difference, numbers } = answer;
       if (!other) return box.replaceChildren(element("p", { class: "quiet" }, `Only in ${port}.`));
       const names = Object.keys({ ...numbers[0], ...numbers[1] });
@@ -356,7 +356,7 @@
     onTheme(() => view.redraw());
 
     function offerTokens(pass) {
-      const ask = (sample) => fetchJson(`tokens?pass=${pass}&sample=${sample}`);
+      const ask = (sample) => fetchJson(`tokens?pass=${pass}&sample=${sample}&${ofState()}`);
       const map = makeTokens(byId("tokens"), { ask });
       byId("views").hidden = false;
       makeViews({ onTokens: () => map.show() });

@@ -134,7 +134,7 @@
     const { pass } = view;
     core.flow ??= {};
     if (isServed && !core.flow[pass] && !values.waiting.size)
-      core.flow[pass] = await fetchJson(`flow?pass=${pass}`);
+      core.flow[pass] = await fetchJson(`flow?pass=${pass}&${ofState()}`);
     view.edges = core.flow[pass] ?? [];
     if (view.edges.length && view.pass === pass) tree.layOut();
   }
@@ -156,7 +156,7 @@
     const tokens = makeTokens(byId("tokens"), {
       ask: async (sample) =>
         isServed
-          ? fetchJson(`tokens?pass=${view.pass}&sample=${sample}`)
+          ? fetchJson(`tokens?pass=${view.pass}&sample=${sample}&${ofState()}`)
           : (core.norms ?? {})[view.pass],
       onChoose: (row) => row !== view.row && chosen(row, { notes: false }),
     });
@@ -291,7 +291,7 @@
   // -- measuring, while the page is open -------------------------------------------------------
 
   async function takeNumbers(asked) {
-    const answer = await fetchJson(`measure?${asked}&state=${encodeURIComponent(state)}`);
+    const answer = await fetchJson(`measure?${asked}&${ofState()}`);
     if (!answer?.values) return undefined; // another recording: the page is about to reload
     takeMeasured(core, answer.at, answer.values);
     return answer.next;
@@ -356,7 +356,7 @@
 
   async function judge() {
     byId("tally").textContent = "Looking for what is wrong …";
-    const answer = await fetchJson(`findings?state=${encodeURIComponent(state)}`);
+    const answer = await fetchJson(`findings?${ofState()}`);
     if (!answer?.findings) return;
     const isUntouched = view.finding < 0 && !location.hash.includes("at=");
     takeFindings(answer);

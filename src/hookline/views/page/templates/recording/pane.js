@@ -215,7 +215,7 @@ function makePane(host, core, view, { onClose, onStale }) {
   async function showMaps(boxes, pair, focused = "") {
     const ticket = (asked += 1);
     const answer = isServed ? await askMaps(pair[0]) : embeddedAnswer(pair);
-    if (ticket !== asked || !answer) return;
+    if (ticket !== asked || !answer?.own) return; // of another recording: the page reloads
     if (answer.own?.problem && isServed && view.choice.sample) {
       view.choice.sample = 0; // this value may have fewer samples than the one before
       await showMaps(boxes, pair);

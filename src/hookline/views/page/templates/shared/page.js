@@ -6,6 +6,7 @@
 const byId = (id) => document.getElementById(id);
 
 const state = document.body.dataset.state; // only a served page has one
+const ofState = () => `state=${encodeURIComponent(state)}`; // answers of another one are empty
 const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
 const system = matchMedia("(prefers-color-scheme: dark)");
@@ -19,18 +20,22 @@ function say(text) {
 
 // Ask the server for JSON; if that fails, say why on the page and return undefined.
 async function fetchJson(address) {
+  let response;
   try {
-    const response = await fetch(address, { cache: "no-store" });
-    if (response.ok) return await response.json();
-    if (response.status === 403 || response.status === 421)
-      say("The server was started again with another address. Open the address that it printed.");
-    else
-      say(
-        "The server cannot answer now: its terminal says why. The page goes on as soon as it can.",
-      );
+    response = await fetch(address, { cache: "no-store" });
   } catch {
     say("hookline view has ended. Start it again to go on.");
+    return undefined;
   }
+  try {
+    if (response.ok) return await response.json();
+  } catch {
+    /* it ended on the way, or is no JSON */
+  }
+  if (response.status === 403 || response.status === 421)
+    say("The server was started again with another address. Open the address that it printed.");
+  else
+    say("The server cannot answer now: its terminal says why. The page goes on as soon as it can.");
   return undefined;
 }
 
