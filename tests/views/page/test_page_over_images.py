@@ -119,6 +119,17 @@ def test_norms_of_tokens_lie_at_their_patches():
     assert maps["prefix"] == [pytest.approx(float(tokens[1, 0].norm()), rel=1e-3)]
 
 
+def test_a_token_of_nan_before_the_patches_has_no_norm(served, tmp_path):
+    model = Patches().eval()
+    nn.init.constant_(model.first, float("nan"))
+    with hl.record(model, ports=("input", "output")) as run:
+        model(torch.rand(2, 3, 16, 8))
+    assert hl.write_page(run, tmp_path / "run.html").exists()
+    answer = served(run.save(tmp_path / "run")).get("maps?at=blocks.layers.0.norm1")
+    (norms,) = json.loads(answer.text, parse_constant=pytest.fail)["over"]["sets"]
+    assert norms["prefix"] == [None]
+
+
 def test_a_sequence_that_does_not_cover_the_images_is_no_grid():
     # 100 queries are 10 x 10, but no square patches of 224 x 224 make that.
     x = torch.rand(1, 3, 224, 224)

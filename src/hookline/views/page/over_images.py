@@ -18,11 +18,11 @@ from hookline.util.optional import load
 from hookline.views.page.entries import Beside, ValueEntry, gradient_of, tensor_of
 from hookline.views.page.pictures import is_picture
 from hookline.views.page.tiles import Limits, coded
+from hookline.views.page.token_norms import rounded
 from hookline.views.pixels import PAGE_NEEDS, data_address, smaller
 
 _SIDE = 160  # the longest side of an image, in pixels
 _MOST_TRIES = 32  # layers that are read, from the last back, for a class map
-_DIGITS = 4
 
 
 class Images(NamedTuple):
@@ -129,7 +129,7 @@ def norm_maps(
         "kind": "norm",
         "rows": grid.height,
         "columns": grid.width,
-        "prefix": [float(f"{norm:.{_DIGITS}g}") for norm in prefix],
+        "prefix": rounded(prefix),
     }
 
 

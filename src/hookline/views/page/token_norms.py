@@ -129,19 +129,17 @@ def _sample_of(entry: ValueEntry | None, sample: int) -> Tensor | None:
 
 
 def _norms(tensor: Tensor | None) -> list[float | None]:
-    return [] if tensor is None or tensor.dim() != 2 else _numbers(tensor.norm(dim=-1))
+    return [] if tensor is None or tensor.dim() != 2 else rounded(tensor.norm(dim=-1).tolist())
 
 
 def _errors(a: Tensor | None, b: Tensor | None) -> list[float | None]:
     """Return the relative difference of each token, by the norm of `b`."""
     if a is None or b is None or a.shape != b.shape or a.dim() != 2:
         return []
-    return _numbers((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(torch.finfo(b.dtype).tiny))
+    errors = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
+    return rounded(errors.tolist())
 
 
-def _numbers(numbers: Tensor) -> list[float | None]:
+def rounded(numbers: Sequence[float]) -> list[float | None]:
     """Round numbers; None is no finite one."""
-    return [
-        float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None
-        for number in numbers.tolist()
-    ]
+    return [float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None for number in numbers]

@@ -94,7 +94,7 @@ const aboutCam = ({ at }) =>
 function aboutNorm({ rows, columns, prefix }) {
   const places = `Of the channels at each of ${rows} × ${columns} places.`;
   if (!prefix.length) return [places];
-  const norms = prefix.map((norm) => numberText(norm, 4)).join(", ");
+  const norms = prefix.map((norm) => numberText(norm, 4) || "NaN or infinity").join(", ");
   return [`${places} Before the patches: ${counted(prefix.length, "token")}, norm ${norms}.`];
 }
 
