@@ -375,3 +375,4 @@ def test_large_values_are_measured_when_asked_for_on_their_page(visit, tmp_path)
     page.locator(".window .name").click()
     expect(page.locator("#pane .waiting")).to_have_count(0)
     expect(page.locator("#pane")).to_contain_text("elements are 0.")
+    expect(page.locator(".window .std")).to_have_text("0")  # in the list, too

@@ -299,8 +299,9 @@
 
   async function measureOne(value) {
     if (!isServed || view.isMeasuring) return;
-    await takeNumbers(`only=${values.order[value]}`);
-    if (view.row === values.row[value] && !values.waiting.has(value)) pane.draw();
+    if ((await takeNumbers(`only=${values.order[value]}`)) === undefined) return;
+    showNumbers(); // of what is measured last, here only
+    findEdges();
     showProgress();
   }
 
