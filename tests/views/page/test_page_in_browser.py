@@ -14,6 +14,7 @@ from torch import nn
 import hookline as hl
 from accessibility import faults_of
 from hookline.views.page import Evidence, write_recording_page
+from hookline.views.page.tiles import coded
 
 SCRIPT = "<script>alert(1)<"
 
@@ -94,10 +95,41 @@ def test_findings_come_first_and_lead_to_their_site(page):
 
 def test_numbers_of_a_value_with_nan_say_that_they_leave_it_out(new_page, tmp_path):
     with hl.record(model := nn.Identity()) as run:
-        model(torch.tensor([[0.0, 1.0, float("nan")]]))
+        model(torch.tensor([[1000.1, 1000.2, float("nan")]]))
     address = hl.write_page(run, tmp_path / "nan.html").as_uri()
     page = new_page(address, address)
     expect(page.locator("#pane .card")).to_contain_text("leave out NaN and infinity")
+    expect(page.locator("#pane .card")).not_to_contain_text("elements are")  # they differ
+
+
+def test_an_address_finds_a_name_with_a_colon(new_page, tmp_path):
+    model = nn.Sequential()
+    model.add_module("user:rates", nn.Identity())
+    with hl.record(model) as run:
+        model(torch.ones(1, 2))
+    address = hl.write_page(run, tmp_path / "colon.html").as_uri()
+    page = new_page(f"{address}#at=user%3Arates", address)
+    expect(page.locator("#pane-heading")).to_have_text("user:rates")
+
+
+@pytest.mark.parametrize(
+    ("number", "high", "text"),
+    [(0.3241, 3000, " ± 0.02"), (0, 3000, " ± 0.02"), (2.5, 3, ""), (1e39, 1e39, "")],
+)
+def test_a_number_beside_an_outlier_says_its_error(page, number, high, text):
+    script = "([number, hi]) => errorText(number, { lo: 0, hi }, 16)"
+    assert page.evaluate(script, [number, high]) == text
+
+
+@pytest.mark.parametrize("ends", [(-1.7e308, 1.7e308), (0.0, 1e39), (1e-50, 2e-50)])
+def test_numbers_beyond_float32_are_read_from_a_map(page, ends):
+    maps = coded([("row", torch.tensor([ends], dtype=torch.float64))], 16)
+    assert page.evaluate("(tile) => [...decoded(tile, 16)]", maps["tiles"][0]) == list(ends)
+
+
+def test_the_norm_of_huge_numbers_is_finite(page):
+    script = "normOfNumbers({ numel: 4, bad: 0, std: 3e200, mean: 4e200 })"
+    assert page.evaluate(script) == pytest.approx(1e201)
 
 
 def test_what_follows_has_the_colour_of_the_legend_everywhere(new_page, tmp_path):
@@ -489,8 +521,11 @@ CONTRASTS = """() => {
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("mine.json", '{"norm": -2, "head": 4, "blocks.0#1": 1.5, "gone": 1}'),
-        ("mine.csv", "site,number\nnorm,-2\nhead,4\nblocks.0#1,1.5\ngone,1\n"),
+        (
+            "mine.json",
+            '{"norm": -2, "head": "4", "blocks.0#1": 1.5, "gone": 1, "relu": null, "broken": ""}',
+        ),
+        ("mine.csv", "site,number\nnorm,-2\nhead,4\nblocks.0#1,1.5\ngone,1\nrelu,\nbroken,x\n"),
     ],
 )
 def test_numbers_of_ones_own_are_a_column_and_colours(page, tmp_path, name, text):
@@ -498,7 +533,7 @@ def test_numbers_of_ones_own_are_a_column_and_colours(page, tmp_path, name, text
     page.get_by_text("Columns").click()
     page.get_by_label("Your numbers").set_input_files(tmp_path / name)
     expect(page.locator("#own-about")).to_have_text(
-        f"3 numbers from {name}; 1 name has no row here."
+        f"3 numbers from {name}; 1 name has no row here; 2 names have no number."
     )
     assert row(page, "head").locator(".own").inner_text() == "4"
     head(page, "Yours").get_by_role("button").click()

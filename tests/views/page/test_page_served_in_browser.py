@@ -125,6 +125,8 @@ def test_a_pass_is_chosen_and_kept_in_the_address(visit, runs):
     page.reload()
     is_measured(page)
     expect(page.get_by_label("Pass")).to_have_value("1")
+    page.evaluate("location.hash = '#at=first'")  # the link that is written of the last pass
+    expect(page.get_by_label("Pass")).to_have_value("2")
 
 
 def test_tokens_by_depth_are_read_by_keyboard(visit, tmp_path):

@@ -70,7 +70,7 @@ function normOf({ values }, value) {
   });
 }
 const normOfNumbers = ({ numel, std, mean, bad }) =>
-  std === null || std === undefined ? null : Math.sqrt((numel - bad) * (std ** 2 + mean ** 2));
+  std === null || std === undefined ? null : Math.sqrt(numel - bad) * Math.hypot(std, mean);
 
 // The heights of the bars of a histogram in a text of several, from 0 to 1.
 function barsOf(text, place) {

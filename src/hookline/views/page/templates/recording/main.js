@@ -231,15 +231,20 @@
 
   async function takeOwn(file) {
     if (!file) return;
+    let numbers;
+    let others;
     try {
-      view.own = numbersOfRows(core, parseNumbers(await file.text()));
+      ({ numbers, others } = parseNumbers(await file.text()));
+      view.own = numbersOfRows(core, numbers);
     } catch (error) {
       byId("own-about").textContent = `${file.name} cannot be read: ${error.message}`;
       return;
     }
     const { byRow, missing } = view.own;
     const lost = missing ? `; ${counted(missing, "name has", "names have")} no row here` : "";
-    byId("own-about").textContent = `${counted(byRow.size, "number")} from ${file.name}${lost}.`;
+    const odd = others ? `; ${counted(others, "name has", "names have")} no number` : "";
+    const many = counted(byRow.size, "number");
+    byId("own-about").textContent = `${many} from ${file.name}${lost}${odd}.`;
     if (!byRow.size) view.own = null;
     tree.refresh();
   }
@@ -274,14 +279,17 @@
   function fromAddress() {
     const parameters = new URLSearchParams(location.hash.slice(1));
     if (!parameters.has("at")) return false;
-    const at = parameters.get("at").replace(/:[^#]*/, "") || "(root)";
-    const row =
-      core.rowOfLabel.get(at) ??
-      core.rowOfLabel.get(`${at}#${parameters.get("call")}`) ??
-      core.rowOfLabel.get(`${at}#0`);
-    const holder = row ?? core.rowOfLabel.get(at.replace(/[.]?[^.]*$/, "") || "(root)");
+    const whole = parameters.get("at");
+    // A name may have a colon of its own, before that of a port.
+    const names = [whole, whole.replace(/:[^:#]*(?=#|$)/, ""), whole.replace(/:[^#]*/, "")];
+    const rowsOf = (name) => [name, `${name}#${parameters.get("call")}`, `${name}#0`];
+    const at = names.at(-1) || "(root)";
+    const label =
+      [...names, at].flatMap(rowsOf).find((text) => core.rowOfLabel.has(text)) ??
+      (at.replace(/[.]?[^.]*$/, "") || "(root)");
+    const holder = core.rowOfLabel.get(label);
     if (holder === undefined) return false;
-    const pass = Number(parameters.get("pass") ?? view.pass);
+    const pass = Number(parameters.get("pass") ?? core.passes.at(-1));
     if (core.passes.includes(pass) && pass !== view.pass) showPass(pass);
     choose(holder, { opens: true });
     return true;

@@ -161,7 +161,8 @@ function makePane(host, core, view, { onClose, onStale }) {
       return numel
         ? callout("error", "No element is finite: there is nothing to draw.")
         : callout("note", "It has no elements.");
-    if (low === high)
+    const isSame = !(bars[0] && bars.at(-1)); // else the ends are rounded to one
+    if (low === high && isSame)
       return callout(
         "note",
         `All ${(numel - bad).toLocaleString("en")} ${bad ? "finite " : ""}elements are ` +

@@ -79,7 +79,9 @@ function pixelsOf(numbers, height, width, [low, high], kind) {
     else if (Number.isNaN(number))
       colour = broken[((index % width) + Math.floor(index / width)) & 1];
     else {
-      const place = 3 * Math.round(255 * clamp((number - low) / (high - low || 1), 0, 1));
+      // Halved, because high - low could overflow.
+      const share = (number / 2 - low / 2) / (high / 2 - low / 2 || 1);
+      const place = 3 * Math.round(255 * clamp(share, 0, 1));
       colour = colours.subarray(place, place + 3);
     }
     image.data.set(colour, 4 * index);
@@ -112,9 +114,10 @@ function decoded({ q, lo, hi }, bits) {
   const bytes = bytesOf(q);
   const codes = bits === 16 ? new Uint16Array(bytes.buffer) : bytes;
   const top = 2 ** bits - 1;
-  const numbers = new Float32Array(codes.length);
+  const numbers = new Float64Array(codes.length);
   for (let index = 0; index < numbers.length; index += 1) {
-    numbers[index] = codes[index] === top ? NaN : lo + (codes[index] / (top - 1)) * (hi - lo);
+    const share = codes[index] / (top - 1);
+    numbers[index] = codes[index] === top ? NaN : lo * (1 - share) + hi * share;
   }
   return numbers;
 }

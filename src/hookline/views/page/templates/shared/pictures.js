@@ -144,6 +144,13 @@ function drawTile(pen, tile, [x, y], { form, maps, isSigned, range, isTable }) {
   pen.textAlign = "left";
 }
 
+// How far a number may be from the value's, half a code, where its four digits do not hold that.
+function errorText(number, { lo, hi }, bits) {
+  const error = (hi / 2 - lo / 2) / (2 ** bits - 2);
+  const last = number ? 10 ** (Math.floor(Math.log10(Math.abs(number))) - 3) : 0;
+  return error > last / 2 ? ` ± ${numberText(error, 1)}` : "";
+}
+
 // Read numbers by pointer and by keyboard.
 function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
   const { tiles, h, w, bits } = maps;
@@ -151,7 +158,7 @@ function listenTo(canvas, { name, maps, form, readout, onTile = null }) {
   const words = ([index, row, column]) => {
     const tile = tiles[index];
     const number = tile.numbers[row * w + column];
-    const error = bits === 8 ? ` ± ${numberText((tile.hi - tile.lo) / 508, 1)}` : "";
+    const error = errorText(number, tile, bits);
     const down = Math.floor((row * maps.rows) / h);
     const across = Math.floor((column * maps.columns) / w);
     const channel = maps.kind === "channels" ? `channel ${tile.c}, ` : "";
