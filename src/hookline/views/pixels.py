@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
@@ -23,6 +25,8 @@ PAGE_NEEDS = "the page needs jinja2 and pillow", how_to_install("cli"), Hookline
 
 # The quantile at which a robust scale of colours is cut off, at both ends.
 _ROBUST = 0.995
+# Sums of numbers above the first could overflow float64; the second leaves room for them.
+_HUGE, _ROOM = 1e290, 2.0**40
 
 
 @final
@@ -47,10 +51,10 @@ def smaller(maps: Tensor, largest: int) -> Tensor:
     if max(sides) <= largest:
         return maps
     if len(sides) == 1:
-        return adaptive_avg_pool1d(maps[None], largest)[0]
+        return _means(maps[None], lambda wide: adaptive_avg_pool1d(wide, largest))[0]
     shrink = largest / max(sides)
     height, width = (max(1, round(side * shrink)) for side in sides)
-    return adaptive_avg_pool2d(maps[None], (height, width))[0]
+    return _means(maps[None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))[0]
 
 
 def cells(table: Tensor, largest: tuple[int, int]) -> Tensor:
@@ -58,7 +62,17 @@ def cells(table: Tensor, largest: tuple[int, int]) -> Tensor:
     height, width = (min(side, most) for side, most in zip(table.shape, largest, strict=True))
     if (height, width) == table.shape:
         return table
-    return adaptive_avg_pool2d(table[None, None], (height, width))[0, 0]
+    pooled = _means(table[None, None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))
+    return pooled[0, 0]
+
+
+def _means(numbers: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
+    """Average areas in float64, so that the mean of finite numbers is finite."""
+    wide = numbers.double()
+    if not bool((wide.abs() > _HUGE).any()):
+        return pool(wide).to(numbers.dtype)
+    means, most = pool(wide / _ROOM), torch.finfo(wide.dtype).max / _ROOM
+    return (means.where(means.isinf(), means.clamp(-most, most)) * _ROOM).to(numbers.dtype)
 
 
 def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) -> Scale:

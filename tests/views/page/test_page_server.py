@@ -349,6 +349,16 @@ def test_values_of_other_shapes_and_those_only_in_one_are_named(served, tmp_path
     assert answer["difference"]["problem"] == "The shapes differ."
 
 
+def test_complex_values_are_subtracted_before_their_magnitude(served, tmp_path):
+    for name, turn in (("a", 1), ("b", 1j)):
+        with hl.record(model := nn.Identity(), copy=True) as run:
+            model(torch.tensor([[3 + 4j, 1j]]) * turn)
+        run.save(tmp_path / name)
+    answer = json.loads(served(tmp_path / "a", tmp_path / "b").get("maps?value=0").text)
+    (tile,) = answer["difference"]["maps"]["tiles"]
+    assert (tile["lo"], tile["hi"]) == pytest.approx((2**0.5, 5 * 2**0.5), rel=1e-5)
+
+
 def test_two_recordings_without_a_common_value_say_so(served, tmp_path):
     for name in "ab":
         model = nn.Sequential()

@@ -126,6 +126,33 @@ def test_a_reduced_tables_colours_are_those_of_what_is_drawn(recorded):
     assert all(tick == round(tick) for tick in ticks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_finite_masks_are_no_nan_in_a_reduced_map(recorded, said, dtype):
+    mask = torch.full((1, 1, 300, 300), torch.finfo(dtype).min, dtype=dtype).triu(1)
+    figure = hl.plots.channels(recorded(mask), "site")
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert texts[0] == "0"
+    assert "NaN or infinite" not in texts
+    if dtype is torch.float32:
+        assert "-3.403e+38 to 0" in said(hl.plots.attention(recorded(mask), "site"))
+
+
+def test_labels_and_masks_are_of_a_map_before_it_is_reduced(recorded, said):
+    board = torch.arange(600)[:, None].add(torch.arange(600)).remainder(2.0)[None, None]
+    figure = hl.plots.channels(recorded(board), "site")
+    assert figure.axes[0].texts[0].get_text() == "0"  # and not "0 const", as all its means are 0.5
+    scores = torch.zeros(1, 1, 600, 600).masked_fill(board > 0, -torch.inf)
+    assert "180,000 masked" in said(hl.plots.attention(recorded(scores), "site"))
+
+
+def test_complex_numbers_are_subtracted_before_their_magnitude(recorded):
+    value = torch.tensor([[3 + 4j, 1j]])
+    figure = hl.plots.compare(recorded(value), recorded(value * 1j), "site")
+    gap = next(axes for axes in figure.axes if axes.get_title("left") == "|first - second|")
+    drawn = gap.images[0].get_array().flatten().tolist()
+    assert drawn == pytest.approx([5 * 2**0.5, 2**0.5])
+
+
 @pytest.mark.slow
 def test_gradients_of_many_sites_are_a_few_lines():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])

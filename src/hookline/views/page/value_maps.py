@@ -24,6 +24,7 @@ from hookline.views.page.page_state import PageState
 from hookline.views.page.pictures import Choice
 from hookline.views.page.tiles import ASKED_FOR, tiles_of, with_channels
 from hookline.views.page.token_norms import ids_of, token_data, token_rows
+from hookline.views.plots.arranging import subtracted
 
 
 def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def _difference_of(
         a, b = (tensor_of(value, choice.part, entry) for value in (entry, other))
         if a.shape != b.shape:
             return {"problem": "The shapes differ."}
-        return {"maps": _drawn(a.double() - b.double(), entry, choice, images)}
+        return {"maps": _drawn(subtracted(a.detach(), b.detach()), entry, choice, images)}
     except (HooklineError, RuntimeError, TypeError) as error:
         return {"problem": f"cannot be drawn: {first_line(error)}"}
 

@@ -42,6 +42,30 @@ def arrange(value: Value, layout: str | None, sample: int, usual: str = "") -> A
         InputError: the layout does not fit, the sample does not exist, or the tensor is empty,
             sparse, nested or a single number.
     """
+    tensor, space, text = _one_sample(value, layout, sample, usual)
+    return Arranged(_plain(tensor), space, text)
+
+
+def gap_of(a: Value, b: Value, layout: str | None, sample: int) -> Tensor:
+    """Return one sample of the difference of two values, arranged as `arrange` does each."""
+    return subtracted(*(_one_sample(value, layout, sample)[0] for value in (a, b)))
+
+
+def subtracted(a: Tensor, b: Tensor) -> Tensor:
+    """Return the difference in float64; of complex numbers, its magnitude.
+
+    >>> subtracted(torch.tensor([1.0 + 0j]), torch.tensor([1j]))
+    tensor([1.4142], dtype=torch.float64)
+    """
+    if a.is_complex() or b.is_complex():
+        return (a.cpu().to(torch.complex128) - b.cpu().to(torch.complex128)).abs()
+    return _plain(a).double() - _plain(b).double()
+
+
+def _one_sample(
+    value: Value, layout: str | None, sample: int, usual: str = ""
+) -> tuple[Tensor, str, str]:
+    """Return one sample, its channels first; the letters of its other dimensions; the layout."""
     check_sample(sample)
     tensor = drawable(value)
     letters = layout or _guess(value, usual)
@@ -68,7 +92,7 @@ def arrange(value: Value, layout: str | None, sample: int, usual: str = "") -> A
         _, first, second, last = value.tensor.shape
         if first == second != last:
             text += "; if its channels are last, layout='NHWC'"
-    return Arranged(_plain(tensor), space, text)
+    return tensor, space, text
 
 
 def drawable(value: Value) -> Tensor:

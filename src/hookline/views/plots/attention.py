@@ -78,11 +78,12 @@ def attention(
     chosen = order_of(maps, "index" if heads is None else heads, None, value.label)
     n_heads, n_queries, n_keys = maps.shape
     labels = _labels(value, (n_queries, n_keys), texts, keys)
-    drawn, masked = _without_mask(smaller(maps[chosen], _MOST))
+    whole_maps, masked = _without_mask(maps[chosen])
+    drawn = smaller(whole_maps, _MOST)
     lines = [
         f"{value.form}{which}",
         f"{share_text(len(chosen), n_heads, 'head')}, {n_queries} queries, {n_keys} keys;"
-        f" {range_text(drawn)}{masked}",
+        f" {range_text(whole_maps)}{masked}",
     ]
     if drawn.shape[1:] != maps.shape[1:]:
         size = " x ".join(str(side) for side in drawn.shape[1:])

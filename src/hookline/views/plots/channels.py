@@ -109,7 +109,8 @@ def channels(
     width, height = max(tiles.width_of_all, 4.6), tiles.height_of(len(chosen))
     sheet = Sheet(width, height + 0.4, value.title, lines)
     axes = sheet.canvas(0, 0, width, height)
-    grid(axes, maps, chosen, tiles, whole if shared else None, signed=whole.is_signed)
+    labels = labels_of(chosen, data[chosen])
+    grid(axes, maps, labels, tiles, whole if shared else None, signed=whole.is_signed)
     has_bad = not bool(maps.isfinite().all())
     if shared:
         place = (0.1, height + 0.08)
@@ -157,14 +158,13 @@ def tiling(n: int, aspect: float, across: float) -> Tiling:
 
 
 def grid(
-    axes: Axes, maps: Tensor, numbers: list[int], tiles: Tiling, scale: Scale | None, *,
+    axes: Axes, maps: Tensor, labels: list[str], tiles: Tiling, scale: Scale | None, *,
     signed: bool,
 ) -> None:  # fmt: skip
-    """Draw maps, shape `(n, height, width)`, in rows on a canvas, each under its index.
+    """Draw maps, shape `(n, height, width)`, in rows on a canvas, each under its label.
 
-    Maps on their own scales have their ranges beside the indices, if there is room for all of them.
+    Maps on their own scales have their ranges beside the labels, if there is room for all of them.
     """
-    labels = [_label(number, drawn) for number, drawn in zip(numbers, maps, strict=True)]
     ranges = _ranges(maps, labels, tiles.width) if scale is None else [""] * len(maps)
     for k, (label, ends, drawn) in enumerate(zip(labels, ranges, maps, strict=True)):
         left, top = tiles.place(k)
@@ -176,11 +176,15 @@ def grid(
         draw_map(axes, drawn.numpy(), scale or scale_of(drawn, signed=signed), box)
 
 
-def _label(number: int, drawn: Tensor) -> str:
-    """Return a channel's label: its index, and a mark for NaN or a constant map."""
-    if not drawn.isfinite().all():
+def labels_of(numbers: list[int], maps: Tensor) -> list[str]:
+    """Label channels by their index, with a mark for NaN or a constant map, of all its elements."""
+    return [_label(number, whole) for number, whole in zip(numbers, maps, strict=True)]
+
+
+def _label(number: int, whole: Tensor) -> str:
+    if not whole.isfinite().all():
         return f"{number} NaN"
-    return f"{number} const" if drawn.min() == drawn.max() else f"{number}"
+    return f"{number} const" if whole.min() == whole.max() else f"{number}"
 
 
 def _ranges(maps: Tensor, labels: list[str], width: float) -> list[str]:
@@ -212,9 +216,10 @@ def _curves(value: Value, arranged: Arranged, chosen: list[int], lines: list[str
     height = tiles.height_of(len(chosen))
     sheet = Sheet(_WIDTH, height + 0.2, value.title, lines)
     axes = sheet.canvas(0, 0, _WIDTH, height)
-    for k, (number, curve) in enumerate(zip(chosen, curves, strict=True)):
+    labels = labels_of(chosen, arranged.data[chosen])
+    for k, (label, curve) in enumerate(zip(labels, curves, strict=True)):
         left, top = tiles.place(k)
-        axes.text(left, top - 0.03, _label(number, curve), fontsize=SMALL, va="bottom")
+        axes.text(left, top - 0.03, label, fontsize=SMALL, va="bottom")
         scale, bottom = scale_of(curve, signed=False), top + tiles.height
         span = scale.high - scale.low
         if scale.low <= 0 <= scale.high:

@@ -19,8 +19,8 @@ from hookline.statistics.difference import difference
 from hookline.verbs.compare.compare import compare as compare_sites
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.views.pixels import cells, scale_of, smaller
-from hookline.views.plots.arranging import arrange, drawable
-from hookline.views.plots.channels import MAX_SIDE, Tiling, grid, tiling
+from hookline.views.plots.arranging import arrange, drawable, gap_of
+from hookline.views.plots.channels import MAX_SIDE, Tiling, grid, labels_of, tiling
 from hookline.views.plots.rows import RowSheet
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, TEXT, Sheet, draw_map
 
@@ -171,15 +171,15 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
         )
     sample, layout = reading
     first, second = arrange(a, layout, sample), arrange(b, layout, sample)
-    gap = first.data.double() - second.data.double()
+    gap = gap_of(a, b, layout, sample)
     apart = gap.nan_to_num(math.inf).flatten(1).abs().sum(1) if gap.dim() > 1 else gap.abs()
     ranked = apart.argsort(descending=True, stable=True).tolist()
     chosen = (ranked if order == "difference" else list(range(len(ranked))))[:n]
-    whole = difference(a.tensor, b.tensor)
-    words = whole.problem or (
-        f"relative L2 difference {measure(whole.relative)}, of the worst row"
-        f" {measure(whole.worst_row)}"
-        if whole.differs
+    measured = difference(a.tensor, b.tensor)
+    words = measured.problem or (
+        f"relative L2 difference {measure(measured.relative)}, of the worst row"
+        f" {measure(measured.worst_row)}"
+        if measured.differs
         else "equal to the last bit"
     )
     lines = [f"{a.form}, {first.text}", f"{words} (all samples)"]
@@ -187,18 +187,23 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
     if len(first.space) == 2:
         by = "; largest difference first" * (order == "difference")
         lines.append(f"{share_text(len(chosen), len(first.data), 'channel')}{by}")
-        return _panels(a, [smaller(data[chosen], MAX_SIDE) for data in parts], chosen, lines)
+        whole = [data[chosen] for data in parts]
+        labels = [labels_of(chosen, data) for data in whole]
+        return _panels(a, [smaller(data, MAX_SIDE) for data in whole], labels, lines)
     # A sequence is a table of tokens x features, a vector one row.
     tables = [cells(data.T if first.space else data[None], (256, 256))[None] for data in parts]
     return _panels(a, tables, [], lines)
 
 
 def _panels(
-    value: Value, panels: list[torch.Tensor], numbers: list[int], lines: list[str]
+    value: Value, panels: list[torch.Tensor], labels: list[list[str]], lines: list[str]
 ) -> Figure:
-    """Draw three panels of maps, shape `(n, height, width)`; the first two share a scale."""
+    """Draw three panels of maps, shape `(n, height, width)`; the first two share a scale.
+
+    Each map has a label; a table has none.
+    """
     n, high, wide = panels[0].shape
-    if numbers:
+    if labels:
         tiles = tiling(n, high / wide, _PANEL)
         height = tiles.height_of(n)
     else:
@@ -207,13 +212,14 @@ def _panels(
     sheet = Sheet(3 * _PANEL + 2 * _SPACE, height + 0.75, value.title, lines)
     both = scale_of(torch.cat(panels[:2]))
     scales = [both, both, scale_of(panels[2], signed=True)]
-    heads = ["first", "second", "first - second"]
+    gap = "first - second"
+    heads = ["first", "second", f"|{gap}|" if value.tensor.is_complex() else gap]
     for k, (maps, scale, head) in enumerate(zip(panels, scales, heads, strict=True)):
         left = k * (_PANEL + _SPACE)
         axes = sheet.canvas(left, 0.2, _PANEL, height)
         axes.set_title(head, fontsize=TEXT, fontweight="bold", loc="left", pad=3, **PLAIN)
-        if numbers:
-            grid(axes, maps, numbers, tiles, scale, signed=True)
+        if labels:
+            grid(axes, maps, labels[k], tiles, scale, signed=True)
         else:
             box = (0.0, 0.0, tiles.width, tiles.height)
             draw_map(axes, maps[0].numpy(), scale, box, smooth=False)
