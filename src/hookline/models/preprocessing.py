@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.errors import InputError
 from hookline.models.loaded import Preprocess
 
 if TYPE_CHECKING:
@@ -32,7 +33,26 @@ def in_mode(transform: Preprocess, mode: str = "RGB") -> Preprocess:
 
 
 def _transformed(transform: Preprocess, mode: str, picture: Image) -> Tensor:
-    return transform(picture.convert(mode))
+    return transform(_of_8_bits(picture).convert(mode))
+
+
+def _of_8_bits(picture: Image) -> Image:
+    """Return a grey picture of 16 bits with 8: pillow would take all from 255 on for white.
+
+    Raises:
+        InputError: the picture has 32 bits, so that nobody knows which number is white.
+    """
+    if picture.mode in ("I", "F"):
+        kind = "whole numbers" if picture.mode == "I" else "floats"
+        raise InputError(
+            f"a picture must have 8 or 16 bits a channel, got 32-bit {kind}."
+            "\nConvert it, or give the numbers as a tensor: a file .npy or .pt."
+        )
+    if not picture.mode.startswith("I;16"):
+        return picture
+    from PIL import Image
+
+    return Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
 
 
 def guess_preprocess(picture: Image) -> Tensor:
@@ -50,12 +70,15 @@ def guess_preprocess(picture: Image) -> Tensor:
 
     Returns:
         Shape `(3, 224, 224)`, float32.
+
+    Raises:
+        InputError: the picture has 32 bits a channel.
     """
     scale = 256 / min(picture.size)
     width, height = (max(256, round(side * scale)) for side in picture.size)
     left, top = (width - 224) // 2, (height - 224) // 2
     # 2 is PIL.Image.Resampling.BILINEAR, which antialiases when it shrinks a picture.
-    small = picture.convert("RGB").resize((width, height), 2)
+    small = _of_8_bits(picture).convert("RGB").resize((width, height), 2)
     pixels = np.asarray(small.crop((left, top, left + 224, top + 224)), dtype=np.float32) / 255
     normal = (pixels - _IMAGENET_MEAN) / _IMAGENET_STD
     return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1)))
