@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from safetensors.torch import load_file
@@ -23,6 +23,11 @@ _WRAPPERS = ("module.", "_orig_mod.")
 _N_KEYS_NAMED = 3
 
 
+@final
+class ModuleState(dict[str, Any]):
+    """The tensors of a file that says of itself that they are the state of a module."""
+
+
 def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state dict from a checkpoint without executing any of its contents.
 
@@ -35,7 +40,8 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
             It holds the state dict itself, or a dict with it under `state_dict` or `model`.
 
     Returns:
-        The state dict, on the CPU, with the keys of the file.
+        The state dict, on the CPU, with the keys of the file: a `ModuleState` if it lies under
+        `state_dict` or `model`, or is a module's own, and no other dict of tensors.
 
     Raises:
         ModelError: the file does not exist, has another suffix, needs unpickling, is broken, or
@@ -55,14 +61,16 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
     content = read_tensors(path, ModelError)
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
+            content = ModuleState(content[key])
             break
     if not isinstance(content, dict) or not any(isinstance(v, Tensor) for v in content.values()):
         raise ModelError(
             f"{path} must hold a state dict, or a dict with one under state_dict or model, got "
             f"{_say_content(content)}.\nSave one: torch.save(model.state_dict(), FILE)."
         )
-    return {str(key): value for key, value in content.items()}
+    is_state = isinstance(content, ModuleState) or hasattr(content, "_metadata")
+    named = {str(key): value for key, value in content.items()}
+    return ModuleState(named) if is_state else named
 
 
 def read_tensors(path: Path, error_type: type[HooklineError]) -> Any:

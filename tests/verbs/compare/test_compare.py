@@ -174,6 +174,35 @@ def test_checkpoints_are_compared_as_they_are_rounded(mlp):
     assert "inputs" not in kinds(hl.compare(trained, weights))
 
 
+@pytest.mark.parametrize("kind", ["dict", "safetensors", "pt", "wrapped", "of a module", "npz"])
+def test_weights_of_any_name_and_file_are_rounded_once(tmp_path, kind):
+    torch.manual_seed(0)
+    lstm = nn.LSTM(8, 8, 2)
+    sides = []
+    for number, error in enumerate((0.05, 0.0)):
+        states = {
+            name: (value + error * value * torch.randn_like(value)).bfloat16()
+            for name, value in lstm.state_dict().items()
+        }
+        place = tmp_path / f"{number}.{kind if kind in ('safetensors', 'npz') else 'pt'}"
+        if kind == "safetensors":
+            save_file(states, place)
+        elif kind == "npz":
+            np.savez(
+                place, **{name: value.float().half().numpy() for name, value in states.items()}
+            )
+        else:
+            torch.save({"model": states} if kind == "wrapped" else states, place)
+        if kind == "of a module":
+            torch.save(nn.ParameterDict({"scale": states["weight_hh_l0"]}).state_dict(), place)
+        sides.append(states if kind == "dict" else place)
+    comparison = hl.compare(*sides)
+    odd = [row.site for row in comparison if row.verdict == "noise"]
+    assert not odd
+    assert not comparison.ok
+    assert hl.compare(sides[0], sides[0]).ok
+
+
 def test_files_of_arrays_and_other_frameworks(mlp, tmp_path):
     weights = mlp.state_dict()
     save_file(weights, tmp_path / "a.safetensors")

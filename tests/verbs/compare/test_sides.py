@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,6 +42,32 @@ def test_weights_are_known_by_their_names_or_their_class():
     kinds |= {entry.kind for entry in side_of({"fc.weight": X, "fc.bias": X}, "a").entries}
     assert kinds == {"stored"}
     assert {entry.kind for entry in side_of({"fc": X, "act": X}, "a").entries} == {"output"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("weight_ih_l0", "0.bias_hh_l1_reverse", "in_proj_weight", "fc.weight_v", "moe.weight3"),
+        ("bn.running_mean", "running_var", "bn.num_batches_tracked"),
+        ("fc.parametrizations.weight.original1", "0.weight_orig"),
+    ],
+)
+def test_each_name_of_a_weight_is_known(names):
+    activations = [f"h.{number}" for number in range(9)]
+    activations += ["attn.weights", "head.bias.gelu", "biased"]
+    side = side_of(dict.fromkeys([*names, *activations], X), "a")
+    assert {entry.key for entry in side.entries if entry.kind == "stored"} == set(names)
+
+
+def test_tensors_of_a_file_are_weights_if_it_says_so(tmp_path):
+    odd = {"scale": X, "cls_token": X}
+    for name, content in {"wrapped": {"state_dict": odd}, "plain": odd}.items():
+        torch.save(content, tmp_path / f"{name}.pt")
+    kinds = [
+        {entry.kind for entry in side_of(tmp_path / f"{name}.pt", "a").entries}
+        for name in ("wrapped", "plain")
+    ]
+    assert kinds == [{"stored"}, {"output"}]
 
 
 def test_a_recording_of_several_ranks_is_read_as_a_whole():

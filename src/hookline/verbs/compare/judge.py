@@ -105,7 +105,8 @@ class Judge:
             ComparedSite, site, with_leaf(theirs, pair.leaf), form=pair.forms[0],
             other_form=pair.forms[1],
         )  # fmt: skip
-        floor = self._floor(site, pair, ours, max(ours.n_modules, theirs.n_modules))
+        entry = theirs if theirs.kind == "stored" else ours
+        floor = self._floor(site, pair, entry, max(ours.n_modules, theirs.n_modules))
         if gap is None:
             return row("not comparable", why=pair.why)
         if gap.problem:

@@ -22,7 +22,7 @@ from hookline.engine import ROOT, path_text
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
 from hookline.errors import InputError
-from hookline.models.checkpoints import read_state_dict
+from hookline.models.checkpoints import ModuleState, read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
 from hookline.recordings.recording import has_lost_model, lies_in_folder, living_model
@@ -34,7 +34,11 @@ from hookline.verbs.compare.tokens import have_own_rows, passes_of
 
 _CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
 _FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
-_WEIGHT_NAMES = ("weight", "bias")
+# The names of parameters and buffers in modules of torch: `weight`, `in_proj_bias`, `weight_ih_l0`.
+_STORED = re.compile(
+    r"(.+\.)?((weight|bias)\d*(_[^.]*)?|[^.]*(weight|bias)|running_mean|running_var"
+    r"|num_batches_tracked|parametrizations\.\w+\.original\d*)"
+)
 _CONVERT = (
     "Give two recordings, stores, curves or dicts of arrays, or their folders; of two models their"
     " state dicts: hl.compare(a.state_dict(), b.state_dict())."
@@ -305,9 +309,12 @@ def _of_arrays(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
         raise InputError(
             f"the keys of {name} must be names, got {odd!r}.\nGive a dict of names to arrays."
         )
-    kind: Kind = "stored" if _is_state_dict(arrays) else "output"
-    entries = [Entry(_path(key), "", _reader(value), kind) for key, value in arrays.items()]
-    return entries if kind == "stored" else _children_first(entries)
+    is_stored = _are_stored(arrays)
+    entries = [
+        Entry(_path(key), "", _reader(value), "stored" if is_stored[key] else "output")
+        for key, value in arrays.items()
+    ]
+    return entries if all(is_stored.values()) else _children_first(entries)
 
 
 def _path(name: str) -> str:
@@ -318,10 +325,16 @@ def _reader(value: Any) -> Callable[[], Any]:
     return value if isinstance(value, partial) else lambda: value
 
 
-def _is_state_dict(arrays: Mapping[str, Any]) -> bool:
-    """Tell whether arrays are weights, which are rounded once and not by each layer."""
-    n_weights = sum(key.endswith(_WEIGHT_NAMES) for key in arrays)
-    return hasattr(arrays, "_metadata") or 2 * n_weights > len(arrays)
+def _are_stored(arrays: Mapping[str, Any]) -> dict[str, bool]:
+    """Tell which arrays are weights, which are rounded once and not by each layer.
+
+    Beside a majority of weights, the others are parameters with names of their own.
+    """
+    by_name = {key: bool(_STORED.fullmatch(key)) for key in arrays}
+    is_state = isinstance(arrays, ModuleState) or hasattr(arrays, "_metadata")
+    if is_state or 2 * sum(by_name.values()) > len(arrays):
+        return dict.fromkeys(arrays, True)
+    return by_name
 
 
 def _children_first(entries: list[Entry]) -> list[Entry]:
