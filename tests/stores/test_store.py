@@ -11,6 +11,7 @@ import torch
 
 import hookline as hl
 from hookline.files.place import place_of
+from hookline.files.safetensors_file import DTYPES
 from hookline.files.sealed_json import MANIFEST
 from hookline.stores import open_store
 from small_stores import write_store
@@ -119,6 +120,14 @@ def test_numbers_that_are_not_finite_are_counted(tmp_path):
     assert store.statistics["x"].non_finite == 3
     assert store["x"][3].isnan().sum() == 3
     assert repr(store).count("nan") == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_numbers_of_each_dtype_are_measured(tmp_path, dtype):
+    ones = torch.ones(8, 4).to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
+    place = write_store(tmp_path / "s", {"x": -1j * ones if dtype.is_complex else ones})
+    moments = open_store(place).statistics["x"]
+    assert (moments.count, moments.mean, moments.std) == (32, 1.0, 0.0)
 
 
 def test_a_store_in_another_process_reads_the_same(store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import hookline as hl
@@ -22,6 +23,21 @@ def test_numbers_that_are_not_finite_are_errors(tmp_path):
     assert (finding.level, finding.site, finding.follows) == ("error", "a", ("b",))
     assert finding.number == "25 % NaN, inf"
     assert not findings.ok
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e5m2, torch.bfloat16])
+def test_a_nan_of_any_dtype_is_an_error(tmp_path, dtype):
+    broken = torch.full((4, 2), 2.0)
+    broken[1, 0] = float("nan")
+    (finding,) = judged(tmp_path, {"a": broken.to(dtype)})
+    assert finding.text == "a has 1 NaN or infinite of 8 elements."
+    assert (".float()" in finding.advice) is (dtype.itemsize == 1)
+
+
+def test_one_magnitude_of_many_phases_is_not_constant(tmp_path):
+    unit = torch.polar(torch.ones(4, 2), torch.zeros(4, 2))
+    unit[1] *= -1
+    assert not list(judged(tmp_path, {"a": unit}))
 
 
 def test_sites_of_one_number_are_told(tmp_path):

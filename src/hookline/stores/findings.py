@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from hookline.display.text import listed, plural
 from hookline.display.units import measure, share
 from hookline.findings import Finding, Findings
@@ -14,12 +16,16 @@ _MOST_NAMED = 3
 
 
 def findings_of_store(
-    statistics: Mapping[str, Moments], skipped: Sequence[tuple[int, str]], n_items: int
+    statistics: Mapping[str, Moments],
+    dtypes: Mapping[str, torch.dtype],
+    skipped: Sequence[tuple[int, str]],
+    n_items: int,
 ) -> Findings:
     """Judge the statistics of each site, and the items that were skipped; no value is read.
 
     Args:
         statistics: the statistics of all values of each site, in the order of the store.
+        dtypes: the dtype of each site.
         skipped: the index of each item without a row, and the reason.
         n_items: the number of items that have a row.
     """
@@ -33,10 +39,11 @@ def findings_of_store(
         and moments.min == moments.max
         and not moments.non_finite
         and site not in zero
+        and not dtypes[site].is_complex  # of one magnitude, which has many phases
     ]
     one_value = measure(measured[constant[0]].min) if constant else ""
     rows = [
-        *_non_finite(broken, measured),
+        *_non_finite(broken, measured, dtypes),
         *_alike("dead", "is zero in every item", zero, "warning", "100 % zero"),
         *_alike("constant", "has one number in every item", constant, "note", one_value),
         *_skipped(skipped, n_items),
@@ -45,10 +52,14 @@ def findings_of_store(
     return Findings(in_order(rows), facts)
 
 
-def _non_finite(sites: Sequence[str], statistics: Mapping[str, Moments]) -> list[Finding]:
+def _non_finite(
+    sites: Sequence[str], statistics: Mapping[str, Moments], dtypes: Mapping[str, torch.dtype]
+) -> list[Finding]:
     if not sites:
         return []
     first = statistics[sites[0]]
+    # torch has no isfinite of most dtypes of 8 bits.
+    cast = ".float()" * (dtypes[sites[0]].itemsize == 1)
     return [
         Finding(
             "non-finite",
@@ -58,7 +69,7 @@ def _non_finite(sites: Sequence[str], statistics: Mapping[str, Moments]) -> list
             "error",
             f"{share(first.non_finite / first.count)} NaN, inf",
             _others(sites),
-            f"Find the items: store[{sites[0]!r}][:].isfinite() tells them.",
+            f"Find the items: store[{sites[0]!r}][:]{cast}.isfinite() tells them.",
             tuple(sites[1:]),
         )
     ]

@@ -36,6 +36,7 @@ from hookline.files.safetensors_file import (
     head_size,
 )
 from hookline.statistics import Moments
+from hookline.statistics.to_numbers import real
 
 # Columns of the store itself. "@" begins no path of a module.
 ITEM, LENGTH, TOKEN = "@item", "@length", "@token"
@@ -46,9 +47,9 @@ _BLANK = b"0" * 32
 _SEAL = re.compile(rb'seal\\": \\"([0-9a-f]{32})')
 # NumPy has no such dtypes: their bytes are unsigned integers there.
 _UNSIGNED = {1: np.uint8, 2: np.uint16}
-_REAL = frozenset({
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint8, torch.bool,
+_MEASURED_AS_IT_IS = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool,
 })  # fmt: skip
 
 
@@ -139,7 +140,7 @@ class Shard:
         size: the bytes of its file.
         seal: the checksum of its header.
         spans: the place of each column.
-        statistics: the moments of each column of real numbers.
+        statistics: the moments of each column; of complex numbers those of the magnitude.
         skipped: the items that failed to load, each with its error.
         job: the digest of the job that it is of; empty for one that is not known.
     """
@@ -202,7 +203,7 @@ def encode(number: int, chunks: Sequence[Chunk], job: str = "") -> tuple[list[An
         "statistics": {
             name: _moments(parts[name]).as_json()
             for name in names
-            if name not in OWN and parts[name][0].dtype in _REAL
+            if name not in OWN
         },
         "skipped": [list(item) for chunk in chunks for item in chunk.skipped],
     }  # fmt: skip
@@ -320,8 +321,8 @@ def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
 def _moments(tensors: Sequence[Tensor]) -> Moments:
     moments = Moments()
     for tensor in tensors:
-        array = tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
-        moments = moments + Moments.of(array)
+        plain = tensor if tensor.dtype in _MEASURED_AS_IT_IS else real(tensor)
+        moments = moments + Moments.of(plain.numpy())
     return moments
 
 

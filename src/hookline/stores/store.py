@@ -75,7 +75,8 @@ class Store(Result):
 
     Attributes:
         sites: the sites, as the store writes them.
-        statistics: the `Moments` of each site, computed when the store was written.
+        statistics: the `Moments` of each site, computed when the store was written; of complex
+            numbers those of the magnitude.
         skipped: the index of each item that has no row in the store, and the reason.
         parts: the stores that `hl.Store.cat` joined; otherwise empty.
         place: the folder or URL of the store.
@@ -495,7 +496,8 @@ class Store(Result):
         No value is read: `store.statistics` tells NaN, infinity, and sites that are zero or have
         one number in every item.
         """
-        return findings_of_store(self.statistics, self.skipped, self.n_items)
+        dtypes = {site: self._columns[site].dtype for site in self.sites}
+        return findings_of_store(self.statistics, dtypes, self.skipped, self.n_items)
 
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.

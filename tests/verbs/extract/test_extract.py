@@ -762,9 +762,11 @@ def test_a_full_disk_leaves_whole_shards_and_says_so(tmp_path):
 # -- bad input ------------------------------------------------------------------------------------
 
 
-def test_numbers_that_are_not_finite_are_kept_and_said(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.float8_e5m2])
+def test_numbers_that_are_not_finite_are_kept_and_said(tmp_path, dtype):
     rows = torch.ones(10, 4)
     rows[3, 1], rows[7] = torch.nan, torch.inf
+    rows = rows.to(dtype)
     with pytest.warns(hl.HooklineWarning, match=r"5 numbers at \(root\) are NaN or infinite"):
         store = hl.extract(nn.Identity(), rows, "", tmp_path / "s")
     assert torch.equal(store["(root)"][:].isnan(), rows.isnan())
