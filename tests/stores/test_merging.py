@@ -64,6 +64,34 @@ def test_between_disks_and_from_a_url_shards_are_copied(tmp_path, monkeypatch):
     assert torch.equal(again["x"][::-1], VALUES.flip(0))
 
 
+def loop(where, value):
+    """The store of a loop over three batches of two rows."""
+    model = torch.nn.Identity()
+    with hl.record(model, to=where):
+        for _ in range(3):
+            model(torch.full((2, 4), value))
+    return where
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_loops_are_never_one_job(tmp_path, value):
+    places = [loop(tmp_path / "a", 0.0), loop(tmp_path / "b", value)]
+    store = merge(places, tmp_path / "ab")
+    assert torch.equal(store["(root)"][:], hl.Store.cat(list(map(hl.open, places)))["(root)"][:])
+    assert len(store) == 12
+    assert verify(tmp_path / "ab") == []
+    assert len(merge([tmp_path / "ab", tmp_path / "ab"], tmp_path / "twice")) == 24
+    assert files(merge(places[:1], tmp_path / "alone").place.folder) == files(places[0])
+
+
+def test_stores_without_their_manifest_are_never_one_job(tmp_path):
+    places = [part(tmp_path / name, [0, 1, 2], is_finished=True) for name in "ab"]
+    for place in places:
+        place.remove(MANIFEST)
+        repair(place)
+    assert len(merge(places, tmp_path / "all")) == 48
+
+
 @pytest.mark.parametrize("urls", [False, True])
 def test_stores_of_other_data_come_one_behind_the_other(tmp_path, urls):
     model = torch.nn.Linear(4, 2)

@@ -12,7 +12,7 @@ from hookline.errors import FolderError
 from hookline.files.place import Place, as_place
 from hookline.files.reading import DAMAGE, DamagedError, UnreadableError, reading
 from hookline.files.sealed_json import MANIFEST
-from hookline.stores.job import Job, read_manifest, write_manifest
+from hookline.stores.job import LOOP, UNKNOWN, Job, read_manifest, write_manifest
 from hookline.stores.shard_file import (
     LENGTH,
     OWN,
@@ -24,7 +24,6 @@ from hookline.stores.shard_file import (
 )
 from hookline.stores.store import NAMES
 
-LOOP = "passes of a loop"  # the kind of data that cannot be run again
 _GONE = "it is gone"
 
 
@@ -241,4 +240,4 @@ def _job_of(shards: Sequence[Shard]) -> Job:
         columns.append(ColumnForm(name, spans[0].dtype, spans[0].shape[1:], per))
     n_items = sum(shard.items for shard in shards)
     sites = [column.name for column in columns]
-    return Job({}, sites, {}, {"kind": "unknown"}, 0, n_items, 0, columns)
+    return Job({}, sites, {}, {"kind": UNKNOWN}, 0, n_items, 0, columns)

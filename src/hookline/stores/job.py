@@ -31,6 +31,8 @@ from hookline.stores.manifest_form import check_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard
 
 SHARD_BYTES = 32 * 2**20  # large enough that syncing a file costs little, small enough to redo
+LOOP = "passes of a loop"  # the kind of data that cannot be run again
+UNKNOWN = "unknown"  # the kind of data of a store whose manifest was lost
 _EXACT = ("type", "structure", "weights")
 STORE = FolderFormat("hookline-store", 1, "a store", "hl.extract", "extract it again")
 _REMEDY = "Make it again from the shards: hookline store repair"

@@ -13,7 +13,7 @@ from hookline.files.place import LocalPlace, Place, as_place
 from hookline.files.reading import DamagedError
 from hookline.files.safetensors_file import head_size
 from hookline.stores.first_batch import difference
-from hookline.stores.job import exact, read_manifest, write_manifest
+from hookline.stores.job import LOOP, UNKNOWN, exact, read_manifest, write_manifest
 from hookline.stores.shard_file import (
     Shard,
     name_of,
@@ -43,9 +43,9 @@ def merge(
     one job. They need not be finished, but together they must hold all shards (files). The new
     store is, byte for byte, the one that a single machine would have made.
 
-    If the stores are of different data, they must be finished, and have the same model, sites and
-    options. The rows of the new store are theirs, one store behind the other. `hl.Store.cat` reads
-    such stores as one without writing anything.
+    If the stores are of different data, or of loops of `hl.record(to=)`, they must be finished, and
+    have the same model, sites and options. The rows of the new store are theirs, one store behind
+    the other. `hl.Store.cat` reads such stores as one without writing anything.
 
     The shards of one job become hard links if they lie on the disk of the new store. All other
     shards are copied. The checksum of each column is verified.
@@ -70,7 +70,7 @@ def merge(
         if target.names():
             raise FolderError(f"{target} must be empty to merge into.\nGive a new folder.")
         job, made_on = manifests[0]["job"], manifests[0]["environment"]
-        if all(exact(manifest["job"]) == exact(job) for manifest in manifests[1:]):
+        if _are_of_one_job(manifests):
             _check_values(sources, [manifest["job"] for manifest in manifests])
             shards = _of_one_job(sources, manifests, target)
         else:
@@ -111,6 +111,21 @@ def _compared(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return parts | {f"{name}=": value for name, value in options.items() if name != "shard_bytes"}
 
 
+def _are_of_one_job(manifests: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether stores have shards of one job, which several machines did."""
+    job = manifests[0]["job"]
+    if len(manifests) > 1 and not _is_identified(job["data"]):
+        return False
+    return all(exact(manifest["job"]) == exact(job) for manifest in manifests[1:])
+
+
+def _is_identified(data: Mapping[str, Any]) -> bool:
+    """Tell whether equal descriptions of data mean equal data: all loops are described alike."""
+    return data.get("kind") not in (LOOP, UNKNOWN) and all(
+        map(_is_identified, data.get("parts", ()))
+    )
+
+
 def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) -> None:
     """Check that the stores of one job have the same values for its first batch."""
     first_batches = [
@@ -144,7 +159,8 @@ def _of_one_job(
             if first.seal != shard.seal:
                 raise FolderError(
                     f"{by_number[number][0]} and {place} must hold the same {name}, got other"
-                    " values.\nLeave one of the stores out."
+                    " values.\nLeave one of the stores out. If they are of different data,"
+                    " hl.Store.cat joins them."
                 )
     _check_complete(manifests, [by_number[number][1] for number in sorted(by_number)])
     for number, (place, _) in sorted(by_number.items()):

@@ -18,7 +18,7 @@ from hookline.files.place import Place, place_of
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
 from hookline.stores.batch_columns import Offload, columns_of
-from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard, made_here, write_manifest
+from hookline.stores.job import LOOP, SHARD_BYTES, Job, batches_per_shard, made_here, write_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard, Writer
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.record.keep import Keep
@@ -221,7 +221,7 @@ def _job_of(model: nn.Module, recording: Recording, options: Keep) -> Job:
             "keep": function_identity(options.get("keep")),
             "dtype": None if dtype is None else str(dtype),
         },
-        {"kind": "passes of a loop"},
+        {"kind": LOOP},
         1,
         None,
     )
