@@ -16,6 +16,7 @@ from hookline.verbs.compare.before import (
     of_tokens,
 )
 from hookline.verbs.compare.comparison import Comparison
+from hookline.verbs.compare.items import of_data, with_common_items
 from hookline.verbs.compare.judge import Judge
 from hookline.verbs.compare.names import Names, paired
 from hookline.verbs.compare.shards import Dims, check_dims, check_dims_are_meant
@@ -114,6 +115,7 @@ def compare_all(
             "\nGive two recordings, two stores, two curves or two dicts of arrays."
         )
     check_dims_are_meant(dims, [*side_a.of_ranks, *side_b.of_ranks])
+    (side_a, side_b), about_items = with_common_items(side_a, side_b)
     by_token = aligned(side_a, side_b, tokens, dims)
     alignment, why = None, ""
     if isinstance(by_token, Aligned):
@@ -129,7 +131,6 @@ def compare_all(
             f" {pairing.pairs[0][0].key} without a tensor in both.\nRecord sites with tensors."
         )
     inputs = [row for row in rows if judge.entry_of[row.site].is_input]
-    has_layers = "recording" in (side_a.noun, side_b.noun)
     suspect, first = judge.suspect(rows)
     about_tokens = of_tokens(alignment, why, rows)
     if any(remark.kind == "inputs" for remark in about_tokens):
@@ -137,7 +138,9 @@ def compare_all(
     modes, rest = of_settings(side_a, side_b, rows)
     findings = [
         *modes,
-        *(of_inputs(inputs) if has_layers else ()),
+        *(of_inputs(inputs) if "recording" in (side_a.noun, side_b.noun) else ()),
+        *about_items,
+        *of_data(side_a, side_b, rows),
         *about_tokens,
         *of_models(side_a, side_b, rows),
         *rest,

@@ -17,13 +17,14 @@ from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.statistics.difference import Difference, difference, difference_of_blocks
 from hookline.stores import Column
+from hookline.verbs.compare.items import RowsOfItems
 from hookline.verbs.compare.shards import Unjoined
 from hookline.verbs.compare.sides import StepNumbers
 
 _DEEPEST = 20  # levels of nesting; a cache may hold itself
 _BLOCK_NUMEL = 2**22  # of a store, read at once
 
-Array = Tensor | Column
+Array = Tensor | Column | RowsOfItems
 
 
 class Measured(NamedTuple):
@@ -139,7 +140,7 @@ def _at_common_steps(a: StepNumbers, b: StepNumbers) -> Measured:
 
 def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
     """Yield the tensors, arrays and numbers in a value, each as a tensor with its leaf."""
-    if isinstance(value, Tensor | Column):
+    if isinstance(value, Array):
         yield leaf, value
     elif isinstance(value, bool | int | float | complex):
         dtype = torch.float64 if isinstance(value, float) else None

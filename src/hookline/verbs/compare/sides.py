@@ -106,6 +106,7 @@ class Side:
         release: closes the files of what was read.
         source: the recording or pass; None for other things.
         settings: the settings of torch under which its passes ran, each once, in their order.
+        store: the store; None for other things.
     """
 
     noun: str
@@ -115,6 +116,7 @@ class Side:
     release: Callable[[], None] = lambda: None
     source: Recording | PassRecord | None = None
     settings: tuple[Settings, ...] = ()
+    store: Store | None = None
 
     def shares_model_with(self, other: Side) -> bool:
         """Tell whether both were recorded from one model that is alive."""
@@ -155,7 +157,7 @@ def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
         side = _of_recording(given, dims)
     elif isinstance(given, Store):
         entries = [Entry(_path(site), "", partial(given.__getitem__, site)) for site in given.sites]
-        side = Side("store", _children_first(entries))
+        side = Side("store", _children_first(entries), store=given)
     elif isinstance(given, Curves):
         side = Side("curves", list(_curve_entries(given)), lambda: given.model)
     elif isinstance(given, Mapping):

@@ -1,0 +1,136 @@
+"""Take the rows of the items that two stores have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hookline.display.text import listed, plural
+from hookline.errors import InputError
+from hookline.findings import Finding
+from hookline.stores import Column, Store
+from hookline.stores.job import LOOP
+from hookline.verbs.compare.comparison import ComparedSite
+from hookline.verbs.compare.sides import Side
+
+_MOST_SHOWN = 3
+
+
+@final
+class RowsOfItems:
+    """The rows of some items of a column, read as they are asked for.
+
+    Args:
+        column: the column.
+        items: the positions of the items in the store.
+
+    Attributes:
+        dtype: the dtype of torch.
+        shape: the number of rows, and the shape of a row.
+    """
+
+    def __init__(self, column: Column, items: NDArray[np.int64]) -> None:
+        self._column = column
+        self._rows = items
+        if column.is_ragged:
+            lengths = column.lengths.numpy()
+            starts, counts = (lengths.cumsum() - lengths)[items], lengths[items]
+            before = counts.cumsum() - counts
+            self._rows = np.repeat(starts - before, counts) + np.arange(counts.sum())
+        self.dtype: torch.dtype = column.dtype
+        self.shape: tuple[int, ...] = (len(self._rows), *column.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: slice) -> Tensor:
+        return self._column[self._rows[index]]
+
+
+def with_common_items(a: Side, b: Side) -> tuple[tuple[Side, Side], list[Finding]]:
+    """Pair the rows of two stores by their items, and say which items one of them has alone.
+
+    Raises:
+        InputError: the items differ, and cannot be paired.
+    """
+    if a.store is None or b.store is None:
+        return (a, b), []
+    items = _items(a.store), _items(b.store)
+    if np.array_equal(*items):
+        return (a, b), []
+    common, ours, theirs = np.intersect1d(*items, return_indices=True)
+    if len(common) and _have_one_numbering(a.store, b.store):
+        return (_of_items(a, ours), _of_items(b, theirs)), [_of_alone(items, common)]
+    counts = [plural(len(numbers), "item") for numbers in items]
+    if counts[0] != counts[1]:  # shapes differ, too
+        return (a, b), [Finding("inputs", f"{counts[0]} in a and {counts[1]} in b")]
+    raise InputError(
+        f"a and b must hold the same items, got {_shown(items[0])} and {_shown(items[1])}."
+        "\nExtract from the same data; of stores that were joined, compare the parts one by one."
+    )
+
+
+def _have_one_numbering(a: Store, b: Store) -> bool:
+    """Tell whether equal numbers of items mean equal items, as far as known."""
+    if a.parts or b.parts or a.job["n_items"] != b.job["n_items"]:
+        return False
+    is_loop = any(store.job["data"].get("kind") == LOOP for store in (a, b))
+    return not is_loop and all(len(np.unique(_items(store))) == len(store) for store in (a, b))
+
+
+def _items(store: Store) -> NDArray[np.int64]:
+    items: NDArray[np.int64] = store.items.numpy()
+    return items
+
+
+def _of_items(side: Side, items: NDArray[np.int64]) -> Side:
+    entries = [replace(entry, read=partial(_read, entry.read, items)) for entry in side.entries]
+    return replace(side, entries=entries)
+
+
+def _read(read: Callable[[], Any], items: NDArray[np.int64]) -> RowsOfItems:
+    return RowsOfItems(read(), items)
+
+
+def _of_alone(items: tuple[NDArray[np.int64], ...], common: NDArray[np.int64]) -> Finding:
+    alone = [np.setdiff1d(numbers, common) for numbers in items]
+    texts = [
+        f"{plural(len(numbers), 'item')} only in {label} ({_shown(numbers)})"
+        for label, numbers in zip("ab", alone, strict=True)
+        if len(numbers)
+    ]
+    what = f"the stores have other items: {', '.join(texts)}"
+    if not texts:
+        what = "the stores have their items in another order"
+    are = f"rows are those of the {plural(len(common), 'common item')}, in order of their numbers"
+    return Finding("inputs", f"{what}; {are}")
+
+
+def _shown(items: NDArray[np.int64]) -> str:
+    return listed([str(item) for item in items[: _MOST_SHOWN + 1]], _MOST_SHOWN)
+
+
+def of_data(a: Side, b: Side, rows: list[ComparedSite]) -> list[Finding]:
+    """Say that the data of two stores may differ, if a value does."""
+    if a.store is None or b.store is None or a.store.parts or b.store.parts:
+        return []
+    jobs = a.store.job, b.store.job
+    ours, theirs = (job["data"] for job in jobs)
+    # The first batch has other values if it has other rows.
+    is_same_batch = jobs[0]["batch_size"] == jobs[1]["batch_size"]
+    is_same_batch &= np.array_equal(_items(a.store), _items(b.store))
+    odd = [
+        key
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key) and (is_same_batch or key != "first_batch")
+    ]
+    if not odd or all(row.verdict != "differs" for row in rows):
+        return []
+    return [Finding("inputs", f"the data may differ: {' and '.join(odd)} of it do")]
