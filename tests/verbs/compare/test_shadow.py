@@ -228,3 +228,33 @@ def test_another_phase_of_a_complex_parameter_differs():
     comparison = hl.shadow(models[0], models[2], x)
     assert comparison.suspect == "1"
     assert not any(finding.kind == "floor" for finding in comparison.findings)
+
+
+class Unsupported(nn.Module):
+    def forward(self, x):
+        raise NotImplementedError
+
+
+class WithFallback(nn.Module):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.fast, self.slow, self.factor = Unsupported(), nn.Linear(4, 4), factor
+
+    def forward(self, x):
+        try:
+            return self.fast(x)
+        except NotImplementedError:
+            return self.slow(x) * self.factor
+
+
+def test_a_module_that_catches_an_error_is_itself():
+    reference = nn.Sequential(*(WithFallback() for _ in range(3)))
+    port = copy.deepcopy(reference)
+    assert hl.shadow(reference, port, torch.randn(3, 4)).ok
+    port[1].factor = 2.0
+    comparison = hl.shadow(reference, port, torch.randn(3, 4))
+    assert comparison.suspect == "1"
+    assert [row.site for row in comparison if row.local is not None] == [
+        "0.slow", "0", "1.slow", "1", "2.slow", "2", "(root)",
+    ]  # fmt: skip
+    assert texts(comparison)[-1].startswith("1 computes otherwise")

@@ -132,6 +132,8 @@ def _calls(model: nn.Module, inputs: Any) -> Calls:
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         entry = running.pop()
+        while entry.module is not module:  # a module inside raised, which this one caught
+            entry = running.pop()
         entry.output = tree.map_tensors(_clone, output)
         path = paths[id(module)]
         calls[path, f"#{counts[path]}" * (counts[path] > 0)] = entry
