@@ -258,3 +258,54 @@ def test_a_module_that_catches_an_error_is_itself():
         "0.slow", "0", "1.slow", "1", "2.slow", "2", "(root)",
     ]  # fmt: skip
     assert texts(comparison)[-1].startswith("1 computes otherwise")
+
+
+class Rescaled(nn.Module):
+    """Multiplies by what the module around it has set; counts all calls."""
+
+    scale = 1.0
+    n_calls = 0
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.linear, self.factor = nn.Linear(4, 4), factor
+
+    def forward(self, x):
+        Rescaled.n_calls += 1
+        return self.linear(x) * self.scale * self.factor
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.last = Rescaled(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        for self.part.scale in (1.0, 2.0):
+            x = self.part(x)
+        return self.last(x)
+
+
+def test_a_module_that_reads_what_changes_is_no_suspect():
+    reference = Around()
+    port, x = copy.deepcopy(reference), torch.randn(3, 4)
+    comparison = hl.shadow(reference, port, x)
+    assert comparison.ok
+    assert comparison.suspect is None
+    assert [(row.local, row.verdict) for row in comparison if row.site == "part"] == [
+        (None, "identical")
+    ]
+    (text,) = texts(comparison)
+    assert text.startswith("no local error at part: it does not repeat itself")
+    port.part.linear.weight.data.mul_(2)
+    assert hl.shadow(reference, port, x).suspect == "part.linear"
+
+
+@pytest.mark.parametrize(("factor", "n_calls"), [(1.0, 6), (2.0, 7)])
+def test_only_a_module_above_the_floor_runs_once_more(factor, n_calls):
+    reference = nn.Sequential(Rescaled(), Rescaled())
+    port = copy.deepcopy(reference)
+    port[1].factor = factor
+    Rescaled.n_calls = 0
+    assert hl.shadow(reference, port, torch.randn(3, 4)).ok is (factor == 1)
+    assert Rescaled.n_calls == n_calls

@@ -35,6 +35,7 @@ from hookline.verbs.shared.run_model import Inputs
 # modules of twelve models were off by at most 2.4.
 _MULTIPLES = (4.0, 4.0, 32.0, 64.0)
 _MOST_NAMED = 3
+_NO_REPEAT = "it does not repeat itself on its own inputs, so it reads what changes meanwhile"
 _OTHER_FORM = "its inputs have another form in b, such as another mask"
 
 
@@ -72,10 +73,10 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
 
     Copies of the models run in float64, where they run in it, with parameters and buffers rounded
     to the coarser dtype of the two: so a fault shows that bfloat16 would hide, and what a dtype
-    rounds while it runs is left out. A module of b that
-    gets inputs of another form than in a, such as another mask, has no local error. Both models run
-    in eval mode, and are left as they were. The inputs and outputs of all modules are kept
-    meanwhile.
+    rounds while it runs is left out. A module of b has no local error if it gets inputs of another
+    form than in a, such as another mask, or if it does not give its output again on its own inputs.
+    Both models run in eval mode, and are left as they were. The inputs and outputs of all modules
+    are kept meanwhile.
 
     Args:
         a: the reference: numbers are relative to it. In `hl.compare`, it is the second argument.
@@ -132,15 +133,28 @@ def _local(runs: list[ModelRun], ours: Entry, theirs: Entry, eps: float) -> _Loc
     ours_call, call = (
         run.calls[entry.path, entry.rest] for run, entry in zip(runs, (ours, theirs), strict=True)
     )
-    # The whole model got the same inputs.
-    why, output = ("", call.output) if not ours.path else _fed(ours_call, call)
-    pairs = [] if why else measured(output, ours_call.output)
     n_modules = sum(not any(True for _ in part.children()) for part in call.module.modules())
     unit = eps * math.sqrt(n_modules)
-    return _Local(
-        theirs.path, why, {with_leaf(ours, pair.leaf): pair for pair in pairs},
-        Floor(*(unit * multiple for multiple in _MULTIPLES)),
-    )  # fmt: skip
+    floor = Floor(*(unit * multiple for multiple in _MULTIPLES))
+    # The whole model got the same inputs.
+    why, output = ("", call.output) if not ours.path else _fed(ours_call, call)
+    pairs = [] if why else list(measured(output, ours_call.output))
+    if ours.path and _exceeds(pairs, floor) and not _repeats(call, floor):
+        why, pairs = _NO_REPEAT, []
+    return _Local(theirs.path, why, {with_leaf(ours, pair.leaf): pair for pair in pairs}, floor)
+
+
+def _exceeds(pairs: list[Measured], floor: Floor) -> bool:
+    gaps = [pair.gap for pair in pairs if pair.gap is not None]
+    return any(gap.problem or floor.exceeded_by(gap) for gap in gaps)
+
+
+def _repeats(call: Call, floor: Floor) -> bool:
+    """Tell whether a module gives its output again on its own inputs."""
+    why, output = _fed(call, call)
+    if why or _form(output) != _form(call.output):
+        return False
+    return not _exceeds(list(measured(output, call.output)), floor)
 
 
 def _fed(ours: Call, call: Call) -> tuple[str, Any]:
