@@ -15,6 +15,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.verbs.compare import in_turn
+from hookline.verbs.compare.sides import side_of
 from ported import IDS, net, run_of
 
 
@@ -172,6 +173,55 @@ def test_checkpoints_are_compared_as_they_are_rounded(mlp):
     up = torch.tensor(math.inf)
     assert hl.compare({name: value.nextafter(up) for name, value in weights.items()}, weights).ok
     assert "inputs" not in kinds(hl.compare(trained, weights))
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(self.fc(x))
+
+
+def test_arrays_have_the_names_of_sites():
+    model, x = Twice(), torch.randn(3, 4)
+    with hl.record(model, ports=("input", "output", "grad_output", "grad")) as run:
+        for _ in range(2):
+            model(x).sum().backward()
+    arrays = {entry.key: entry.read() for entry in side_of(run, "a").entries}
+    assert {"(root):input#pass0", "fc:input#1#pass1", "fc.weight:grad#pass0"} <= arrays.keys()
+    backward = dict(reversed(arrays.items()))
+    for sides in ((run, arrays), (arrays, run), (backward, run)):
+        comparison = hl.compare(*sides)
+        assert comparison.counts["identical"] == len(arrays) == 22
+        assert not comparison.findings
+        assert [row.site for row in comparison] == list(arrays)
+    backward["fc#0#pass0"] = backward["fc:input#1#pass0"] = arrays["fc#0#pass0"] * 1.1
+    assert hl.compare(backward, run).suspect == "fc"
+    renamed = {key.replace("fc", "lin"): value for key, value in backward.items()}
+    comparison = hl.compare(run, renamed, names={"lin": "fc"})
+    assert comparison.counts["identical"] == 20
+    arrays["(root):input#pass0"] = x + 1
+    assert "the inputs differ" in hl.compare(arrays, run).findings[0].text
+
+
+class WithColon(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.add_module("a:input", nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.get_submodule("a:input")(x)
+
+
+def test_names_with_colons_may_be_those_of_modules():
+    model, x = WithColon(), torch.randn(3, 4)
+    with hl.record(model) as run:
+        output = model(x)
+    assert hl.compare(run, {"a:input": output}).counts["identical"] == 1
+    assert hl.compare(run, {"b:input": output}, names={"b:input": "a:input"}).ok
+    assert hl.compare(run, {"?": output, "x:y": output}, names={"?": "a:input"}).ok
 
 
 @pytest.mark.parametrize("kind", ["dict", "safetensors", "pt", "wrapped", "of a module", "npz"])

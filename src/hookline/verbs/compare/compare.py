@@ -20,7 +20,7 @@ from hookline.verbs.compare.items import of_data, with_common_items
 from hookline.verbs.compare.judge import Judge
 from hookline.verbs.compare.names import Names, paired
 from hookline.verbs.compare.shards import Dims, check_dims, check_dims_are_meant
-from hookline.verbs.compare.sides import side_of
+from hookline.verbs.compare.sides import both_sides
 
 # What goes together. Arrays of another framework may stand for a recording.
 _TOGETHER = ({"recording", "arrays"}, {"store"}, {"curves"})
@@ -108,7 +108,7 @@ def compare_all(
 ) -> tuple[Comparison, dict[str, list[str]]]:
     """Compare two runs, and list the sites of the values that are in a or in b alone."""
     check_dims(dims)
-    side_a, side_b = side_of(a, "a", dims), side_of(b, "b", dims)
+    side_a, side_b = both_sides(a, b, dims, names)
     if not any({side_a.noun, side_b.noun} <= kinds for kinds in _TOGETHER):
         raise InputError(
             f"a and b must be the same kind of thing, got {_a(side_a.noun)} and {_a(side_b.noun)}."

@@ -22,7 +22,7 @@ class Pairing(NamedTuple):
 
     Args:
         pairs: the pairs, in the firing order of the first side; of the second, if the first has
-            none, as a recording of compiled code has none.
+            none, as a recording of compiled code and arrays have none.
         only_a: the values of the first side alone.
         only_b: the values of the second side alone, under their names in the first.
     """
@@ -41,7 +41,9 @@ def paired(a: Side, b: Side, names: Names | None) -> Pairing:
     """
     theirs = _by_name(b.entries, _renamer(a, b, names))
     ours = {(entry.path, entry.rest): entry for entry in a.entries}
-    is_by_b = not _is_in_firing_order(a.entries) and _is_in_firing_order(b.entries)
+    is_unordered = (a.noun, b.noun) == ("arrays", "recording")
+    is_unordered = is_unordered or not _is_in_firing_order(a.entries)
+    is_by_b = is_unordered and _is_in_firing_order(b.entries)
     order = theirs if is_by_b else ours
     pairs = [(ours[key], theirs[key]) for key in order if key in ours and key in theirs]
     if not pairs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from hookline.curves import Curves
 from hookline.data.npy_files import open_arrays
-from hookline.engine import ROOT, path_text
+from hookline.engine import ROOT, Site, parse_site, path_text
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
-from hookline.errors import InputError
+from hookline.errors import InputError, SelectionError
 from hookline.models.checkpoints import ModuleState, read_state_dict
 from hookline.opening import open as open_folder
 from hookline.recordings import PassRecord, Recording
@@ -142,6 +142,17 @@ class Side:
         """Path and port of each value of several ranks; empty for a side of one process."""
         is_of_ranks = isinstance(self.source, Recording) and self.source.ranks
         return [(entry.path, entry.port) for entry in self.entries] if is_of_ranks else []
+
+
+def both_sides(a: Any, b: Any, dims: Dims | None, names: Any) -> tuple[Side, Side]:
+    """Return the named values of what a user gave; raise as `side_of` does.
+
+    The names of arrays are those of sites where the other side is a recording. Those that the
+    user's `names` has stay whole.
+    """
+    sides = side_of(a, "a", dims), side_of(b, "b", dims)
+    kept = names if isinstance(names, Mapping) else {}
+    return _as_recorded(sides[0], sides[1], kept), _as_recorded(sides[1], sides[0], kept)
 
 
 def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
@@ -317,6 +328,35 @@ def _of_arrays(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
         for key, value in arrays.items()
     ]
     return entries if all(is_stored.values()) else _children_first(entries)
+
+
+def _as_recorded(arrays: Side, recording: Side, names: Container[str]) -> Side:
+    """Read the names of arrays as sites; what modules are called stays as it is."""
+    if (arrays.noun, recording.noun) != ("arrays", "recording"):
+        return arrays
+    paths = {*recording.modules, *(entry.path for entry in recording.entries)}
+    entries = [
+        replace(entry, kind="output")
+        if entry.path in paths or entry.path in names
+        else _at_site(entry, paths)
+        for entry in arrays.entries
+    ]
+    return replace(arrays, entries=entries)
+
+
+def _at_site(entry: Entry, paths: Container[str]) -> Entry:
+    number = re.search(r"(#backward\d+)?(#pass\d+)?$", entry.path)
+    suffix = number[0] if number else ""
+    try:
+        site = parse_site(entry.path.removesuffix(suffix), paths)
+    except SelectionError:
+        site = Site(entry.path.removesuffix(suffix))
+    if site.leaf:  # values are recorded as a whole
+        return replace(entry, kind="output")
+    rest = str(site).removeprefix(path_text(site.path)) + suffix
+    is_input = not site.path and site.port == "input"
+    kind: Kind = "gradient" if site.is_gradient else "stored" if is_input else "output"
+    return replace(entry, path=site.path, rest=rest, kind=kind, is_input=is_input)
 
 
 def _path(name: str) -> str:
