@@ -165,6 +165,17 @@ def test_rows_of_several_threads_are_refused(net, tmp_path, options):
     assert not net[0]._forward_hooks
 
 
+def test_gradients_of_parameters_need_rows_by_keep(net, tmp_path):
+    with pytest.raises(hl.AttachError, match=r"row for each item, got 2\.weight:grad"):
+        hl.record(net, "2.weight", ports=("grad",), to=tmp_path / "s")
+    assert not os.path.exists(tmp_path / "s")
+    options = {"ports": ("grad",), "keep": lambda tensor: tensor.flatten()[None]}
+    with hl.record(net, "2.weight", to=tmp_path / "s", **options) as line:
+        for n in (5, 3):
+            net(X[:n]).sum().backward()
+    assert line.store["2.weight:grad"].shape == (2, net[2].weight.numel())
+
+
 def test_a_gradient_that_comes_too_late_is_named(net, tmp_path):
     with pytest.raises(hl.HooklineError, match="2:grad_output"):
         with hl.record(net, "2", ports=("output", "grad_output"), to=tmp_path / "s"):

@@ -190,7 +190,8 @@ def record(
     Raises:
         SelectionError: the selector is malformed or matches nothing, or a port is unknown.
         AttachError: the model cannot be hooked, or an option is invalid. Or `to=` is given with
-            tensors by name or with `every_thread=True`.
+            tensors by name or with `every_thread=True`, or with the port "grad" without `keep`: a
+            gradient of a parameter has no row for each item.
         TypeError: there is no such option.
         FolderError: `to` holds files, or cannot be written.
         SiteError: (when the model runs) a value lacks the selected leaf, or with `copy=True` a

@@ -194,7 +194,8 @@ def store_line(
     """Make a recording line write to a store.
 
     Raises:
-        AttachError: the line has no model, or sees every thread.
+        AttachError: the line has no model, or sees every thread; or a gradient of a parameter,
+            which has no row for each item, is not given any by `keep`.
         FolderError: the store cannot be started there.
     """
     try:
@@ -202,6 +203,14 @@ def store_line(
             raise AttachError(
                 "to= must have a model and one thread: the rows of a store are in the order of the"
                 " passes.\nLeave out every_thread=, and give the model."
+            )
+        whole = [str(site) for site in recording.sites if site.port == "grad"]
+        if whole and options.get("keep") is None:
+            raise AttachError(
+                f"to= must have values with a row for each item, got {listed(whole, _MOST_NAMED)}:"
+                " gradients of parameters come from a whole batch.\nLeave out the port grad, or"
+                " give keep= a function that makes such rows; hl.monitor(model, ports='grad')"
+                " measures these gradients in each step."
             )
         sink = StoreSink(place_of(to), line.root, recording, options)
     except BaseException:
