@@ -79,6 +79,18 @@ def test_curves_are_compared_at_the_steps_of_both():
     assert (pair.gap, pair.why) == (None, "no step is in both")
 
 
+def test_of_a_step_that_comes_twice_the_last_number_counts():
+    resumed = StepNumbers(np.array([0, 1, 2, 1, 2, 3]), np.array([0.0, 9, 9, 1, 2, 3]))
+    whole = StepNumbers(np.arange(6), np.arange(6.0))
+    for pair in ((resumed, whole), (whole, resumed)):
+        (result,) = measured(*pair)
+        assert (result.gap.differs, result.gap.problem) == (False, "")
+    assert resumed.at(np.array([1, 3])).tolist() == [1.0, 3.0]
+    other = StepNumbers(np.array([0, 1, 1]), np.array([0.0, 1.0, 5.0]))
+    (result,) = measured(other, whole)
+    assert result.gap.n_unequal == 1
+
+
 def test_what_was_logged_is_compared_too():
     model = nn.Linear(8, 3)
     curves = []

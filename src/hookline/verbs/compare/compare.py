@@ -61,7 +61,8 @@ def compare(
             as a state dict, or the path or URL of one of these (`.npz`, `.npy`, `.safetensors`,
             `.pt`). Arrays may be of torch, NumPy, or anything that NumPy converts.
         b: the same kind of thing, which numbers are relative to: the reference. A dict of arrays
-            may be compared with a recording; its names are those of the sites.
+            may be compared with a recording; its names are those of the sites. Curves are compared
+            at their common steps; of a step that comes twice, the last number counts.
         names: renames modules or arrays of b to those of a: a function from a path to a path, or a
             dict `{path in b: path in a}`. A dict also renames what lies below a path.
         floor: a comparison of two runs that only rounding tells apart, with the sites of a:

@@ -89,8 +89,15 @@ class StepNumbers:
     numbers: NDArray[np.float64]
 
     def at(self, steps: NDArray[np.int64]) -> Tensor:
-        """Return the numbers at some of the steps, float64, shape `(steps,)`."""
-        return torch.from_numpy(self.numbers[np.isin(self.steps, steps)].astype(np.float64))
+        """Return the numbers at some of the steps in order, float64, shape `(steps,)`.
+
+        Of a step that comes twice, as after a resumption, the last number counts, as in
+        `curves.at`.
+        """
+        known, from_end = np.unique(self.steps[::-1], return_index=True)
+        last = len(self.steps) - 1 - from_end
+        chosen = self.numbers[last[np.isin(known, steps)]]
+        return torch.from_numpy(chosen.astype(np.float64))
 
 
 @final
