@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import hookline as hl
 from hookline.engine.model_fingerprint import (
     RecordedModel,
     _sample,
@@ -170,6 +171,7 @@ def long_array(at):
         (scaled(torch.zeros(2, dtype=torch.int32)), scaled(torch.zeros(2))),
         (Scaled(1).method, Scaled(2).method),
         (Scaled(1), Scaled(2)),
+        (hl.edits.scale(1), hl.edits.scale(2)),  # whose number lies in a slot
     ],
 )
 def test_functions_that_differ_have_different_identities(one, other):

@@ -21,7 +21,7 @@ from xxhash import xxh3_128
 
 from hookline.engine.provenance import Provenance, device_of, flags_here, versions_here
 from hookline.engine.pytree import describe
-from hookline.engine.pytree.tree import local_shards
+from hookline.engine.pytree.tree import attributes, local_shards
 from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
 from hookline.engine.torch_private.modules import parts_of_sparse, unwrapping
 
@@ -339,7 +339,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, Mapping):
         yield from value.items()
     elif type(value).__repr__ is _PLAIN_REPR:
-        yield from vars(value).items() if hasattr(value, "__dict__") else ()
+        yield from attributes(value) or ()
 
 
 def _own_bytes(value: Any) -> bytes:

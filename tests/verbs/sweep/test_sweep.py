@@ -1040,8 +1040,37 @@ def test_an_interrupted_sweep_goes_on(tmp_path):
     assert rest.forwards < whole.forwards
     again = hl.sweep(model, X, sites, metric, **arguments)
     assert again.forwards == 3  # the clean one, the unchanged one, and one to compare
-    with pytest.raises(hl.FolderError, match="another inputs"):
+    with pytest.raises(hl.FolderError, match="other inputs"):
         hl.sweep(model, X + 1, sites, metric, **arguments)
+
+
+def scaled(*factors):
+    return {"0": [hl.edits.scale(factor) for factor in factors]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "others"),
+    [
+        (scaled(0, 0.5, 2), scaled(0, 0.9, 2)),  # the last is the same
+        ([(1, {"0": abs}), (2, {"2": abs})], [(1, {"2": abs}), (2, {"2": abs})]),
+        ({"0": [lambda t: t * 2, torch.neg]}, {"0": [lambda t: t * 3, torch.neg]}),
+    ],
+)
+def test_numbers_of_other_changes_are_not_taken_over(changes, others, tmp_path):
+    model = linear()
+    first = hl.sweep(model, X, changes, metric, to=tmp_path)
+    assert hl.sweep(model, X, changes, metric, to=tmp_path).values.tolist() == first.values.tolist()
+    with pytest.raises(hl.FolderError, match="other changes"):
+        hl.sweep(model, X, others, metric, to=tmp_path)
+
+
+def test_values_of_another_clean_run_are_not_taken_over(tmp_path):
+    options = {"to": tmp_path, "each": {"unit": 1}}
+    last = lambda out: out[0, 1]  # noqa: E731  # of the first row alone
+    x = torch.cat([X, X])
+    hl.sweep(linear(), x, "0", last, clean=torch.cat([CLEAN, X]), **options)
+    with pytest.raises(hl.FolderError, match="other clean inputs"):
+        hl.sweep(linear(), x, "0", last, clean=torch.cat([CLEAN, CLEAN]), **options)
 
 
 def test_a_folder_of_other_changes_or_files_is_refused(tmp_path):

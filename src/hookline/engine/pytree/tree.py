@@ -66,7 +66,7 @@ def items(value: Any) -> list[tuple[Key, Any]] | None:
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-    return _attributes(value) if _is_plain(type(value)) else None
+    return attributes(value) if _is_plain(type(value)) else None
 
 
 def _is_plain(kind: type) -> bool:
@@ -84,14 +84,15 @@ def _is_plain(kind: type) -> bool:
     )
 
 
-def _attributes(value: Any) -> list[tuple[Key, Any]] | None:
-    attributes = dict(getattr(value, "__dict__", ()))
+def attributes(value: Any) -> list[tuple[Key, Any]] | None:
+    """Return the attributes of an object, those in slots as well; None if it has none."""
+    by_name = dict(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                attributes[name] = getattr(value, name)
-    return list(attributes.items()) if attributes else None
+                by_name[name] = getattr(value, name)
+    return list(by_name.items()) if by_name else None
 
 
 def rebuild(value: Any, parts: list[Any], *, exact: bool = True) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from torch import nn
@@ -14,6 +14,7 @@ from hookline.engine.model_fingerprint import function_identity, recorded_model
 from hookline.errors import FolderError
 from hookline.files.place import place_of
 from hookline.files.sealed_json import MANIFEST, FolderFormat, sealed, unsealed
+from hookline.verbs.sweep.grid import Entry
 
 FORMAT = FolderFormat(
     "hookline sweep", 1, "a sweep", "hl.sweep(..., to=)", "measure it again in a new folder"
@@ -21,14 +22,25 @@ FORMAT = FolderFormat(
 Results = dict[tuple[int, ...], tuple[float, bool]]
 
 
-def job_of(model: nn.Module, inputs: Any, metric: Any) -> dict[str, Any]:
+def job_of(
+    model: nn.Module, inputs: Any, clean: Any, metric: Any, entries: Sequence[Entry]
+) -> dict[str, Any]:
     """Identify what a sweep measures, so that another sweep does not go on with its numbers."""
     identity = recorded_model(model)
     return {
         "model": None if identity is None else identity.fingerprint,
         "inputs": fingerprint(inputs),
+        "clean inputs": fingerprint(clean),
         "metric": function_identity(metric),
+        "changes": fingerprint([_texts(entry) for entry in entries]),
     }
+
+
+def _texts(entry: Entry) -> list[Any]:
+    """Return the sites, labels and functions of changes, as texts."""
+    sites = [str(site) for site, _ in entry.places]
+    return [sites, [(repr(label), *map(function_identity, functions))
+                    for label, functions in entry.changes.items()]]  # fmt: skip
 
 
 @final
@@ -67,7 +79,7 @@ class SweepFolder:
         for name, value in self._job.items():
             if manifest["job"].get(name) != value:
                 raise FolderError(
-                    f"{self._place} must hold this sweep, got one with another {name}."
+                    f"{self._place} must hold this sweep, got one with other {name}."
                     "\nGive a new folder for this one."
                 )
         self.results = {

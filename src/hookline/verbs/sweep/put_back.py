@@ -28,6 +28,10 @@ class PutBack:
     def __init__(self, values: Values, site: Site) -> None:
         self._values, self._site, self._where = values, site, str(site)
 
+    def __repr__(self) -> str:
+        # By it the folder of a sweep knows this change; the clean inputs stand for the values.
+        return f"PutBack at {self._where}"
+
     def __call__(self, value: Any, moment: Moment) -> Any:
         """Return the value of the other run in the form of the present value.
 

@@ -148,8 +148,9 @@ def sweep(
             grid = Grid(entries, each, changing.known)
             folder = None
             if to is not None:
+                job = job_of(model, inputs, clean, metric, entries)
                 numbers = {"baseline": forwards.baseline, "clean": clean_metric, "axes": grid.axes}
-                folder = SweepFolder(to, {**job_of(model, inputs, metric), **numbers})
+                folder = SweepFolder(to, {**job, "read": str(read), **numbers})
                 forwards.go_on(grid.groups, folder.results, str(to))
             forwards.settle(grid.groups, rows)
             _measure(forwards, grid, folder, shown=options.get("progress", True))
