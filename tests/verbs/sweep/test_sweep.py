@@ -652,7 +652,7 @@ def test_rows_join_where_a_mask_of_the_inputs_is_shared():
     sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
     expected = loop(model, X, CLEAN, split(sites), metric, 1)
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
-    assert sweep.forwards == 4
+    assert sweep.forwards == 5  # two to compare
 
 
 class Residual(nn.Module):
@@ -937,6 +937,76 @@ def test_the_change_with_the_largest_effect_is_checked():
     assert "Each change has its own forward" in sweep.notes[0]
 
 
+class SeesRows(nn.Module):
+    """A net whose rows see one another, with a class that is masked."""
+
+    def __init__(self, seen, low=-1.0):
+        super().__init__()
+        self.first, self.last, self.seen, self.low = nn.Linear(4, 8), nn.Linear(8, 3), seen, low
+
+    def forward(self, x):
+        value = self.first(x)
+        output = self.last(torch.tanh(value + self.seen(value)))
+        return torch.cat([output, output.new_full((len(output), 1), self.low)], 1)
+
+
+def assert_forwards_of_their_own(sweep, single):
+    np.testing.assert_allclose(sweep.values, single.values, rtol=0, atol=1e-6)
+    assert "Each change has its own forward" in sweep.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low"),
+    [
+        (torch.float32, -1e4), (torch.float32, torch.finfo(torch.float32).min),
+        (torch.bfloat16, -30.0),
+    ],
+)  # fmt: skip
+def test_a_masked_class_does_not_hide_rows_that_see_one_another(dtype, low):
+    torch.manual_seed(0)
+    model = SeesRows(lambda t: -0.9 * t.mean(0, keepdim=True), low).eval().to(dtype)
+    chance = lambda out: out.float().softmax(-1)[0, 1]  # noqa: E731
+    x, clean = X.to(dtype), CLEAN.to(dtype)
+    shared, single = (
+        hl.sweep(model, x, "first", chance, clean=clean, each={"unit": 1}, rows=rows)
+        for rows in (16, 1)
+    )
+    assert_forwards_of_their_own(shared, single)
+
+
+@pytest.mark.parametrize("seen", [lambda t: t[:1], lambda t: t[-1:], lambda t: t.cumsum(0) - t])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_row_that_all_others_see_is_noticed(seen, order):
+    torch.manual_seed(0)
+    factors = (4.0, 0.0, 0.5, 2.0, -1.0)[::order]  # the first has the largest effect
+    changes = {"first": {factor: hl.edits.scale(factor) for factor in factors}}
+    model = SeesRows(seen).eval()
+    shared, single = (hl.sweep(model, X, changes, metric, rows=rows) for rows in (16, 1))
+    assert_forwards_of_their_own(shared, single)
+
+
+@pytest.mark.parametrize("moved", [[1, 4], [0], [23]])
+def test_unmoved_changes_are_not_those_that_are_checked(moved):
+    torch.manual_seed(0)
+    model = SeesRows(lambda t: -0.9 * t.mean(0, keepdim=True)).eval()
+    changes = {n: hl.edits.scale(2.0 if n in moved else 1.0) for n in range(24)}
+    shared, single = (hl.sweep(model, X, {"first": changes}, metric, rows=rows) for rows in (16, 1))
+    assert_forwards_of_their_own(shared, single)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_alone_lets_changes_share_a_forward(dtype):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(6)]
+    model = nn.Sequential(*blocks, nn.Linear(64, 100)).eval().to(dtype)
+    x, clean = torch.randn(2, 1, 64).to(dtype)
+    for read in (lambda out: out[0, 1] - out[0, 2], lambda out: out.float().softmax(-1)[0, 1]):
+        sweep = hl.sweep(model, x, ["0.0", "5.0"], read, clean=clean, each={"unit": 1})
+        assert not sweep.notes
+    tiny = {"0.0": [hl.edits.scale(1 + 1e-6 * n) for n in range(9)]}
+    assert not hl.sweep(model, x, tiny, lambda out: out[0, 1] - out[0, 2]).notes
+
+
 # -- no trace --------------------------------------------------------------------------------------
 
 
@@ -1025,7 +1095,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path):
 
     def stop(module, args):
         n_runs.append(1)
-        if len(n_runs) == 8:
+        if len(n_runs) == 9:
             raise KeyboardInterrupt
 
     options = {"clean": CLEAN, "each": {"unit": 1}, "rows": 3}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
@@ -16,18 +16,26 @@ from hookline.engine.pytree import tree
 from hookline.errors import FolderError, InputError
 from hookline.verbs.record.kept_state import KeptState, may_keep_state
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
+from hookline.verbs.sweep.agreement import is_same, may_be_rounding, numbers_agree, outputs_agree
 from hookline.verbs.sweep.batches import Batches
 from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.folder import Results
 from hookline.verbs.sweep.grid import Group, Point
 from hookline.verbs.sweep.metric import Metric, number_of
-from hookline.verbs.sweep.rows import NoRowsError, batch_size, copy_of, parts_of, tolerance
+from hookline.verbs.sweep.rows import NoRowsError, batch_size, copy_of, parts_of
 from hookline.verbs.sweep.tape import Tape
 
 _FEWEST = 4  # changes; for fewer, the recorded and the checked runs cost more than they save
 # Changes at several sites share a forward if it stays small: the values at a site fit a cache of
 # the processor, beyond which a larger batch gains nothing, and the outputs fit any memory.
 _SITE_BYTES, _OUTPUT_BYTES = 2**18, 2**26
+
+
+class _Reading(NamedTuple):
+    """What a metric has read, and what it returned."""
+
+    output: Any
+    number: float
 
 
 @final
@@ -61,6 +69,7 @@ class Forwards:
         self.results: Results = {}
         self.n_rows: int = 1
         self.joins: bool = False
+        self._outputs: dict[tuple[int, ...], Any] | None = None  # while ways are compared
         self._most_joined: int = 0
         self.count: int = 0
         self.notes: list[str] = []
@@ -103,7 +112,7 @@ class Forwards:
                 output = self._forward(self._inputs)
         if not random.are_current():
             again, first = self._forward(self._inputs), copy_of(output)
-            if not _is_same(*[number_of(self._metric, other) for other in (again, first)]):
+            if not is_same(*[number_of(self._metric, other) for other in (again, first)]):
                 raise InputError(
                     "the model must give the same metric twice, got another one the second time:"
                     " its forward draws random numbers.\nSwitch this off, as model.eval() does"
@@ -117,11 +126,15 @@ class Forwards:
 
     # -- the changes -----------------------------------------------------------------------------
 
-    def _plain(self, point: Point) -> float:
-        """Return the metric under one change, by a whole forward of its own."""
+    def _plain(self, point: Point) -> _Reading:
+        """Measure one change by a whole forward of its own."""
         sites = [change.site for change in point.changes]
         with self._changing.hooked(sites), self._changing.making([point], 1):
-            return number_of(self._metric, self._forward(self._inputs))
+            return self._read(self._forward(self._inputs))
+
+    def _read(self, output: Any) -> _Reading:
+        number = number_of(self._metric, output)  # which may write to the output
+        return _Reading(output, number)
 
     def go_on(self, groups: Sequence[Group], results: Results, place: str) -> None:
         """Take over the results of an earlier run, and compare one of them.
@@ -130,11 +143,13 @@ class Forwards:
             FolderError: it was measured with other changes.
         """
         points = [point for group in groups for point in group.points if point.index in results]
-        if points and not self._agrees(self._plain(points[-1]), results[points[-1].index][0]):
-            raise FolderError(
-                f"{place} must hold this sweep, got one with other changes."
-                "\nGive a new folder for this one."
-            )
+        if points:
+            number, plain = results[points[-1].index][0], self._plain(points[-1]).number
+            if not may_be_rounding(number, plain, self.output):
+                raise FolderError(
+                    f"{place} must hold this sweep, got one with other changes."
+                    "\nGive a new folder for this one."
+                )
         self.results = {point.index: results[point.index] for point in points}
 
     def settle(self, groups: Sequence[Group], n_most: int) -> None:
@@ -148,89 +163,116 @@ class Forwards:
         if not self._may_share or sum(len(group.points) for group in groups) < _FEWEST:
             self._batches.keep_outputs(())
             return
-        starts = [self._start(group) for group in groups]
-        self._batches.keep_outputs(set(starts))
+        self._batches.keep_outputs({self._start(group) for group in groups})
         largest = max(len(group.points) for group in groups)
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
-        # Behind the first site most calls see several rows; before the last most are left out.
-        first, last = (groups[starts.index(time)] for time in (min(starts), max(starts)))
-        plain: dict[tuple[int, ...], float] = {}
+        groups = sorted(groups, key=self._start)
+        plain: dict[tuple[int, ...], _Reading] = {}
         self._most_joined = self._most_that_join(groups)
         for joins, self.n_rows in [(True, n_rows), (False, n_rows)] * has_rows + [(False, 1)]:
             self.joins = joins
-            # Where all share a forward, the rows of the first site go the way of all others.
-            shares = self.joined(groups)
-            ends = [first] if len(shares) == 1 else [first, last]
-            if self._agree(shares, ends, plain):
+            if self._agree(groups, plain):
                 return
             self._batches.forget()
             if not joins:
                 self.notes.append(_REFUSED[self.n_rows > 1])
         self._batches.reuses = False
 
-    def _agree(
-        self,
-        shares: Sequence[list[Group]],
-        ends: Sequence[Group],
-        plain: dict[tuple[int, ...], float],
-    ) -> bool:
+    def _agree(self, groups: Sequence[Group], plain: dict[tuple[int, ...], _Reading]) -> bool:
         """Measure some changes, and tell whether the largest effects are those of whole forwards.
 
         If they are not, no number is kept.
+
+        Args:
+            groups: the changes, in the order of their sites.
+            plain: what whole forwards have given, each of which runs once.
         """
         joins, before = self.joins, dict(self.results)
-        self._measure_some(shares, ends)
-        points = [self._largest(group, before) for group in ends]
-        if self.joins == joins and all(self._is_plain(point, plain) for point in points):
-            self.joins = any(len(share) > 1 for share in shares)  # no other way was checked
-            return True
-        self.results = before
-        return False
+        shares = self.joined(groups)
+        # Behind the first site most calls see several rows; before the last most are left out.
+        # Where all share a forward, the rows of the first site go the way of all others.
+        self._outputs = {}
+        for way in [groups] if len(shares) == 1 else [groups, groups[::-1]]:
+            for points in self._measured(shares, way):
+                if self.joins != joins or not self._are_plain(points, plain):
+                    self.results, self._outputs = before, None
+                    return False
+                if any(self.results[point.index][1] for point in points):
+                    break
+        self._outputs = None
+        self.joins = any(len(share) > 1 for share in shares)  # no other way was checked
+        return True
+
+    def _measured(
+        self, shares: Sequence[list[Group]], groups: Sequence[Group]
+    ) -> Iterator[list[Point]]:
+        """Measure changes of groups, a forward at a time, and yield those that were measured."""
+        for group in groups:
+            share = next(share for share in shares if group in share)
+            missing = [self._missing(other.points) for other in share]
+            if len(share) > 1 and any(missing):
+                yield from missing if self._measure_joined(share) else [[]]
+            while points := self._some(group):
+                self._outputs = {}  # those before agree
+                self.measure([replace(group, points=points)])
+                yield points
+
+    def _some(self, group: Group) -> list[Point]:
+        """Return the last changes without a result, as many as share a forward.
+
+        If it is known which of them move a value, there is one that does.
+        """
+        points = self._missing(group.points)
+        moved = [number for number, point in enumerate(points) if point.has_moved]
+        last = moved[-1] + 1 if moved else len(points)
+        return points[max(last - self.n_rows, 0) :][: self.n_rows]
+
+    def _are_plain(self, points: Sequence[Point], plain: dict[tuple[int, ...], _Reading]) -> bool:
+        """Tell whether the largest effects among changes are those of whole forwards.
+
+        Args:
+            points: changes that were measured, in the order of their rows.
+            plain: what whole forwards have given.
+        """
+
+        def effect(point: Point) -> float:
+            size = abs(self.results[point.index][0] - self.baseline)
+            return math.inf if math.isnan(size) else size
+
+        ranked = sorted(points, key=effect, reverse=True)
+        moved = [point for point in ranked if self.results[point.index][1]]
+        still = [point for point in ranked if not self.results[point.index][1]]
+        base = _Reading(self.output, self.baseline)  # what a change gives that moves nothing
+        if still and not self._agrees(still[0], base):
+            return False
+        # The first or the last row may be the one that all see: it sees itself alone.
+        is_at_edge = moved[:1] in (points[:1], points[-1:])
+        for point in moved[: 2 if is_at_edge else 1]:
+            if point.index not in plain:
+                plain[point.index] = self._plain(point)
+            if not self._agrees(point, plain[point.index]):
+                return False
+        return True
 
     def _most_that_join(self, groups: Sequence[Group]) -> int:
         """Return how many changes at several sites may share a forward."""
         largest = max(_n_bytes(self._changing.known[str(group.sites[0])]) for group in groups)
         return min(_SITE_BYTES // largest, _OUTPUT_BYTES // _n_bytes(self.output))
 
-    def _largest(self, group: Group, before: Results) -> Point:
-        """Return the change of a group whose effect is the largest of those measured just now."""
-
-        def effect(point: Point) -> float:
-            size = abs(self.results[point.index][0] - self.baseline)
-            return math.inf if math.isnan(size) else size
-
-        measured = [point for point in group.points if point.index in self.results]
-        return max([point for point in measured if point.index not in before], key=effect)
-
-    def _is_plain(self, point: Point, plain: dict[tuple[int, ...], float]) -> bool:
-        """Tell whether a result is that of a whole forward, which is measured once."""
-        if point.index not in plain:
-            plain[point.index] = self._plain(point)
-        return self._agrees(self.results[point.index][0], plain[point.index])
-
-    def _measure_some(self, shares: Sequence[list[Group]], ends: Sequence[Group]) -> None:
-        """Measure the last changes of some groups, and what shares a forward with them."""
-        for share in shares:
-            if len(share) > 1 and any(group in ends for group in share):
-                self.measure(share)
-        for group in ends:
-            points = self._missing(group.points)[-self.n_rows :]
-            self.measure([replace(group, points=points)])
-
     def _start(self, group: Group) -> int:
         """Return the time up to which a run does not depend on the changes of a group."""
         pairs = zip(group.sites, group.modules, strict=True)
         return min(self._batches.tape.start_of(site, module) for site, module in pairs)
 
-    def _agrees(self, fast: float, plain: float) -> bool:
-        if _is_same(fast, plain):
+    def _agrees(self, point: Point, plain: _Reading) -> bool:
+        """Tell whether a change has the metric, or else the output, of a whole forward."""
+        number = self.results[point.index][0]
+        if numbers_agree(number, plain.number, self.baseline, self.output):
             return True
-        floats = [t for _, t in tree.tensors(self.output) if t.is_floating_point() and t.numel()]
-        size = max([float(t.abs().max()) for t in floats], default=0.0)
-        size = max(abs(plain), abs(self.baseline), size if math.isfinite(size) else 0.0)
-        error = tolerance(floats[0].dtype) * size if floats else 0.0
-        return abs(fast - plain) <= error
+        base = self._read(copy_of(self.output)).output
+        plain_output = base if plain.output is self.output else plain.output
+        return outputs_agree((self._outputs or {}).get(point.index), plain_output, base)
 
     def joined(self, groups: Sequence[Group]) -> list[list[Group]]:
         """Return the groups that may be measured together, in the order of their sites."""
@@ -323,8 +365,9 @@ class Forwards:
 
     def _note(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:
         for point, output in zip(points, outputs, strict=False):
-            has_moved = any(change.has_moved for change in point.changes)
-            self.results[point.index] = number_of(self._metric, output), has_moved
+            self.results[point.index] = number_of(self._metric, output), point.has_moved
+            if self._outputs is not None:
+                self._outputs[point.index] = output
 
 
 _REFUSED = {
@@ -350,10 +393,6 @@ def _refuse_unmade(points: Sequence[Point]) -> None:
 def _n_bytes(value: Any) -> int:
     """Return how many bytes the tensors of a value take, at least 1."""
     return max(sum(tensor.nbytes for _, tensor in tree.tensors(value)), 1)
-
-
-def _is_same(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
 
 
 def _modules_around(modules: ModuleTree, sites: Sequence[str]) -> list[tuple[str, nn.Module]]:

@@ -50,6 +50,11 @@ class Point:
     index: tuple[int, ...]
     changes: tuple[SiteChange, ...]
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether a value that was put in differs from the one that was there."""
+        return any(change.has_moved for change in self.changes)
+
 
 @final
 @dataclass(frozen=True, slots=True)

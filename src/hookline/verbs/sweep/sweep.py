@@ -70,7 +70,7 @@ def sweep(
 
     The numbers are those of a loop with `hl.edit`, and the model runs less often. Changes share a
     forward, as rows of a batch. Modules that ended before the changed site are not run
-    again, and return what they returned in the unchanged run. One or two changes are also measured
+    again, and return what they returned in the unchanged run. A few changes are also measured
     alone, in whole forwards; if these disagree, each change has a whole forward, and `sweep.notes`
     says so.
 

@@ -1,0 +1,100 @@
+"""Tell whether two ways of running one change agree up to rounding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.engine.pytree import tree
+from hookline.verbs.sweep.rows import tolerance
+
+_PART = 0.01  # of the effect, by which two ways may differ
+_N_EPS = 4  # of the size of a metric, by which rounding moves it
+
+
+def is_same(a: float, b: float) -> bool:
+    """Tell whether two numbers are equal; NaN is NaN."""
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def numbers_agree(number: float, plain: float, base: float, output: Any) -> bool:
+    """Tell whether two metrics of one change differ by a small part of its effect.
+
+    Args:
+        number: the metric of the change, measured in the other way.
+        plain: its metric in a whole forward.
+        base: the metric without a change.
+        output: an output, which has the dtype.
+    """
+    if is_same(number, plain):
+        return True
+    dtype = next(iter(_floats(output).values()), torch.empty(0, dtype=torch.float64)).dtype
+    rounding = _N_EPS * torch.finfo(dtype).eps * max(abs(plain), abs(base))
+    return abs(number - plain) <= _PART * abs(plain - base) + rounding
+
+
+def outputs_agree(output: Any, plain: Any, base: Any) -> bool:
+    """Tell whether two outputs of one change agree, where their metric is a difference of them.
+
+    Each element has its own scale, so that a large constant, as of a masked class, allows nothing.
+    But where a value is small by chance, rounding moves it as it moves its neighbours.
+
+    Args:
+        output: the output of the change, of the other way.
+        plain: its output in a whole forward.
+        base: the output without a change.
+    """
+    others, bases = _floats(plain), _floats(base)
+    pairs = [
+        (tensor, others[leaf], bases[leaf])
+        for leaf, tensor in _floats(output).items()
+        if leaf in others and tensor.shape == others[leaf].shape == bases[leaf].shape
+    ]
+    return bool(pairs) and all(_agree(*tensors) for tensors in pairs)
+
+
+def _floats(output: Any) -> dict[Any, Tensor]:
+    tensors = tree.tensors(output)
+    return {leaf: t for leaf, t in tensors if t.is_floating_point() and t.numel()}
+
+
+def _agree(output: Tensor, plain: Tensor, base: Tensor) -> bool:
+    """Compare tensors, vector by vector along the last dimension: most inputs move a few alone."""
+    error = tolerance(output.dtype)
+    dtype = torch.promote_types(output.dtype, torch.float32)
+    output, plain, base = (
+        t.to(dtype)[None] if not t.dim() else t.to(dtype) for t in (output, plain, base)
+    )
+    gap, effect = _gap(output, plain), torch.maximum(_gap(output, base), _gap(plain, base))
+    varies = effect > 0
+    size = torch.maximum(plain.abs(), base.abs())
+    usual = size.where(varies, math.nan).nanmedian(-1, keepdim=True).values
+    scale = torch.maximum(size, usual).clamp(min=torch.finfo(dtype).tiny)
+    n = varies.sum(-1).clamp(min=1)
+    gaps, effects = (
+        ((part / scale).where(varies, 0).square().sum(-1) / n).sqrt() for part in (gap, effect)
+    )
+    return bool((gaps <= _PART * effects + error).all())
+
+
+def _gap(a: Tensor, b: Tensor) -> Tensor:
+    """Return how far the elements of two tensors lie apart; equal ones may be infinite or NaN."""
+    are_same = (a == b) | (a.isnan() & b.isnan())
+    return (a - b).abs().masked_fill(are_same, 0).nan_to_num(math.inf, posinf=math.inf)
+
+
+def may_be_rounding(number: float, plain: float, output: Any) -> bool:
+    """Tell whether rounding may lie between two metrics whose outputs are not both known.
+
+    Args:
+        number: a metric.
+        plain: the other one.
+        output: an output, whose usual size is what rounding grows with.
+    """
+    for tensor in _floats(output).values():
+        size = max(abs(plain), float(tensor.abs().float().flatten().nanmedian()))
+        return is_same(number, plain) or abs(number - plain) <= tolerance(tensor.dtype) * size
+    return is_same(number, plain)
