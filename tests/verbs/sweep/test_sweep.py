@@ -364,6 +364,20 @@ def test_a_sweep_of_roundings_tells_what_each_layer_loses():
             )
 
 
+@pytest.mark.parametrize("rows", [16, 1])
+@pytest.mark.parametrize("sites", [["0"], ["0", "2"]])
+def test_noise_begins_again_in_each_forward(rows, sites):
+    model, stds = linear(), (0.1, 0.2, 0.5, 1.0)
+    noises = {std: hl.edits.noise(std, seed=0) for std in stds}
+    sweep = hl.sweep(model, X, dict.fromkeys(sites, noises), metric, rows=rows)
+    for site in sites:
+        for std in stds:
+            with hl.edit(model, site, hl.edits.noise(std, seed=0)), torch.no_grad():
+                expected = float(metric(model(X)))
+            assert sweep[site, std] + sweep.baseline == pytest.approx(expected, abs=1e-6)
+    assert not sweep.notes
+
+
 def test_a_patch_finds_the_call_of_each_row(looped):
     looped.eval()
     with hl.record(looped, "block", copy=True) as run:

@@ -169,7 +169,9 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
             drawn = draw(tensor)
         return tensor + std * drawn
 
-    return named_edit("noise", change)
+    edit = named_edit("noise", change)
+    vars(edit)["fresh"] = lambda: noise(std, seed=seed)  # by which a sweep begins again
+    return edit
 
 
 def clamp(min: float | Tensor | None = None, max: float | Tensor | None = None) -> Edit:

@@ -191,8 +191,9 @@ class Changing:
             rows.n, rows.adds = n, adds
             rows.changes.append(changes)
             asked.append(rows)
+        functions: dict[int, Callable[..., Any]] = {}
         for change in (change for point in points for change in point.changes):
-            change.begin()
+            change.begin(functions)
         return asked
 
 

@@ -35,10 +35,19 @@ class SiteChange:
     where: tuple[slice, ...] = ()
     has_moved: bool = False
     n_calls: int = 0
+    _function: Any = None
 
-    def begin(self) -> None:
-        """Begin a forward."""
+    def begin(self, functions: dict[int, Callable[..., Any]]) -> None:
+        """Begin a forward, where a change that draws numbers begins again.
+
+        Args:
+            functions: those that have begun in this forward, by the id of the user's function.
+        """
         self.n_calls = 0
+        key, fresh = id(self.change), getattr(self.change, "fresh", None)
+        if fresh is not None and key not in functions:
+            functions[key] = fresh()
+        self._function = functions.get(key, self.change)
 
     def __call__(self, value: Any) -> Any:
         """Return the changed value.
@@ -65,8 +74,9 @@ class SiteChange:
         call = self.n_calls if self.site.call is None else self.site.call
         # As in an edit that lasts for one forward: each is the first of its line.
         moment = (Moment(0, call),) if getattr(self.change, "wants_moment", False) else ()
+        function = self._function
         new = call_read_only(
-            lambda value: self.change(value, *moment), value, self._refusal, self._refusal
+            lambda value: function(value, *moment), value, self._refusal, self._refusal
         )
         if new is None:
             return value
