@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections import deque
 
@@ -15,6 +16,10 @@ from hookline.verbs.record.kept_state import KeptState, may_keep_state
 ROWS = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+
 class Recurrent(nn.Module):
     """Its state is updated behind the module `first`."""
 
@@ -26,9 +31,14 @@ class Recurrent(nn.Module):
         self.past = deque([torch.zeros(6)])
         self.register_buffer("h", torch.zeros(6))
         self.plain = None
+        self.slotted, self.named = Slotted(), types.SimpleNamespace(value=torch.zeros(6))
+        self.slotted.value = torch.zeros(6)
 
     def forward(self, x):
-        memory = {"count": self.calls, "queue": self.past[-1]}.get(self.way, self.h)
+        memory = {
+            "count": self.calls, "queue": self.past[-1], "slot": self.slotted.value,
+            "object": self.named.value,
+        }.get(self.way, self.h)  # fmt: skip
         if self.way == "attribute":
             memory = torch.zeros(6) if self.plain is None else self.plain
         z = self.last(self.first(x + memory))
@@ -43,6 +53,10 @@ class Recurrent(nn.Module):
             self.plain = new
         elif self.way == "queue":
             self.past.append(new)
+        elif self.way == "slot":
+            self.slotted.value = new
+        elif self.way == "object":
+            self.named.value = new
         elif self.way == "count":
             self.calls += 1
         return z
@@ -60,7 +74,7 @@ def by_plain_forwards(model, site):
 
 WAYS = {
     "in place": "h", "data": "h", "assigned": "h", "attribute": "plain", "queue": r"past\[",
-    "count": "calls",
+    "count": "calls", "slot": "slotted.value", "object": "named.value",
 }  # fmt: skip
 
 
@@ -152,14 +166,18 @@ def test_a_resumed_extraction_looks_for_state_too(tmp_path):
         lambda model: setattr(model, "number", float("inf")),
         lambda model: delattr(model, "number"),
         lambda model: model.nested["a"][0].append(3),
-        lambda model: setattr(model.other, "x", 1) or setattr(model, "number", 2),
+        lambda model: setattr(model, "number", 2),
+        lambda model: setattr(model.other, "x", 1),  # also held by model.same
+        lambda model: setattr(model.other.itself, "x", [2]),
+        lambda model: model.other.parts["a"].append(3),
     ],
 )
 def test_what_changes_is_named_once(change):
     model = nn.Linear(2, 2)
     model.large = torch.zeros(2**19)
     model.number, model.nested = float("nan"), {"a": ([1, 2], torch.ones(2))}
-    model.other = type("Own", (), {})()
+    model.other = model.same = type("Own", (), {})()
+    model.other.itself, model.other.parts = model.other, {"a": [1]}
     state = KeptState(model)
     assert state.changed() == []
     change(model)

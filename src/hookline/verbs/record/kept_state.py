@@ -6,6 +6,7 @@ one that changes the state.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -15,13 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine import buffers, parameters
+from hookline.engine.pytree import tree
 from hookline.files.safetensors_file import flat_bytes
 
 _COMPARED_BYTES = 2**20  # of a tensor; a larger one counts by its identity and its version
 _MOST_COMPARED_BYTES = 2**26  # of all tensors
 _ABSENT: Any = object()  # stands for what was not there
-_MOST_DEPTH, _MOST_PARTS = 4, 1000  # of a container in an attribute
+_MOST_DEPTH, _MOST_PARTS = 4, 1000  # of a container or an object in an attribute
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size})
+# Packages whose objects are not entered: a logger drags its whole tree along.
+_CLOSED = (sys.stdlib_module_names - {"argparse", "collections", "types"}) | {"torch"}
 # torch's own attributes of a module: its mode, its hooks, the tables of its parts, and that it is
 # compiled. A forward of its own is code; lines put one there where models were compiled.
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_is_torch_compile", "forward"}
@@ -98,9 +102,10 @@ def _marks(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
     """
     marks: dict[str, Any] = {}
     room = _MOST_COMPARED_BYTES
+    depths: dict[int, int] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        for name, value in _state_of(module):
+        for name, value in _state_of(module, depths):
             key = prefix + name
             last = before.get(key, _ABSENT)
             if type(value) in _PLAIN:
@@ -113,8 +118,13 @@ def _marks(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
     return marks
 
 
-def _state_of(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the tensors and plain values of a module itself, by name."""
+def _state_of(module: nn.Module, depths: dict[int, int]) -> list[tuple[str, Any]]:
+    """Return the tensors and plain values of a module itself, by name.
+
+    Args:
+        module: the module.
+        depths: for each container and object that modules hold, by its id, how deep it was entered.
+    """
     tables = parameters(module), buffers(module)
     state = [pair for table in tables for pair in table.items() if pair[1] is not None]
     for name, value in vars(module).items():
@@ -123,17 +133,30 @@ def _state_of(module: nn.Module) -> list[tuple[str, Any]]:
         if type(value) in _PLAIN:
             state.append((name, value))
         else:
-            state += _parts(name, value, _MOST_DEPTH)
+            state += _parts(name, value, _MOST_DEPTH, depths)
     return state
 
 
-def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _parts(name: str, value: Any, depth: int, depths: dict[int, int]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor) or type(value) in _PLAIN:
         yield name, value
-    elif depth and isinstance(value, Mapping | list | tuple | deque) and len(value) <= _MOST_PARTS:
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, part in items:
-            yield from _parts(f"{name}[{key!r}]", part, depth - 1)
+    elif depth > depths.get(id(value), 0):
+        depths[id(value)] = depth  # many modules may hold one object
+        for key, part in _items(value):
+            yield from _parts(name + key, part, depth - 1, depths)
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """Return the parts of a container or a plain object, each with its name; [] of large ones."""
+    if isinstance(value, dict | list | tuple | deque):
+        if len(value) > _MOST_PARTS:
+            return []
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(f"[{key!r}]", part) for key, part in pairs]
+    if isinstance(value, tree.ATOMS) or type(value).__module__.partition(".")[0] in _CLOSED:
+        return []
+    attributes = tree.attributes(value) or []
+    return [(f".{key}", part) for key, part in attributes] * (len(attributes) <= _MOST_PARTS)
 
 
 def _is_same(value: Any, last: Any) -> bool:
