@@ -270,6 +270,13 @@ def test_changes_have_labels_of_their_own_on_a_last_axis():
     assert sweep["3"].tolist() == [-sweep.baseline, sweep.baseline]
 
 
+@pytest.mark.parametrize("label", [0, 0.0, 0.5, "off"])
+def test_a_single_label_that_is_given_has_an_axis(label):
+    sweep = hl.sweep(linear(), X, {"0": {label: hl.edits.scale(0)}}, metric)
+    assert sweep.labels == {"site": ("0",), "change": (label,)}
+    assert hl.sweep(linear(), X, {"0": [hl.edits.scale(0)]}, metric).axes == ("site",)
+
+
 @pytest.mark.parametrize("n", [5, 8, 9])
 def test_a_change_that_is_left_over_has_a_forward_of_rows(n):
     model, scales = linear(), [k / 4 for k in range(n)]

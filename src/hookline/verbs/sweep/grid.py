@@ -75,12 +75,14 @@ class Entry:
         label: what the sites are called on the first axis.
         places: the sites with their modules.
         changes: for each label of the axis `change`, the change at each site.
+        is_labelled: whether the labels were given.
         is_joint: whether changes are made together, and so have a label other than their site.
     """
 
     label: Label
     places: tuple[tuple[Site, nn.Module], ...]
     changes: dict[Label, tuple[Any, ...]]
+    is_labelled: bool = False
     is_joint: bool = False
 
 
@@ -111,7 +113,9 @@ def patches(modules: ModuleTree, selector: Selector, values: Values) -> list[Ent
 def _entries_at(modules: ModuleTree, selector: Selector, given: Any) -> list[Entry]:
     """Return the changes at each site of a selector."""
     by_label = {label: (change,) for label, change in _labelled(given).items()}
-    return [Entry(str(place[0]), (place,), by_label) for place in _places(modules, selector)]
+    is_labelled = isinstance(given, Mapping)
+    places = _places(modules, selector)
+    return [Entry(str(place[0]), (place,), by_label, is_labelled) for place in places]
 
 
 def sites_of(entries: list[Entry], *, outside: bool = False) -> list[str]:
@@ -198,7 +202,7 @@ class Grid:
 
     def __init__(self, entries: list[Entry], each: Each, known: Mapping[str, Any]) -> None:
         labels = list(dict.fromkeys(label for entry in entries for label in entry.changes))
-        self._has_labels = labels != [0]
+        self._has_labels = labels != [0] or any(entry.is_labelled for entry in entries)
         first = "change" if any(entry.is_joint for entry in entries) else "site"
         self.axes: dict[str, tuple[Label, ...]] = {
             first: tuple(dict.fromkeys(entry.label for entry in entries))
