@@ -102,6 +102,59 @@ def test_many_points_sum_to_the_change_of_the_metric():
     assert float(estimate.scores["0"].sum()) == pytest.approx(change, abs=1e-6)
 
 
+@pytest.mark.parametrize("along", [None, "(root):input"])
+@pytest.mark.parametrize("steps", [16, 600])
+def test_many_points_are_summed_more_exactly_than_bfloat16(steps, along):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).eval()
+    options = {"steps": steps, "along": along}
+    exact = hl.attribute(model, X.float(), ["0", "1"], metric, clean=CLEAN.float(), **options)
+    inputs, clean = X.bfloat16(), CLEAN.bfloat16()
+    half = hl.attribute(
+        model.bfloat16(), inputs, ["0", "1"], lambda out: out[0, 1].float(), clean=clean, **options
+    )
+    np.testing.assert_allclose(half.effects, exact.effects, rtol=0.03, atol=0.003)
+    for site, gradient in half.gradients.items():
+        torch.testing.assert_close(gradient, exact.gradients[site], rtol=0.03, atol=0.003)
+
+
+class Attention(nn.Module):
+    """Attention where each token sees those before it: other scores are -inf."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        value = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(value.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"steps": 8}, {"steps": 8, "along": "(root):input"},
+                {"steps": 8, "along": "@scores"}]
+)  # fmt: skip
+def test_scores_behind_a_causal_mask_have_estimates(options):
+    torch.manual_seed(0)
+    model, last = Attention().double().eval(), lambda out: out[0, -1, 0]
+    x, clean = draw(1, 4, 8), draw(1, 4, 8, seed=1)
+    estimate = hl.attribute(
+        model, x, "@scores", last, clean=clean, each={"head": 1}, check=2, **options
+    )
+    assert np.isfinite(estimate.effects).all()
+    assert "NaN" not in str(estimate)
+    if options.get("along") != "(root):input":
+        np.testing.assert_allclose(estimate.effects, estimate.measured, rtol=0.6, atol=0.02)
+
+
+def test_a_value_that_is_infinite_in_one_run_alone_is_told():
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 2)).double().eval()
+    clean = X.masked_fill(torch.arange(4) == 0, -math.inf)
+    estimate = hl.attribute(model, X, "0", lambda out: out[0].sum().tanh(), clean=clean, steps=2)
+    assert "NaN at 0: a value or a gradient is not finite there." in str(estimate)
+
+
 class Language(nn.Module):
     def __init__(self):
         super().__init__()

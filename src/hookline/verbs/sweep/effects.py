@@ -338,9 +338,14 @@ class Attribution(Effects):
     def _how_far(self) -> list[str]:
         """Say how far the estimates can be trusted."""
         n_measured = int((~np.isnan(self.measured)).sum())
-        if not n_measured:
-            return ["Not compared with real changes: give check=20."]
+        lost = [site for site, scores in self.scores.items() if scores.isnan().any()]
         notes = [
+            f"NaN at {listed(lost, _MOST_NAMED)}: a value or a gradient is not finite there."
+            " Measure there with hl.sweep."
+        ] * bool(lost)
+        if not n_measured:
+            return [*notes, "Not compared with real changes: give check=20."]
+        notes += [
             f"Rank correlation with {plural(n_measured, 'measured change')}:"
             f" {self.rank_correlation:.2f}."
         ]

@@ -46,14 +46,17 @@ class Integral:
     """
 
     def __init__(self, start: Tensor, end: Tensor) -> None:
-        self._border, self._end = start, end
-        self._sum = torch.zeros_like(start)
-        self.total: Tensor = torch.zeros_like(start)
+        # In a half precision, a sum of many steps would round each of them.
+        self._dtype = torch.promote_types(start.dtype, torch.float32)
+        self._border, self._end = start.to(self._dtype), end.to(self._dtype)
+        self._sum = torch.zeros_like(self._border)
+        self.total: Tensor = torch.zeros_like(self._border)
         self._last: tuple[Tensor, Tensor] | None = None
         self.n: int = 0
 
     def add(self, value: Tensor, gradient: Tensor) -> None:
         """Take the next point."""
+        value, gradient = value.to(self._dtype), gradient.to(self._dtype)
         if self._last is not None:
             self._move((self._last[0] + value) / 2)
         self._last = value, gradient
@@ -62,19 +65,24 @@ class Integral:
 
     def _move(self, border: Tensor) -> None:
         if self._last is not None:
-            self._sum = self._sum + self._last[1] * (border - self._border)
+            self._sum = self._sum + self._last[1] * _way(self._border, border)
         self._border = border
 
     @property
     def score(self) -> Tensor:
         """The sum over the whole path."""
         gradient = self.total if self._last is None else self._last[1]
-        return self._sum + gradient * (self._end - self._border)
+        return self._sum + gradient * _way(self._border, self._end)
 
     @property
     def mean(self) -> Tensor:
         """The mean gradient."""
         return self.total / max(self.n, 1)
+
+
+def _way(start: Tensor, end: Tensor) -> Tensor:
+    """Return how far a value moves; 0 where it stays infinite, as a masked score does."""
+    return (end - start).masked_fill(end == start, 0)
 
 
 @final
@@ -200,7 +208,7 @@ class _Move(_SiteChange):
         pairs = zip(tree.tensors(value), tree.tensors(goal), strict=True)
         for (leaf, now), (_, then) in pairs:
             if now.is_floating_point():
-                value = leaves.put(value, leaf, now + self._fraction * (then - now), site)
+                value = leaves.put(value, leaf, now + self._fraction * _way(now, then), site)
             elif not torch.equal(now, then):
                 raise InputError(
                     f"along must name values with a line between them, got {site}, which has other"
