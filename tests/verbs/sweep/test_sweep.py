@@ -888,6 +888,48 @@ def test_what_a_call_writes_to_its_inputs_is_not_left_out(make, rows):
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
 
 
+class WritesUnseen(WritesToInput):
+    """Writes that torch does not count: in the model itself, or in a module that is left out."""
+
+    class Halve(nn.Module):
+        def forward(self, x):
+            x.data.mul_(0.5)
+            return x + 0
+
+    def __init__(self, write):
+        super().__init__(False)
+        self.second, self.write = self.Halve() if write is None else nn.Tanh(), write
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.write is not None:
+            self.write(x)
+        return self.last(self.third(self.second(x)) + x)
+
+
+WRITES = {
+    "data": lambda x: x.data.mul_(0.5), "numpy": lambda x: np.negative(x.numpy(), out=x.numpy()),
+    "a part": lambda x: x.data[:, 0].zero_(), "module": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_that_torch_does_not_count_are_noticed(write, rows):
+    torch.manual_seed(0)
+    model, sites = WritesUnseen(WRITES[write]).eval(), ["first", "second", "third", "last"]
+    changes = {site: {f: hl.edits.scale(f) for f in (0.0, 2.0, 3.0)} for site in sites}
+    sweep = hl.sweep(model, X, changes, metric, rows=rows)
+    for site in sites:
+        for factor in (0.0, 2.0, 3.0):
+            with hl.edit(model, site, hl.edits.scale(factor)), torch.no_grad():
+                expected = float(metric(model(X)))
+            assert sweep[site, factor] + sweep.baseline == pytest.approx(expected, abs=1e-6)
+    assert sweep.notes[0].startswith(
+        "Whole forwards: the model writes to outputs of modules unseen"
+    )
+
+
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_a_call_inside_of_one_that_is_left_out_counts(rows):
     torch.manual_seed(0)

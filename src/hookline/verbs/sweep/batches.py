@@ -40,6 +40,7 @@ class Batches:
     Attributes:
         tape: the tape of the unchanged run.
         reuses: whether calls whose outputs are known are left out.
+        is_written_unseen: whether they run because the model writes to them, as by `.data`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Batches:
         self._named_modules, self._forward, self._inputs = modules, forward, inputs
         self.tape = tape
         self.reuses: bool = False
+        self.is_written_unseen: bool = False
         self._written = tape.written_to()
         self._kept: set[int] = set()
         self._batches: dict[int, Batch] = {}
@@ -62,6 +64,9 @@ class Batches:
         self._kept = kept
         # A list that a call is given and fills would stay empty.
         self.reuses = bool(starts) and not any(self.tape.calls[number].fills for number in kept)
+        # No version tells which call writes to them, and so must run.
+        self.is_written_unseen = self.reuses and bool(kept & self.tape.unseen)
+        self.reuses = self.reuses and not self.is_written_unseen
         if self.reuses and kept & self._written:
             tape = Tape(self._named_modules)
             with tape.recording(kept=kept, copied=self._written):

@@ -164,6 +164,8 @@ class Forwards:
             self._batches.keep_outputs(())
             return
         self._batches.keep_outputs({self._start(group) for group in groups})
+        if self._batches.is_written_unseen:
+            self.notes.append(_UNSEEN)
         largest = max(len(group.points) for group in groups)
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
@@ -374,6 +376,7 @@ _REFUSED = {
     True: "Each change has its own forward: sharing one gave another metric.",
     False: "Whole forwards: leaving calls out gave another metric.",
 }
+_UNSEEN = "Whole forwards: the model writes to outputs of modules unseen, as by .data."
 _NO_ROWS = "Some changes have a whole forward each: they could not share one, or leave calls out."
 
 

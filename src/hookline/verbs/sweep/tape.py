@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Site
+from hookline.engine import Site, has_numbers
 from hookline.engine.pytree import tree
 from hookline.verbs.sweep.rows import NoRowsError, longer_dim
 
@@ -73,17 +73,19 @@ class Tape:
 
     Attributes:
         calls: the calls, in the order of their beginnings.
+        unseen: the numbers of the calls to whose outputs the run has written without a new version.
     """
 
     def __init__(self, modules: NamedModules) -> None:
         self._named_modules = modules
         self.calls: list[Call] = []
+        self.unseen: set[int] = set()
         self._stack: list[Call] = []
         self._n_events = 0
         self._copied: Collection[int] = ()
         self._kept: Collection[int] | None = None
         self._is_over: Callable[[], bool] = bool
-        self._seen: list[tuple[int, Tensor, int | None]] = []
+        self._seen: list[tuple[int, Tensor, int | None, Tensor | None]] = []
         self._copies: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
         self._origins: dict[int, int] = {}  # by the id of a copy, the id of what it is a copy of
 
@@ -156,7 +158,8 @@ class Tape:
             call.output = tree.map_tensors(self._copy, output)
         elif not is_tensor:
             call.output = tree.map_tensors(_same, output)  # a cache may go on growing
-        self._seen += [(call.number, tensor, _version(tensor)) for tensor in tensors]
+        if self._kept is None:  # a first run, which tells what may be kept
+            self._seen += [(call.number, t, _version(t), _sum(t)) for t in tensors]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # One copy of a tensor that several calls return: a write to it is seen by all of them.
@@ -174,8 +177,13 @@ class Tape:
         """
         numbers = {0} | {
             number
-            for number, tensor, version in self._seen
+            for number, tensor, version, _ in self._seen
             if version is None or _version(tensor) != version
+        }
+        self.unseen = {
+            number
+            for number, tensor, _, before in self._seen
+            if number not in numbers and before is not None and not _is_sum(tensor, before)
         }
         self._seen.clear()
         return numbers
@@ -402,6 +410,21 @@ def _contents(value: Any, depth: int = 0) -> Any:
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
+
+
+def _sum(tensor: Tensor) -> Tensor | None:
+    """Return the sum of a tensor, which most writes change; None of what has none."""
+    has_sum = type(tensor) is Tensor and has_numbers(tensor) and tensor.layout is torch.strided
+    if not has_sum or tensor.is_quantized or tensor.dtype.itemsize == 1:
+        return None
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.sum(dtype=torch.float32 if is_half else None)
+
+
+def _is_sum(tensor: Tensor, before: Tensor) -> bool:
+    """Tell whether a tensor has the sum that it had before; NaN is NaN."""
+    now = _sum(tensor)
+    return now is not None and bool(((now == before) | (now.isnan() & before.isnan())).all())
 
 
 def _same(tensor: Tensor) -> Tensor:
