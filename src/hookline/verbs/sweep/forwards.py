@@ -69,7 +69,8 @@ class Forwards:
         self.results: Results = {}
         self.n_rows: int = 1
         self.joins: bool = False
-        self._outputs: dict[tuple[int, ...], Any] | None = None  # while ways are compared
+        # While ways are compared, what the metric has read; by () of the inputs' own row.
+        self._readings: dict[tuple[int, ...], _Reading] | None = None
         self._most_joined: int = 0
         self.count: int = 0
         self.notes: list[str] = []
@@ -194,15 +195,15 @@ class Forwards:
         shares = self.joined(groups)
         # Behind the first site most calls see several rows; before the last most are left out.
         # Where all share a forward, the rows of the first site go the way of all others.
-        self._outputs = {}
+        self._readings = {}
         for way in [groups] if len(shares) == 1 else [groups, groups[::-1]]:
             for points in self._measured(shares, way):
                 if self.joins != joins or not self._are_plain(points, plain):
-                    self.results, self._outputs = before, None
+                    self.results, self._readings = before, None
                     return False
                 if any(self.results[point.index][1] for point in points):
                     break
-        self._outputs = None
+        self._readings = None
         self.joins = any(len(share) > 1 for share in shares)  # no other way was checked
         return True
 
@@ -216,7 +217,7 @@ class Forwards:
             if len(share) > 1 and any(missing):
                 yield from missing if self._measure_joined(share) else [[]]
             while points := self._some(group):
-                self._outputs = {}  # those before agree
+                self._readings = {}  # those before agree
                 self.measure([replace(group, points=points)])
                 yield points
 
@@ -242,18 +243,20 @@ class Forwards:
             size = abs(self.results[point.index][0] - self.baseline)
             return math.inf if math.isnan(size) else size
 
+        readings = self._readings or {}
         ranked = sorted(points, key=effect, reverse=True)
         moved = [point for point in ranked if self.results[point.index][1]]
-        still = [point for point in ranked if not self.results[point.index][1]]
+        still = [point.index for point in ranked if not self.results[point.index][1]]
         base = _Reading(self.output, self.baseline)  # what a change gives that moves nothing
-        if still and not self._agrees(still[0], base):
+        own = [index for index in (*still[:1], ()) if index in readings]
+        if not all(self._agrees(readings[index], base) for index in own):
             return False
         # The first or the last row may be the one that all see: it sees itself alone.
-        is_at_edge = moved[:1] in (points[:1], points[-1:])
+        is_at_edge = moved[:1] in (points[:1], points[-1:]) and () not in readings
         for point in moved[: 2 if is_at_edge else 1]:
             if point.index not in plain:
                 plain[point.index] = self._plain(point)
-            if not self._agrees(point, plain[point.index]):
+            if not self._agrees(readings[point.index], plain[point.index]):
                 return False
         return True
 
@@ -267,14 +270,13 @@ class Forwards:
         pairs = zip(group.sites, group.modules, strict=True)
         return min(self._batches.tape.start_of(site, module) for site, module in pairs)
 
-    def _agrees(self, point: Point, plain: _Reading) -> bool:
+    def _agrees(self, reading: _Reading, plain: _Reading) -> bool:
         """Tell whether a change has the metric, or else the output, of a whole forward."""
-        number = self.results[point.index][0]
-        if numbers_agree(number, plain.number, self.baseline, self.output):
+        if numbers_agree(reading.number, plain.number, self.baseline, self.output):
             return True
         base = self._read(copy_of(self.output)).output
-        plain_output = base if plain.output is self.output else plain.output
-        return outputs_agree((self._outputs or {}).get(point.index), plain_output, base)
+        whole = base if plain.output is self.output else plain.output
+        return outputs_agree(reading.output, whole, base)
 
     def joined(self, groups: Sequence[Group]) -> list[list[Group]]:
         """Return the groups that may be measured together, in the order of their sites."""
@@ -359,7 +361,10 @@ class Forwards:
                 output = self._forward(batch.inputs)
             points = [point for share in shares for point in share]
             _refuse_unmade(points)
-            self._note(points, parts_of(output, self.output, 1 + len(points))[1:])
+            own, *outputs = parts_of(output, self.output, 1 + len(points))
+            if self._readings is not None:
+                self._readings[()] = self._read(own)
+            self._note(points, outputs)
         except Exception:  # of the model; a change will raise it again
             self.joins = False
             return False
@@ -367,9 +372,10 @@ class Forwards:
 
     def _note(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:
         for point, output in zip(points, outputs, strict=False):
-            self.results[point.index] = number_of(self._metric, output), point.has_moved
-            if self._outputs is not None:
-                self._outputs[point.index] = output
+            reading = self._read(output)
+            self.results[point.index] = reading.number, point.has_moved
+            if self._readings is not None:
+                self._readings[point.index] = reading
 
 
 _REFUSED = {
