@@ -114,14 +114,15 @@ def n_bytes(value: Any) -> int:
     return sum(_n_bytes(tensor) for _, tensor in tensors(value))
 
 
-def _n_bytes(tensor: Tensor) -> int:
+def _n_bytes(tensor: Any) -> int:
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass, as in torchao
         names, _ = tensor.__tensor_flatten__()
-        return sum(_n_bytes(getattr(tensor, name)) for name in names)
+        parts = [getattr(tensor, name) for name in names]
+        return sum(_n_bytes(part) for part in parts if isinstance(part, Tensor))
     if tensor.layout is not torch.strided and (parts := parts_of_sparse(tensor)):
         return sum(part.nbytes for part in parts)
     try:
-        return tensor.nbytes
+        return int(tensor.nbytes)
     except (RuntimeError, AttributeError):
         return 0
 
