@@ -250,6 +250,22 @@ def test_the_cadence_and_the_number_of_the_step_can_be_set():
     assert seen.steps.tolist() == [100, 102, 110, 120]
 
 
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_new_interval_counts_for_the_step_that_begins(has_optimizer):
+    model = net()
+    optimizer = sgd(model)
+    line = hl.monitor(model, "1", ports="output", every=2)
+    with line as seen:
+        for k in range(6):
+            if k == 3:
+                line.every = 3
+            model(batch(k)).sum().backward()
+            if has_optimizer:
+                optimizer.step()
+    assert seen.steps.tolist() == [0, 2, 3]
+    assert seen["1"].count.tolist() == [128] * 3
+
+
 def test_unreported_steps_measure_nothing():
     calls = []
 
