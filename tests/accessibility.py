@@ -1,8 +1,23 @@
-"""What axe has to say against a page."""
+"""What axe has to say against a page, and the windows in which a page is looked at."""
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 from axe_playwright_python.base import AXE_SCRIPT
+
+from thoroughness import tries
+
+# The width is that of a desk, a tablet and a phone. The scheme moves nothing, the width changes no
+# colour: so in the gate each of them is looked at once.
+at_any_width = pytest.mark.parametrize(
+    ("width", "scheme"),
+    tries(
+        [*itertools.product([1440, 800, 390], ["light", "dark"])],
+        gate=[(1440, "dark"), (800, "light"), (390, "dark")],
+    ),
+)
 
 # The rules alone that are broken: all that axe finds takes the browser a while to hand over.
 _FAULTS = """

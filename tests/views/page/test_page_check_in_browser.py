@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from accessibility import faults_of
+from accessibility import at_any_width, faults_of
 from hookline.cli.viewing import write_view
 
 
@@ -101,8 +101,7 @@ def test_another_file_is_refused(tmp_path, served):
     assert "must be a file that hl.check(model, keep=folder) wrote" in answer.text
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 800, 390])
+@at_any_width
 def test_axe_finds_no_fault_at_any_width(kept, tmp_path, new_page, scheme, width):
     path = hl.write_page(kept, tmp_path / "finding.html")
     size = {"width": width, "height": 900}

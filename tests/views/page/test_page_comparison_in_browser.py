@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from accessibility import faults_of
+from accessibility import at_any_width, faults_of
 from hookline.views.page import write_comparison_page
 
 MINUS = "\N{MINUS SIGN}"
@@ -239,8 +239,7 @@ def test_a_page_of_2000_sites_has_few_nodes_and_scrolls(open_file):
     assert page.evaluate("document.querySelectorAll('*').length") < 1500
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 800, 390])
+@at_any_width
 def test_axe_finds_no_fault_at_any_width(open_file, comparison, scheme, width):
     page = open_file(comparison, color_scheme=scheme, viewport={"width": width, "height": 900})
     expect(chosen(page)).to_have_text("1.1")

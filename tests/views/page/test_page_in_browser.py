@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from accessibility import faults_of
+from accessibility import at_any_width, faults_of
 from hookline.views.page import Evidence, write_recording_page
 from hookline.views.page.tiles import coded
 
@@ -472,8 +472,7 @@ def test_text_stands_out_from_its_ground(open_page, scheme):
     assert {text: ratio for text, ratio in ratios.items() if ratio < 4.5} == {}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 800, 390])
+@at_any_width
 def test_axe_finds_no_fault(open_page, scheme, width):
     page = open_page(color_scheme=scheme, viewport={"width": width, "height": 900})
     row(page, "relu").click()

@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from accessibility import faults_of
+from accessibility import at_any_width, faults_of
 from hookline.stores import excerpt
 from hookline.views.page import FolderSource, OpenRecordings, write_contents_page
 from hookline.views.page.core import core_data
@@ -99,8 +99,7 @@ def test_shards_open_and_a_histogram_says_whose_it_is(folder, served, new_page):
     expect(page.locator("dl.numbers", has_text="Stored").first).to_contain_text("Max959")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 800, 390])
+@at_any_width
 def test_axe_finds_no_fault_at_any_width(folder, tmp_path, new_page, scheme, width):
     address = hl.write_page(hl.open(folder), tmp_path / "store.html").as_uri()
     page = new_page(address, address, color_scheme=scheme, viewport={"width": width, "height": 900})

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from accessibility import faults_of
+from accessibility import at_any_width, faults_of
 
 MINUS = "\N{MINUS SIGN}"
 
@@ -213,8 +213,7 @@ def test_a_map_of_another_aspect_has_that_of_the_image(served, new_page, tmp_pat
         assert box["width"] == box["height"] > 50
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 800, 390])
+@at_any_width
 def test_axe_finds_no_fault_and_nothing_is_too_wide(visit, scheme, width):
     for at in ("(root)", "act"):
         page = visit(f"#at={at}", color_scheme=scheme, viewport={"width": width, "height": 900})

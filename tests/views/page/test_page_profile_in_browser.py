@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from accessibility import faults_of
+from accessibility import at_any_width, faults_of
 from hookline.display.units import count, duration
 from packed_pages import data_of
 
@@ -154,8 +154,7 @@ def test_a_profile_of_one_pass_has_one_table(tmp_path):
     assert [table["name"] for table in data["tables"]] == ["all passes"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 800, 390])
+@at_any_width
 def test_axe_finds_no_fault_at_any_width(visit, scheme, width):
     page = visit(color_scheme=scheme, viewport={"width": width, "height": 900})
     assert faults_of(page) == []

@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from accessibility import faults_of
+from accessibility import at_any_width, faults_of
 from hookline.errors import InputError
 from packed_pages import data_of
 
@@ -206,8 +206,7 @@ def test_what_has_no_page_is_refused(swept, tmp_path, result, texts, said):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 800, 390])
+@at_any_width
 @pytest.mark.parametrize("name", ["units", "estimate"])
 def test_axe_finds_no_fault_at_any_width(visit, scheme, width, name):
     size = {"width": width, "height": 900}

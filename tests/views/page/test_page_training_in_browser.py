@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from accessibility import faults_of
+from accessibility import at_any_width, faults_of
 from hookline.curves import RunFolder, StepReport
 from hookline.views.page import write_curves_page
 from runs import Writer, layout_of, report_of
@@ -309,9 +309,7 @@ def test_a_jump_has_its_factor_in_the_finding_alone(new_page, tmp_path):
     expect(numbers).to_contain_text("of the median")
 
 
-@pytest.mark.parametrize(
-    ("width", "scheme"), [(1440, "light"), (1440, "dark"), (800, "dark"), (390, "light")]
-)
+@at_any_width
 def test_each_window_is_accessible_and_never_scrolls_sideways(visit, run, width, scheme):
     page = visit(run, viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert faults_of(page) == []
