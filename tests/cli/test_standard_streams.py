@@ -16,6 +16,7 @@ main()
 GONE = "read, write = os.pipe(); os.close(read); os.dup2(write, 1)"
 FULL = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
 CLOSED = "os.close(1); sys.stdout = None"
+IN_MEMORY = "import io; sys.stdout = io.TextIOWrapper(io.BytesIO(), 'ascii')"
 TABLE = ["summary", "demo:digits", "demo"]
 JSON = [*TABLE, "--json"]
 
@@ -37,11 +38,12 @@ def test_a_full_disk_is_2_and_says_what_to_do():
     assert (done.returncode, done.stderr) == (
         2,
         "hookline: stdout must be a file that can be written, got No space left on device."
-        "\nWrite to another disk, or free space on this one.\n",
+        "\nFree space on its disk, or write to another file.\n",
     )
 
 
 @pytest.mark.processes
-def test_a_closed_stdout_changes_nothing_else():
-    done = run(CLOSED, TABLE)
+@pytest.mark.parametrize("before", [CLOSED, IN_MEMORY])
+def test_a_stdout_that_is_no_file_changes_nothing_else(before):
+    done = run(before, TABLE)
     assert (done.returncode, done.stderr) == (0, "")

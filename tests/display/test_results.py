@@ -92,6 +92,32 @@ def test_a_result_is_plain_data_and_a_table_of_pandas(name, model):
     assert len(frame) == len(data[rows_key])
 
 
+def findings_of(model):
+    with hl.record(model) as run, torch.no_grad():
+        model(X)
+    return run.findings()
+
+
+# How a result is made of a model, and a model of which it has no row.
+MAY_BE_EMPTY = {
+    "inventory": (hl.inventory, nn.ReLU()),
+    "operations": (
+        lambda model: hl.operations(model, X, "1"),
+        nn.Sequential(nn.Identity(), nn.Identity()),
+    ),
+    "findings": (findings_of, nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("name", MAY_BE_EMPTY)
+def test_a_table_without_rows_has_its_columns(name, model):
+    make, model_of_none = MAY_BE_EMPTY[name]
+    model[0].bias.data.fill_(math.nan)
+    full, empty = make(model).to_pandas(), make(model_of_none).to_pandas()
+    assert (len(full) > 0, len(empty)) == (True, 0)
+    assert [*empty.columns] == [*full.columns]
+
+
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_notebook_says_what_the_text_says(name, model):
     result = RESULTS[name][0](model)

@@ -113,9 +113,3 @@ def test_it_prints_a_table():
         "(root)  forward      yours  builtin_function_or_method",
         "0       forward_pre  yours  builtin_function_or_method",
     ]
-
-
-def test_a_table_without_hooks_has_its_columns():
-    pytest.importorskip("pandas")
-    table = hl.inventory(nn.ReLU()).to_pandas()
-    assert (len(table), [*table]) == (0, ["path", "kind", "owner", "function", "where"])

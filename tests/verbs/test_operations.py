@@ -114,9 +114,3 @@ def test_a_module_that_did_not_run_is_told():
 
     with pytest.raises(hl.SelectionError, match="idle did not run"):
         hl.operations(Skips(), X, "idle")
-
-
-def test_a_table_without_calls_has_its_columns():
-    pytest.importorskip("pandas")
-    table = hl.operations(nn.Identity(), torch.ones(2), "").to_pandas()
-    assert (len(table), [*table][:2]) == (0, ["site", "function"])

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO, final
+from typing import Any, final
 
 from hookline.cli.terminal import BAD_INPUT, say
 from hookline.errors import InputError
 
-_CLOSED_PIPE = 128 + signal.SIGPIPE  # the exit code of a command that the signal ends
+_CLOSED_PIPE = 141  # 128 + SIGPIPE, which Windows lacks: a shell's code of what the signal ends
 
 
 @contextmanager
 def ended_by_streams() -> Iterator[None]:
     """Run a command whose streams may fail, as the main function of its process.
 
-    A reader of stdout that has gone ends the command with 141, and a disk that is full with 2.
-    Ctrl-C gives 130.
+    A reader of stdout that has gone ends the command with 141, a disk that is full with 2, and
+    Ctrl-C with 130.
 
         $ hookline summary demo:digits demo | head -1
     """
@@ -43,22 +42,28 @@ def _prepare() -> None:
 
     Characters that the encoding of stdout lacks are written as \\u65e5, as Python does on stderr.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.flush()
-        sys.stdout = _guarded(sys.stdout)
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        if stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+        # What is no plain file, as the console of Windows, writes in a way of its own.
+        if type(getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
+            sys.stdout = _guarded(stream)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 it lasts as long as the process
+            nothing = open(os.devnull, "w")  # noqa: SIM115 it lasts as long as the process
+            setattr(sys, name, nothing)
 
 
-def _guarded(stream: io.TextIOWrapper) -> TextIO:
-    raw = _Output(stream.fileno(), "wb", closefd=False)
-    errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+def _guarded(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """Return a stream to the same file, which tells what a write that fails means."""
+    stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(raw),
+        io.BufferedWriter(_Output(stream.fileno(), "wb", closefd=False)),
         encoding=stream.encoding,
-        errors=errors,
+        errors=stream.errors,
         line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
     )
 
 
@@ -82,7 +87,7 @@ class _Output(io.FileIO):
             self._give_up()
             raise InputError(
                 f"stdout must be a file that can be written, got {error.strerror}."
-                "\nWrite to another disk, or free space on this one."
+                "\nFree space on its disk, or write to another file."
             ) from error
 
     def _give_up(self) -> None:

@@ -81,7 +81,7 @@ from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward, kept_by, memory_of, next_number, nodes_below, nodes_of_loss,
     number_of, running_node, saved_by, traced_node, workspace_of,
 )
-from hookline.engine.torch_private.graph.operations import OperationCounter
+from hookline.engine.torch_private.graph.operations import ON_NESTED, OperationCounter
 from hookline.engine.torch_private.graph.shapes_only import (
     ShapesOnly, flags_of, is_sharded, why_no_shapes,
 )

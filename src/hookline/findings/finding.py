@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, final, overload
+from typing import Any, ClassVar, Literal, final, overload
 
 from hookline.display.results import Cell, Heading, Printout, Result
 from hookline.display.text import plural
@@ -91,6 +91,7 @@ class Findings(Result, Sequence[Finding]):
     rows: list[Finding]
     facts: str = ""
     notes: list[str] = field(default_factory=list)
+    _row_type: ClassVar[type] = Finding
 
     @property
     def ok(self) -> bool:

@@ -59,16 +59,16 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
             "\nSave it with torch.save, or as .safetensors."
         )
     content = read_tensors(path, ModelError)
+    is_state = hasattr(content, "_metadata")
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = ModuleState(content[key])
+            content, is_state = content[key], True
             break
     if not isinstance(content, dict) or not any(isinstance(v, Tensor) for v in content.values()):
         raise ModelError(
             f"{path} must hold a state dict, or a dict with one under state_dict or model, got "
             f"{_say_content(content)}.\nSave one: torch.save(model.state_dict(), FILE)."
         )
-    is_state = isinstance(content, ModuleState) or hasattr(content, "_metadata")
     named = {str(key): value for key, value in content.items()}
     return ModuleState(named) if is_state else named
 

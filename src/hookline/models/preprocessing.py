@@ -50,9 +50,9 @@ def _of_8_bits(picture: Image) -> Image:
         )
     if not picture.mode.startswith("I;16"):
         return picture
-    from PIL import Image
+    from PIL.Image import fromarray  # loaded: it has made the picture
 
-    return Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
+    return fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
 
 
 def guess_preprocess(picture: Image) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from hookline.display.results import Cell, Heading, Printout, Result
 from hookline.display.units import count, size
 from hookline.engine import (
+    ON_NESTED,
     Line,
     OperationCounter,
     Order,
@@ -348,8 +349,8 @@ def missing_formulas(operations: Sequence[str]) -> str:
     shown = ", ".join(operations[:_N_OPERATIONS_SHOWN])
     more = len(operations) - _N_OPERATIONS_SHOWN
     text = f"FLOPs leave out {shown}{f' and {more} more' * (more > 0)}: no formula is known."
-    if all("on nested tensors" in operation for operation in operations):
-        return text
+    if all(operation.endswith(ON_NESTED) for operation in operations):
+        return text  # torch would not ask a formula
     return f"{text} Register one with torch.utils.flop_counter.register_flop_formula."
 
 

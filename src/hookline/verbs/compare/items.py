@@ -66,7 +66,7 @@ def with_common_items(a: Side, b: Side) -> tuple[tuple[Side, Side], list[Finding
     if np.array_equal(*items):
         return (a, b), []
     common, ours, theirs = np.intersect1d(*items, return_indices=True)
-    if len(common) and _have_one_numbering(a.store, b.store):
+    if len(common) and _have_one_numbering(a.store, b.store, items):
         return (_of_items(a, ours), _of_items(b, theirs)), [_of_alone(items, common)]
     counts = [plural(len(numbers), "item") for numbers in items]
     if counts[0] != counts[1]:  # shapes differ, too
@@ -77,12 +77,12 @@ def with_common_items(a: Side, b: Side) -> tuple[tuple[Side, Side], list[Finding
     )
 
 
-def _have_one_numbering(a: Store, b: Store) -> bool:
+def _have_one_numbering(a: Store, b: Store, items: tuple[NDArray[np.int64], ...]) -> bool:
     """Tell whether equal numbers of items mean equal items, as far as known."""
     if a.parts or b.parts or a.job["n_items"] != b.job["n_items"]:
         return False
     is_loop = any(store.job["data"].get("kind") == LOOP for store in (a, b))
-    return not is_loop and all(len(np.unique(_items(store))) == len(store) for store in (a, b))
+    return not is_loop and all(len(np.unique(numbers)) == len(numbers) for numbers in items)
 
 
 def _items(store: Store) -> NDArray[np.int64]:

@@ -41,8 +41,8 @@ def paired(a: Side, b: Side, names: Names | None) -> Pairing:
     """
     theirs = _by_name(b.entries, _renamer(a, b, names))
     ours = {(entry.path, entry.rest): entry for entry in a.entries}
-    is_unordered = (a.noun, b.noun) == ("arrays", "recording")
-    is_unordered = is_unordered or not _is_in_firing_order(a.entries)
+    are_given = (a.noun, b.noun) == ("arrays", "recording")
+    is_unordered = are_given or not _is_in_firing_order(a.entries)
     is_by_b = is_unordered and _is_in_firing_order(b.entries)
     order = theirs if is_by_b else ours
     pairs = [(ours[key], theirs[key]) for key in order if key in ours and key in theirs]

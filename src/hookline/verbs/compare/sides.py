@@ -352,12 +352,14 @@ def _as_recorded(arrays: Side, recording: Side, names: Container[str]) -> Side:
 
 
 def _at_site(entry: Entry, paths: Container[str]) -> Entry:
+    """Return an array at the site that its name spells."""
     number = re.search(r"(#backward\d+)?(#pass\d+)?$", entry.path)
     suffix = number[0] if number else ""
+    name = entry.path.removesuffix(suffix)
     try:
-        site = parse_site(entry.path.removesuffix(suffix), paths)
+        site = parse_site(name, paths)
     except SelectionError:
-        site = Site(entry.path.removesuffix(suffix))
+        site = Site(name)
     if site.leaf:  # values are recorded as a whole
         return replace(entry, kind="output")
     rest = str(site).removeprefix(path_text(site.path)) + suffix

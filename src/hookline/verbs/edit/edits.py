@@ -170,7 +170,8 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         return tensor + std * drawn
 
     edit = named_edit("noise", change)
-    vars(edit)["fresh"] = lambda: noise(std, seed=seed)  # by which a sweep begins again
+    # By it each forward of a sweep begins again, as a new edit does.
+    edit.fresh = lambda: noise(std, seed=seed)  # type: ignore[attr-defined]
     return edit
 
 

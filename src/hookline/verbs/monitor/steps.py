@@ -400,12 +400,11 @@ class TrainingSteps:
         self._slots.leaves_out = True
         self._slots.take_apart()
         self._logged.renumber(self.number)
+        waiting = self._take_waiting()
         if self._is_due(self.number):
-            for waiting in self._waiting:
-                self._slots.put(waiting.parts[0])
+            self._put(parts[0] for _, _, parts in waiting)
         else:
             self._slots.take()
-        self._take_waiting()
         self._turn()
 
     def _take_waiting(self) -> list[_WaitingPass]:

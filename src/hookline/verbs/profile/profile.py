@@ -175,9 +175,10 @@ class Profile(VerbLine[Line], Result):
             self._warn()
 
     def _warn(self) -> None:
-        if note := self._gathered():
+        ran = self._ran()
+        if note := self._gathered([lane.top.context for lane in self._ledger.lanes], ran):
             warn(note)
-        if not self._ran().n_started:
+        if not ran.n_started:
             elsewhere = self._line.passes.other_contexts
             why = (
                 "The model ran in another thread or async task.\nMake the profile in that one, or"
@@ -187,13 +188,12 @@ class Profile(VerbLine[Line], Result):
             )
             warn(f"hl.profile must see a run of the model, got none. {why}".replace(" \n", "\n"))
 
-    def _gathered(self) -> str | None:
+    def _gathered(self, tops: list[Context], ran: Ran) -> str | None:
         """Say that the model itself was not called, so that no pass is known to have ended."""
         passes = self._line.passes
         if passes.started == 0 or passes.outside_root < passes.started:
             return None
-        tops = [lane.top.context for lane in self._ledger.lanes]
-        sums = Measured(tops, self._ran().costs(PassChoice.ALL)[0], adds=True)
+        sums = Measured(tops, ran.costs(PassChoice.ALL)[0], adds=True)
         called = [context for top in tops for context in top.children.values()]
         paths = [context.path or "" for context in called if sums.of([context])[0, CALLS] > 1]
         return gathered("profile", self._described.model_type, paths)
@@ -397,7 +397,7 @@ class Profile(VerbLine[Line], Result):
 
     def _notes(self, counted: Counted, tops: list[Context], ran: Ran) -> tuple[str, ...]:
         """Say what the numbers lack."""
-        one_pass = (self._gathered() or "").replace("\n", " ")
+        one_pass = (self._gathered(tops, ran) or "").replace("\n", " ")
         notes = [one_pass, self._added, ran.about_failed(), counted.without_formula()]
         if counted.failure:
             notes.append(f"FLOPs and peaks are not complete: {counted.failure}.")

@@ -62,7 +62,7 @@ def _floats(output: Any) -> dict[Any, Tensor]:
 
 
 def _agree(output: Tensor, plain: Tensor, base: Tensor) -> bool:
-    """Compare tensors, vector by vector along the last dimension: most inputs move a few alone."""
+    """Compare each vector along the last dimension by itself: a change often moves a few alone."""
     error = tolerance(output.dtype)
     dtype = torch.promote_types(output.dtype, torch.float32)
     output, plain, base = (

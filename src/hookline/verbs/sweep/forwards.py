@@ -32,7 +32,7 @@ _SITE_BYTES, _OUTPUT_BYTES = 2**18, 2**26
 
 
 class _Reading(NamedTuple):
-    """What a metric has read, and what it returned."""
+    """Hold what a metric has read, and what it returned."""
 
     output: Any
     number: float
@@ -210,7 +210,10 @@ class Forwards:
     def _measured(
         self, shares: Sequence[list[Group]], groups: Sequence[Group]
     ) -> Iterator[list[Point]]:
-        """Measure changes of groups, a forward at a time, and yield those that were measured."""
+        """Measure changes of groups, a forward at a time, and yield those that were measured.
+
+        If several groups cannot share a forward, it yields none once, and `joins` is False.
+        """
         for group in groups:
             share = next(share for share in shares if group in share)
             missing = [self._missing(other.points) for other in share]

@@ -52,7 +52,7 @@ class Point:
 
     @property
     def has_moved(self) -> bool:
-        """Whether a value that was put in differs from the one that was there."""
+        """Tell whether a value that was put in differs from the one that was there."""
         return any(change.has_moved for change in self.changes)
 
 

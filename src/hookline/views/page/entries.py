@@ -81,7 +81,7 @@ class ValueEntry:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it needs no more measuring."""
+        """Tell whether nothing is left to measure."""
         is_done = self.statistics is not None or bool(self.parts) or bool(self.problem)
         return is_done or (self.numel is None and not self.n_bytes)
 

@@ -144,8 +144,9 @@ def may_do_matrix_work(name: str) -> bool:
 
 _MATRIX = 2  # dimensions
 _MATRIX_WORK = re.compile(
-    r"(^|_)(\w*mm|\w*dot|[a-z]*mv|matmul|gemm|\w*conv\w*|attention|transformer|\w*rnn|lstm|gru|cdist|trilinear"
-    r"|linear|fft|linalg|solve|spsolve|cholesky|lu|qr|svd|eigh?|det|inverse|geqrf|orm?gqr|ormqr)(_|$)"
+    r"(^|_)(\w*mm|\w*dot|[a-z]*mv|matmul|gemm|\w*conv\w*|attention|transformer|\w*rnn|lstm|gru"
+    r"|cdist|trilinear|linear|fft|linalg|solve|spsolve|cholesky|lu|qr|svd|eigh?"
+    r"|det|inverse|geqrf|orm?gqr|ormqr)(_|$)"
 )
 _ELEMENTWISE = re.compile(
     r"upsample|thnn|convert|unpack|pack$|prepack|flatten|check_errors|norm|cross|diagonal|vander"

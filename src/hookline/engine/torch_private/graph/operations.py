@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -20,6 +21,8 @@ from hookline.engine.torch_private.graph.formulas import (
     may_do_matrix_work,
     with_workspace,
 )
+
+ON_NESTED = "on nested tensors"  # ends the name of an operation that is not counted for this
 
 
 @final
@@ -60,7 +63,7 @@ class OperationCounter:
         """Note that an operation on nested tensors is not counted, if it does matrix work."""
         name = operation._qualified_op_name
         if self._missing is not None and may_do_matrix_work(name.partition("::")[2]):
-            self._missing(f"{name} on nested tensors")
+            self._missing(f"{name} {ON_NESTED}")
 
     def _count_flops(self, operation: Any, out: Any, args: Any, kwargs: Any) -> Any:
         formula = self.flop_registry.get(operation)
@@ -101,6 +104,7 @@ class OperationCounter:
             self._alive[key] = weakref.ref(storage, freed)
 
 
+@cache
 def _mode(counting: Any) -> Any:
     """Return torch's mode that counts, which neither decomposes nor counts nested tensors."""
 
