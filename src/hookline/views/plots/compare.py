@@ -211,9 +211,10 @@ def _panels(
         tiles = Tiling(1, _PANEL, height)
     sheet = Sheet(3 * _PANEL + 2 * _SPACE, height + 0.75, value.title, lines)
     both = scale_of(torch.cat(panels[:2]))
-    scales = [both, both, scale_of(panels[2], signed=True)]
+    is_magnitude = value.tensor.is_complex()
+    scales = [both, both, scale_of(panels[2], signed=not is_magnitude)]
     gap = "first - second"
-    heads = ["first", "second", f"|{gap}|" if value.tensor.is_complex() else gap]
+    heads = ["first", "second", f"|{gap}|" if is_magnitude else gap]
     for k, (maps, scale, head) in enumerate(zip(panels, scales, heads, strict=True)):
         left = k * (_PANEL + _SPACE)
         axes = sheet.canvas(left, 0.2, _PANEL, height)
