@@ -288,6 +288,31 @@ def test_a_stream_behind_a_nonlinearity_is_refused():
         hl.anatomy(Text(Gate))
 
 
+class Balanced(Block):
+    """A block that also adds a number of each text to those of the blocks before, given first."""
+
+    def forward(self, given):
+        balance, x = given
+        x = super().forward(x)
+        return balance + x.mean((1, 2)), x
+
+
+class BalancedText(Text):
+    def __init__(self):
+        super().__init__(Balanced)
+
+    def forward(self, x):
+        state = torch.zeros(len(x)), self.embed(x)
+        for block in self.blocks:
+            state = block(state)
+        return self.unembed(self.norm(state[1]))
+
+
+def test_a_number_of_each_text_is_no_stream():
+    parts = hl.anatomy(BalancedText())
+    assert sites(parts["resid_post"]) == ["blocks.0:output[1]", "blocks.1:output[1]"]
+
+
 class OtherSum(Block):
     """A block that adds something else to texts of seven tokens, as the second input has."""
 
