@@ -153,6 +153,7 @@ BUDGETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_source_keeps_to_the_budget(budget):
     measure, most = BUDGETS[budget]
@@ -239,11 +240,13 @@ def unused(texts: list[str]) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_each_private_function_is_used():
     assert unused([*texts().values()]) == CALLED_BY_OTHERS
     assert unused(["def _f(): ...\ndef _g(): _g\ndef __h__(): ..."]) == {"_f"}
 
 
+@pytest.mark.slow
 def test_lines_of_the_pages_templates_are_short():
     folder = SRC / "views" / "page" / "templates"
     files = [path for path in folder.rglob("*.*") if path.suffix in (".css", ".html", ".js")]

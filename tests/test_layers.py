@@ -244,6 +244,7 @@ def opens_with_a_relative(doc: str) -> bool:
     return doc.split(maxsplit=1)[0].strip(",.:") in FREE_RELATIVES
 
 
+@pytest.mark.slow
 def test_docstrings_open_with_a_verb_or_a_noun():
     found = [doc for text in TEXTS.values() for doc in docstrings(text)]
     share = sum(map(opens_with_a_relative, found)) / len(found)

@@ -158,6 +158,7 @@ def texts_of(source):
             yield node.lineno, node.value
 
 
+@pytest.mark.slow
 def test_no_message_says_only_what_something_is_not():
     assert [text for _, text in texts_of('raise E(f"{x} is no y")') if PATTERN.search(text)]
     found = [

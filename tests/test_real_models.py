@@ -143,6 +143,7 @@ def test_keyword_inputs_of_blocks_are_bound_by_name(gpt2):
     assert set(given) <= {*names, "return_dict", "output_attentions", "output_hidden_states"}
 
 
+@pytest.mark.slow
 def test_a_sentence_transformer_embeds_the_same_hooked_and_saved(tmp_path):
     loaded = load_model(f"hf:{minilm()}")
     batch = loaded.tokenize(["A hook catches a value.", "The cat sat on the mat."])

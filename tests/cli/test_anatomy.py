@@ -31,6 +31,7 @@ def name(tmp_path):
     return f"{file}:make"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fast path")
 def test_it_prints_the_proven_names_and_gives_json(name):
     done = run(name, "random:2x5x8")

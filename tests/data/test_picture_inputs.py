@@ -19,6 +19,7 @@ def test_a_picture_is_prepared_as_its_model_wants_it(resnet18, picture):
     assert torch.equal(batch.args[0][0], resnet18.preprocess(Image.open(picture)))
 
 
+@pytest.mark.slow
 def test_a_photograph_is_prepared_as_its_model_wants_it(resnet18):
     with resources.as_file(resources.files("sklearn.datasets.images") / "china.jpg") as photograph:
         batch = load_input(str(photograph), resnet18)

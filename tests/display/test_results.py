@@ -221,6 +221,7 @@ def test_a_total_too_long_for_its_place_stands_below_its_label():
     assert shown == ["aaaaaaaaaaaa", "  [100, 100, 100, 100, 1000]", "b              c"]
 
 
+@pytest.mark.slow
 @given(printouts(), st.integers(40, 200))
 def test_no_line_is_too_wide_and_no_shape_is_broken(printout, width):
     text = printout.text(width)

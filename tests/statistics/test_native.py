@@ -187,6 +187,7 @@ def test_c_reads_each_number_of_16_bits(monkeypatch, exponent):
         assert_same_difference(monkeypatch, -b.flip(0), b)
 
 
+@pytest.mark.slow
 def test_one_element_of_each_width_is_read_in_each_lane(monkeypatch):
     for width in range(1, 20):
         b = torch.ones(3, width)

@@ -76,6 +76,7 @@ def arrays(path, format):
     return {name.stem: np.load(name, mmap_mode="r") for name in path.glob("*.npy")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", TABLES)
 def test_a_table_has_a_row_for_each_item(store, tmp_path, format):
     path = store.export(tmp_path / "new" / f"x.{format}", format)
@@ -171,6 +172,7 @@ def test_tokens_are_lists_of_rows(ragged, tmp_path, format):
     assert found["pooled"] == ragged["pooled"][:].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ARRAYS)
 def test_tokens_are_rows_beside_the_lengths_of_items(ragged, tmp_path, format):
     found = arrays(ragged.export(tmp_path / "x", format), format)
@@ -186,6 +188,7 @@ def test_chosen_sites_alone_are_exported(store, tmp_path, format):
     assert set(found) == {"half", "@item"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["parquet", "npy"])
 def test_memory_does_not_grow_with_the_store(tmp_path, format, monkeypatch):
     monkeypatch.setattr(exports_module, "_PART_BYTES", 2**18)

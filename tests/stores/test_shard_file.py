@@ -29,6 +29,7 @@ def test_shards_are_written_in_order_and_told(tmp_path):
     assert [read_shard(place, name_of(number), verify=True) for number in range(5)] == told
 
 
+@pytest.mark.slow
 def test_no_more_wait_than_may(tmp_path):
     go, begun = threading.Event(), []
 

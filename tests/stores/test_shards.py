@@ -185,6 +185,7 @@ def test_a_store_behind_a_url_is_read_in_bounded_memory(monkeypatch):
         place_of(where), hl.open(where, verify=True)
 
 
+@pytest.mark.slow
 def test_threads_read_the_same(folder, monkeypatch):
     monkeypatch.setattr(shards_module, "MOST_MAPPED", 1)
     store = pickle.loads(pickle.dumps(hl.open(folder)))

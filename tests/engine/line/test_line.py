@@ -195,6 +195,7 @@ def test_a_dropped_line_may_be_collected_between_two_hooks(kind):
     assert not len(hl.inventory(model))
 
 
+@pytest.mark.slow
 def test_threads_may_attach_to_one_model_while_others_run_it():
     model, x, errors = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(1, 3), []
 

@@ -185,6 +185,7 @@ RIVALS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "part", "path"), RIVALS)
 def test_the_wrong_value_of_a_rival_is_not_given(name, part, path):
     rival = family(name)[2].gave[f"{FAMILIES[name][0]}.{LAYER}.{path}"]
@@ -201,6 +202,7 @@ def test_the_embedding_is_what_its_module_returns():
     assert torch.equal(scaled, stream)
 
 
+@pytest.mark.slow
 def test_the_dense_first_layer_of_deepseek_has_neurons():
     _, parts, seen = family("deepseek_v3")
     (neurons,) = seen.got["model.layers.0.mlp.down_proj"]
@@ -217,6 +219,7 @@ def test_parallel_blocks_have_no_resid_mid_and_say_why(name):
         family(name)[1]["resid_mid"]
 
 
+@pytest.mark.slow
 def test_a_layer_without_attention_has_a_mixer():
     _, parts, seen = family("qwen3_next")
     mixed = value("qwen3_next", "mixer_out", 0)
@@ -225,6 +228,7 @@ def test_a_layer_without_attention_has_a_mixer():
         parts["pattern", 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "granite", "mixtral"])
 def test_the_lens_of_the_last_stream_gives_the_logits(name):
     # Gemma caps its logits, and Granite divides them.

@@ -226,6 +226,7 @@ def test_a_map_of_nothing_is_warned_of(x):
         hl.cam(none, x, "conv", 0)
 
 
+@pytest.mark.slow
 def test_models_in_which_no_hook_fires(model, x):
     traced = torch.jit.trace(model, x)
     assert "scripted or traced" in said(hl.AttachError, lambda: hl.cam(traced, x))

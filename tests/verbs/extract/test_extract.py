@@ -880,6 +880,7 @@ def test_an_unknown_option_is_refused(model, tmp_path):
         hl.extract(model, ROWS, "stem", tmp_path / "s", dtypes=torch.float16)
 
 
+@pytest.mark.slow
 def test_a_shard_of_another_job_is_made_again(model, tmp_path):
     """It has the right number, batches and checksums, and wrong rows."""
     options = {"batch_size": 4, "shard_bytes": 1}

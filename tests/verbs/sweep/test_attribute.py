@@ -102,6 +102,7 @@ def test_many_points_sum_to_the_change_of_the_metric():
     assert float(estimate.scores["0"].sum()) == pytest.approx(change, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("along", [None, "(root):input"])
 @pytest.mark.parametrize("steps", [16, 320])
 def test_many_points_are_summed_more_exactly_than_bfloat16(steps, along):

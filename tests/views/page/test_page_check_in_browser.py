@@ -94,6 +94,7 @@ def test_the_command_writes_the_page_of_a_kept_file(kept, tmp_path):
     assert "NaN at 1" in path.read_text()
 
 
+@pytest.mark.slow
 def test_another_file_is_refused(tmp_path, served):
     (tmp_path / "other.safetensors").write_bytes(b"nothing")
     answer = served(tmp_path / "other.safetensors").get()

@@ -296,6 +296,7 @@ def test_many_logged_steps_are_a_few_points_with_their_extremes():
     assert [k for k, is_bad in enumerate(found["bad"]) if is_bad] == [7]
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_first_of_the_user_numbers():
     reports = [StepReport.of_logged(0, 0.0, {"lr": 1.0, "eval_loss": NAN, "loss": 2.0, "a": 0.0})]
     found = logged_data(reports)

@@ -160,6 +160,7 @@ def test_no_name_turns_round_what_stands_beside_it(served, tmp_path):
         assert r"\u202e" in (text if 'id="core"' not in text else " ".join(names))
 
 
+@pytest.mark.slow
 def test_every_value_of_an_odd_recording_has_a_page(served, tmp_path):
     values = {
         "nan": torch.full((2, 3, 4, 4), float("nan")),

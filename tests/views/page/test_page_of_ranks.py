@@ -83,6 +83,7 @@ def test_another_rank_that_is_damaged_is_an_error_of_the_list(served, folder):
     assert finding["advice"] == "Choose rank 1, or give --items 1, to see it."
 
 
+@pytest.mark.slow
 def test_two_folders_of_ranks_are_compared(served, folder, tmp_path):
     other = folder_of_ranks(tmp_path / "other", hl.open(folder).ranks)
     server = served(folder, other)

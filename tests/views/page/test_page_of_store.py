@@ -167,6 +167,7 @@ def test_many_choices_of_items_keep_few_open(folder):
     assert len(shelf._pages) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["x", "0:100", "20"])
 def test_an_address_with_wrong_items_says_so(folder, served, wrong):
     answer = served(folder).get(f"items/{wrong}/")

@@ -218,6 +218,7 @@ def answer_of(served, place, x, shape=lambda x: x):
     return json.loads(served(folder).get("maps?at=conv").text)["over"], hl.open(folder)
 
 
+@pytest.mark.slow
 def test_maps_lie_over_images_of_bytes(served, tmp_path):
     x = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     over, run = answer_of(served, tmp_path, x)

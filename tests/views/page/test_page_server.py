@@ -466,6 +466,7 @@ def test_the_root_is_found_in_an_address_however_it_is_written(served, runs, at)
     assert "maps" in json.loads(answer.text)["own"]
 
 
+@pytest.mark.slow
 def test_the_difference_in_any_leaf_is_shown(served, tmp_path):
     for name, second in (("a", 1.0), ("b", 3.0)):
         with hl.record(model := nn.Identity()) as run:

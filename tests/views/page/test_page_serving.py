@@ -59,6 +59,7 @@ def test_half_a_request_is_not_waited_for_longer_than_said(served, runs, connect
     assert rest(connection) == b""
 
 
+@pytest.mark.slow
 def test_a_request_that_trickles_in_gets_no_more_time(served, runs, connect):
     connection = connect(served(runs / "a", waiting=Waiting(SOON)))
     connection.settimeout(SOON / 10)
@@ -75,6 +76,7 @@ def test_a_request_that_trickles_in_gets_no_more_time(served, runs, connect):
         pytest.fail("the connection is open after a hundred times its time")
 
 
+@pytest.mark.slow
 def test_half_a_second_request_is_not_waited_for_either(served, runs, connect):
     connection = connect(served(runs / "a", waiting=Waiting(SOON)))
     connection.sendall(REQUEST)
@@ -83,6 +85,7 @@ def test_half_a_second_request_is_not_waited_for_either(served, runs, connect):
     assert b"HTTP/1.1" not in rest(connection)
 
 
+@pytest.mark.slow
 def test_the_body_of_a_refused_request_is_not_waited_for(served, runs, connect):
     connection = connect(served(runs / "a", waiting=Waiting(SOON)))
     connection.sendall(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\nx")
@@ -113,6 +116,7 @@ def test_many_half_open_connections_leave_room_for_a_request(served, runs, conne
     assert answer(idle[-1]).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 def test_a_request_is_answered_however_long_that_takes(served, runs, connect, monkeypatch):
     may_go_on, state = Event(), Pages.state
 
@@ -129,6 +133,7 @@ def test_a_request_is_answered_however_long_that_takes(served, runs, connect, mo
     assert answer(asks).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 def test_the_time_is_ten_seconds_unless_said():
     assert SECONDS == 10
     assert Waiting()._seconds == SECONDS
