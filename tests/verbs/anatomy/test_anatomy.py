@@ -288,6 +288,72 @@ def test_a_stream_behind_a_nonlinearity_is_refused():
         hl.anatomy(Text(Gate))
 
 
+class OneHead(Attention):
+    """Attention without an axis of heads."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out((q @ k.mT / 4).softmax(-1) @ v)
+
+
+class HeadsAreRows(Attention):
+    """Attention by products of matrices, one for each head of each text."""
+
+    def forward(self, x):
+        parts = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = parts.flatten(1, 2)
+        z = torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
+        return self.out(z.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(-2))
+
+
+class ByEinsum(Attention):
+    """Attention whose heads come after the tokens."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).unbind(-3)
+        pattern = torch.einsum("bqhe,bkhe->bhqk", q, k).softmax(-1)
+        return self.out(torch.einsum("bhqk,bkhe->bqhe", pattern, v).flatten(-2))
+
+
+class Grouped(Attention):
+    """Attention whose heads share keys and values, repeated by a view."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.qkv = nn.Linear(width, 2 * width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).split([16, 8, 8], -1)
+        k, v = (part.unsqueeze(2).expand(-1, -1, 2, -1).transpose(1, 2) for part in (k, v))
+        q = q.unflatten(-1, (2, -1)).transpose(1, 2)
+        z = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(z.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize(
+    ("attention", "n_heads", "n_key_value_heads"),
+    [(OneHead, 1, 1), (HeadsAreRows, 2, 2), (ByEinsum, 2, 2), (Grouped, 2, 1)],
+)
+@pytest.mark.parametrize("n_texts", [1, 3])
+def test_heads_are_counted(attention, n_heads, n_key_value_heads, n_texts):
+    model = Text()
+    for block in model.blocks:
+        block.mlp = attention()
+    parts = hl.anatomy(model, torch.randint(50, (n_texts, 7)))
+    assert (parts.n_heads, parts.n_key_value_heads) == (n_heads, n_key_value_heads)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_attention_with_a_mask_of_the_padding_is_no_cross_attention(name):
+    ids = torch.randint(3, 60, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    parts = hl.anatomy(build(name), {"input_ids": ids, "attention_mask": mask, "use_cache": False})
+    assert "cross_attn_out" not in parts
+    assert {"attn_out", "q", "k", "v", "pattern"} <= set(parts)
+    assert parts.n_heads == 4
+
+
 class Balanced(Block):
     """A block that also adds a number of each text to those of the blocks before, given first."""
 

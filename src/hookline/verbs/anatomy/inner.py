@@ -254,14 +254,14 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
     """Name the pattern, its values by head, the gate and the norms of queries and keys."""
     parts = layer.of_kind("attention")
     names = ("q", "k", "v", "scores", "pattern", "z")
-    core = parts[0].cores[0] if len(parts) == 1 else None
-    if core is None:
+    if len(parts) != 1:
         why = "the block has no single attention"
         if not parts and "mixer_out" in layer.sites:
             mixer = layer.sites["mixer_out"]
             why += f"; what mixes tokens in it, mixer_out ({mixer}), shows no softmax"
         layer.refused.update(dict.fromkeys((*names, *_ATTENTION), why))
         return []
+    core, values = parts[0].cores[0]
     sites = {name: f"{core.path}@{name}" for name in names}
     layer.sites.update(sites)
     claims = [
@@ -274,20 +274,27 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
         ),
         claim("softmax(scores)", names, [sites["pattern"], sites["scores"]], _softmax_error),
     ]
-    layer.n_value_heads = _n_value_heads(parts[0], core)
+    if values is not None:
+        layer.n_value_heads = _n_value_heads(layer, parts[0], values)
     claims += _gate(trace, layer, parts[0], core)
     claims += _heads(trace, layer, parts[0], core)
     return [*claims, *_norms(trace, layer, parts[0], core)]
 
 
-def _n_value_heads(part: Part, core: Event) -> int:
-    """Return how many heads the values have before they are repeated for the heads of queries."""
-    values = core.data[-1]
+def _n_value_heads(layer: Layer, part: Part, values: Value) -> int:
+    """Return how many heads the values have before they are repeated for the heads of queries.
+
+    Where the axis of the heads is depends on the code: the numbers by token and head are counted.
+    """
     events, _ = _back(values, part)
-    by_head = [values, *(output for event in events for output in event.outputs)]
-    like = values.tensor.shape
-    shapes = [each.tensor.shape for each in by_head if each.tensor.dim() == 4]
-    return min((s[1] for s in shapes if (s[0], *s[2:]) == (like[0], *like[2:])), default=0)
+    width = values.tensor.shape[-1]
+    sizes = [
+        each.tensor.numel()
+        for each in (values, *(output for event in events for output in event.outputs))
+        if each.tensor.dim() > 1 and each.tensor.shape[-1] % width == 0
+    ]
+    n_heads, rest = divmod(min(sizes), layer.block.pre.tensor[..., 0].numel() * width)
+    return 0 if rest else n_heads
 
 
 def _heads(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:

@@ -49,7 +49,10 @@ class Interventions:
         ]
         self._reads = sorted({site for site in reads if site is not None})
         cores = [
-            self._core_site(core) for layer in layers for part in layer.parts for core in part.cores
+            self._core_site(core.call)
+            for layer in layers
+            for part in layer.parts
+            for core in part.cores
         ]
         self._cores = sorted({site for site in cores if site is not None})
         self._undisturbed = trace.by_site()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -34,6 +35,7 @@ class PartNames:
         errors: the largest error of the identities of each name and layer.
         shapes: the shapes of the values by site, for the first input.
         width: the width of the stream.
+        n_tokens: the number of tokens of all rows, for the first input.
         n_value_heads: the number of heads of keys and values, by layer; 0 where it is unknown.
     """
 
@@ -45,6 +47,7 @@ class PartNames:
     errors: Mapping[tuple[str, int], float]
     shapes: Mapping[str, tuple[int, ...]]
     width: int
+    n_tokens: int
     n_value_heads: tuple[int, ...]
 
     def __iter__(self) -> Iterator[str]:
@@ -109,9 +112,12 @@ class PartNames:
         )
 
     def n_heads(self) -> int | None:
-        """Return the number of heads, if all patterns have as many."""
+        """Return the number of heads, if all patterns have as many.
+
+        A pattern of one head may have no axis of heads, and heads may be rows.
+        """
         shapes = [self.shapes.get(self.sites["pattern", k]) for k in self.layers_of("pattern")]
-        return _only({shape[-3] for shape in shapes if shape is not None})
+        return _only({math.prod(shape[:-1]) // self.n_tokens for shape in shapes if shape})
 
     def n_key_value_heads(self) -> int | None:
         """Return the number of heads of keys and values, if all layers have as many."""

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import NamedTuple, final
 
 from hookline.verbs.anatomy.stream import MATMULS, Block, NoStream, Term, before, cuts
 from hookline.verbs.anatomy.trace import Event, Place, Trace, Value
 
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+
+
+class Core(NamedTuple):
+    """A call that mixes values by a pattern, and these values; None where they are unknown.
+
+    Such a call is `scaled_dot_product_attention`, or the product of a softmax and the values.
+    """
+
+    call: Event
+    values: Value | None
 
 
 @final
@@ -20,8 +30,7 @@ class Part:
 
     Attributes:
         term: the term.
-        cores: the calls that mix the tokens by a pattern, such as `scaled_dot_product_attention`
-            or the product of a softmax and the values. None where no attention is.
+        cores: the calls that mix the tokens by a pattern. None where no attention is.
         softmax: the call that computes the pattern, if it is a call of its own.
         kind: "attention", "cross", "mixer", "mlp" or "side", once the interventions are done.
         leak: how far a change of one token reaches others past the pattern, of their largest
@@ -29,7 +38,7 @@ class Part:
     """
 
     term: Term
-    cores: list[Event]
+    cores: list[Core]
     softmax: Event | None = None
     kind: str = ""
     leak: float = 0.0
@@ -67,7 +76,7 @@ def layer_of(block: Block) -> Layer:
 
 
 def _part(term: Term) -> Part:
-    cores = [event for event in term.events if event.name in _FUSED]
+    cores = [Core(event, _values_given(event)) for event in term.events if event.name in _FUSED]
     first = None
     for event in term.events:
         is_softmax = event.name == "softmax" and event.outputs[:1]
@@ -79,16 +88,24 @@ def _part(term: Term) -> Part:
     return Part(term, cores, first)
 
 
-def _product_with(softmax: Event, term: Term) -> Event | None:
+def _values_given(event: Event) -> Value | None:
+    """Return the values that a call of attention gets: beside them, its mask may be no constant."""
+    positional, named = event.arguments
+    values: Value | None = named.get("value", positional[2] if len(positional) > 2 else None)
+    return values
+
+
+def _product_with(softmax: Event, term: Term) -> Core | None:
     """Return the product of a softmax and values; a router's softmax has none."""
-    values = {id(value) for value in softmax.outputs}
+    pattern = {id(value) for value in softmax.outputs}
     for event in term.events:
-        if event.index <= softmax.index or not any(id(v) in values for v in event.inputs):
+        if event.index <= softmax.index or not any(id(v) in pattern for v in event.inputs):
             continue
         if event.name in _PRODUCTS:
-            return event
+            others = [value for value in event.data if id(value) not in pattern]
+            return Core(event, others[-1] if others else None)
         if event.name not in ("topk", "mul", "sum", "scatter", "gather", "max", "sort"):
-            values.update(map(id, event.outputs))
+            pattern.update(map(id, event.outputs))
     return None
 
 
@@ -100,10 +117,11 @@ def is_cross(part: Part, block: Block, stack_begin: int) -> bool:
         block: its block.
         stack_begin: the number of the first event in the stack.
     """
-    if len(part.cores[0].data) < 2:
-        return False  # queries, keys and values are one
+    values = part.cores[0].values
+    if values is None:
+        return False
     stop = [id(value) for value in (block.pre, *(step.after for step in block.steps))]
-    events, reads = before(part.cores[0].data[-1], stop, stack_begin)
+    events, reads = before(values, stop, stack_begin)
     is_local = any(event.index < block.call.begin for event in events)
     return not reads and not is_local
 

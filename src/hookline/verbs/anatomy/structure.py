@@ -68,6 +68,7 @@ class Stack:
             errors=self.errors,
             shapes=self.shapes,
             width=stream.shape[-1],
+            n_tokens=stream[..., 0].numel(),
             n_value_heads=tuple(layer.n_value_heads for layer in self.layers),
         )
 
