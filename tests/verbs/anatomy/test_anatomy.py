@@ -344,7 +344,7 @@ def test_heads_are_counted(attention, n_heads, n_key_value_heads, n_texts):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_attention_with_a_mask_of_the_padding_is_no_cross_attention(name):
+def test_attention_with_a_padding_mask_is_no_cross_attention(name):
     ids = torch.randint(3, 60, (2, 9))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookline.display.text import first_line, plural
+from hookline.engine import is_compiled
 from hookline.verbs.invariance.feed import DECODED, IDS, MASK, POSITIONS, NotApplicable, Side
 from hookline.verbs.invariance.trials import Run, Trials
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
@@ -78,6 +79,7 @@ def chunked(trials: Trials) -> Pair:
         part.with_named(use_cache=True)
         for part in (feed.cut(0, half), feed.cut(half, feed.n_tokens))
     ]
+    tokens = [part.tokens() for part in parts] if feed.ids != DECODED else None
     mask = "decoder_attention_mask" if feed.ids == DECODED else MASK
     if isinstance(feed.named.get(mask), Tensor):  # of the tokens in the cache, too
         parts[1] = parts[1].with_named(**{mask: feed.named[mask]})
@@ -92,7 +94,6 @@ def chunked(trials: Trials) -> Pair:
         call(root, parts[1].with_named(**more).without(IDS if feed.ids == DECODED else "").inputs)
 
     recording = trials.recorded(passes)
-    tokens = [part.tokens() for part in parts] if feed.ids != DECODED else None
     return Run(recording, tokens, given="(root):output.encoder_"), trials.base
 
 
@@ -125,6 +126,8 @@ def training(trials: Trials) -> Pair:
 
 def compiled(trials: Trials) -> Pair:
     """Run the compiled model."""
+    if any(map(is_compiled, trials.model.modules())):
+        raise NotApplicable("the model is compiled")
     model: Any = torch.compile(trials.model, backend=trials.backend)
     return trials.run(trials.feed, model=model), trials.base
 
@@ -148,6 +151,8 @@ def _checkpoint(model: Any) -> None:
         NotApplicable: no blocks are known.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
+        # It would register a hook, which reentrant checkpoints alone need, and which would stay.
+        model.enable_input_require_grads = lambda: None
         # A newer transformers has another name for it, and warns of the old one.
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)()

@@ -81,14 +81,20 @@ class Feed:
         return self.n_rows
 
     def rows(self, numbers: Sequence[int]) -> Feed:
-        """Return the arguments of some rows, in an order."""
+        """Return the arguments of some rows, in an order.
+
+        Raises:
+            NotApplicable: it is not clear which dimension of an argument has the rows.
+        """
         n_rows = self.n_rows
 
-        def pick(value: Any) -> Any:
-            has_rows = isinstance(value, Tensor) and value.ndim and len(value) == n_rows
-            return value[list(numbers)] if has_rows else value
+        def pick(tensor: Tensor) -> Tensor:
+            shape = tuple(tensor.shape)
+            if shape == (n_rows, n_rows) or (len(shape) > 2 and shape[0] != n_rows == shape[1]):
+                raise NotApplicable(f"the rows of an argument of shape {shape} are not known")
+            return tensor[list(numbers)] if shape and shape[0] == n_rows else tensor
 
-        return self._mapped(pick)
+        return self._mapped(lambda value: tree.map_tensors(pick, value))
 
     def with_others_changed(self) -> Feed:
         """Return the arguments with other contents in each row but the first, and one row more.

@@ -70,7 +70,7 @@ def invariance(
     Args:
         model: the model.
         inputs: a batch of two rows or more: a tensor, a tuple of arguments, or a dict of keyword
-            arguments.
+            arguments. Dimension 0 of a tensor has the rows.
         only: the names of the checks to make; None makes all.
         backend: the backend for "compiled". The default runs the graph that torch.compile captures
             with torch's own kernels, in seconds and without a C++ compiler; "inductor" also checks
@@ -110,12 +110,13 @@ def invariance(
 def _chosen(only: Iterable[str] | None) -> list[str]:
     if only is None:
         return list(CHECKS)
-    names = [only] if isinstance(only, str) else list(only)
+    is_list = isinstance(only, Iterable) and not isinstance(only, str)
+    names: list[Any] = list(only) if is_list else [only]
     unknown = next((name for name in names if name not in CHECKS), None)
     if unknown is not None or not names:
         known = [repr(name) for name in CHECKS]
         raise InputError(
-            f"only must be names of checks, got {unknown!r}.\nGive some of"
+            f"only must be names of checks, got {unknown or only!r}.\nGive some of"
             f" {listed(known, len(known))}."
         )
     return [name for name in CHECKS if name in names]

@@ -20,7 +20,7 @@ from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.feed import Feed, NotApplicable
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.casting import cast_model
-from hookline.verbs.shared.rerun import copied, in_eval_mode, untouched
+from hookline.verbs.shared.rerun import copied, in_eval_mode, parameters_restored, untouched
 from hookline.verbs.shared.run_model import call, mean_squares
 from hookline.verbs.shared.token_inputs import CACHES
 
@@ -103,6 +103,9 @@ class Trials:
         with ExitStack() as stack:
             for module in dict.fromkeys((self.model, root)):
                 stack.enter_context(untouched(module))
+                is_training = self.is_training or any(part.training for part in module.modules())
+                if is_training or before is not None:  # which trains, perhaps
+                    stack.enter_context(parameters_restored(module))
             stack.enter_context(self._modes(root))
             stack.enter_context(torch.set_grad_enabled(has_gradients))
             if before is not None:
@@ -177,4 +180,4 @@ def is_result(site: str) -> bool:
     if site.endswith(":grad"):
         return True
     is_output = site.startswith("(root)") and not site.startswith("(root):input")
-    return is_output and not any(f".{name}" in site for name in CACHES)
+    return is_output and not any(name in site.split(".") for name in CACHES)

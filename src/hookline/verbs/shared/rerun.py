@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import is_
@@ -139,7 +139,8 @@ def restore_state(modules: Sequence[nn.Module]) -> Iterator[None]:
     The block runs on copies of the buffers. Compiled code is bound to the buffers themselves. There
     the block runs on the buffers, and their old values are written back.
     """
-    flags = [(module, module.training) for module in modules]
+    with _lock:  # another thread may hold some in eval mode
+        flags = [(module, module.training or id(module) in _n_blocks) for module in modules]
     on_copies = not any(map(is_compiled, modules))
     copies: dict[int, Tensor] = {}  # by buffer, because several modules may hold one buffer
     saved = [
@@ -155,13 +156,19 @@ def restore_state(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         states.restore()
-        for module, is_training in flags:
-            if module.training is not is_training:  # to set an attribute of a module is slow
-                module.training = is_training
+        with _lock:
+            _restore_modes(flags)
         for entry in saved:
             entry.table[entry.name] = entry.buffer
             if not on_copies and (entry.version is None or version(entry.buffer) != entry.version):
                 _write(entry.buffer, entry.copy)
+
+
+def _restore_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, is_training in modes:
+        # To set an attribute of a module is slow.
+        if module.training is not is_training and id(module) not in _n_blocks:
+            module.training = is_training
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -184,33 +191,96 @@ def version(tensor: Tensor) -> int | None:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restore the model after a run in the block.
 
-    This covers buffers, modes and random states. It also covers the parameters' `.grad`, and the
-    attributes that a forward sets on its modules (a step counter, a cache).
+    This covers buffers, modes and random states. It also covers the parameters' `.grad`, and what a
+    forward sets on its modules (a step counter), or writes to their plain tensors, lists,
+    dictionaries and sets (a cache). It does not cover parameters: see `parameters_restored`.
+
+    Another thread waits: two blocks on one model would put each other's state back.
     """
-    modules = list(model.modules())
-    before = [
-        (table, dict(table)) for module in modules for table in (vars(module), buffers(module))
-    ]
-    tensors = [
-        tensor for module in modules for tensor in parameters(module).values() if tensor is not None
-    ]
-    with restore_state(modules), grads_restored(tensors):
-        try:
+    with _one_at_a_time:
+        modules = list(model.modules())
+        tensors = [t for module in modules for t in parameters(module).values() if t is not None]
+        with restore_state(modules), grads_restored(tensors), _attributes_restored(modules):
             yield
-        finally:
-            for table, entries in before:
-                _restore(table, entries)
 
 
-def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
-    is_same = len(table) == len(before) and all(map(is_, table.keys(), before))
-    if is_same and all(map(is_, table.values(), before.values())):
+@contextmanager
+def _attributes_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore the attributes of modules, and what their containers and plain tensors hold."""
+    tables = [table for module in modules for table in (vars(module), buffers(module))]
+    before: list[tuple[Any, Any]] = [(table, dict(table)) for table in tables]
+    before += [
+        (container, dict(container) if isinstance(container, dict) else list(container))
+        for container in _containers_in(modules)
+    ]
+    plain = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if type(value) is Tensor and not value.requires_grad and not value.is_meta
+    ]
+    try:
+        with _numbers_restored(plain):
+            yield
+    finally:
+        for container, entries in before:
+            _restore(container, entries)
+
+
+_one_at_a_time = fork_safe_lock()
+_CONTAINERS = (dict, list, set, OrderedDict, defaultdict, Counter, deque)
+# The hooks of a module, which another thread may register meanwhile, and its parameters, which
+# sharding exchanges.
+_OF_TORCH = frozenset(vars(nn.Module())) - {"_modules"}
+
+
+def _containers_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the containers of modules, and those inside one another."""
+    containers: dict[int, Any] = {}
+    waiting = [
+        value for module in modules for name, value in vars(module).items() if name not in _OF_TORCH
+    ]
+    while waiting:
+        value = waiting.pop()
+        if type(value) in _CONTAINERS and id(value) not in containers:
+            containers[id(value)] = value
+            waiting += value.values() if isinstance(value, dict) else value
+    return list(containers.values())
+
+
+def _restore(container: Any, before: Any) -> None:
+    is_table = isinstance(before, dict)
+    names = container.keys() if is_table else container
+    is_same = len(container) == len(before) and all(map(is_, names, before))
+    if is_same and (not is_table or all(map(is_, container.values(), before.values()))):
         return
-    for name in table.keys() - before.keys():
-        del table[name]
+    if not is_table:
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(before)
+        return
+    for name in container.keys() - before.keys():
+        del container[name]
     for name, value in before.items():
-        if name not in table or table[name] is not value:
-            table[name] = value
+        if name not in container or container[name] is not value:
+            container[name] = value
+
+
+@contextmanager
+def parameters_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the numbers of parameters to which a forward writes in the block: it copies all."""
+    with _numbers_restored(list(model.parameters())):
+        yield
+
+
+@contextmanager
+def _numbers_restored(tensors: Sequence[Tensor]) -> Iterator[None]:
+    copies = [(tensor, _clone(tensor), version(tensor)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, numbers, before in copies:
+            if before is None or version(tensor) != before:
+                _write(tensor, numbers)
 
 
 @contextmanager

@@ -10,17 +10,12 @@ from torch import nn
 
 from hookline.engine import is_compiled, path_text, require_model
 from hookline.errors import InputError
-from hookline.util.locks import fork_safe_lock
 from hookline.verbs.shared.rerun import lazy_name, untouched
-
-_one_at_a_time = fork_safe_lock()
 
 
 @contextmanager
 def undisturbed(model: nn.Module, verb: str) -> Iterator[None]:
     """Run the block without gradients and compiled code, and leave the model as it was.
-
-    Another thread waits: two blocks on one model would put each other's state back.
 
     Raises:
         InputError: the model is in training mode, or its first run would create parameters.
@@ -29,7 +24,6 @@ def undisturbed(model: nn.Module, verb: str) -> Iterator[None]:
     modules = list(model.modules())
     _check_model(model, modules)
     with ExitStack() as stack:
-        stack.enter_context(_one_at_a_time)
         if any(map(is_compiled, modules)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(untouched(model))
