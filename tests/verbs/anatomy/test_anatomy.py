@@ -587,3 +587,119 @@ def test_norms_of_queries_and_keys_are_found_in_any_attention(attention):
     for name in ("q_norm", "k_norm"):
         paths = [f"model.layers.{layer}.self_attn.{name}" for layer in range(parts.n_layers)]
         assert [str(site) for site in parts[name]] == paths
+
+
+# -- the lens, by the weights that the model has ---------------------------------------------------
+
+
+class Tied(Text):
+    """Logits by the transposed weight of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.unembed = None
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.embed.weight.T
+
+
+def last_error(model, parts, ids):
+    """How far the lens of the last stream is from the logits."""
+    with torch.no_grad(), hl.record(model, parts["resid_post"]) as run:
+        output = model(ids)
+    logits = getattr(output, "logits", output)
+    return float((parts.lens(run).logits[parts.n_layers - 1] - logits).abs().max())
+
+
+@pytest.mark.parametrize("name", ["tied", "gemma2", "weight norm"])
+def test_the_lens_reads_what_is_computed_of_weights_anew(name):
+    model = {"tied": Tied, "weight norm": Text}.get(name, lambda: build(name))()
+    if name == "weight norm":
+        nn.utils.parametrizations.weight_norm(model.unembed)
+    parts = hl.anatomy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.rand_like(parameter))
+    assert last_error(model, parts, torch.randint(50, (2, 6))) < 1e-5
+
+
+def test_the_lens_reads_a_model_that_was_cast_since():
+    model = Text()
+    parts = hl.anatomy(model)
+    ids = torch.randint(50, (2, 6))
+    assert last_error(model.double(), parts, ids) < 1e-12
+    assert last_error(model.bfloat16(), parts, ids) < 0.1
+
+
+@pytest.mark.slow
+def test_the_lens_has_rows_first_where_the_stream_has_tokens_first():
+    model = build("xlnet")
+    assert last_error(model, hl.anatomy(model, texts()), texts()["input_ids"]) < 1e-5
+
+
+class Convolved(nn.Module):
+    """A head that reads three tokens for each logit."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv1d(16, 16, 3, padding=1), nn.Linear(16, 50)
+
+    def forward(self, x):
+        return self.linear(self.conv(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Placed(nn.Linear):
+    """A head that adds something for each position."""
+
+    def __init__(self):
+        super().__init__(16, 50)
+        self.table = nn.Parameter(torch.randn(20, 50))
+
+    def forward(self, x):
+        return super().forward(x) + self.table[: x.shape[1]]
+
+
+@pytest.mark.parametrize("head", [Convolved, Placed])
+def test_a_head_that_reads_other_tokens_or_positions_is_no_lens(head):
+    model = Text()
+    model.unembed = head()
+    parts = hl.anatomy(model, torch.randint(50, (2, 9)))
+    assert "resid_post" in parts
+    assert "logits" not in parts
+
+
+def test_a_lens_of_few_classes_has_as_many():
+    model = Text()
+    model.unembed = nn.Linear(16, 3)
+    parts = hl.anatomy(model)
+    with hl.record(model, parts["resid_post"]) as run:
+        model(torch.randint(50, (2, 6)))
+    assert parts.lens(run).tokens[1].shape == (2, 6, 3)
+    for n in (0, -1, 2.0, "a"):
+        with pytest.raises(hl.InputError, match="n must be a number of tokens, 1 or more"):
+            parts.lens(run, n)
+    with hl.record(model, parts["resid_post"], keep=lambda value: value[..., :4]) as run:
+        model(torch.randint(50, (2, 6)))
+    with pytest.raises(hl.StructureError, match="must have 16 features, got"):
+        parts.lens(run)
+
+
+class Normed(nn.Linear):
+    """A projection that divides what it returns."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(super().forward(x), (16,))
+
+
+def test_contributions_of_what_does_more_than_project_are_refused():
+    model = Text()
+    for block in model.blocks:
+        block.mlp.out = Normed(16, 16)
+    parts = hl.anatomy(model)
+    with torch.no_grad(), hl.record(model, parts["attn_heads"]) as run:
+        model(torch.randint(50, (2, 6)))
+    with pytest.raises(hl.SelectionError, match=r"blocks\.0\.mlp\.out must be a projection"):
+        parts.contributions(run, 0)

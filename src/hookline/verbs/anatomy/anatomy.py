@@ -27,6 +27,7 @@ from hookline.engine import (
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError, SelectionError, StructureError
 from hookline.recordings import Recording
+from hookline.verbs.anatomy.identity_errors import error, limit
 from hookline.verbs.anatomy.lens import Lens, lens_of
 from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
@@ -165,13 +166,14 @@ class Anatomy(Result):
             layer: the layer.
 
         Raises:
-            SelectionError: `attn_heads` is not proven in this layer.
+            SelectionError: `attn_heads` is not proven in this layer, or the module that gets them
+                does more than project them.
             NotRecordedError: the run does not have it.
         """
         site = self._site("attn_heads", layer)
         projection = self._model.get_submodule(self._projections[layer])
         full_width = self._names.shapes[site][-1]
-        width = full_width // self._names.shapes[self._site("z", layer)][-3]
+        width = self._names.shapes[self._site("z", layer)][-1]
         with torch.no_grad(), whole_weights(self._wrapped) as split:
             weight = split.get(id(getattr(projection, "weight", None)))
             value = joined(run.tensor(site), weight, full_width)
@@ -181,7 +183,14 @@ class Anatomy(Result):
                 head = torch.zeros_like(value)
                 head[..., begin : begin + width] = value[..., begin : begin + width]
                 parts.append(projection(head) - bias)
-        return torch.stack(parts)
+            added = torch.stack(parts)
+            off = error(added.sum(0) + bias, projection(value))
+        if off > limit(value.dtype):
+            raise SelectionError(
+                f"{self._projections[layer]} must be a projection, whose parts add up: they are off"
+                f" by {off:.1e}.\nRecord attn_out_raw before and after a head is set to zero."
+            )
+        return added
 
     def expert_load(self, run: Recording) -> dict[int, Tensor]:
         """Return how many tokens of a run each expert got, by layer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hookline.engine import Site
+from hookline.engine.pytree import describe
+from hookline.errors import StructureError
 from hookline.verbs.anatomy.claims import Claim, claim
 from hookline.verbs.anatomy.identity_errors import error, error_of_rescale
 from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
@@ -151,14 +153,16 @@ class Head:
     """Hold the steps from the last stream to the logits: norm, product, scale and cap.
 
     Attributes:
-        events: the calls, in order.
+        events: the calls, in order; also those that make something of weights alone.
         start: the last stream.
         logits: what they make of it.
+        is_transposed: whether the logits have rows and tokens in the other order.
     """
 
     events: list[Event]
     start: Value
     logits: Value
+    is_transposed: bool = False
 
     def forget_the_trace(self) -> None:
         """Drop what leads from the values to the rest of the run, and the numbers of weights."""
@@ -170,16 +174,62 @@ class Head:
                     value.tensor = value.tensor.new_empty(0)
 
     def __call__(self, stream: Tensor) -> Tensor:
-        """Return the logits of a stream, by the weights that the model has now."""
-        weights = {
-            id(value): getattr(value.weight[0], value.weight[1])
+        """Return the logits of a stream, by the weights that the model has now.
+
+        Raises:
+            StructureError: the stream has another width.
+        """
+        width = self.start.tensor.shape[-1]
+        if stream.shape[-1] != width:
+            raise StructureError(
+                f"the stream must have {width} features, got {describe.shape(stream)}."
+                "\nRecord resid_post without keep=."
+            )
+        logits = self.by_token(stream)
+        return logits.transpose(0, 1) if self.is_transposed else logits
+
+    def by_token(self, stream: Tensor) -> Tensor:
+        """Return the logits in the layout of the stream."""
+        used = {
+            id(value): value
             for event in self.events
             for value in event.inputs
             if value.weight is not None
         }
-        given = {id(self.start): (self.start, stream.to(self.start.tensor.dtype))}
+        weights = {key: getattr(*value.weight) for key, value in used.items() if value.weight}
+        # The model may have been cast since: the stream is as its weights are now.
+        casts = {value.tensor.dtype: weights[key].dtype for key, value in used.items()}
+        dtype = self.start.tensor.dtype
+        given = {id(self.start): (self.start, stream.to(casts.get(dtype, dtype)))}
         with torch.no_grad():
             return replay_tokens(self.events, given, self.logits, weights)
+
+    def error_of(self, logits: Tensor, stream: Tensor) -> float:
+        """Return how far the head is from logits, or else from computing each token alone."""
+        own = self.by_token(stream)
+        moved = self.by_token(_rolled(stream))
+        again = own.transpose(0, 1) if self.is_transposed else own
+        if again.shape != logits.shape:
+            return float("inf")
+        return max(error(again, logits), error(moved, _rolled(own)))
+
+
+def _rolled(values: Tensor) -> Tensor:
+    """Move each token to the next place; the last one to the first."""
+    return values.flatten(0, -2).roll(1, 0).reshape(values.shape)
+
+
+def _with_weights(events: list[Event]) -> list[Event]:
+    """Return the calls, and before them those that make their constants of weights."""
+    every = {event.index: event for event in events}
+    waiting = [value for event in events for value in event.inputs]
+    while waiting:
+        event = waiting.pop().maker
+        is_known = event is None or event.index in every or event.function is None
+        if event is not None and not is_known and not event.data:
+            every[event.index] = event
+            waiting += event.inputs
+    return [every[index] for index in sorted(every)]
 
 
 def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
@@ -192,25 +242,21 @@ def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
             continue
         events, reads = before(logits, [id(start)], last.block.call.end)
         products = [event for event in events if event.name in MATMULS]
-        n_tokens = start.tensor.shape[:-1].numel()
-        is_by_token = logits.tensor.shape[:-1].numel() == n_tokens
+        places, own = start.tensor.shape[:-1], logits.tensor.shape[:-1]
+        is_by_token = own in (places, places[::-1])
         if not products or not is_by_token or [id(read) for read in reads] != [id(start)]:
             continue
-        head = Head(events, start, logits)
+        head = Head(_with_weights(events), start, logits, is_transposed=own != places)
         _name_logits(trace, head, products[-1], names, str(Site("", "output", leaf)))
         needed = [names.sites["logits"], stream_site(trace, start, last.block)]
         names.claims.append(
-            claim("head(last stream)", ("logits", "logits_raw", "unembed"), needed, _by(head))
+            claim("head(last stream)", ("logits", "logits_raw", "unembed"), needed, head.error_of)
         )
         _name_norm(trace, last, head, products[-1], names)
         return head
     why = "no output of the model is computed from the last stream by a product"
     names.refused.update(dict.fromkeys(every, why))
     return None
-
-
-def _by(head: Head) -> Callable[[Tensor, Tensor], float]:
-    return lambda logits, stream: error(head(stream), logits)
 
 
 def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: str) -> None:

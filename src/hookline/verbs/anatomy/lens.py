@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
 from hookline.engine import full_value, is_dtensor
-from hookline.errors import NotRecordedError
+from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.anatomy.head import Head
 
@@ -66,7 +66,10 @@ def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> L
 
     Raises:
         NotRecordedError: the run has none of the streams.
+        InputError: `n` is no number of tokens.
     """
+    if not isinstance(n, int) or n < 1:
+        raise InputError(f"n must be a number of tokens, 1 or more, got {n!r}.\nThe default is 5.")
     recorded = {layer: run.tensor(site) for layer, site in streams.items() if site in run}
     logits = {layer: head(_whole(stream)) for layer, stream in recorded.items()}
     if not logits:
@@ -74,7 +77,10 @@ def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> L
             "the run must have resid_post of some layer, got none."
             '\nRecord it: with hl.record(model, parts["resid_post"]) as run: ...'
         )
-    return Lens(logits, {layer: value.topk(n, -1).indices for layer, value in logits.items()})
+    tokens = {
+        layer: value.topk(min(n, value.shape[-1]), -1).indices for layer, value in logits.items()
+    }
+    return Lens(logits, tokens)
 
 
 def _whole(stream: Tensor) -> Tensor:

@@ -353,7 +353,11 @@ def replay_tokens(
     for start in range(0, n_rows, n_slots):
         slots = torch.arange(start, start + n_slots) % n_rows
         parts = {key: rows[key][slots].reshape(given[key][0].tensor.shape) for key in given}
-        results.append(replay(calls, {**(weights or {}), **parts}, wanted).flatten(0, -2))
+        result = replay(calls, {**(weights or {}), **parts}, wanted)
+        places = next(iter(given.values()))[0].tensor.shape[:-1]
+        if result.shape[:-1] != places and result.shape[:-1] == places[::-1]:
+            result = result.transpose(0, 1)  # tokens came first
+        results.append(result.flatten(0, -2))
     shape = next(iter(given.values()))[1].shape[:-1]
     computed = torch.cat(results)[:n_rows]
     return computed.reshape(*shape, *computed.shape[1:])
