@@ -635,7 +635,7 @@ def test_the_lens_reads_a_model_that_was_cast_since():
 
 
 @pytest.mark.slow
-def test_the_lens_has_rows_first_where_the_stream_has_tokens_first():
+def test_the_lens_has_rows_first_where_the_stream_has_not():
     model = build("xlnet")
     assert last_error(model, hl.anatomy(model, texts()), texts()["input_ids"]) < 1e-5
 
@@ -694,7 +694,7 @@ class Normed(nn.Linear):
         return nn.functional.layer_norm(super().forward(x), (16,))
 
 
-def test_contributions_of_what_does_more_than_project_are_refused():
+def test_contributions_of_more_than_a_projection_are_refused():
     model = Text()
     for block in model.blocks:
         block.mlp.out = Normed(16, 16)
