@@ -52,8 +52,8 @@ from hookline.engine.selection.selectors import (
 from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text
 from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
-    AroundCall, HookSpec, Order, RootTap, Tap, call_frame, is_inert, is_reading, no_callback,
-    walked_over,
+    AroundCall, HookSpec, Order, RootTap, Tap, call_frame, foreign_hooks, is_inert, is_reading,
+    no_callback, walked_over,
 )
 from hookline.engine.taps.forward import OutputTap
 from hookline.engine.taps.operations import ModeTap
@@ -86,7 +86,8 @@ from hookline.engine.torch_private.graph.shapes_only import (
     ShapesOnly, flags_of, is_sharded, why_no_shapes,
 )
 from hookline.engine.torch_private.hooks import (
-    HOOK_DICTS, discard_hooks_of, global_hooks, hook_dict, tensor_hook_dict, tensor_hooks,
+    HOOK_DICTS, discard_hook, discard_hooks_of, global_hooks, hook_dict, tensor_hook_dict,
+    tensor_hooks,
 )
 from hookline.engine.torch_private.inductor import compile_graph
 from hookline.engine.torch_private.modes import (

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import hookline as hl
 from hookline.statistics.finiteness import total
 from hookline.verbs.shared import rerun
 from hookline.verbs.shared.rerun import Likeness
@@ -179,6 +180,19 @@ def test_what_a_forward_writes_to_its_module_is_put_back():
     assert {name: (value, repr(value)) for name, value in vars(model).items()} == held
     assert model.same is model.mean
     assert model.last.maxlen == 2
+
+
+@pytest.mark.parametrize("flag", ["with_kwargs", "always_call"])
+def test_hooks_that_a_forward_registers_are_removed(flag):
+    model = nn.Sequential(nn.ReLU())
+    model[0].register_forward_hook(lambda *_: None)
+    before = {name: dict(value) for name, value in vars(model[0]).items() if "_hooks" in name}
+    with rerun.untouched(model):
+        model[0].register_forward_hook(lambda *_: None, **{flag: True})
+        model[0].register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+        with hl.record(model, "0"):
+            model(torch.ones(1))
+    assert {name: dict(vars(model[0])[name]) for name in before} == before
 
 
 def test_parameters_are_put_back_where_a_forward_writes_to_them():

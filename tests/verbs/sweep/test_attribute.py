@@ -340,3 +340,14 @@ def test_a_path_without_points_and_an_unknown_option_are_refused():
         hl.attribute(linear(), X, "1", metric, clean=CLEAN, along="0")
     with pytest.raises(TypeError, match="unexpected keyword argument 'step'"):
         hl.attribute(linear(), X, "1", metric, clean=CLEAN, step=3)
+
+
+def test_a_model_that_draws_random_numbers_is_refused():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.randn_like(x)
+
+    model = nn.Sequential(nn.Linear(2, 3), Noisy()).eval()
+    x = torch.ones(1, 2)
+    with pytest.raises(hl.InputError, match="draws random numbers"):
+        hl.attribute(model, x, "0", lambda out: out[0, 0], clean=x * 0)

@@ -623,7 +623,8 @@ def test_changes_at_several_sites_share_a_forward():
     sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
     expected = loop(model, X, CLEAN, split(sites), metric, 1)
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
-    assert sweep.forwards == 4  # the clean one, the unchanged one, one to compare, and one for all
+    # The clean one, the unchanged one, one for rows apart, one to compare, and one for all.
+    assert sweep.forwards == 5
     assert not sweep.notes
     single = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1}, rows=1)
     np.testing.assert_array_equal(single.values, expected)
@@ -673,7 +674,7 @@ def test_rows_join_where_a_mask_of_the_inputs_is_shared():
     sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
     expected = loop(model, X, CLEAN, split(sites), metric, 1)
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
-    assert sweep.forwards == 4
+    assert sweep.forwards == 5
 
 
 class Residual(nn.Module):
@@ -715,14 +716,16 @@ def test_forwards_of_later_sites_leave_out_what_lies_before(monkeypatch):
     monkeypatch.setattr(forwards, "_SITE_BYTES", 12 * 24)  # two sites in each
     model, sites = chain(), ["0", "1.0", "1", "2.0", "2"]
     calls = {1: [], 2: []}
-    for number, rows in calls.items():
-        model[number][0].register_forward_pre_hook(lambda module, args, r=rows: r.append(len(args)))
+    for number, rows in calls.items():  # no hook, which would have to be called
+        linear = model[number][0]
+        linear.forward = lambda x, run=linear.forward, r=rows: r.append(len(x)) or run(x)
     sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
     expected = loop(model, X, CLEAN, split(sites), metric, 1)
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
     n_by_hand = len(sites) * 7  # the clean run, and six
-    assert sweep.forwards == 7  # two of the inputs, two to compare, and three for five sites
-    assert [len(rows) - n_by_hand for rows in calls.values()] == [5, 6]
+    # Two of the inputs, one for rows apart, two to compare, and three for five sites.
+    assert sweep.forwards == 8
+    assert [len(rows) - n_by_hand for rows in calls.values()] == [6, 7]
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
@@ -774,7 +777,7 @@ def test_a_model_with_state_runs_whole(left_as_found):
     model = nn.Sequential(nn.Linear(4, 6), Counting(), nn.Linear(6, 2)).eval()
     sweep = hl.sweep(model, X, "0", metric, clean=CLEAN, each={"unit": 1})
     assert sweep.notes == ["One forward a change: each run changes the model's state (1.n_runs)."]
-    assert sweep.forwards == 2 + sweep.values.size
+    assert sweep.forwards == 3 + sweep.values.size  # the second run shows that it goes on
     assert model[1].n_runs == 0
 
 
@@ -1000,6 +1003,72 @@ def test_the_change_with_the_largest_effect_is_checked():
     assert "Each change has its own forward" in sweep.notes[0]
 
 
+class Quantised(nn.Module):
+    """Round to whole parts of the largest value: of the whole batch, or of each row."""
+
+    def __init__(self, dims):
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x):
+        step = x.abs().amax(self.dims, keepdim=True) / 15
+        return (x / step).round() * step
+
+
+@pytest.mark.parametrize("dims", [(0, 1), 1])
+def test_a_scale_of_the_whole_batch_keeps_rows_apart(dims):
+    """The largest unit stands in the part that is not compared with whole forwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), Quantised(dims), nn.Linear(40, 2)).eval()
+    x = torch.rand(1, 40)
+    x[0, 3] = 5.0
+    sweep = hl.sweep(model, x, "0", metric, clean=x * 0, each={"unit": 1})
+    expected = loop(model, x, x * 0, [("0", "output")], metric, 1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
+    assert bool(sweep.notes) is (dims == (0, 1))
+
+
+class Collecting(nn.Module):
+    """Return what hooks collect in its blocks, as transformers does with attentions."""
+
+    def __init__(self, *, lazy):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.collected, self.is_hooked = [], False
+        if not lazy:
+            self.hook()
+
+    def hook(self):
+        for block in self.blocks:
+            block[1].register_forward_hook(lambda *call: self.collected.append(call[-1]))
+        self.is_hooked = True
+
+    def forward(self, x):
+        if not self.is_hooked:
+            self.hook()
+        self.collected.clear()
+        for block in self.blocks:
+            x = x + block(x)
+        return {"last": x, "collected": dict(enumerate(self.collected))}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_what_hooks_collect_inside_a_module_is_not_left_out(rows, lazy, left_as_found):
+    model = Collecting(lazy=lazy).eval()
+    total = lambda out: sum(  # noqa: E731
+        (n + 1) * part[0, 1] for n, part in enumerate(out["collected"].values())
+    )
+    sites, before = ["blocks.0", "blocks.1", "blocks.2"], left_as_found(model)
+    sweep = hl.sweep(model, X, sites, total, clean=CLEAN, each={"unit": 1}, rows=rows)
+    assert not sweep.notes
+    assert left_as_found(model) == before
+    expected = loop(model, X, CLEAN, split(sites), total, 1)
+    np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
+    assert len(model(X)["collected"]) == 3
+
+
 class SeesRows(nn.Module):
     """A net whose rows see one another, with a class that is masked."""
 
@@ -1195,6 +1264,35 @@ def test_numbers_of_other_changes_are_not_taken_over(changes, others, tmp_path):
     assert hl.sweep(model, X, changes, metric, to=tmp_path).values.tolist() == first.values.tolist()
     with pytest.raises(hl.FolderError, match="other changes"):
         hl.sweep(model, X, others, metric, to=tmp_path)
+
+
+strength = {"of a change": 9.0}  # which no fingerprint of the change tells
+
+
+def test_the_largest_stored_effect_is_measured_again(monkeypatch, tmp_path):
+    changes = {"0": [lambda t: t * strength["of a change"], lambda t: t * 1.01]}
+    hl.sweep(linear(), X, changes, metric, to=tmp_path)
+    hl.sweep(linear(), X, changes, metric, to=tmp_path)
+    monkeypatch.setitem(strength, "of a change", 8.0)
+    with pytest.raises(hl.FolderError, match="other changes"):
+        hl.sweep(linear(), X, changes, metric, to=tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("each", {"unit": -1}), ("rows", 1)])
+def test_numbers_of_another_grid_or_way_are_not_taken_over(name, value, tmp_path):
+    options = {"clean": CLEAN, "each": {"unit": 1}, "to": tmp_path}
+    hl.sweep(linear(), X, "0", metric, **options)
+    with pytest.raises(hl.FolderError, match=f"other {name}"):
+        hl.sweep(linear(), X, "0", metric, **{**options, name: value})
+
+
+def test_numbers_of_another_setting_are_not_taken_over(tmp_path):
+    model = linear()
+    model.most = 1.0  # which the unchanged run does not come to
+    hl.sweep(model, X, scaled(2, 3), metric, to=tmp_path)
+    model.most = 2.0
+    with pytest.raises(hl.FolderError, match="other model"):
+        hl.sweep(model, X, scaled(2, 3), metric, to=tmp_path)
 
 
 def test_values_of_another_clean_run_are_not_taken_over(tmp_path):

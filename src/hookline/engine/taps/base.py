@@ -32,7 +32,7 @@ from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves
 from hookline.engine.selection.site import Site
 from hookline.engine.torch_private.dynamo import while_tracing
-from hookline.engine.torch_private.hooks import discard_hooks_of
+from hookline.engine.torch_private.hooks import discard_hooks_of, hook_dict
 
 
 class Order(IntEnum):
@@ -118,6 +118,16 @@ class HookOwner:
     def hooks_on(self, node: Any) -> tuple[HookSpec, ...]:
         """Return the hooks to register on a node, which this object is about to meet."""
         return self.hooks
+
+
+def foreign_hooks(module: nn.Module) -> set[tuple[str, Any]]:
+    """Return the kind and the id of each hook around a module's forward that is not hookline's."""
+    return {
+        (kind, key)
+        for kind in ("forward_pre", "forward")
+        for key, hook in list(hook_dict(module, kind).items())
+        if not isinstance(getattr(hook, "__self__", None), HookOwner)
+    }
 
 
 class AroundCall(HookOwner):

@@ -15,9 +15,15 @@ from hookline.engine.compile.guards import has_own_forward
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import ON_INPUTS, HookOwner, HookSpec, Order, Tap, no_callback
+from hookline.engine.taps.base import (
+    ON_INPUTS,
+    HookSpec,
+    Order,
+    Tap,
+    foreign_hooks,
+    no_callback,
+)
 from hookline.engine.torch_private.graph.fused_ops import runs_fused
-from hookline.engine.torch_private.hooks import hook_dict
 
 REMEDY = "torch.backends.mha.set_fastpath_enabled(False)"
 
@@ -45,7 +51,7 @@ class FusedTap(Tap):
             return
         if self.in_thread.current is None and not self.passes.is_here():
             self._slow_path(module)  # removes the tap, if it was copied along with the model
-        elif is_fused(module, args, kwargs) and not _has_foreign_hooks(module):
+        elif is_fused(module, args, kwargs) and not any(map(foreign_hooks, module.modules())):
             self.ran: bool = True
 
 
@@ -71,13 +77,4 @@ def fast_path_warning(name: str, taps: list[FusedTap]) -> str | None:
         f"hl.{name} turned off torch's fast path of {', '.join(paths[:3])}{more}"
         f" ({taps[0].site.module_type}), as any hook does: the last bits of what it returns may"
         f" differ from a run without the line.\nFor the same bits in both: {REMEDY} before both."
-    )
-
-
-def _has_foreign_hooks(module: nn.Module) -> bool:
-    return any(
-        not isinstance(getattr(hook, "__self__", None), HookOwner)
-        for inner in module.modules()
-        for kind in ("forward_pre", "forward")
-        for hook in hook_dict(inner, kind).values()
     )

@@ -35,8 +35,7 @@ def own_hook_id(index: int) -> int:
 
 def new_hook_id() -> int:
     """Return a new hook id."""
-    number: int = RemovableHandle(OrderedDict()).id
-    return number
+    return int(RemovableHandle(OrderedDict()).id)
 
 
 # The dictionaries of a module of which dynamo checks, while compiling, whether they are empty.
@@ -96,9 +95,13 @@ def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[objec
             alike = [key for key, hook in placed if is_alike(_bound_object(hook))]
             unwanted = alike if is_last else []
         for key in unwanted:
-            hooks.pop(key, None)
-            for flag in ("with_kwargs", "always_called"):
-                module.__dict__.get(f"_{kind}_hooks_{flag}", {}).pop(key, None)
+            discard_hook(module, kind, key)
+
+
+def discard_hook(module: nn.Module, kind: str, key: Any) -> None:
+    """Remove a hook from a module, if it is there."""
+    for flag in ("", "_with_kwargs", "_always_called"):
+        module.__dict__.get(HOOK_DICTS[kind] + flag, {}).pop(key, None)
 
 
 def _bound_object(hook: Callable[..., Any]) -> object:
@@ -133,15 +136,13 @@ def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield every process-wide module hook, as (kind, hook)."""
     for kind in _CALL_KINDS:
         table: HookDict = getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
-        for hook in table.values():
-            yield kind, hook
+        yield from ((kind, hook) for hook in table.values())
 
 
 def tensor_hooks(tensor: torch.Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield every hook on a tensor's gradient, as (kind, hook)."""
     for kind in ("grad", "accumulated"):
-        for hook in (tensor_hook_dict(tensor, kind) or {}).values():
-            yield kind, hook
+        yield from ((kind, hook) for hook in (tensor_hook_dict(tensor, kind) or {}).values())
 
 
 def tensor_hook_dict(tensor: Tensor, kind: str) -> HookDict | None:

@@ -21,7 +21,9 @@ from torch.nn.parameter import is_lazy
 
 from hookline.engine import (
     buffers,
+    discard_hook,
     every_tensor,
+    foreign_hooks,
     is_compiled,
     is_grouped,
     parameters,
@@ -192,16 +194,32 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Restore the model after a run in the block.
 
     This covers buffers, modes and random states. It also covers the parameters' `.grad`, and what a
-    forward sets on its modules (a step counter), or writes to their plain tensors, lists,
-    dictionaries and sets (a cache). It does not cover parameters: see `parameters_restored`.
+    forward sets on its modules (a step counter), registers there (a hook), or writes to their plain
+    tensors, lists, dictionaries and sets (a cache). It does not cover parameters: see
+    `parameters_restored`.
 
     Another thread waits: two blocks on one model would put each other's state back.
     """
     with _one_at_a_time:
         modules = list(model.modules())
         tensors = [t for module in modules for t in parameters(module).values() if t is not None]
-        with restore_state(modules), grads_restored(tensors), _attributes_restored(modules):
+        with (
+            restore_state(modules), grads_restored(tensors), _hooks_restored(modules),
+            _attributes_restored(modules),
+        ):  # fmt: skip
             yield
+
+
+@contextmanager
+def _hooks_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Remove the hooks that a forward has registered: without its own mark it would do so again."""
+    before = [(module, foreign_hooks(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, hooks in before:
+            for kind, key in foreign_hooks(module) - hooks:
+                discard_hook(module, kind, key)
 
 
 @contextmanager

@@ -47,13 +47,14 @@ def outputs_agree(output: Any, plain: Any, base: Any) -> bool:
         plain: its output in a whole forward.
         base: the output without a change.
     """
-    others, bases = _floats(plain), _floats(base)
-    pairs = [
-        (tensor, others[leaf], bases[leaf])
-        for leaf, tensor in _floats(output).items()
-        if leaf in others and tensor.shape == others[leaf].shape == bases[leaf].shape
-    ]
-    return bool(pairs) and all(_agree(*tensors) for tensors in pairs)
+    parts, others, bases = _floats(output), _floats(plain), _floats(base)
+    return bool(parts) and all(
+        leaf in others
+        and leaf in bases
+        and tensor.shape == others[leaf].shape == bases[leaf].shape
+        and _agree(tensor, others[leaf], bases[leaf])
+        for leaf, tensor in parts.items()
+    )
 
 
 def _floats(output: Any) -> dict[Any, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Selector, module_tree
 from hookline.errors import InputError, only_options, positive_integer
-from hookline.verbs.shared.rerun import copied
+from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.changing import Changing, recorded_run
 from hookline.verbs.sweep.effects import Attribution
@@ -27,8 +27,9 @@ from hookline.verbs.sweep.grid import (
     sites_of,
 )
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
+from hookline.verbs.sweep.rows import copy_of
 from hookline.verbs.sweep.slopes import Integral, Point, Slopes, check_form, floating
-from hookline.verbs.sweep.still_model import undisturbed
+from hookline.verbs.sweep.still_model import refuse_random, undisturbed
 from hookline.verbs.sweep.verdict import Array
 
 _SEED = 0
@@ -123,7 +124,10 @@ def attribute(
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
     with undisturbed(model, "hl.attribute(model, ...)"):
         modules, run = module_tree(model), partial(call, model)
+        random_states = RandomStates(generators_of(model.modules()))
         output, recording = recorded_run(modules, lambda: run(copied(clean)), selector)
+        outputs = (lambda: copy_of(output)), (lambda: run(copied(clean)))
+        refuse_random(random_states, metric, *outputs)
         values: dict[str, list[Tensor]] = {}  # of the clean run
         entries = patches(modules, selector, values)
         goals = {site: floating(site, recording[site]) for site in sites_of(entries)}

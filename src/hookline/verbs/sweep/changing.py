@@ -19,6 +19,7 @@ from hookline.verbs.sweep.rows import (
     batch_size,
     changed_rows,
     copy_of,
+    stirred,
     with_further_rows,
 )
 from hookline.verbs.sweep.site_change import SiteChange
@@ -39,6 +40,7 @@ class _Rows:
             several times. Empty in the forwards of other sites.
         n: how often the batch is repeated in the value.
         adds: whether the rows of the changes come to the value here, behind those that it has.
+        stirs: whether the first and the last of three batches get large values.
         noted: for each site a copy of the value of each call so far; None where none is noted.
     """
 
@@ -48,12 +50,15 @@ class _Rows:
     changes: list[Sequence[SiteChange]] = field(default_factory=list)
     n: int = 1
     adds: bool = False
+    stirs: bool = False
     noted: dict[str, list[Any]] | None = None
 
     def changed(self, current: Pass, value: Any) -> Any:
         """Return the changed value; None in the forwards of other sites."""
         if self.noted is not None:
             self.noted.setdefault(self.site, []).append(copy_of(value))
+        if self.stirs:
+            return stirred(value, self.known)
         for changes in self.changes:
             if self.n == 1 and not self.adds:
                 value = changes[0](value)
@@ -182,6 +187,21 @@ class Changing:
         finally:
             for rows in asked:
                 rows.changes.clear()
+
+    @contextmanager
+    def stirring(self) -> Iterator[None]:
+        """In the block, give large values to the first and the last of three batches, at all sites.
+
+        The batch between keeps its own, unless its rows depend on others.
+        """
+        with self.hooked(self.sites):
+            for rows in self._rows.values():
+                rows.stirs = True
+            try:
+                yield
+            finally:
+                for rows in self._rows.values():
+                    rows.stirs = False
 
     def _asked(self, points: Sequence[Point], n: int, *, adds: bool) -> list[_Rows]:
         """Ask the hooks at the sites of a group for its changes."""

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import nn
 
 from hookline.data.fingerprints import fingerprint
-from hookline.engine.model_fingerprint import function_identity, recorded_model
+from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.errors import FolderError
 from hookline.files.place import place_of
 from hookline.files.sealed_json import MANIFEST, FolderFormat, sealed, unsealed
@@ -26,9 +26,8 @@ def job_of(
     model: nn.Module, inputs: Any, clean: Any, metric: Any, entries: Sequence[Entry]
 ) -> dict[str, Any]:
     """Identify what a sweep measures, so that another sweep does not go on with its numbers."""
-    identity = recorded_model(model)
     return {
-        "model": None if identity is None else identity.fingerprint,
+        "model": fingerprint(model_identity(model)),
         "inputs": fingerprint(inputs),
         "clean inputs": fingerprint(clean),
         "metric": function_identity(metric),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -13,17 +14,18 @@ from torch import Tensor, nn
 from hookline.display.text import listed
 from hookline.engine import ModuleTree, is_scripted, parse_site
 from hookline.engine.pytree import tree
-from hookline.errors import FolderError, InputError
+from hookline.errors import FolderError
 from hookline.verbs.record.kept_state import KeptState, may_keep_state
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
-from hookline.verbs.sweep.agreement import is_same, may_be_rounding, numbers_agree, outputs_agree
+from hookline.verbs.sweep.agreement import may_be_rounding, numbers_agree, outputs_agree
 from hookline.verbs.sweep.batches import Batches
 from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.folder import Results
 from hookline.verbs.sweep.grid import Group, Point
 from hookline.verbs.sweep.metric import Metric, number_of
-from hookline.verbs.sweep.rows import NoRowsError, batch_size, copy_of, parts_of
-from hookline.verbs.sweep.tape import Tape
+from hookline.verbs.sweep.rows import NoRowsError, batch_size, copy_of, parts_of, repeated
+from hookline.verbs.sweep.still_model import refuse_random
+from hookline.verbs.sweep.tape import Tape, is_hooked_inside
 
 _FEWEST = 4  # changes; for fewer, the recorded and the checked runs cost more than they save
 # Changes at several sites share a forward if it stays small: the values at a site fit a cache of
@@ -65,7 +67,6 @@ class Forwards:
         self._changing, self._run, self._inputs, self._metric = changing, run, inputs, metric
         model = changing.modules.root
         assert model is not None
-        modules = _modules_around(changing.modules, changing.sites)
         self.results: Results = {}
         self.n_rows: int = 1
         self.joins: bool = False
@@ -74,17 +75,26 @@ class Forwards:
         self._most_joined: int = 0
         self.count: int = 0
         self.notes: list[str] = []
-        tape = Tape(modules)
         state = KeptState(model) if may_keep_state(model) else None
-        self.output: Any = self._first_run(tape)
-        self._batches = Batches(modules, self._forward, inputs, tape)
-        self.baseline: float = number_of(metric, copy_of(self.output))
+        self.output: Any = None
+        self._batches = self._begin()
         changed = state.changed() if state else []
+        if state and changed:  # a first run may fill a cache, or register hooks that collect
+            self._batches = self._begin()
+            changed = state.changed()
+        self.baseline: float = number_of(metric, copy_of(self.output))
         self._may_share = not changed
         if changed:
             self.notes.append(
                 f"One forward a change: each run changes the model's state ({listed(changed, 3)})."
             )
+
+    def _begin(self) -> Batches:
+        """Run the model without a change, and keep what the metric reads."""
+        modules = _modules_around(self._changing.modules, self._changing.sites)
+        tape = Tape(modules)
+        self.output = self._first_run(tape)
+        return Batches(modules, self._forward, self._inputs, tape)
 
     def _first_run(self, tape: Tape) -> Any:
         """Run the model without a change, and see what it does.
@@ -111,14 +121,8 @@ class Forwards:
         if may_fuse:
             with tape.recording():
                 output = self._forward(self._inputs)
-        if not random.are_current():
-            again, first = self._forward(self._inputs), copy_of(output)
-            if not is_same(*[number_of(self._metric, other) for other in (again, first)]):
-                raise InputError(
-                    "the model must give the same metric twice, got another one the second time:"
-                    " its forward draws random numbers.\nSwitch this off, as model.eval() does"
-                    " for dropout."
-                )
+        again = partial(self._forward, self._inputs)
+        refuse_random(random, self._metric, lambda: copy_of(output), again)
         return output
 
     def _forward(self, inputs: Any) -> Any:
@@ -138,14 +142,15 @@ class Forwards:
         return _Reading(output, number)
 
     def go_on(self, groups: Sequence[Group], results: Results, place: str) -> None:
-        """Take over the results of an earlier run, and compare one of them.
+        """Take over the results of an earlier run, and compare the one with the largest effect.
 
         Raises:
             FolderError: it was measured with other changes.
         """
         points = [point for group in groups for point in group.points if point.index in results]
         if points:
-            number, plain = results[points[-1].index][0], self._plain(points[-1]).number
+            largest = max(points, key=lambda point: self._effect(results[point.index][0]))
+            number, plain = results[largest.index][0], self._plain(largest).number
             if not may_be_rounding(number, plain, self.output):
                 raise FolderError(
                     f"{place} must hold this sweep, got one with other changes."
@@ -170,6 +175,9 @@ class Forwards:
         largest = max(len(group.points) for group in groups)
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
+        if has_rows and not self._are_rows_apart():
+            has_rows = False
+            self.notes.append(_REFUSED[True])
         groups = sorted(groups, key=self._start)
         plain: dict[tuple[int, ...], _Reading] = {}
         self._most_joined = self._most_that_join(groups)
@@ -181,6 +189,16 @@ class Forwards:
             if not joins:
                 self.notes.append(_REFUSED[self.n_rows > 1])
         self._batches.reuses = False
+
+    def _are_rows_apart(self) -> bool:
+        """Tell whether a batch keeps its metric between two that have large values at the sites."""
+        try:
+            with self._changing.stirring():
+                output = self._forward(repeated(self._inputs, 3))
+            middle = self._read(parts_of(output, self.output, 3)[1])
+        except Exception:  # of the model or the metric: a whole forward will raise it again
+            return False
+        return self._agrees(middle, _Reading(self.output, self.baseline))
 
     def _agree(self, groups: Sequence[Group], plain: dict[tuple[int, ...], _Reading]) -> bool:
         """Measure some changes, and tell whether the largest effects are those of whole forwards.
@@ -241,27 +259,27 @@ class Forwards:
             points: changes that were measured, in the order of their rows.
             plain: what whole forwards have given.
         """
-
-        def effect(point: Point) -> float:
-            size = abs(self.results[point.index][0] - self.baseline)
-            return math.inf if math.isnan(size) else size
-
         readings = self._readings or {}
-        ranked = sorted(points, key=effect, reverse=True)
+        ranked = sorted(
+            points, key=lambda point: self._effect(self.results[point.index][0]), reverse=True
+        )
         moved = [point for point in ranked if self.results[point.index][1]]
         still = [point.index for point in ranked if not self.results[point.index][1]]
         base = _Reading(self.output, self.baseline)  # what a change gives that moves nothing
         own = [index for index in (*still[:1], ()) if index in readings]
         if not all(self._agrees(readings[index], base) for index in own):
             return False
-        # The first or the last row may be the one that all see: it sees itself alone.
-        is_at_edge = moved[:1] in (points[:1], points[-1:]) and () not in readings
-        for point in moved[: 2 if is_at_edge else 1]:
+        for point in moved[:1]:
             if point.index not in plain:
                 plain[point.index] = self._plain(point)
             if not self._agrees(readings[point.index], plain[point.index]):
                 return False
         return True
+
+    def _effect(self, number: float) -> float:
+        """Return how far a metric lies from that of the unchanged run; NaN is the farthest."""
+        size = abs(number - self.baseline)
+        return math.inf if math.isnan(size) else size
 
     def _most_that_join(self, groups: Sequence[Group]) -> int:
         """Return how many changes at several sites may share a forward."""
@@ -410,9 +428,10 @@ def _n_bytes(value: Any) -> int:
 def _modules_around(modules: ModuleTree, sites: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return the modules that a forward has to pass by, or to go into, on its way to the sites.
 
-    What is called inside of a module that ends before a site need not be known.
+    What is called inside of a module that ends before a site need not be known, unless it is
+    hooked.
     """
-    entered: set[int] = set()
+    entered = {id(node.module) for node in modules.nodes if is_hooked_inside(node.module)}
     for site in sites:
         path = parse_site(site, modules.by_path).path
         changed = modules.by_path.get(path)

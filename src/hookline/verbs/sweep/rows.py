@@ -17,6 +17,7 @@ from hookline.verbs.sweep.site_change import SiteChange
 
 # How far rounding moves a value when the batch has another size, in units of the dtype's own.
 _ROUNDING, _MOST = 1000.0, 0.05
+_LARGE = 1000.0  # times what values are: what rows get that others must not see
 
 
 class NoRowsError(Exception):
@@ -100,10 +101,17 @@ def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
             return list(parts(output, one_batch.shape, n))
         except NoRowsError:
             return [output if _is_one_memory(output, one_batch) else Uncut()] * n
-    if not (isinstance(output, _CONTAINERS) or is_dataclass(output)):
-        is_same = type(output) in tree.PLAIN_ATOMS and output == one_batch
-        return [output if is_same else Uncut()] * n
-    pairs = zip(tree.items(output) or (), tree.items(one_batch) or (), strict=False)
+    if isinstance(output, _CONTAINERS) or is_dataclass(output):
+        return _parts_of_container(output, one_batch, n)
+    is_same = type(output) in tree.PLAIN_ATOMS and output == one_batch
+    return [output if is_same else Uncut()] * n
+
+
+def _parts_of_container(output: Any, one_batch: Any, n: int) -> list[Any]:
+    items, known = (list(tree.items(whole) or ()) for whole in (output, one_batch))
+    if [key for key, _ in items] != [key for key, _ in known]:
+        return [Uncut()] * n
+    pairs = zip(items, known, strict=True)
     columns = [parts_of(part, of_one, n) for (_, part), (_, of_one) in pairs]
     return [tree.rebuild(output, list(row)) for row in zip(*columns, strict=True)] or [output] * n
 
@@ -173,6 +181,29 @@ def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n:
     if not all(is_near(row, known) for row in old[: 1 if are_equal else n]):
         raise NoRowsError
     target[: len(changes)] = _with_changes(old[: len(changes)], changes, are_equal=are_equal)
+    return new
+
+
+def stirred(value: Any, known: Any) -> Any:
+    """Make the values of the first and the last of three batches large, whose rows others may see.
+
+    Args:
+        value: the value of the inputs three times in a row.
+        known: the value of the inputs alone.
+    """
+    if not (isinstance(value, Tensor) and isinstance(known, Tensor) and value.is_floating_point()):
+        return value
+    try:
+        dim = _dim_of_rows(value, known, 3)
+    except NoRowsError:
+        return value
+    new = value.clone()
+    first, middle, last = torch.unflatten(new, dim, (3, known.shape[dim])).unbind(dim)
+    if is_near(middle, known):
+        for rows in (first, last):
+            # Of both signs, and more of one, so that neither a maximum nor a sum misses them.
+            signs = 1 - 2 * (torch.arange(rows.numel(), device=rows.device) % 3 == 2).to(rows.dtype)
+            rows.copy_(signs.view(rows.shape) * _LARGE * (rows.abs() + 1))
     return new
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from hookline.engine import is_compiled, path_text, require_model
 from hookline.errors import InputError
-from hookline.verbs.shared.rerun import lazy_name, untouched
+from hookline.verbs.shared.rerun import RandomStates, lazy_name, untouched
+from hookline.verbs.sweep.agreement import is_same
+from hookline.verbs.sweep.metric import Metric, number_of
 
 
 @contextmanager
@@ -50,4 +53,22 @@ def _check_model(model: nn.Module, modules: list[nn.Module]) -> None:
         raise InputError(
             f"the model must have no lazy parameters, got {name}: the first run would create it."
             "\nRun the model once yourself, then call this again."
+        )
+
+
+def refuse_random(states: RandomStates, metric: Metric, *outputs: Callable[[], Any]) -> None:
+    """Refuse a model whose metric depends on random numbers.
+
+    Args:
+        states: the random states before a run.
+        metric: the metric.
+        outputs: return the output of this run, and that of another one.
+
+    Raises:
+        InputError: the run has drawn random numbers, and both metrics differ.
+    """
+    if not states.are_current() and not is_same(*[number_of(metric, run()) for run in outputs]):
+        raise InputError(
+            "the model must give the same metric twice, got another one the second time: its"
+            " forward draws random numbers.\nSwitch this off, as model.eval() does for dropout."
         )

@@ -150,7 +150,9 @@ def sweep(
             if to is not None:
                 job = job_of(model, inputs, clean, metric, entries)
                 numbers = {"baseline": forwards.baseline, "clean": clean_metric, "axes": grid.axes}
-                folder = SweepFolder(to, {**job, "read": str(read), **numbers})
+                # Changes that share a forward have other last bits.
+                parts = {"read": str(read), "each": each, "rows": "one" if rows == 1 else "several"}
+                folder = SweepFolder(to, {**job, **parts, **numbers})
                 forwards.go_on(grid.groups, folder.results, str(to))
             forwards.settle(grid.groups, rows)
             _measure(forwards, grid, folder, shown=options.get("progress", True))

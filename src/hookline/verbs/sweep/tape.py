@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Site, has_numbers
+from hookline.engine import Site, foreign_hooks, has_numbers
 from hookline.engine.pytree import tree
 from hookline.verbs.sweep.rows import NoRowsError, longer_dim
 
@@ -78,6 +78,8 @@ class Tape:
 
     def __init__(self, modules: NamedModules) -> None:
         self._named_modules = modules
+        # Their own modules run, because a hook there may collect what the model returns.
+        self._hooked = {id(module) for _, module in modules if is_hooked_inside(module)}
         self.calls: list[Call] = []
         self.unseen: set[int] = set()
         self._stack: list[Call] = []
@@ -252,12 +254,16 @@ class Tape:
         return len(self._calls_of(module)) == 1
 
     def outermost(self, time: int) -> list[Call]:
-        """Return the calls that had ended at a time, those inside another of them left out."""
+        """Return the calls to leave out from a time on: those that had ended, none in another."""
         return [
             call
             for call in self.calls
-            if call.has_ended(time) and not (call.parent and call.parent.has_ended(time))
+            if self._is_known(call, time)
+            and not (call.parent and self._is_known(call.parent, time))
         ]
+
+    def _is_known(self, call: Call, time: int) -> bool:
+        return call.has_ended(time) and id(call.module) not in self._hooked
 
     # -- replaying -------------------------------------------------------------------------------
 
@@ -365,6 +371,11 @@ def standing_in(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
             else:
                 vars(module)["forward"] = forward
         _running.reset(token)
+
+
+def is_hooked_inside(module: nn.Module) -> bool:
+    """Tell whether a module inside another one has hooks that are not hookline's."""
+    return any(foreign_hooks(inner) for inner in module.modules() if inner is not module)
 
 
 def _repeated(
