@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
@@ -198,6 +199,50 @@ def test_a_value_without_tokens_is_refused(plain):
     with hl.edit(plain.block, "(root)", hl.edits.scale(0), at=0):
         with pytest.raises(hl.StructureError, match="3 dimensions or more"):
             plain.block(torch.ones(2, 4))
+
+
+class Experts(nn.Module):
+    """Each expert gets the tokens that chose it: first those of first choice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        order = torch.tensor([2, 0, 1])
+        return x.index_add(1, order, self.experts[0](x[0, order])[None])
+
+
+def test_the_tokens_of_an_expert_are_not_guessed():
+    model, ids = Experts(), torch.tensor([[1, 2, 3]])
+    with (
+        hl.edit(model, "experts.0", hl.edits.scale(0), at=0),
+        pytest.raises(hl.StructureError, match=r"at needs a value at experts.0"),
+    ):
+        model(input_ids=ids)
+    with hl.edit(model, "experts.0", hl.edits.scale(0), at=slice(None)):
+        assert torch.equal(model(input_ids=ids), model.embed(ids))
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.net = nn.Embedding(50, 4), nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, input_ids):
+        lengths = torch.tensor([3] * len(input_ids))
+        return self.net(pack_padded_sequence(self.embed(input_ids), lengths, batch_first=True))
+
+
+def test_the_tokens_of_a_packed_sequence_are_not_guessed():
+    model = Packed()
+    with (
+        hl.edit(model, "net", hl.edits.scale(0), at=0),
+        pytest.raises(hl.StructureError, match="got a PackedSequence, in which rows alternate"),
+    ):
+        model(input_ids=torch.ones(2, 3, dtype=torch.long))
 
 
 def test_a_token_of_the_input_is_changed(plain):

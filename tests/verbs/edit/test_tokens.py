@@ -125,6 +125,23 @@ def test_inputs_that_do_not_tell_are_refused():
         main(input_ids=IDS, past_key_values=object())
 
 
+LAYER = torch.ones(2, 8, 3)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [{"state": [LAYER, LAYER]}, {"mems": [LAYER]}, {"past_buckets_states": [(LAYER, LAYER)]}],
+)
+def test_a_cache_without_a_length_is_refused(cache):
+    with pytest.raises(hl.StructureError, match=r"got a list that does not tell.\n.*steps=0"):
+        main(input_ids=IDS, **cache)
+    assert main(input_ids=IDS, **dict.fromkeys(cache)).is_plain  # as the prompt has
+
+
+def test_the_state_of_a_recurrent_net_is_no_cache():
+    assert main(tokens=IDS, state=[LAYER, LAYER]).is_plain
+
+
 class States(Cache):
     def get_seq_length(self):
         raise ValueError("no attention")
@@ -173,3 +190,10 @@ def test_a_mask_fits_a_value_whose_tokens_are_clear(shape, dtype, expected):
     at = indices("at", 1, allows_negative=True)
     mask = main(input_ids=IDS).mask_for(torch.zeros(shape, dtype=dtype), at)
     assert (None if mask is None else [*mask.shape]) == expected
+
+
+@pytest.mark.parametrize(("at", "is_clear"), [(slice(None), True), (9, True), (1, False)])
+def test_tokens_out_of_order_are_clear_if_all_or_none_are_chosen(at, is_clear):
+    chosen = indices("at", at, allows_negative=True)
+    mask = main(input_ids=IDS).mask_for(torch.zeros(8, 5), chosen, in_order=False)
+    assert (mask is not None) is is_clear

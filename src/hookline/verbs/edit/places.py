@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.utils.rnn import PackedSequence
 
 from hookline.engine import Arguments, Pass, Site, path_text
 from hookline.engine.pytree import describe, leaves, tree
@@ -237,6 +238,8 @@ class SitePlaces:
             return None
         if places.at is None:
             return change(value, *extra)
+        if any(isinstance(part, PackedSequence) for part in (value, *_parts(value))):
+            raise self._without_tokens("a PackedSequence, in which rows alternate")
         masks = {leaf: self._mask(places.at, place, part) for leaf, part in tree.tensors(value)}
         if not masks:
             raise self._without_tokens(describe.in_words(value))
@@ -283,7 +286,9 @@ class SitePlaces:
             if value.is_nested or value.dim() < 3:
                 raise self._without_tokens(describe.in_words(value))
             return with_features(self._places.by_index(at, value), value)
-        mask = tokens.mask_for(value, at)
+        # An expert gets the tokens that chose it, in the order of their choices.
+        in_order = "experts" not in self._site.path.split(".")[:-1]
+        mask = tokens.mask_for(value, at, in_order=in_order)
         if mask is None:
             raise self._without_tokens(describe.in_words(value), tokens)
         return mask
@@ -334,6 +339,10 @@ class SitePlaces:
             f"at needs a value at {self._site} whose dimension 1 holds the tokens ({wanted}), got"
             f" {got}.\nSelect such a value, or give hl.edit a function that changes a part of it."
         )
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if type(value) is tuple else ()
 
 
 def _put(value: Any, new: Any, masks: Mapping[tree.Leaf, Tensor], where: str) -> Any:

@@ -14,8 +14,8 @@ from hookline.errors import StructureError
 from hookline.verbs.edit.indices import Indices
 from hookline.verbs.shared.token_inputs import CACHES, MASKS, TokenInputs, token_inputs
 
-# The arguments that hold a cache.
-_CACHES = (*CACHES, "cache_params")
+# The arguments that hold a cache; a `state` only beside token ids, as in RWKV.
+_CACHES = (*CACHES, "cache_params", "mems", "past_buckets_states")
 # The method by which a cache of states tells whether it is in use.
 _STATE = "has_previous_state"
 
@@ -42,8 +42,13 @@ class Tokens:
             mask = self.masks[id(at)] = at.chosen(self.positions, self.lengths)
         return mask
 
-    def mask_for(self, value: Tensor, at: Indices) -> Tensor | None:
+    def mask_for(self, value: Tensor, at: Indices, *, in_order: bool = True) -> Tensor | None:
         """Return a mask of the chosen tokens that broadcasts to a value.
+
+        Args:
+            value: the value.
+            at: chooses the tokens.
+            in_order: whether tokens of all rows in a row stand in their order.
 
         Returns:
             The mask; None if the value has no dimension of tokens, or if it is not clear which.
@@ -53,9 +58,7 @@ class Tokens:
         if value.is_nested or not shape:
             return None
         if shape[0] == n_rows * n_tokens and shape[:2] != mask.shape:
-            if value.dim() > 2 and n_tokens in shape[1:] and n_tokens > 1:
-                return None  # or the rows and heads in a row, as many as there are tokens
-            return mask.reshape(-1, *[1] * (value.dim() - 1))  # the tokens of all rows in a row
+            return _of_all_rows(mask, value, in_order=in_order)
         is_unclear = (value.dim() > 3 and shape[2] == n_tokens) or (
             value.dim() == 2 and value.is_floating_point()
         )
@@ -70,6 +73,16 @@ class Tokens:
     def is_plain(self) -> bool:
         """Tell whether each column is the token of that number, in every row."""
         return bool((self.positions == torch.arange(self.positions.shape[1])).all())
+
+
+def _of_all_rows(mask: Tensor, value: Tensor, *, in_order: bool) -> Tensor | None:
+    """Return a mask for a value in which the tokens of all rows stand in a row; None if unclear."""
+    n_tokens = mask.shape[1]
+    is_ordered = in_order or bool((mask == mask[:1, :1]).all())
+    # Or the rows and heads in a row, as many as there are tokens.
+    may_be_heads = value.dim() > 2 and n_tokens in value.shape[1:] and n_tokens > 1
+    is_clear = is_ordered and not may_be_heads
+    return mask.reshape(-1, *[1] * (value.dim() - 1)) if is_clear else None
 
 
 def with_features(mask: Tensor, value: Tensor) -> Tensor:
@@ -120,7 +133,8 @@ def has_empty_cache(inputs: Mapping[str, Any]) -> bool:
 
 def _cache(named: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments; None without one."""
-    caches = [named[name] for name in _CACHES if named.get(name) is not None]
+    names = (*_CACHES, "state") if "input_ids" in named or "inputs_embeds" in named else _CACHES
+    caches = [named[name] for name in names if named.get(name) is not None]
     return caches[0] if caches else None
 
 
@@ -194,5 +208,5 @@ def _n_cached(cache: Any) -> int | None:
             return 0
         layer = cache[0]
         keys = layer[0] if isinstance(layer, tuple | list) and layer else None
-        return int(keys.shape[-2]) if isinstance(keys, Tensor) else None
+        return int(keys.shape[-2]) if isinstance(keys, Tensor) and keys.dim() == 4 else None
     return None
