@@ -78,7 +78,7 @@ def test_a_place_is_a_folder_or_a_url(tmp_path):
         place_of(3)
 
 
-@pytest.mark.parametrize("to", [Path("s3://bucket/features"), "gs:/bucket", "a\0b"])
+@pytest.mark.parametrize("to", [Path("s3://bucket/features"), "gs:/bucket", "a\0b", ""])
 def test_a_url_that_lost_a_slash_is_refused(tmp_path, monkeypatch, to):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(hl.FolderError, match="must be a folder or a URL, got '") as caught:

@@ -50,8 +50,8 @@ def place_of(to: str | os.PathLike[str]) -> Place:
         return RemotePlace(to)
     try:
         folder = Path(to.removeprefix(_LOCAL) if isinstance(to, str) else to)
-        if "\0" in str(folder) or _is_broken_url(folder):
-            raise ValueError(str(folder))
+        if to == "" or "\0" in str(folder) or _is_broken_url(folder):
+            raise ValueError(to)
     except (TypeError, ValueError) as error:
         actual = repr(str(error)) if isinstance(error, ValueError) else type(to).__name__
         raise FolderError(

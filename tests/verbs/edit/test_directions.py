@@ -23,7 +23,7 @@ def test_steer_adds_the_direction_at_each_token():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strength_0_changes_no_bit(strength, dtype):
     value = torch.tensor([-0.0, 0.0, torch.inf, torch.nan, 1.0], dtype=dtype)
-    steered = hl.edits.steer(torch.full((5,), torch.inf), strength)(value)
+    steered = hl.edits.steer(torch.full((5,), 1e38), strength)(value)
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     assert torch.equal(steered.view(bits), value.view(bits))
 
@@ -36,6 +36,17 @@ def test_a_direction_and_a_strength_can_be_trained():
         model(torch.zeros(4, 3)).sum().backward()
     assert direction.grad.tolist() == [12.0, 12.0]
     torch.testing.assert_close(strength.grad, 4 * direction.detach().sum())
+
+
+def test_a_direction_that_is_trained_may_begin_at_zero():
+    direction = torch.zeros(2, requires_grad=True)
+    hl.edits.steer(direction)(torch.ones(1, 2)).sum().backward()
+    assert direction.grad.tolist() == [1.0, 1.0]
+
+
+def test_directions_may_be_mapped():
+    steered = torch.func.vmap(lambda row: hl.edits.steer(row)(torch.ones(2)))
+    assert steered(torch.eye(2)).tolist() == [[2.0, 1.0], [1.0, 2.0]]
 
 
 def steered_by(strength):
@@ -127,6 +138,8 @@ def test_a_gradient_is_projected_as_a_value_is():
         (lambda: hl.edits.steer(torch.ones(2), "1"), r"steer must be given a number"),
         (lambda: hl.edits.project_out(torch.ones(2, 2, 2)), r"directions must be floating-point"),
         (lambda: hl.edits.project_out(torch.ones(2).long()), r"directions must be floating-point"),
+        (lambda: hl.edits.steer(torch.zeros(2)), r"finite and not all zero, got .* norms \[0.0\]"),
+        (lambda: hl.edits.steer(torch.tensor([1, torch.inf])), r"direction must be finite"),
         (lambda: hl.edits.project_out(torch.zeros(2)), r"finite and not all zero"),
         (lambda: hl.edits.project_out(torch.tensor([1, torch.nan])), r"finite and not all zero"),
     ],

@@ -245,6 +245,18 @@ def test_the_tokens_of_a_packed_sequence_are_not_guessed():
         model(input_ids=torch.ones(2, 3, dtype=torch.long))
 
 
+@torch.no_grad()
+def test_a_head_that_gets_the_last_token_alone_says_so():
+    model = tiny("llama")
+    with (
+        hl.edit(model, "lm_head", hl.edits.scale(0), at=-1),
+        pytest.raises(
+            hl.StructureError, match=r"logits_to_keep=1, .* the last 1 token alone: leave"
+        ),
+    ):
+        model.generate(IDS, max_new_tokens=2, do_sample=False)
+
+
 def test_a_token_of_the_input_is_changed(plain):
     with hl.edit(plain, "(root):input", lambda ids: ids * 0 + 9, at=-1):
         with hl.record(plain, "embedding:input") as run:

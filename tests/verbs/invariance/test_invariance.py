@@ -511,6 +511,13 @@ def test_lazy_parameters_are_refused():
         hl.invariance(nn.LazyLinear(2), X)
 
 
+def test_a_model_without_numbers_is_refused():
+    with pytest.raises(
+        hl.InputError, match=r"got '0.weight' on the meta device.\nLoad its weights"
+    ):
+        hl.invariance(nn.Sequential(nn.Linear(8, 2, device="meta")), X)
+
+
 # -- what a check leaves, and what its batch may be ------------------------------------------------
 
 

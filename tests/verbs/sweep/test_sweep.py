@@ -404,6 +404,7 @@ def test_a_patch_finds_the_call_of_each_row(looped):
     ("function", "said"),
     [
         (lambda out: out, r"metric must return one number, got Tensor\[1, 2\]"),
+        (lambda out: out[0, 0].to("meta"), r"metric must return one number, got Tensor\[\]"),
         (lambda out: "7", "metric must return one number"),
         (lambda out: torch.tensor(1j), "metric must return one number"),
         (lambda out: 3.0, "metric must depend on what the model returns"),
@@ -424,7 +425,7 @@ def test_a_model_in_training_mode_is_refused():
     model = linear()
     model[1].train()
     for call in (hl.sweep, hl.attribute):
-        with pytest.raises(hl.InputError, match="must be in eval mode, got 1 in training mode"):
+        with pytest.raises(hl.InputError, match="must be in eval mode, got '1' in training mode"):
             call(model, X, "0", metric, clean=CLEAN)
     assert model[1].training
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_dynamo_compiling
 
+from hookline.engine import has_numbers, is_ordinary
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit.operands import Edit, Operand, named_edit
@@ -34,12 +35,16 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
         and device.
 
     Raises:
-        AttachError: `direction` is not a vector, or `strength` is not a number.
+        AttachError: `direction` is not a vector of finite numbers, or is zero and not trained; or
+            `strength` is not a number.
         StructureError: (when the function is called) the value is no tensor of floating-point
             numbers, or its last dimension has another size than the direction.
     """
     if not isinstance(direction, Tensor) or direction.dim() != 1:
         raise _not_directions("steer", "direction", "a vector of shape (n_features,)", direction)
+    # Training may begin at zero, and under a transform or compilation no number is read.
+    if not direction.requires_grad and has_numbers(direction) and is_ordinary():
+        _refuse_empty("direction", direction, direction.detach()[None].double().norm(dim=1))
     factor = Operand(strength, "steer")
     is_zero = not isinstance(strength, Tensor) and strength == 0
 
@@ -112,17 +117,22 @@ def _basis(directions: Tensor) -> Tensor:
     vectors = directions.detach().reshape(-1, directions.shape[-1]).double()
     lengths = vectors.norm(dim=1, keepdim=True)
     vectors = (vectors / lengths)[lengths.squeeze(1) > 0]
-    if not bool(lengths.isfinite().all()) or not len(vectors):
-        raise AttachError(
-            f"directions must be finite and not all zero, got {describe.in_full(directions)} of"
-            f" norms {lengths.flatten().tolist()[:4]}."
-            "\nLeave out the directions that are zero, and look where NaN comes from."
-        )
+    _refuse_empty("directions", directions, lengths)
     _, values, rows = torch.linalg.svd(vectors, full_matrices=False)
     # A direction that is a sum of others differs from it by the rounding of its dtype.
     rounding = torch.finfo(directions.dtype).eps * max(_N_ROUNDINGS, len(vectors) ** 0.5)
     basis: Tensor = rows[values > values[0] * rounding]
     return basis
+
+
+def _refuse_empty(name: str, directions: Tensor, lengths: Tensor) -> None:
+    """Refuse directions of which one is not finite, or all are zero."""
+    if not bool(lengths.isfinite().all()) or not bool(lengths.any()):
+        raise AttachError(
+            f"{name} must be finite and not all zero, got {describe.in_full(directions)} of"
+            f" norms {lengths.flatten().tolist()[:4]}."
+            "\nLeave out the directions that are zero, and look where NaN comes from."
+        )
 
 
 def _check_features(value: Tensor, directions: Tensor, name: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
 
+from hookline.display.text import plural
 from hookline.engine import Arguments, Pass, Site, path_text
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AttachError, StructureError
@@ -335,9 +336,16 @@ class SitePlaces:
     def _without_tokens(self, got: str, tokens: Tokens | None = None) -> StructureError:
         sizes = None if tokens is None else [*tokens.positions.shape]
         wanted = "3 dimensions or more" if sizes is None else f"{sizes} as first dimensions"
+        n_kept = None if tokens is None else tokens.n_kept
+        hint = "Select such a value, or give hl.edit a function that changes a part of it."
+        if n_kept is not None:
+            hint = (
+                f"With logits_to_keep={n_kept}, as in generate, the head gets the last"
+                f" {plural(n_kept, 'token')} alone: leave out at=, or select what comes before it."
+            )
         return StructureError(
             f"at needs a value at {self._site} whose dimension 1 holds the tokens ({wanted}), got"
-            f" {got}.\nSelect such a value, or give hl.edit a function that changes a part of it."
+            f" {got}.\n{hint}"
         )
 
 

@@ -28,11 +28,13 @@ class Tokens:
     Attributes:
         positions: the position of each token in its sequence, `(rows, tokens)`; -1 for padding.
         lengths: the length of each token's sequence so far, cached tokens included.
+        n_kept: how many tokens, the last ones, the model's head gets; None if it gets all.
         masks: the tokens that the edits of a line have chosen, by `id()` of their indices.
     """
 
     positions: Tensor
     lengths: Tensor
+    n_kept: int | None = None
     masks: dict[int, Tensor] = field(default_factory=dict)
 
     def chosen(self, at: Indices) -> Tensor:
@@ -172,7 +174,9 @@ def _tokens(
             f"at must know how many tokens are cached, got a {type(cache).__name__} that does not"
             " tell.\nPass attention_mask to the model, or in generate choose the prompt: steps=0."
         )
-    return Tokens(*_positions_and_lengths(given))
+    n_kept = named.get("logits_to_keep")
+    is_count = type(n_kept) is int and 0 < n_kept < sizes[1]
+    return Tokens(*_positions_and_lengths(given), n_kept if is_count else None)
 
 
 def _positions_and_lengths(given: TokenInputs) -> tuple[Tensor, Tensor]:

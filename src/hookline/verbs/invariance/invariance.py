@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,8 +81,8 @@ def invariance(
         The result: `ok`, `findings`, `rows`; it prints as a table.
 
     Raises:
-        InputError: `only` has an unknown name, the model has lazy parameters, or the inputs are a
-            function.
+        InputError: `only` has an unknown name, the model has lazy parameters or none but shapes, or
+            the inputs are a function.
     """
     require_model(model, "hl.invariance(model, inputs)")
     if callable(inputs) and not isinstance(inputs, Tensor):
@@ -93,6 +94,13 @@ def invariance(
     if name is not None:
         raise InputError(
             f"the model must have no lazy parameters, got {name}.\nRun the model once yourself."
+        )
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    meta = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if meta is not None:
+        raise InputError(
+            f"the model must have numbers, got {meta!r} on the meta device."
+            "\nLoad its weights, or fill them: model.to_empty(device='cpu'), then initialise."
         )
     names = _chosen(only)
     feed = feed_of(model, without_list(model, inputs))

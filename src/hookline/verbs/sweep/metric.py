@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
 
@@ -34,7 +35,8 @@ def number_of(metric: Metric, output: Any) -> float:
         InputError: the metric returned something else than one real number.
     """
     value = metric(output)
-    is_tensor = isinstance(value, Tensor | np.ndarray | np.generic)
+    is_meta = isinstance(value, Tensor) and not has_numbers(value)
+    is_tensor = isinstance(value, Tensor | np.ndarray | np.generic) and not is_meta
     number = value.item() if is_tensor and math.prod(value.shape) == 1 else value
     if not isinstance(number, int | float):
         raise InputError(f"metric must return one number, got {describe.in_words(value)}.\n{_FIX}")

@@ -45,7 +45,7 @@ def _check_model(model: nn.Module, modules: list[nn.Module]) -> None:
     if any(module.training for module in modules):
         training = next(path for path, module in model.named_modules() if module.training)
         raise InputError(
-            f"the model must be in eval mode, got {path_text(training)} in training mode, where"
+            f"the model must be in eval mode, got {path_text(training)!r} in training mode, where"
             " dropout and batch norm change the numbers.\nCall model.eval() first."
         )
     name = lazy_name(model)
