@@ -374,6 +374,76 @@ class BalancedText(Text):
         return self.unembed(self.norm(state[1]))
 
 
+class InOneStack(Text):
+    """A stack that also holds dropout, a norm before the blocks, and the last norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Dropout(), nn.LayerNorm(16), *self.blocks, nn.LayerNorm(16))
+
+    def forward(self, x):
+        return self.unembed(self.blocks(self.embed(x)))
+
+
+class NormInLast(Block):
+    """A block that may end with the last norm of the model."""
+
+    def __init__(self, width=16, *, is_last=False):
+        super().__init__(width)
+        self.last = nn.LayerNorm(width) if is_last else nn.Identity()
+
+    def forward(self, x):
+        return self.last(super().forward(x))
+
+
+class InLast(Text):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([NormInLast(), NormInLast(is_last=True)])
+        self.norm = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm", "last"),
+    [(InOneStack, "blocks.4", "blocks.3"), (InLast, "blocks.1.last", "blocks.1@add#1")],
+)
+def test_the_last_stream_is_before_the_last_norm(kind, norm, last):
+    model = kind()
+    parts, ids = hl.anatomy(model), torch.randint(50, (2, 6))
+    assert parts.n_layers == 2
+    assert sites(parts["ln_final"]) == [norm]
+    assert sites(parts["resid_post", -1]) == [last]
+    with torch.no_grad(), hl.record(model, parts["resid_post"]) as run:
+        model(ids)
+        expected = model.unembed(model.get_submodule(norm)(run[parts["resid_post", 0]]))
+    assert torch.equal(parts.lens(run).logits[0], expected)
+
+
+def test_a_model_that_is_one_sequence_is_a_stack():
+    model = nn.Sequential(
+        nn.Embedding(50, 16), Block(), Block(), nn.LayerNorm(16), nn.Linear(16, 50)
+    )
+    parts = hl.anatomy(model)
+    assert (parts.n_layers, list(parts.stacks)) == (2, [""])
+    assert sites(parts["embed"]) == ["0"]
+    assert sites(parts["mlp_out"]) == ["1.attn", "2.attn"]
+    assert sites(parts["ln_final"]) == ["3"]
+
+
+def test_stages_of_blocks_are_a_stack_each():
+    stages = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block(), Block())
+    parts = hl.anatomy(nn.Sequential(nn.Embedding(50, 16), *stages))
+    assert {path: stack.n_layers for path, stack in parts.stacks.items()} == {"1": 2, "2": 3}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_the_encoder_and_the_decoder_of_torch_are_two_stacks():
+    model = nn.Transformer(16, 2, 2, 2, 32, batch_first=True, norm_first=True)
+    parts = hl.anatomy(model, (torch.randn(4, 7, 16), torch.randn(4, 6, 16)))
+    assert list(parts.stacks) == ["encoder.layers", "decoder.layers"]
+    assert sites(parts["cross_attn_out", 1]) == ["decoder.layers.1.multihead_attn:output[0]"]
+
+
 def test_a_number_of_each_text_is_no_stream():
     parts = hl.anatomy(BalancedText())
     assert sites(parts["resid_post"]) == ["blocks.0:output[1]", "blocks.1:output[1]"]
@@ -482,7 +552,7 @@ def test_two_streams_are_refused():
 @pytest.mark.slow
 def test_a_resnet_is_refused():
     torchvision = pytest.importorskip("torchvision")
-    with pytest.raises(hl.SelectionError, match=r"on the way is layer4\.0\.relu@relu"):
+    with pytest.raises(hl.SelectionError, match=r"on the way is layer\d\.\d\.relu@relu"):
         hl.anatomy(torchvision.models.resnet18(), torch.randn(2, 3, 64, 64))
 
 

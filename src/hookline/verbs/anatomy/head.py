@@ -240,7 +240,7 @@ def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
     for leaf, logits in root.outputs:
         if not logits.tensor.is_floating_point() or logits.origin is start.origin:
             continue
-        events, reads = before(logits, [id(start)], last.block.call.end)
+        events, reads = before(logits, [id(start)], _end_of(start))
         products = [event for event in events if event.name in MATMULS]
         places, own = start.tensor.shape[:-1], logits.tensor.shape[:-1]
         is_by_token = own in (places, places[::-1])
@@ -257,6 +257,11 @@ def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
     why = "no output of the model is computed from the last stream by a product"
     names.refused.update(dict.fromkeys(every, why))
     return None
+
+
+def _end_of(stream: Value) -> int:
+    """Return the number of the first event after a value is made."""
+    return 0 if stream.maker is None else stream.maker.index + 1
 
 
 def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: str) -> None:

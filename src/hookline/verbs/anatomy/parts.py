@@ -189,7 +189,7 @@ def stream_site(trace: Trace, value: Value, block: Block) -> str | None:
     if value is block.pre:
         own = [p for p in value.places if p.kind == "input" and p.path == block.path]
         return trace.text(own[0]) if own else None
-    if value is block.post:
+    if value is block.post and value in [each for _, each in block.call.outputs]:
         own = [p for p in value.places if p.kind == "output" and p.path == block.path]
         return trace.text(own[-1]) if own else None
     shape = block.pre.tensor.shape

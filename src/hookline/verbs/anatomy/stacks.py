@@ -3,27 +3,82 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import nn
 
 from hookline.engine import unwrap
+from hookline.verbs.anatomy.parts import Layer, is_cross, layer_of, refuse_several_streams
+from hookline.verbs.anatomy.stream import NoStream, block_of
 from hookline.verbs.anatomy.trace import ModuleCall, Trace
 
 
-def stacks_of(model: nn.Module, trace: Trace) -> list[tuple[str, list[ModuleCall]]]:
-    """Return the stacks: the path and the calls of the blocks, outer stacks before inner ones.
+class Chain(NamedTuple):
+    """Blocks that the stream goes through, one after the other.
 
-    A stack is a module whose children ran one after the other, each from what the last returned.
+    Attributes:
+        path: the path of the module whose children they are.
+        layers: the blocks, of which none is a norm before the first or after the last.
     """
-    stacks = []
+
+    path: str
+    layers: list[Layer]
+
+    def holds(self, path: str) -> bool:
+        """Tell whether a module is one of the blocks, or in one."""
+        return any(f"{path}.".startswith(f"{layer.block.path}.") for layer in self.layers)
+
+
+def stacks_of(model: nn.Module, trace: Trace) -> tuple[list[Chain], list[str]]:
+    """Return the stacks of a model, none inside another; and why chains of blocks are none."""
+    chains: list[Chain] = []
+    reasons: list[tuple[int, str]] = []
+    for path, calls in _chains(model, trace):
+        layers = [_layer(trace, call) for call in calls]
+        chains += [Chain(path, run) for run in _runs(layers)]
+        reasons += _reasons([model.get_submodule(call.path) for call in calls], layers)
+    stacks: list[Chain] = []
+    for chain in chains:
+        inner = [each for each in chains if each is not chain and chain.holds(each.path)]
+        if any(stack.holds(chain.path) for stack in stacks) or _is_of_stages(chain, inner):
+            continue
+        stacks.append(chain)
+    return stacks, [why for _, why in sorted(reasons, reverse=True)]
+
+
+def _reasons(
+    modules: Sequence[nn.Module], layers: Sequence[Layer | NoStream]
+) -> Iterator[tuple[int, str]]:
+    """Yield why modules of one type, one after the other, have no stream; and their number."""
+    for _, group in itertools.groupby(
+        zip(modules, layers, strict=True), key=lambda pair: type(pair[0])
+    ):
+        pairs = list(group)
+        why = [str(layer) for _, layer in pairs if isinstance(layer, NoStream)]
+        if why and len(pairs) > 1 and any(pairs[0][0].children()):
+            yield len(pairs), why[0]
+
+
+def _chains(model: nn.Module, trace: Trace) -> Iterator[tuple[str, list[ModuleCall]]]:
+    """Yield the children of each module that ran once, each on what the last one returned.
+
+    Outer modules come before inner ones. What returns what it gets, as dropout does, is left out.
+    """
     for path, module in _modules(model, ""):
-        children = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
-        calls = [call for child in children for call in trace.calls.get(child, ())]
-        ran = [child for child in children if child in trace.calls]
-        if len(calls) == len(ran) > 1 and len(ran) == len(children) and _is_chain(calls):
-            stacks.append((path, calls))
-    return stacks
+        paths = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+        calls = [trace.calls[child][0] for child in paths if len(trace.calls.get(child, ())) == 1]
+        chain: list[ModuleCall] = []
+        for call in sorted(calls, key=lambda each: each.begin):
+            if _returns_what_it_gets(call):
+                continue
+            if chain and not (chain[-1].end <= call.begin and _hands_on(chain[-1], call)):
+                yield path, chain
+                chain = []
+            chain.append(call)
+        if chain:
+            yield path, chain
 
 
 def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -34,13 +89,62 @@ def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _modules(child, f"{path}.{name}" if path else name)
 
 
-def _is_chain(calls: list[ModuleCall]) -> bool:
-    return all(
-        first.end <= second.begin and _hands_on(first, second)
-        for first, second in itertools.pairwise(calls)
-    )
+def _returns_what_it_gets(call: ModuleCall) -> bool:
+    given = {id(value.origin) for _, value in call.inputs}
+    return bool(call.outputs) and all(id(value.origin) in given for _, value in call.outputs)
 
 
 def _hands_on(first: ModuleCall, second: ModuleCall) -> bool:
     origins = {id(value.origin) for _, value in first.outputs}
     return any(id(value.origin) in origins for _, value in second.inputs)
+
+
+def _layer(trace: Trace, call: ModuleCall) -> Layer | NoStream:
+    try:
+        layer = layer_of(block_of(trace, call))
+        refuse_several_streams(layer)
+    except NoStream as reason:
+        return reason
+    return layer
+
+
+def _runs(layers: Sequence[Layer | NoStream]) -> Iterator[list[Layer]]:
+    """Yield the longest runs of two or more blocks whose stream goes from each to the next."""
+    runs: list[list[Layer]] = [[]]
+    for layer in layers:
+        if isinstance(layer, NoStream) or not layer.block.steps:
+            runs.append([])
+            continue
+        last = runs[-1][-1] if runs[-1] else None
+        if last is not None and layer.block.pre.origin is not last.block.post.origin:
+            runs.append([])
+        runs[-1].append(layer)
+    for run in runs:
+        adding = [number for number, layer in enumerate(run) if layer.parts]
+        if len(adding) > 1:
+            yield _without_last_norm(run[adding[0] : adding[-1] + 1])
+
+
+def _without_last_norm(run: list[Layer]) -> list[Layer]:
+    """Let the stream of the last block end before a norm that no other block ends with."""
+    *others, last = run
+    steps = last.block.steps
+    is_other = steps[-1].kind == "rescale"
+    if is_other and all(layer.block.steps[-1].kind == "sum" for layer in others):
+        block = replace(last.block, post=steps[-1].before, steps=steps[:-1])
+        return [*others, layer_of(block)]
+    return run
+
+
+def _is_of_stages(chain: Chain, inner: Sequence[Chain]) -> bool:
+    """Tell whether the blocks are stages, each with blocks that have attention of their own."""
+    return any(_n_attentions(chain, layer) > 1 for layer in chain.layers) and any(
+        sum(_n_attentions(each, layer) > 0 for layer in each.layers) > 1 for each in inner
+    )
+
+
+def _n_attentions(chain: Chain, layer: Layer) -> int:
+    """Return how many parts of a block attend to the stream."""
+    begin = chain.layers[0].block.call.begin
+    parts = [part for part in layer.parts if part.cores]
+    return sum(not is_cross(part, layer.block, begin) for part in parts)

@@ -26,9 +26,8 @@ from hookline.verbs.anatomy.identity_errors import limit
 from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
 from hookline.verbs.anatomy.interventions import Interventions, by_token
 from hookline.verbs.anatomy.part_names import PartNames
-from hookline.verbs.anatomy.parts import Layer, layer_of, name_layer, refuse_several_streams
+from hookline.verbs.anatomy.parts import Layer, name_layer
 from hookline.verbs.anatomy.stacks import stacks_of
-from hookline.verbs.anatomy.stream import NoStream, block_of
 from hookline.verbs.anatomy.trace import Trace, traced
 from hookline.verbs.record.record import record
 from hookline.verbs.shared.run_model import call
@@ -109,30 +108,15 @@ _FEWEST_TOKENS = 3
 
 
 def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
-    stacks: list[Stack] = []
-    reasons = []
-    for path, calls in stacks_of(model, trace):
-        if any(path.startswith(f"{stack.path}.") for stack in stacks):
-            continue
-        try:
-            layers = [layer_of(block_of(trace, each)) for each in calls]
-            for layer in layers:
-                refuse_several_streams(layer)
-        except NoStream as reason:
-            kinds = {type(model.get_submodule(each.path)) for each in calls}
-            has_parts = any(model.get_submodule(calls[0].path).children())
-            if len(kinds) == 1 and has_parts:
-                reasons.append((len(calls), str(reason)))
-            continue
-        if all(layer.block.steps for layer in layers) and any(layer.parts for layer in layers):
-            stacks.append(Stack(path, layers, Names({}, {}, [])))
-    if not stacks:
-        none = "no stack of blocks of one type ran, each on what the last one returned"
-        why = max(reasons)[-1] if reasons else none + _scripted_text(model)
+    chains, reasons = stacks_of(model, trace)
+    if not chains:
+        none = "no stack of blocks ran, two or more, each on what the last one returned"
+        why = reasons[0] if reasons else none + _scripted_text(model)
         raise SelectionError(
             f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
             "\nSelect modules by their paths: hl.summary(model) lists them."
         )
+    stacks = [Stack(chain.path, chain.layers, Names({}, {}, [])) for chain in chains]
     return sorted(stacks, key=lambda stack: stack.layers[-1].block.call.end)
 
 
