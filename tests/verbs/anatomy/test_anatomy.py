@@ -437,11 +437,15 @@ def test_stages_of_blocks_are_a_stack_each():
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_the_encoder_and_the_decoder_of_torch_are_two_stacks():
-    model = nn.Transformer(16, 2, 2, 2, 32, batch_first=True, norm_first=True)
-    parts = hl.anatomy(model, (torch.randn(4, 7, 16), torch.randn(4, 6, 16)))
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_encoder_and_the_decoder_of_torch_are_two_stacks(batch_first, norm_first):
+    order = {"batch_first": batch_first, "norm_first": norm_first}
+    parts = hl.anatomy(nn.Transformer(16, 2, 2, 2, 32, **order), tuple(torch.randn(2, 4, 7, 16)))
     assert list(parts.stacks) == ["encoder.layers", "decoder.layers"]
-    assert sites(parts["cross_attn_out", 1]) == ["decoder.layers.1.multihead_attn:output[0]"]
+    for layer, path in enumerate(("decoder.layers.0", "decoder.layers.1")):
+        assert sites(parts["attn_out", layer]) == [f"{path}.self_attn:output[0]"]
+        assert sites(parts["cross_attn_out", layer]) == [f"{path}.multihead_attn:output[0]"]
 
 
 def test_a_number_of_each_text_is_no_stream():
@@ -502,7 +506,7 @@ class LeakingBlock(Block):
 
 def test_a_pattern_that_leaks_is_refused_with_its_number():
     parts = hl.anatomy(Text(LeakingBlock))
-    reason = r"no attention: in blocks\.0 a change of one token reaches .* pattern, by \d\.\de-0\d"
+    reason = r"no attention: at blocks\.0\.mlp a change of one token reaches .* by \d\.\de-0\d"
     with pytest.raises(hl.SelectionError, match=reason):
         parts["attn_out"]
 
@@ -521,6 +525,96 @@ def test_an_embedding_that_is_bent_is_refused_with_its_number():
     reason = r"gives the first stream: the closest is off by \d\.\de-0\d on input 1"
     with pytest.raises(hl.SelectionError, match=reason):
         hl.anatomy(Curved())["embed"]
+
+
+class Beside(Block):
+    """A block whose attention and MLP are added in one expression, and scaled."""
+
+    def forward(self, x):
+        return x + 0.5 * (self.mlp(self.first(x)) + self.attn(self.second(x)))
+
+
+class Fused(Block):
+    """A block with one projection for the heads and the neurons, as PaLM's."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.mlp.out, self.neurons = nn.Identity(), nn.Linear(width, 24)
+        self.out = nn.Linear(width + 24, width)
+
+    def forward(self, x):
+        normed = self.first(x)
+        return x + self.out(torch.cat([self.mlp(normed), self.neurons(normed).relu()], -1))
+
+
+@pytest.mark.parametrize(("block", "site"), [(Beside, "@mul"), (Fused, ".out")])
+def test_a_sum_of_attention_and_mlp_is_no_attention(block, site):
+    parts = hl.anatomy(Text(block))
+    assert sites(parts["mixer_out", 0]) == [f"blocks.0{site}"]
+    reason = rf"blocks\.0{site} adds more than what its pattern mixes, by \d\.\de-0\d"
+    for name in ("attn_out", "pattern"):
+        with pytest.raises(hl.SelectionError, match=reason):
+            parts[name]
+
+
+class Shift(nn.Module):
+    """Adds a product of the token before, along a dimension; or of a mean over it."""
+
+    def __init__(self, dim, *, is_mean=False):
+        super().__init__()
+        self.dim, self.is_mean, self.shift, self.mlp = dim, is_mean, nn.Linear(16, 16), Mlp()
+
+    def forward(self, x):
+        other = x.mean(self.dim, keepdim=True) if self.is_mean else x.roll(1, self.dim)
+        x = x + self.shift(other)
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((2, 7), 1), ((7, 2), 0), ((7, 1), 0), ((7, 8), 0), ((7,), 0)],
+)
+def test_what_mixes_tokens_is_known_in_every_layout(shape, dim, is_mean):
+    model = nn.Sequential(*[Shift(dim, is_mean=is_mean) for _ in range(2)])
+    parts = hl.anatomy(model, torch.randn(*shape, 16))
+    assert sites(parts["mixer_out"]) == ["0.shift", "1.shift"]
+    assert sites(parts["mlp_out"]) == ["0.mlp", "1.mlp"]
+
+
+def test_a_token_of_padding_hides_no_mixer():
+    class Padded(Shift):
+        def forward(self, x):
+            seen = (torch.arange(x.shape[1]) > 1)[:, None]  # the first two tokens are padding
+            x = x + self.shift((x * seen).roll(1, 1)) * seen
+            return x + self.mlp(x)
+
+    parts = hl.anatomy(nn.Sequential(Padded(1), Padded(1)), torch.randn(2, 7, 16))
+    assert sites(parts["mixer_out"]) == ["0@mul#1", "1@mul#1"]
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 7, 8])
+def test_tokens_that_come_before_rows_are_known(n_rows):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    parts = hl.anatomy(model, torch.randn(7, n_rows, 16))
+    assert sites(parts["attn_out", 1]) == ["layers.1.self_attn:output[0]"]
+    assert sites(parts["mlp_out", 1]) == ["layers.1.linear2"]
+    assert parts.n_heads == 2
+
+
+class Image(Block):
+    """A block of (rows, height, width, features), whose attention is over all places."""
+
+    def forward(self, x):
+        x = x + self.mlp(self.first(x).flatten(1, 2)).view_as(x)
+        return x + self.attn(self.second(x))
+
+
+def test_attention_over_two_dimensions_is_attention():
+    parts = hl.anatomy(nn.Sequential(Image(), Image()), torch.randn(2, 3, 4, 16))
+    assert sites(parts["attn_out"]) == ["0.mlp", "1.mlp"]
+    assert sites(parts["mlp_out"]) == ["0.attn", "1.attn"]
 
 
 class Swap(nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from hookline.verbs.anatomy.identity_errors import error, error_of_rescale
@@ -34,8 +35,13 @@ class Claim:
 def _sum_error(after: Tensor, before: Tensor, *terms: Tensor) -> float:
     total = before
     for term in terms:
-        total = total + term.reshape(before.shape)
+        total = total + on_stream(term, before.shape)
     return error(total, after)
+
+
+def on_stream(term: Tensor, shape: torch.Size) -> Tensor:
+    """Return a term in the shape of the stream that it is added to, and has fewer tokens than."""
+    return term.reshape(shape) if term.numel() == shape.numel() else term.expand(shape)
 
 
 def claims_of(trace: Trace, layer: Layer) -> list[Claim]:
@@ -50,7 +56,9 @@ def claims_of(trace: Trace, layer: Layer) -> list[Claim]:
         sites = (after, before, *terms)
         measure = _sum_error if step.kind == "sum" else _rescale_error
         names = (*streams, *(name for name in sums if layer.sites.get(name) in terms))
-        claims.append(claim(" + ".join(map(str, sites[1:])), names, sites, measure))
+        text = " + ".join(map(str, sites[1:]))
+        text = text if step.kind == "sum" else f"a scale or norm of {text}"
+        claims.append(claim(text, names, sites, measure))
     for kind, prefix in KINDS.items():
         for part in layer.of_kind(kind)[:1]:
             got = layer.sites.get(f"{prefix}_in")

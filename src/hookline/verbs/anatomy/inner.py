@@ -256,7 +256,10 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
     names = ("q", "k", "v", "scores", "pattern", "z")
     if len(parts) != 1:
         why = "the block has no single attention"
-        if not parts and "mixer_out" in layer.sites:
+        reasons = [part.why for part in layer.parts if part.cores and part.why]
+        if not parts and reasons:
+            why += f": {reasons[0]}"
+        elif not parts and "mixer_out" in layer.sites:
             mixer = layer.sites["mixer_out"]
             why += f"; what mixes tokens in it, mixer_out ({mixer}), shows no softmax"
         layer.refused.update(dict.fromkeys((*names, *_ATTENTION), why))

@@ -6,21 +6,34 @@ so no change of one block reaches another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.pytree import tree
 from hookline.recordings import Recording
+from hookline.verbs.anatomy.claims import on_stream
 from hookline.verbs.anatomy.identity_errors import CLOSE
 from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of, stream_site
 from hookline.verbs.anatomy.trace import Event, Trace
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.features import features
 
-_TOKEN = 1  # the token that is changed
+
+class _Runs(NamedTuple):
+    """The terms of three runs; those about a pattern are None in a model without one.
+
+    Attributes:
+        without: some tokens of each stream are changed, and what the patterns mix is zero.
+        alone: the streams are kept, and what the patterns mix is zero but for one token.
+        kept: some tokens of each stream are changed, and what the patterns mix is kept.
+    """
+
+    without: Recording
+    alone: Recording | None
+    kept: Recording | None
 
 
 @final
@@ -60,21 +73,20 @@ class Interventions:
     def tell_apart(self) -> None:
         """Give each part its kind.
 
-        Three runs are compared with the undisturbed one. In the first, one token of each stream is
-        changed. In the second, one token of what the patterns mix is changed, and the streams are
-        kept: only attention moves, and only at this token. In the third, one token of each stream
-        is changed and what the patterns mix is kept: an attention reaches no other token.
+        An MLP takes a change of some tokens to no other token. An attention without what its
+        pattern mixes adds the same to all streams; one mixed token moves it at one token; and if
+        what it mixes is kept, a change of some tokens reaches no other token.
         """
-        disturbed = dict.fromkeys(self._reads, self._disturbed)
-        by_token = self._with(disturbed)
-        by_core = kept_core = None
+        changed = dict.fromkeys(self._reads, self._disturbed)
+        without = self._with(changed | dict.fromkeys(self._cores, self._zero))
+        alone = kept = None
         if self._cores:
-            kept = dict.fromkeys(self._reads, self._kept)
-            by_core = self._with(kept | dict.fromkeys(self._cores, self._disturbed_core))
-            kept_core = self._with(disturbed | dict.fromkeys(self._cores, self._kept))
+            streams = dict.fromkeys(self._reads, self._kept)
+            alone = self._with(streams | dict.fromkeys(self._cores, self._one_token))
+            kept = self._with(changed | dict.fromkeys(self._cores, self._kept))
         for layer in self._layers:
             for part in layer.parts:
-                part.kind = self._kind(layer, part, (by_token, by_core, kept_core))
+                part.kind = self._kind(layer, part, _Runs(without, alone, kept))
 
     def _with(self, changed: Mapping[str, Callable[[str], Any]]) -> Recording:
         """Run the model with changed values, and record the terms."""
@@ -88,64 +100,77 @@ class Interventions:
 
     def _disturbed(self, site: str) -> Callable[[Tensor], Tensor]:
         stream = self._undisturbed[site].clone()
-        _disturb(self._by_token(stream)[_TOKEN])
+        stream[_is_changed(stream)] += _noise(stream)[_is_changed(stream)]
         return lambda value: stream.clone()
 
-    def _disturbed_core(self, site: str) -> Callable[[Tensor], Tensor]:
-        mixed = self._undisturbed[site].clone()
-        n_tokens = len(self._by_token(self._layers[0].block.pre.tensor))
-        dims = [dim for dim in (-2, 1, 0) if mixed.shape[dim] == n_tokens]
-        _disturb(mixed.select(dims[0], _TOKEN) if dims else mixed)
-        return lambda value: mixed.clone()
+    def _zero(self, _: str) -> Callable[[Tensor], Tensor]:
+        return torch.zeros_like
 
-    def _by_token(self, stream: Tensor) -> Tensor:
-        return by_token(stream, self._inputs)
+    def _one_token(self, site: str) -> Callable[[Tensor], Tensor]:
+        mixed = torch.zeros_like(self._undisturbed[site])
+        place = tuple(min(1, size - 1) for size in mixed.shape[:-1])
+        mixed[place] = (self._undisturbed[site] + _noise(mixed + 1))[place]
+        return lambda value: mixed.clone()
 
     def _core_site(self, core: Event) -> str | None:
         places = [p for p in core.outputs[0].places if p.kind == "operation"]
         return self._trace.text(places[0]) if places else None
 
-    def _kind(self, layer: Layer, part: Part, runs: Sequence[Any]) -> str:
+    def _kind(self, layer: Layer, part: Part, runs: _Runs) -> str:
         site = self._term_sites[id(part)]
         if site is None or not part.term.reads:
             return "side"
-        by_token, by_core, kept_core = runs
-        is_mixing = self._reach(by_token, site, layer) > CLOSE
-        if part.cores and by_core is not None:
-            is_moved = not torch.equal(by_core[site], self._undisturbed[site])
-            part.leak = max(self._reach(run, site, layer) for run in (by_core, kept_core))
-            if is_moved and part.leak <= CLOSE:
+        shape = layer.block.pre.tensor.shape
+        before = self._undisturbed[site]
+        if not before.any():
+            part.why = f"{site} adds nothing but zeros, which do not tell what it is"
+            return "zero"
+        changed = _is_changed(layer.block.pre.tensor)
+        reach = float(_moved(before, runs.without[site], shape)[~changed].max())
+        if part.cores and runs.alone is not None and runs.kept is not None:
+            leak = float(_moved(before, runs.kept[site], shape)[~changed].max())
+            moved = _moved(runs.alone[site], runs.without[site], shape, before)
+            most, next_most = moved.flatten().topk(2).values.tolist()
+            if most > 0 and max(leak, next_most) <= CLOSE:
                 begin = self._layers[0].block.call.begin
                 return "cross" if is_cross(part, layer.block, begin) else "attention"
-        if is_mixing:
+            past = "a change of one token reaches others past the pattern"
+            part.why = f"at {site} {past}, by {leak:.1e}"
+            if leak <= CLOSE:
+                part.why = f"{site} adds more than what its pattern mixes, by {next_most:.1e}"
+            reach = max(reach, most)
+        if reach > CLOSE:
             return "mixer"
         return "side" if side_inputs(part, layer.block) else "mlp"
 
-    def _reach(self, run: Recording, site: str, layer: Layer) -> float:
-        """Return how far the change of one token reaches other tokens of a term."""
-        shape = layer.block.pre.tensor.shape
-        before = self._by_token(self._undisturbed[site].reshape(shape)).double().flatten(1)
-        after = self._by_token(run[site].reshape(shape)).double().flatten(1)
-        off = (after - before).abs().amax(1) / before.abs().max()
-        return float(torch.cat([off[:_TOKEN], off[_TOKEN + 1 :]]).max())
 
+def _moved(before: Tensor, after: Tensor, shape: torch.Size, size: Tensor | None = None) -> Tensor:
+    """Return how far each token of a term is moved, of the largest number of the term.
 
-def by_token(stream: Tensor, inputs: Any) -> Tensor:
-    """Return a view of a stream with its tokens first.
-
-    Most streams are (rows, tokens, features). XLNet's is (tokens, rows, features), which its ids
-    tell, of shape (rows, tokens).
+    A term may have fewer dimensions than the stream to which it is added.
     """
-    if stream.dim() < 3:
-        return stream
-    first_two = stream.shape[:2]
-    shapes = [tensor.shape for _, tensor in tree.tensors(inputs)]
-    has_tokens_first = first_two not in shapes and first_two[::-1] in shapes
-    return stream if has_tokens_first else stream.transpose(0, 1)
+    off = on_stream((after.double() - before.double()).abs(), shape)
+    share = off.amax(-1) / (before if size is None else size).double().abs().max()
+    return share.nan_to_num(nan=math.inf)
 
 
-def _disturb(numbers: Tensor) -> None:
-    """Add noise to numbers, of their own size."""
+def _is_changed(stream: Tensor) -> Tensor:
+    """Tell which tokens of a stream are changed: about half of them.
+
+    Which dimension the tokens have is not known. Whatever it is, and however far a part carries
+    the numbers of a token, one that is changed is followed by one that is not, and the reverse:
+    along each dimension they are a Thue-Morse sequence.
+    """
+    places = torch.zeros(stream.shape[:-1], dtype=torch.long)
+    for dim, size in enumerate(places.shape):
+        shape = [1] * dim + [size] + [1] * (places.dim() - dim - 1)
+        places += torch.arange(size).reshape(shape)
+    n_ones = sum((places >> bit) & 1 for bit in range(int(places.max()).bit_length()))
+    return (torch.as_tensor(n_ones) % 2 == 0).expand(places.shape).to(stream.device)
+
+
+def _noise(numbers: Tensor) -> Tensor:
+    """Return noise of the size of some numbers."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(numbers.shape, generator=generator).to(numbers)
-    numbers += noise * numbers.std().clamp(min=1e-3)
+    return noise * numbers.std().clamp(min=1e-3)

@@ -32,16 +32,16 @@ class Part:
         term: the term.
         cores: the calls that mix the tokens by a pattern. None where no attention is.
         softmax: the call that computes the pattern, if it is a call of its own.
-        kind: "attention", "cross", "mixer", "mlp" or "side", once the interventions are done.
-        leak: how far a change of one token reaches others past the pattern, of their largest
-            number; 0 for an attention.
+        kind: "attention", "cross", "mixer", "mlp", "side" or "zero", once the interventions are
+            done.
+        why: why a part with a pattern is no attention, or why no kind can be told.
     """
 
     term: Term
     cores: list[Core]
     softmax: Event | None = None
     kind: str = ""
-    leak: float = 0.0
+    why: str = ""
 
 
 @final
@@ -121,6 +121,8 @@ def is_cross(part: Part, block: Block, stack_begin: int) -> bool:
     if values is None:
         return False
     stop = [id(value) for value in (block.pre, *(step.after for step in block.steps))]
+    if any(id(value) in stop for value in values.chain()):
+        return False
     events, reads = before(values, stop, stack_begin)
     is_local = any(event.index < block.call.begin for event in events)
     return not reads and not is_local
@@ -263,7 +265,7 @@ def name_layer(trace: Trace, layer: Layer) -> None:
     for kind, prefix in KINDS.items():
         parts = layer.of_kind(kind)
         if len(parts) != 1:
-            why = f"the block has no {WORDS[kind]}{_leak_text(layer, kind)}"
+            why = f"the block has no {WORDS[kind]}{_why_none(layer, kind)}"
             if parts:
                 why = f"the block has {len(parts)} parts of the kind {WORDS[kind]}"
             layer.refused.update({f"{prefix}_{end}": why for end in ("in", "out", "out_raw")})
@@ -279,15 +281,12 @@ def name_layer(trace: Trace, layer: Layer) -> None:
     _name_mid(trace, layer)
 
 
-def _leak_text(layer: Layer, kind: str) -> str:
-    """Say why a part with a pattern is no attention, if the block has one."""
-    leak = max((part.leak for part in layer.parts if part.cores), default=0.0)
-    if kind != "attention" or not leak:
-        return ""
-    return (
-        f": in {layer.block.path} a change of one token reaches others past the pattern, by"
-        f" {leak:.1e}"
-    )
+def _why_none(layer: Layer, kind: str) -> str:
+    """Say what else the part is that could be of a kind, if the block has one."""
+    reasons = [part.why for part in layer.of_kind("zero")]
+    if kind == "attention":
+        reasons = [part.why for part in layer.parts if part.cores and part.why] or reasons
+    return f": {reasons[0]}" if reasons else ""
 
 
 KINDS = {"attention": "attn", "cross": "cross_attn", "mixer": "mixer", "mlp": "mlp"}
@@ -309,7 +308,8 @@ def mid_of(layer: Layer) -> tuple[Value | None, str]:
     mixing = [part for part in layer.parts if part.kind in ("attention", "mixer", "cross")]
     mlp = layer.of_kind("mlp")
     if not mixing or not mlp:
-        return None, "the block has one part only"
+        kind = "part that mixes tokens" if not mixing else "MLP"
+        return None, f"the block has no {kind}{_why_none(layer, 'attention' if not mixing else '')}"
     reads = mlp[0].term.reads
     if len(mlp) > 1 or len(reads) != 1:
         return None, "the block has several MLPs, or its MLP reads the stream at several places"

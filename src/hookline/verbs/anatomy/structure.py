@@ -11,6 +11,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from hookline.engine import PARTS, is_scripted
+from hookline.engine.pytree import tree
 from hookline.errors import (
     AmbiguousError,
     AttachError,
@@ -24,7 +25,7 @@ from hookline.verbs.anatomy.claims import Claim, claims_of
 from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
 from hookline.verbs.anatomy.identity_errors import limit
 from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
-from hookline.verbs.anatomy.interventions import Interventions, by_token
+from hookline.verbs.anatomy.interventions import Interventions
 from hookline.verbs.anatomy.part_names import PartNames
 from hookline.verbs.anatomy.parts import Layer, name_layer
 from hookline.verbs.anatomy.stacks import stacks_of
@@ -96,7 +97,16 @@ def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
 
 
 def _check_tokens(stack: Stack, inputs: Any) -> None:
-    n_tokens = len(by_token(stack.layers[0].block.pre.tensor, inputs))
+    """Refuse a text that is too short to tell the parts apart.
+
+    Most streams are (rows, tokens, features). XLNet's is (tokens, rows, features), which its ids
+    tell, of shape (rows, tokens). Where nothing tells, as of (7, 2, 16), the larger one counts.
+    """
+    sizes = stack.layers[0].block.pre.tensor.shape[:-1]
+    shapes = [tensor.shape for _, tensor in tree.tensors(inputs)]
+    n_tokens = max(sizes)
+    if len(sizes) == 2 and sizes != sizes[::-1]:
+        n_tokens = sizes[1] if sizes in shapes else sizes[0] if sizes[::-1] in shapes else n_tokens
     if n_tokens < _FEWEST_TOKENS:
         raise InputError(
             f"inputs must have at least {_FEWEST_TOKENS} tokens, got {n_tokens} at"
