@@ -617,6 +617,65 @@ def test_attention_over_two_dimensions_is_attention():
     assert sites(parts["mlp_out"]) == ["0.attn", "1.attn"]
 
 
+class Sums(Text):
+    """Adds up what is looked up for types, for positions and for tokens, in this order."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.types, self.places = kind, nn.Embedding(3, 16), nn.Embedding(64, 16)
+        self.rest, self.table = nn.Embedding(64, 16), nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, x, given=None):
+        places = torch.arange(x.shape[1])
+        total = {
+            "types": lambda: self.types(torch.zeros_like(x)),
+            "positions": lambda: self.places(places),
+            "from the end": lambda: self.places(places.flip(0)),
+            "beside padding": lambda: self.places((x != 0).long().cumsum(1)),
+            "axes": lambda: self.places(places // 3) + self.rest(places % 3),
+            "table": lambda: self.table[: x.shape[1]],
+            "given types": lambda: self.types(given),
+            "given positions": lambda: self.places(given),
+        }[self.kind]() + self.embed(x)
+        for block in self.blocks:
+            total = block(total)
+        return self.unembed(self.norm(total))
+
+
+TYPES, PADDED = torch.randint(0, 2, (2, 9)), torch.tensor([[0, 0, 7, 8, 9], [3, 9, 4, 8, 2]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "positions"),
+    [
+        ("types", None, "nothing that counts up"),
+        ("positions", None, "places"),
+        ("positions", torch.arange(9)[None], "places"),
+        ("from the end", None, "places"),
+        ("beside padding", PADDED, "places"),
+        ("axes", None, "2 of this kind are added: places, rest"),
+        ("table", None, "torch shows no site of it"),
+        ("given types", (torch.randint(3, 50, (2, 9)), TYPES), "nothing that counts up"),
+        ("given positions", (PADDED, torch.arange(5).expand(2, 5)), "places"),
+    ],
+)
+def test_the_embedding_is_that_of_the_tokens(kind, inputs, positions):
+    parts = hl.anatomy(Sums(kind), inputs)
+    assert sites(parts["embed"]) == ["embed"]
+    if "pos_embed" in parts:
+        assert sites(parts["pos_embed"]) == [positions]
+    else:
+        assert positions in parts.refused["pos_embed"]
+
+
+def test_embeddings_that_cannot_be_told_apart_are_refused():
+    ids = torch.randint(3, 50, (2, 9)), torch.randint(3, 50, (2, 9))
+    with pytest.raises(hl.SelectionError, match="2 of this kind are added: places, embed"):
+        hl.anatomy(Sums("given positions"), ids)["embed"]
+    with pytest.raises(hl.SelectionError, match="no embedding is looked up before"):
+        hl.anatomy(nn.Sequential(Block(), Block()), torch.randn(2, 7, 16))["embed"]
+
+
 class Swap(nn.Module):
     """Two streams, each of which gets what is computed from the other."""
 

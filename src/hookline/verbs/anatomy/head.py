@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.engine import Site
 from hookline.engine.pytree import describe
@@ -40,29 +41,104 @@ class Names:
 # -- before the blocks ----------------------------------------------------------------------------
 
 
-def name_embeddings(trace: Trace, first: Layer, names: Names) -> None:
+def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) -> None:
     """Name the embeddings of tokens and of positions, which add up to the first stream."""
     start = first.block.pre
-    total = _below_rescales(start)
-    addends = _addends(total)
-    if addends == [total] and _embeds(total):
-        addends = [_module_output(start)]
-    words = [value for value in addends if _embeds(value) and not _counts_up(value)]
-    positions = [value for value in addends if _counts_up(value)]
-    positions += [value for value in addends if _is_table(value, start)]
+    addends = _embedded(start)
+    words = _words(model, trace, addends)
     if not words:
-        off = min(_embedding_errors(trace, start, first.block.call.begin), default=0.0)
-        by = f": the closest is off by {off:.1e} on input 1" if off else ""
-        why = f"no sum, norm or scale of what an embedding returns gives the first stream{by}"
+        why = _why_no_words(trace, start, first.block.call.begin)
         names.refused.update({"embed": why, "pos_embed": why})
         return
-    sites = [site_of(trace, value, "") for value in addends]
-    needed = [stream_site(trace, start, first.block), *sites]
-    for name, values in (("embed", words[:1]), ("pos_embed", positions)):
-        if values and names.put(name, site_of(trace, values[0], "")):
-            names.claims.append(claim("the first stream", (name,), needed, _first_error))
-        elif not values:
+    positions = _positions([value for value in addends if value not in words], start)
+    sites = {id(value): site_of(trace, value, "") for value in addends}
+    # Torch shows no site of a table, which is made of weights alone.
+    tables = [each for each in addends if each.is_constant and sites[id(each)] is None]
+    measure = partial(_first_error, [table.tensor for table in tables])
+    needed = [stream_site(trace, start, first.block)]
+    needed += [sites[id(each)] for each in addends if each not in tables]
+    for name, values in (("embed", words), ("pos_embed", positions)):
+        own = [sites[id(value)] for value in values]
+        if len(own) == 1 and names.put(name, own[0]):
+            names.claims.append(claim("the sum of the embeddings", (name,), needed, measure))
+        elif len(own) > 1:
+            every = ", ".join(map(str, own)).replace("None", "a table")
+            names.refused[name] = f"{len(own)} of this kind are added: {every}"
+        elif not own:
             names.refused[name] = "nothing that counts up with the tokens is added"
+
+
+def _embedded(start: Value) -> list[Value]:
+    """Return the values that add up to the first stream, each as the module returns it."""
+    total = _below_rescales(start)
+    addends = _addends(total)
+    return [_module_output(start)] if addends == [total] and _embeds(total) else addends
+
+
+def _why_no_words(trace: Trace, start: Value, begin: int) -> str:
+    if not any(event.name == "embedding" for event in trace.events[:begin]):
+        return "no embedding is looked up before the first block"
+    off = min(_embedding_errors(trace, start, begin), default=0.0)
+    by = f": the closest is off by {off:.1e} on input 1" if off else ""
+    return (
+        f"no sum, norm or scale of what an embedding of tokens returns gives the first stream{by}"
+    )
+
+
+def _words(model: nn.Module, trace: Trace, addends: list[Value]) -> list[Value]:
+    """Return what is looked up for the tokens; several values where it cannot be told.
+
+    Tokens are the numbers that the model is given, but types of tokens and positions may be given,
+    too. Positions count up, and types are zeros and ones.
+    """
+    embeds = [value for value in addends if _embeds(value)]
+    given = [value.tensor for _, value in trace.calls[""][-1].inputs]
+    own = [value for value in embeds if _has_numbers_of(_ids(value), given)]
+    if not own:
+        return [v for v in embeds if not _ids(v).is_constant and not _counts(_ids(v).tensor)]
+    get = getattr(model, "get_input_embeddings", None)  # of transformers
+    words = getattr(get(), "weight", None) if callable(get) and len(own) > 1 else None
+    own = [value for value in own if words is not None and _is_of(value, words)] or own
+    return [value for value in own if not _counts(_ids(value).tensor)] or own
+
+
+def _is_of(value: Value, weight: Tensor) -> bool:
+    event = _embedding(value)
+    weights = [getattr(*each.weight) for each in event.inputs if each.weight] if event else []
+    return any(each is weight for each in weights)
+
+
+def _has_numbers_of(ids: Value, given: list[Tensor]) -> bool:
+    """Tell whether ids are the numbers of an input, in whatever order."""
+    if ids.is_constant:
+        return False
+    numbers = ids.tensor.flatten().sort().values
+    return any(
+        each.numel() == numbers.numel() and torch.equal(each.flatten().sort().values, numbers)
+        for each in given
+        if not each.is_floating_point()
+    )
+
+
+def _counts(ids: Tensor) -> bool:
+    """Tell whether ids count up along a dimension, as far as they go on; or are zeros and ones."""
+    steps = [ids.diff(dim=dim) for dim, size in enumerate(ids.shape) if size > 1]
+    is_up = any(bool(((step == 0) | (step == 1)).all()) for step in steps)
+    return is_up or bool(((ids == 0) | (ids == 1)).all())
+
+
+def _positions(values: list[Value], start: Value) -> list[Value]:
+    """Return the values that are looked up by ids that count up with the tokens, or are tables."""
+    return [
+        value
+        for value in values
+        if (_is_of_positions(_ids(value)) if _embeds(value) else _is_table(value, start))
+    ]
+
+
+def _is_of_positions(ids: Value) -> bool:
+    is_of_types = int(ids.tensor.max() - ids.tensor.min()) < 2
+    return not is_of_types and (ids.is_constant or _counts(ids.tensor))
 
 
 def _embedding_errors(trace: Trace, start: Value, begin: int) -> Iterator[float]:
@@ -123,25 +199,32 @@ def _embeds(value: Value) -> bool:
     return _embedding(value) is not None
 
 
-def _counts_up(value: Value) -> bool:
-    """Tell whether a value is looked up by numbers that count up with the tokens."""
+def _ids(value: Value) -> Value:
+    """Return what a value is looked up by."""
     event = _embedding(value)
-    ids = [v.tensor for v in event.inputs if not v.tensor.is_floating_point()] if event else []
-    return bool(ids) and ids[0].shape[-1] > 1 and bool((ids[0].diff(dim=-1) == 1).all())
+    assert event is not None
+    return next(each for each in event.inputs if not each.tensor.is_floating_point())
 
 
 def _is_table(value: Value, start: Value) -> bool:
-    """Tell whether a constant has a row for each token."""
-    shape = value.tensor.shape
-    is_table = value.is_constant and len(shape) > 1 and shape[-2:] == start.tensor.shape[-2:]
-    return is_table and not torch.equal(value.tensor[..., :1, :], value.tensor[..., 1:2, :])
+    """Tell whether a constant has a row for each token, and not the same for all."""
+    table, width = value.tensor, start.tensor.shape[-1]
+    is_table = value.is_constant and table.dim() > 1 and table.shape[-1] == width
+    return is_table and not torch.equal(table, table.flatten(0, -2)[0].expand_as(table))
 
 
-def _first_error(start: Tensor, *terms: Tensor) -> float:
-    total = terms[0]
-    for term in terms[1:]:
+def _first_error(tables: list[Tensor], start: Tensor, *terms: Tensor) -> float:
+    total = torch.zeros_like(start)
+    for table in tables:
+        # It is that of the first input, and the second one may have fewer tokens.
+        part = table[..., : start.shape[-2], :] if table.dim() > 1 else table
+        pairs = zip(part.shape[::-1], start.shape[::-1], strict=False)
+        if any(size not in (1, of) for size, of in pairs):
+            return float("inf")
+        total = total + part
+    for term in terms:
         total = total + term
-    return min(error(total, start), error_of_rescale(total.expand_as(start), start))
+    return min(error(total, start), error_of_rescale(total, start))
 
 
 # -- after the blocks -----------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def _name(
         claims += name_experts(trace, layer, model)
         claims += name_attention(trace, layer)
         yield from ((number, each) for each in claims)
-    name_embeddings(trace, stack.layers[0], stack.names)
+    name_embeddings(model, trace, stack.layers[0], stack.names)
     if is_last:
         stack.head = name_head(trace, stack.layers[-1], stack.names)
     yield from ((-1, each) for each in stack.names.claims)
