@@ -863,6 +863,31 @@ def test_the_lens_has_rows_first_where_the_stream_has_not():
     assert last_error(model, hl.anatomy(model, texts()), texts()["input_ids"]) < 1e-5
 
 
+class Valued(Text):
+    """Returns a number for each token, besides the logits, or other logits."""
+
+    def __init__(self, n_classes):
+        super().__init__()
+        self.value = nn.Linear(16, n_classes)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        logits = self.unembed(x)
+        return {"value": self.value(x), "logits": logits, "again": logits}
+
+
+def test_the_logits_are_those_of_words():
+    parts = hl.anatomy(Valued(1))
+    assert sites(parts["logits"]) == ["(root):output.logits"]
+    assert sites(parts["unembed"]) == ["unembed"]
+    reason = r"several outputs .* from the last stream: \(root\):output\.value, .*\.logits"
+    with pytest.raises(hl.SelectionError, match=reason):
+        hl.anatomy(Valued(50))["logits"]
+
+
 class Convolved(nn.Module):
     """A head that reads three tokens for each logit."""
 

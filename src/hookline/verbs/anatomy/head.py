@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
@@ -23,11 +23,12 @@ from hookline.verbs.anatomy.trace import Event, Trace, Value, replay_tokens
 @final
 @dataclass(slots=True)
 class Names:
-    """The sites and the refusals of names that belong to no layer."""
+    """The sites and the refusals of names that belong to no layer; and the number of words."""
 
-    sites: dict[str, str]
-    refused: dict[str, str]
-    claims: list[Claim]
+    sites: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    claims: list[Claim] = field(default_factory=list)
+    n_words: int = 0
 
     def put(self, name: str, site: str | None) -> bool:
         """Add a site; a value without a site is refused."""
@@ -50,6 +51,7 @@ def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) 
         why = _why_no_words(trace, start, first.block.call.begin)
         names.refused.update({"embed": why, "pos_embed": why})
         return
+    names.n_words = max(map(len, _weights(words[0])), default=0)
     positions = _positions([value for value in addends if value not in words], start)
     sites = {id(value): site_of(trace, value, "") for value in addends}
     # Torch shows no site of a table, which is made of weights alone.
@@ -98,14 +100,18 @@ def _words(model: nn.Module, trace: Trace, addends: list[Value]) -> list[Value]:
         return [v for v in embeds if not _ids(v).is_constant and not _counts(_ids(v).tensor)]
     get = getattr(model, "get_input_embeddings", None)  # of transformers
     words = getattr(get(), "weight", None) if callable(get) and len(own) > 1 else None
-    own = [value for value in own if words is not None and _is_of(value, words)] or own
+    own = [
+        value
+        for value in own
+        if words is not None and any(weight is words for weight in _weights(value))
+    ] or own
     return [value for value in own if not _counts(_ids(value).tensor)] or own
 
 
-def _is_of(value: Value, weight: Tensor) -> bool:
+def _weights(value: Value) -> list[Tensor]:
+    """Return the weights among which a value is looked up."""
     event = _embedding(value)
-    weights = [getattr(*each.weight) for each in event.inputs if each.weight] if event else []
-    return any(each is weight for each in weights)
+    return [getattr(*each.weight) for each in event.inputs if each.weight] if event else []
 
 
 def _has_numbers_of(ids: Value, given: list[Tensor]) -> bool:
@@ -318,28 +324,48 @@ def _with_weights(events: list[Event]) -> list[Event]:
 def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
     """Name the final norm and the logits; return the head, for the logit lens."""
     start = last.block.post
-    root = trace.calls[""][-1]
-    every = ("ln_final", "unembed", "logits_raw", "logits")
-    for leaf, logits in root.outputs:
-        if not logits.tensor.is_floating_point() or logits.origin is start.origin:
-            continue
-        events, reads = before(logits, [id(start)], _end_of(start))
-        products = [event for event in events if event.name in MATMULS]
-        places, own = start.tensor.shape[:-1], logits.tensor.shape[:-1]
-        is_by_token = own in (places, places[::-1])
-        if not products or not is_by_token or [id(read) for read in reads] != [id(start)]:
-            continue
-        head = Head(_with_weights(events), start, logits, is_transposed=own != places)
-        _name_logits(trace, head, products[-1], names, str(Site("", "output", leaf)))
-        needed = [names.sites["logits"], stream_site(trace, start, last.block)]
-        names.claims.append(
-            claim("head(last stream)", ("logits", "logits_raw", "unembed"), needed, head.error_of)
-        )
-        _name_norm(trace, last, head, products[-1], names)
-        return head
-    why = "no output of the model is computed from the last stream by a product"
-    names.refused.update(dict.fromkeys(every, why))
-    return None
+    heads: dict[str, Head] = {}
+    for leaf, value in trace.calls[""][-1].outputs:
+        head = _head_of(value, start)
+        is_new = all(value.origin is not each.logits.origin for each in heads.values())
+        if head is not None and is_new:
+            heads[str(Site("", "output", leaf))] = head
+    sites = list(heads)
+    if len(heads) > 1:  # such as a value for each token beside the logits
+        of_words = [site for site in heads if heads[site].logits.tensor.shape[-1] == names.n_words]
+        sites = of_words or sites
+    if len(sites) != 1:
+        why = "no output of the model is computed from the last stream by a product"
+        if sites:
+            why = "several outputs of the model are computed from the last stream: "
+            why += ", ".join(sites)
+        names.refused.update(dict.fromkeys(("ln_final", "unembed", "logits_raw", "logits"), why))
+        return None
+    head = heads[sites[0]]
+    product = _products(head)[-1]
+    _name_logits(trace, head, product, names, sites[0])
+    needed = [names.sites["logits"], stream_site(trace, start, last.block)]
+    names.claims.append(
+        claim("head(last stream)", ("logits", "logits_raw", "unembed"), needed, head.error_of)
+    )
+    _name_norm(trace, last, head, product, names)
+    return head
+
+
+def _head_of(logits: Value, start: Value) -> Head | None:
+    """Return what makes an output of the last stream; None if it is not made of each token."""
+    if not logits.tensor.is_floating_point() or logits.origin is start.origin:
+        return None
+    events, reads = before(logits, [id(start)], _end_of(start))
+    places, own = start.tensor.shape[:-1], logits.tensor.shape[:-1]
+    head = Head(_with_weights(events), start, logits, is_transposed=own != places)
+    is_by_token = own in (places, places[::-1])
+    is_of_stream = [id(read) for read in reads] == [id(start)]
+    return head if is_by_token and is_of_stream and _products(head) else None
+
+
+def _products(head: Head) -> list[Event]:
+    return [event for event in head.events if event.name in MATMULS and event.data]
 
 
 def _end_of(stream: Value) -> int:

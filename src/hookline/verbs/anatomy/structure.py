@@ -126,7 +126,7 @@ def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
             f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
             "\nSelect modules by their paths: hl.summary(model) lists them."
         )
-    stacks = [Stack(chain.path, chain.layers, Names({}, {}, [])) for chain in chains]
+    stacks = [Stack(chain.path, chain.layers, Names()) for chain in chains]
     return sorted(stacks, key=lambda stack: stack.layers[-1].block.call.end)
 
 
