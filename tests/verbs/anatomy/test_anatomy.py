@@ -676,6 +676,38 @@ def test_embeddings_that_cannot_be_told_apart_are_refused():
         hl.anatomy(nn.Sequential(Block(), Block()), torch.randn(2, 7, 16))["embed"]
 
 
+class Scaled(Block):
+    """A block that scales what its parts add, by ones in the beginning."""
+
+    start = 1.0
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.scales = nn.Parameter(torch.full((2, width), self.start))
+
+    def forward(self, x):
+        x = x + self.scales[0] * self.mlp(self.first(x))
+        return x + self.scales[1] * self.attn(self.second(x))
+
+
+class ScaledByZero(Scaled):
+    start = 0.0
+
+
+def test_a_scale_of_ones_is_a_scale():
+    parts = hl.anatomy(Text(Scaled))
+    assert sites(parts["attn_out"]) == ["blocks.0@mul#0", "blocks.1@mul#0"]
+    assert sites(parts["attn_out_raw"]) == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert sites(parts["mlp_out"]) == ["blocks.0@mul#1", "blocks.1@mul#1"]
+
+
+def test_what_adds_zeros_has_no_known_kind():
+    parts = hl.anatomy(Text(ScaledByZero))
+    for name in ("attn_out", "mlp_out", "resid_mid", "pattern", "mlp_act"):
+        with pytest.raises(hl.SelectionError, match=r"blocks\.0@mul#0 adds nothing but zeros"):
+            parts[name]
+
+
 class Swap(nn.Module):
     """Two streams, each of which gets what is computed from the other."""
 

@@ -16,8 +16,8 @@ from hookline.errors import StructureError
 from hookline.verbs.anatomy.claims import Claim, claim
 from hookline.verbs.anatomy.identity_errors import error, error_of_rescale
 from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
-from hookline.verbs.anatomy.stream import MATMULS, SUMS, before
-from hookline.verbs.anatomy.trace import Event, Trace, Value, replay_tokens
+from hookline.verbs.anatomy.stream import MATMULS, before
+from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, replay_tokens
 
 
 @final

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hookline.verbs.anatomy.claims import Claim, claim
 from hookline.verbs.anatomy.identity_errors import CLOSE, error, error_of_rescale
-from hookline.verbs.anatomy.parts import Layer, Part, input_of, site_of
+from hookline.verbs.anatomy.parts import Layer, Part, input_of, site_of, why_none
 from hookline.verbs.anatomy.stream import MATMULS, before, cuts
 from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value, replay_tokens
 
@@ -39,7 +39,7 @@ def name_mlp(trace: Trace, layer: Layer) -> list[Claim]:
     """Name the neurons of a layer's MLP."""
     parts = layer.of_kind("mlp")
     if len(parts) != 1:
-        return _refuse(layer, _MLP, "the block has no single MLP")
+        return _refuse(layer, _MLP, f"the block has no single MLP{why_none(layer, 'mlp')}")
     if experts_of(trace, layer) is not None:
         return _refuse(layer, _MLP, "the MLP is of experts")
     part = parts[0]
@@ -255,11 +255,9 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
     parts = layer.of_kind("attention")
     names = ("q", "k", "v", "scores", "pattern", "z")
     if len(parts) != 1:
-        why = "the block has no single attention"
-        reasons = [part.why for part in layer.parts if part.cores and part.why]
-        if not parts and reasons:
-            why += f": {reasons[0]}"
-        elif not parts and "mixer_out" in layer.sites:
+        none = why_none(layer, "attention")
+        why = f"the block has no single attention{none}"
+        if not parts and not none and "mixer_out" in layer.sites:
             mixer = layer.sites["mixer_out"]
             why += f"; what mixes tokens in it, mixer_out ({mixer}), shows no softmax"
         layer.refused.update(dict.fromkeys((*names, *_ATTENTION), why))

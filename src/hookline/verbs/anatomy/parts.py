@@ -265,7 +265,7 @@ def name_layer(trace: Trace, layer: Layer) -> None:
     for kind, prefix in KINDS.items():
         parts = layer.of_kind(kind)
         if len(parts) != 1:
-            why = f"the block has no {WORDS[kind]}{_why_none(layer, kind)}"
+            why = f"the block has no {WORDS[kind]}{why_none(layer, kind)}"
             if parts:
                 why = f"the block has {len(parts)} parts of the kind {WORDS[kind]}"
             layer.refused.update({f"{prefix}_{end}": why for end in ("in", "out", "out_raw")})
@@ -281,7 +281,7 @@ def name_layer(trace: Trace, layer: Layer) -> None:
     _name_mid(trace, layer)
 
 
-def _why_none(layer: Layer, kind: str) -> str:
+def why_none(layer: Layer, kind: str) -> str:
     """Say what else the part is that could be of a kind, if the block has one."""
     reasons = [part.why for part in layer.of_kind("zero")]
     if kind == "attention":
@@ -309,7 +309,7 @@ def mid_of(layer: Layer) -> tuple[Value | None, str]:
     mlp = layer.of_kind("mlp")
     if not mixing or not mlp:
         kind = "part that mixes tokens" if not mixing else "MLP"
-        return None, f"the block has no {kind}{_why_none(layer, 'attention' if not mixing else '')}"
+        return None, f"the block has no {kind}{why_none(layer, 'attention' if not mixing else '')}"
     reads = mlp[0].term.reads
     if len(mlp) > 1 or len(reads) != 1:
         return None, "the block has several MLPs, or its MLP reads the stream at several places"

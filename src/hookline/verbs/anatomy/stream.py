@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import final
 
 from hookline.verbs.anatomy.identity_errors import error_of_rescale
-from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value
+from hookline.verbs.anatomy.trace import SCALES, SUMS, Event, ModuleCall, Trace, Value
 
-SUMS = {"add", "add_", "iadd", "radd"}
-SCALES = {"mul", "mul_", "imul", "rmul", "div", "div_", "idiv", "true_divide", "rdiv"}
 MATMULS = {
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "dot",
     "grouped_mm", "_grouped_mm", "scaled_dot_product_attention", "multi_head_attention_forward",

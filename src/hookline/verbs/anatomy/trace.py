@@ -28,6 +28,9 @@ from hookline.engine.functions import functions, name_of
 from hookline.engine.pytree import tree
 from hookline.verbs.shared.run_model import call
 
+SUMS = {"add", "add_", "iadd", "radd"}
+SCALES = {"mul", "mul_", "imul", "rmul", "div", "div_", "idiv", "true_divide", "rdiv"}
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,7 @@ class Trace(TorchFunctionMode):
             if value is None:
                 value = self._new(tensor)
                 value.maker, value.is_constant = event, is_constant
-                value.like = _like(value, inputs)
+                value.like = None if _computes(event) else _like(value, inputs)
                 event.outputs.append(value)
             if any(tensor is target for target in written):
                 self._writers[_memory(tensor)] = value
@@ -375,6 +378,11 @@ def _memory(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)  # a sparse tensor has no memory of its own
     return tensor.untyped_storage().data_ptr()
+
+
+def _computes(event: Event) -> bool:
+    """Tell whether a call returns what it gets by its numbers alone: ones, or a bias of zeros."""
+    return event.name in SUMS | SCALES and len(event.inputs) > 1
 
 
 def _like(value: Value, inputs: Iterable[Value]) -> Value | None:
