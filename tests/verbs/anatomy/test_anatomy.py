@@ -315,6 +315,17 @@ class ByEinsum(Attention):
         return self.out(torch.einsum("bhqk,bkhe->bqhe", pattern, v).flatten(-2))
 
 
+class OfTorch(nn.Module):
+    """The attention of torch, whose queries, keys and values are one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
 class Grouped(Attention):
     """Attention whose heads share keys and values, repeated by a view."""
 
@@ -332,7 +343,7 @@ class Grouped(Attention):
 
 @pytest.mark.parametrize(
     ("attention", "n_heads", "n_key_value_heads"),
-    [(OneHead, 1, 1), (HeadsAreRows, 2, 2), (ByEinsum, 2, 2), (Grouped, 2, 1)],
+    [(OneHead, 1, 1), (HeadsAreRows, 2, 2), (ByEinsum, 2, 2), (Grouped, 2, 1), (OfTorch, 2, 2)],
 )
 @pytest.mark.parametrize("n_texts", [1, 3])
 def test_heads_are_counted(attention, n_heads, n_key_value_heads, n_texts):
@@ -352,6 +363,50 @@ def test_attention_with_a_padding_mask_is_no_cross_attention(name):
     assert "cross_attn_out" not in parts
     assert {"attn_out", "q", "k", "v", "pattern"} <= set(parts)
     assert parts.n_heads == 4
+
+
+class Two(nn.Module):
+    """The sum of two modules of a type."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.one, self.other = kind(), kind()
+
+    def forward(self, x):
+        return self.one(x) + self.other(x)
+
+
+def test_two_mlps_or_attentions_in_one_have_no_parts():
+    model = Text()
+    for block in model.blocks:
+        block.mlp, block.attn = Two(Attention), Two(Mlp)
+    parts = hl.anatomy(model)
+    assert sites(parts["attn_out", 0]) == ["blocks.0.mlp"]
+    assert sites(parts["mlp_out", 0]) == ["blocks.0.attn"]
+    with pytest.raises(hl.SelectionError, match="2 patterns mix tokens in the attention"):
+        parts["pattern"]
+    with pytest.raises(hl.SelectionError, match="it also adds what other neurons make"):
+        parts["mlp_act"]
+
+
+class NormedValues(Attention):
+    """Attention whose queries are its keys; its values have a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        q, k, _ = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        z = nn.functional.scaled_dot_product_attention(q, q, self.norm(k))
+        return self.out(z.transpose(1, 2).flatten(-2))
+
+
+def test_a_norm_of_values_is_no_norm_of_keys():
+    model = Text()
+    for block in model.blocks:
+        block.mlp = NormedValues()
+    assert not {"q_norm", "k_norm"} & set(hl.anatomy(model))
 
 
 class Balanced(Block):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hookline.verbs.anatomy.claims import Claim, claim
 from hookline.verbs.anatomy.identity_errors import CLOSE, error, error_of_rescale
-from hookline.verbs.anatomy.parts import Layer, Part, input_of, site_of, why_none
+from hookline.verbs.anatomy.parts import Layer, Part, argument_of, input_of, site_of, why_none
 from hookline.verbs.anatomy.stream import MATMULS, before, cuts
 from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value, replay_tokens
 
@@ -51,6 +51,8 @@ def name_mlp(trace: Trace, layer: Layer) -> list[Claim]:
     pre, up = _pre_and_up(act, part) if events else (None, None)
     if pre is None:
         return _refuse(layer, _MLP, "no function of one value makes the neurons")
+    if _has_others(part, act, products[-1]):
+        return _refuse(layer, _MLP, "it also adds what other neurons make")
     inside = layer.block.path
     values = {"mlp_pre": pre} if up is None else {"mlp_pre": pre, "mlp_gate": pre, "mlp_up": up}
     sites = {name: site_of(trace, value, inside) for name, value in values.items()}
@@ -64,6 +66,17 @@ def name_mlp(trace: Trace, layer: Layer) -> list[Claim]:
     needed = [sites[name] for name in ("mlp_act", "mlp_pre", "mlp_up") if name in sites]
     measure = partial(_neuron_error, events, given, act)
     return [claim("act(pre) * up", tuple(sites), needed, measure)]
+
+
+def _has_others(part: Part, act: Value, last: Event) -> bool:
+    """Tell whether a part adds a product of products that pass the neurons by."""
+    events, _ = before(part.term.value, [id(act), *map(id, part.term.reads)], 0)
+    products = [event for event in events if event.name in MATMULS and event is not last]
+    made = {id(output) for event in products for output in event.outputs}
+    for event in events:
+        if event not in products and any(id(value) in made for value in event.data):
+            made.update(map(id, event.outputs))
+    return any(id(value) in made for event in products for value in event.data)
 
 
 def _refuse(layer: Layer, names: Sequence[str], why: str) -> list[Claim]:
@@ -260,8 +273,10 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
         if not parts and not none and "mixer_out" in layer.sites:
             mixer = layer.sites["mixer_out"]
             why += f"; what mixes tokens in it, mixer_out ({mixer}), shows no softmax"
-        layer.refused.update(dict.fromkeys((*names, *_ATTENTION), why))
-        return []
+        return _refuse(layer, (*names, *_ATTENTION, "attn_heads"), why)
+    if len(parts[0].cores) > 1:
+        why = f"{len(parts[0].cores)} patterns mix tokens in the attention"
+        return _refuse(layer, (*names, *_ATTENTION, "attn_heads"), why)
     core, values = parts[0].cores[0]
     sites = {name: f"{core.path}@{name}" for name in names}
     layer.sites.update(sites)
@@ -286,7 +301,11 @@ def _n_value_heads(layer: Layer, part: Part, values: Value) -> int:
     """Return how many heads the values have before they are repeated for the heads of queries.
 
     Where the axis of the heads is depends on the code: the numbers by token and head are counted.
+    The function of nn.MultiheadAttention is told.
     """
+    core = part.cores[0].call
+    if core.name == "multi_head_attention_forward":
+        return int(argument_of(core, 4, "num_heads"))
     events, _ = _back(values, part)
     width = values.tensor.shape[-1]
     sizes = [
@@ -436,7 +455,7 @@ def _norm_error(after: Tensor, before_norm: Tensor) -> float:
 
 def _query_and_key(part: Part, core: Event) -> list[Value]:
     if core.name == "scaled_dot_product_attention":
-        return core.data[:2]
+        return [argument_of(core, 0, "query"), argument_of(core, 1, "key")]
     if part.softmax is None:
         return []
     stop = [id(read) for read in part.term.reads]

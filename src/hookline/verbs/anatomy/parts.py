@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from hookline.verbs.anatomy.stream import MATMULS, Block, NoStream, Term, before, cuts
 from hookline.verbs.anatomy.trace import Event, Place, Trace, Value
@@ -76,7 +76,9 @@ def layer_of(block: Block) -> Layer:
 
 
 def _part(term: Term) -> Part:
-    cores = [Core(event, _values_given(event)) for event in term.events if event.name in _FUSED]
+    fused = [event for event in term.events if event.name in _FUSED]
+    # Beside the values, the mask may be no constant.
+    cores = [Core(event, argument_of(event, 2, "value")) for event in fused]
     first = None
     for event in term.events:
         is_softmax = event.name == "softmax" and event.outputs[:1]
@@ -88,11 +90,10 @@ def _part(term: Term) -> Part:
     return Part(term, cores, first)
 
 
-def _values_given(event: Event) -> Value | None:
-    """Return the values that a call of attention gets: beside them, its mask may be no constant."""
+def argument_of(event: Event, number: int, name: str) -> Any:
+    """Return an argument of a call by its number or name; None if the call has none."""
     positional, named = event.arguments
-    values: Value | None = named.get("value", positional[2] if len(positional) > 2 else None)
-    return values
+    return positional[number] if number < len(positional) else named.get(name)
 
 
 def _product_with(softmax: Event, term: Term) -> Core | None:
