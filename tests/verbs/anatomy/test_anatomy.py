@@ -197,7 +197,7 @@ def test_a_failed_run_leaves_no_hook():
     model = Text()
     model.unembed = nn.Linear(3, 3)
     with pytest.raises(RuntimeError):
-        hl.anatomy(model)
+        hl.anatomy(model, torch.randint(50, (2, 7)))
     assert len(hl.inventory(model)) == 0
 
 
@@ -810,6 +810,70 @@ def test_a_model_without_embedding_needs_an_input():
         hl.anatomy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
 
 
+def test_a_model_that_does_not_take_a_made_input_needs_one():
+    model = Sums("positions")
+    model.places = nn.Embedding(8, 16)
+    with pytest.raises(hl.InputError, match=r"Sums takes, .* IndexError: .*\nWrite hl\.ana"):
+        hl.anatomy(model)
+
+
+def test_a_model_or_an_input_without_numbers_is_refused():
+    model = Text()
+    with pytest.raises(hl.InputError, match="an input with numbers"):
+        hl.anatomy(model, torch.zeros(2, 7, dtype=torch.long, device="meta"))
+    model.unembed = nn.Linear(16, 50, device="meta")
+    with pytest.raises(hl.InputError, match=r"got unembed\.weight on the meta device"):
+        hl.anatomy(model)
+
+
+def test_inference_mode_changes_no_name(model, parts):
+    ids = torch.randint(50, (2, 7))
+    with torch.inference_mode():
+        made = Text()
+        assert set(hl.anatomy(model)) == set(hl.anatomy(model, ids.clone())) == set(parts)
+        with hl.record(model, [parts["resid_post"], parts["attn_heads"]]) as run:
+            logits = model(ids)
+        assert torch.allclose(parts.lens(run).logits[1], logits, atol=1e-6)
+        assert parts.contributions(run, 0).shape == (2, 2, 7, 16)
+    assert set(hl.anatomy(made, ids)) == set(parts)
+
+
+def test_an_input_that_the_model_writes_to_is_kept():
+    class Writes(Text):
+        def forward(self, x):
+            x.add_(1).remainder_(50)
+            return super().forward(x)
+
+    ids = torch.randint(50, (2, 7))
+    before = ids.clone()
+    assert "attn_out" in hl.anatomy(Writes(), ids)
+    assert torch.equal(ids, before)
+
+
+PADDING = torch.arange(7).expand(2, 7) > torch.tensor([[3], [6]])
+CAUSAL = torch.full((7, 7), -torch.inf).triu(1)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"src_key_padding_mask": PADDING},
+        {"mask": CAUSAL},
+        {"mask": CAUSAL.clamp(min=torch.finfo(torch.float32).min)},
+        {"mask": CAUSAL + 0.1 * torch.arange(7)},
+    ],
+)
+def test_masks_hide_no_name_of_the_encoder_of_torch(masks):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    parts = hl.anatomy(model.eval(), {"src": torch.randn(2, 7, 16), **masks})
+    assert sites(parts["attn_out", 1]) == ["layers.1.self_attn:output[0]"]
+    assert sites(parts["resid_mid", 1]) == ["layers.1.norm1"]
+    assert {"q", "k", "v", "pattern"} <= set(parts)
+    assert torch.backends.mha.get_fastpath_enabled() is is_fast
+
+
 def test_a_compiled_model_is_refused():
     with pytest.raises(hl.AttachError, match=r"before torch\.compile"):
         hl.anatomy(torch.compile(Text(), backend="eager"))
@@ -859,9 +923,27 @@ def test_what_does_not_divide_into_heads_is_refused(parts):
         parts.heads(torch.ones(2, 7))
 
 
-def test_a_text_of_one_token_is_refused(model):
-    with pytest.raises(hl.InputError, match=r"at least 3 tokens, got 1 at blocks\.0"):
-        hl.anatomy(model, torch.zeros(1, 1, dtype=torch.long))
+@pytest.mark.parametrize("shape", [(1, 1), (8, 1), (2, 0), (0, 7)])
+def test_a_text_of_one_token_or_none_is_refused(model, shape):
+    with pytest.raises(hl.InputError, match=r"at least 3 tokens, got [01] at blocks\.0"):
+        hl.anatomy(model, torch.zeros(shape, dtype=torch.long))
+
+
+def test_wrong_arguments_of_the_reads_are_told(model, parts):
+    with torch.no_grad(), hl.record(model, [".attn_heads", ".resid_post"]) as run:
+        model(torch.randint(50, (2, 7)))
+    for read in (parts.lens, parts.expert_load, lambda run: parts.contributions(run, 0)):
+        with pytest.raises(hl.InputError, match="run must be a recording, got str"):
+            read("run")
+    for layer in ("0", None, 1.0, True):
+        with pytest.raises(hl.InputError, match="layer must be the number of a layer, got"):
+            parts.contributions(run, layer)
+    with pytest.raises(hl.SelectionError, match="the layer must be from 0 to 1, got -3"):
+        parts.contributions(run, -3)
+    assert torch.equal(parts.contributions(run, -1), parts.contributions(run.passes[0], 1))
+    for value in (None, torch.ones(()), torch.ones(16), [1.0]):
+        with pytest.raises(hl.StructureError, match="value must be a tensor of"):
+            parts.heads(value)
 
 
 def test_a_mask_that_vmap_makes_hides_no_name(parts):
@@ -1013,7 +1095,7 @@ def test_a_lens_of_few_classes_has_as_many():
     with hl.record(model, parts["resid_post"]) as run:
         model(torch.randint(50, (2, 6)))
     assert parts.lens(run).tokens[1].shape == (2, 6, 3)
-    for n in (0, -1, 2.0, "a"):
+    for n in (0, -1, 2.0, "a", True):
         with pytest.raises(hl.InputError, match="n must be a number of tokens, 1 or more"):
             parts.lens(run, n)
     with hl.record(model, parts["resid_post"], keep=lambda value: value[..., :4]) as run:

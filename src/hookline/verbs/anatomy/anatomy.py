@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.display.results import Heading, Printout, Result
-from hookline.display.text import plural
+from hookline.display.text import plural, type_and_line
 from hookline.engine import (
     Selection,
     is_compiled,
@@ -25,12 +25,19 @@ from hookline.engine import (
     whole_weights,
 )
 from hookline.engine.pytree import describe
-from hookline.errors import AttachError, SelectionError, StructureError
-from hookline.recordings import Recording
+from hookline.errors import (
+    AttachError,
+    HooklineError,
+    InputError,
+    SelectionError,
+    StructureError,
+)
+from hookline.recordings import PassRecord, Recording
 from hookline.verbs.anatomy.identity_errors import error, limit
 from hookline.verbs.anatomy.lens import Lens, lens_of
 from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
-from hookline.verbs.anatomy.trial_inputs import trial_inputs
+from hookline.verbs.anatomy.trace import Trace, traced
+from hookline.verbs.anatomy.trial_inputs import refuse_meta, trial_inputs
 from hookline.verbs.anatomy.whole import check_whole, output_of, refuse_plain_parts
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
@@ -116,7 +123,9 @@ class Anatomy(Result):
         Raises:
             SelectionError: the model's logits are not proven to be a function of its last stream.
             NotRecordedError: the run has no such stream.
+            InputError: `run` is no recording, or `n` no number of tokens.
         """
+        _check_run(run)
         if self._head is None or "logits" not in self:
             raise SelectionError(self._names.why_not("logits"))
         streams = {layer: self._site("resid_post", layer) for layer in range(self.n_layers)}
@@ -124,6 +133,10 @@ class Anatomy(Result):
             return lens_of(self._head, streams, run, n)
 
     def _site(self, name: str, layer: int) -> str:
+        if not _is_number(layer):
+            raise InputError(
+                f"layer must be the number of a layer, got {layer!r}.\nThe first layer is 0."
+            )
         return self._names.find(name, layer)[0]
 
     def heads(self, value: Tensor) -> Tensor:
@@ -135,8 +148,13 @@ class Anatomy(Result):
 
         Raises:
             SelectionError: the number of heads is not proven.
-            StructureError: the value does not divide into heads.
+            StructureError: the value does not divide into heads, or is no tensor of tokens.
         """
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            raise StructureError(
+                "value must be a tensor of (tokens, features), with or without rows, got"
+                f" {describe.in_words(value)}.\nGive run[parts['attn_heads', 0]]."
+            )
         if self.n_heads is None:
             raise SelectionError(self._names.why_not("pattern"))
         n_heads = self._n_heads_side_by_side(value.shape[-1])
@@ -169,7 +187,9 @@ class Anatomy(Result):
             SelectionError: `attn_heads` is not proven in this layer, or the module that gets them
                 does more than project them.
             NotRecordedError: the run does not have it.
+            InputError: `run` is no recording, or `layer` no number.
         """
+        _check_run(run)
         site = self._site("attn_heads", layer)
         projection = self._model.get_submodule(self._projections[layer])
         full_width = self._names.shapes[site][-1]
@@ -201,7 +221,9 @@ class Anatomy(Result):
         Raises:
             SelectionError: no layer has proven experts.
             NotRecordedError: the run does not have the indices.
+            InputError: `run` is no recording.
         """
+        _check_run(run)
         self._names.find("expert_indices")  # which raises if there are none
         loads = {}
         for layer in self._names.layers_of("expert_indices"):
@@ -273,10 +295,22 @@ class Anatomy(Result):
         return notes
 
 
+def _check_run(run: Any) -> None:
+    if not isinstance(run, Recording | PassRecord):
+        raise InputError(
+            f"run must be a recording, got {type(run).__name__}."
+            '\nRecord it: with hl.record(model, parts["resid_post"]) as run: ...'
+        )
+
+
+def _is_number(layer: Any) -> bool:
+    return isinstance(layer, Integral) and not isinstance(layer, bool)
+
+
 def _name_and_layer(key: Any) -> tuple[str, int]:
     if isinstance(key, tuple) and len(key) == 2:
         name, layer = key
-        if isinstance(name, str) and isinstance(layer, Integral) and not isinstance(layer, bool):
+        if isinstance(name, str) and _is_number(layer):
             return name, int(layer)
     raise SelectionError(
         f"a part must be a name, or a name and the number of a layer, got {key!r}."
@@ -299,6 +333,20 @@ def _layers(layers: list[int], n_layers: int) -> str:
     if len(layers) in (0, n_layers):
         return "all" if layers else ""
     return ", ".join(map(str, layers))
+
+
+def _traced(model: nn.Module, inputs: Any, *, is_given: bool) -> Trace:
+    """Trace a run of a model; say so if it takes no input that is made for it."""
+    try:
+        return traced(model, inputs)
+    except Exception as reason:
+        if is_given or isinstance(reason, HooklineError):
+            raise
+        raise InputError(
+            f"hl.anatomy must be given an input that {type(model).__name__} takes, because on the"
+            f" one that was made for it, it raises {type_and_line(reason)}."
+            "\nWrite hl.anatomy(model, x)."
+        ) from reason
 
 
 def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
@@ -335,7 +383,8 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         AttachError: `model` is not a model, or compiled; or it computes something else with whole
             weights than with those that tensor parallelism has split; or transformers before 5.16
             has split it.
-        InputError: None was given for `inputs`, and no input can be made.
+        InputError: None was given for `inputs`, and no input can be made that the model takes; or
+            the input has fewer than three tokens; or the model has lazy or meta parameters.
         SelectionError: the model has no residual stream that can be proven: its blocks are not a
             sum of the stream and of parts (ResNet), or have several streams (hyper-connections).
     """
@@ -353,12 +402,15 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         )
     refuse_plain_parts(model)
     wrapped, model = model, unwrap(model)
-    both = trial_inputs(model, inputs)
-    with eval_without_side_effects(model), quiet():
+    refuse_meta(model, inputs)
+    # A tensor made in inference mode has no version, which tells that it was written to.
+    with torch.inference_mode(False), eval_without_side_effects(model), quiet():
+        both = trial_inputs(model, inputs)
         split_output = output_of(wrapped, both[0]) if is_split(wrapped) else None
         with whole_weights(wrapped):
             if split_output is not None:
                 check_whole(model, both[0], split_output)
-            parts = Anatomy(model, structure_of(model, both), wrapped)
+            trace = _traced(model, both[0], is_given=inputs is not None)
+            parts = Anatomy(model, structure_of(model, trace, both), wrapped)
     register_parts(model, parts._names.find)
     return parts

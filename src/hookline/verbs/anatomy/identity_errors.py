@@ -28,7 +28,7 @@ def error(got: Tensor, expected: Tensor) -> float:
     >>> round(error(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0])), 3)
     0.5
     """
-    if got.numel() != expected.numel():
+    if got.numel() != expected.numel() or not got.numel():
         return _WORSE
     got, expected = got.double().flatten(), expected.double().flatten()
     norm, largest = expected.norm(), expected.abs().max()

@@ -20,6 +20,7 @@ from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, sit
 from hookline.verbs.anatomy.trace import Event, Trace
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.features import features
+from hookline.verbs.shared.rerun import copied
 
 
 class _Runs(NamedTuple):
@@ -93,7 +94,7 @@ class Interventions:
         changes = {site: change(site) for site, change in changed.items()}
         terms = sorted(set(filter(None, self._term_sites.values())))
         with edit(self._model, changes):
-            return features(self._model, self._inputs, terms, copy=True)
+            return features(self._model, copied(self._inputs), terms, copy=True)
 
     def _kept(self, site: str) -> Callable[[Tensor], Tensor]:
         return lambda value: self._undisturbed[site].to(value.dtype).clone()

@@ -68,7 +68,7 @@ def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> L
         NotRecordedError: the run has none of the streams.
         InputError: `n` is no number of tokens.
     """
-    if not isinstance(n, int) or n < 1:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InputError(f"n must be a number of tokens, 1 or more, got {n!r}.\nThe default is 5.")
     recorded = {layer: run.tensor(site) for layer, site in streams.items() if site in run}
     logits = {layer: head(_whole(stream)) for layer, stream in recorded.items()}

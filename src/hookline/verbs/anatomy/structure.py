@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from hookline.engine import PARTS, is_scripted
@@ -29,8 +30,9 @@ from hookline.verbs.anatomy.interventions import Interventions
 from hookline.verbs.anatomy.part_names import PartNames
 from hookline.verbs.anatomy.parts import Layer, name_layer
 from hookline.verbs.anatomy.stacks import stacks_of
-from hookline.verbs.anatomy.trace import Trace, traced
+from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.record.record import record
+from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import call
 
 
@@ -73,18 +75,18 @@ class Stack:
         )
 
 
-def structure_of(model: nn.Module, inputs: Sequence[Any]) -> list[Stack]:
+def structure_of(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[Stack]:
     """Find and prove the parts of every stack of a model.
 
     Args:
         model: the model, in eval mode.
-        inputs: the inputs on which the names are proven; the first is traced.
+        trace: its run on the first input.
+        inputs: the inputs on which the names are proven.
 
     Raises:
         SelectionError: no stack of the model has a residual stream.
         InputError: the inputs have fewer than three tokens.
     """
-    trace = traced(model, inputs[0])
     stacks = _stacks(model, trace)
     for stack in stacks:
         _check_tokens(stack, inputs[0])
@@ -107,6 +109,7 @@ def _check_tokens(stack: Stack, inputs: Any) -> None:
     n_tokens = max(sizes)
     if len(sizes) == 2 and sizes != sizes[::-1]:
         n_tokens = sizes[1] if sizes in shapes else sizes[0] if sizes[::-1] in shapes else n_tokens
+    n_tokens = n_tokens if all(sizes) else 0  # such as of no rows
     if n_tokens < _FEWEST_TOKENS:
         raise InputError(
             f"inputs must have at least {_FEWEST_TOKENS} tokens, got {n_tokens} at"
@@ -180,7 +183,7 @@ def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Te
     """Record the values of sites, as far as each has one; attention by name may be unknown."""
     try:
         with record(model, sites, copy=True) as run:
-            call(model, inputs)
+            call(model, copied(inputs))
     except AttachError:
         others = [site for site in sites if site.rpartition("@")[2] not in PARTS]
         if len(others) == len(sites):
@@ -212,7 +215,15 @@ def _error(each: Claim, values: dict[str, Tensor]) -> float:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out hookline's warnings: sites that never fire are refused, and no run is kept."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HooklineWarning)
-        yield
+    """Leave out hookline's warnings: sites that never fire are refused, and no run is kept.
+
+    Torch's fast path for padded texts is left out, too: its values are nested, without a shape.
+    """
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HooklineWarning)
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)

@@ -26,6 +26,7 @@ from hookline.engine import (
 )
 from hookline.engine.functions import functions, name_of
 from hookline.engine.pytree import tree
+from hookline.verbs.shared.rerun import copied, version
 from hookline.verbs.shared.run_model import call
 
 SUMS = {"add", "add_", "iadd", "radd"}
@@ -158,7 +159,7 @@ class Trace(TorchFunctionMode):
         self.events: list[Event] = []
         self.calls: dict[str, list[ModuleCall]] = {}
         self._running: list[ModuleCall] = []
-        self._values: dict[tuple[int, int], Value] = {}
+        self._values: dict[tuple[int, int | None], Value] = {}
         self._alive: list[Tensor] = []
         self._writers: dict[int, Value] = {}
         self._n_calls: Counter[tuple[str, str]] = Counter()
@@ -173,7 +174,7 @@ class Trace(TorchFunctionMode):
 
     def value(self, tensor: Tensor) -> Value:
         """Return the value that a tensor holds now."""
-        key = id(tensor), tensor._version
+        key = id(tensor), version(tensor)
         value = self._values.get(key)
         if value is None:
             writer = self._writers.get(_memory(tensor))
@@ -189,7 +190,7 @@ class Trace(TorchFunctionMode):
         weight = self._weights.get(id(tensor))
         numbers = tensor.detach().clone() if weight is None else tensor.detach()
         value = Value(numbers, is_constant=weight is not None, weight=weight)
-        self._values[id(tensor), tensor._version] = value
+        self._values[id(tensor), version(tensor)] = value
         self._alive.append(tensor)  # no other tensor gets its id
         return value
 
@@ -205,9 +206,9 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         inputs = [self.value(tensor) for tensor in given]
         arguments = _mapped(self._value_or_part, (args, kwargs))
-        versions = [tensor._version for tensor in given]
+        versions = [version(tensor) for tensor in given]
         result = func(*args, **kwargs)
-        written = [t for t, v in zip(given, versions, strict=True) if t._version != v]
+        written = [t for t, v in zip(given, versions, strict=True) if version(t) != v]
         made = [(leaf, t) for leaf, t in tree.tensors(result) if not is_wrapped(t)]
         if made or written:
             event = self._note(func, inputs, made, written)
@@ -225,7 +226,7 @@ class Trace(TorchFunctionMode):
         targets = {id(tensor): (leaf, tensor) for leaf, tensor in made}
         targets.update({id(t): ((), t) for t in written if id(t) not in targets})
         for leaf, tensor in targets.values():
-            value = self._values.get((id(tensor), tensor._version))
+            value = self._values.get((id(tensor), version(tensor)))
             if value is None:
                 value = self._new(tensor)
                 value.maker, value.is_constant = event, is_constant
@@ -411,5 +412,5 @@ def traced(model: nn.Module, inputs: Any) -> Trace:
     """Run a model, and trace its values."""
     trace = Trace(model)
     with _attached(model, trace), trace:
-        call(model, inputs)
+        call(model, copied(inputs))
     return trace

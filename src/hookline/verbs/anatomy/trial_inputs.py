@@ -15,6 +15,26 @@ from hookline.verbs.shared.run_model import signature_of
 _ROWS, _TOKENS, _FEWER_TOKENS = 2, 9, 7
 
 
+def refuse_meta(model: nn.Module, given: Any) -> None:
+    """Refuse a model and an input without numbers.
+
+    Raises:
+        InputError: a parameter, a buffer or a tensor of the input is on the meta device.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    name = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if name is not None:
+        raise InputError(
+            f"hl.anatomy must be given a model with numbers, got {name} on the meta device."
+            "\nLoad the weights first."
+        )
+    if any(tensor.is_meta for _, tensor in tree.tensors(given)):
+        raise InputError(
+            "hl.anatomy must be given an input with numbers, got a tensor on the meta device."
+            "\nMake it on the device of the model."
+        )
+
+
 def trial_inputs(model: nn.Module, given: Any = None) -> list[Any]:
     """Return two inputs: the given one and another of its form, or two that the model takes.
 
@@ -22,7 +42,8 @@ def trial_inputs(model: nn.Module, given: Any = None) -> list[Any]:
         InputError: none is given, and the model has no embedding of tokens and wants no pictures.
     """
     if given is not None:
-        return [given, tree.map_tensors(_other, given)]
+        is_one = len(list(tree.tensors(given))) == 1
+        return [given, tree.map_tensors(_data if is_one else _data_or_mask, given)]
     size = _picture_size(model)
     if size is not None:
         return [torch.randn(2, *size, generator=_generator(seed)) for seed in (0, 1)]
@@ -82,7 +103,17 @@ def _picture_size(model: nn.Module) -> tuple[int, ...] | None:
     return config.num_channels, height, width
 
 
-def _other(tensor: Tensor) -> Tensor:
+def _data_or_mask(tensor: Tensor) -> Tensor:
+    """Return another tensor of the same form, or the same one if it may be a mask."""
+    if not tensor.is_floating_point():
+        return _data(tensor)
+    # Of infinities, or of two numbers, such as zero and the least one of the dtype.
+    ends = tensor.aminmax() if tensor.numel() else (tensor, tensor)
+    is_of_two = bool(((tensor == ends[0]) | (tensor == ends[1])).all())
+    return tensor if is_of_two or not bool(tensor.isfinite().all()) else _data(tensor)
+
+
+def _data(tensor: Tensor) -> Tensor:
     """Return another tensor of the same form: moved by one token, or with noise."""
     if tensor.is_floating_point():
         noise = torch.randn(tensor.shape, generator=_generator(1)).to(tensor)

@@ -11,6 +11,7 @@ from hookline.engine import full_value, is_dtensor
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError
 from hookline.verbs.anatomy.identity_errors import error, limit
+from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import call
 
 # Ranks sum in another order, and each layer adds to the difference. Other code is off by far more.
@@ -38,7 +39,7 @@ def output_of(model: nn.Module, inputs: Any) -> dict[tree.Leaf, Tensor]:
     """Run a model, and return the floating tensors of its output by leaf; DTensors are gathered."""
     return {
         leaf: (full_value(tensor) if is_dtensor(tensor) else tensor).detach()
-        for leaf, tensor in tree.tensors(call(model, inputs))
+        for leaf, tensor in tree.tensors(call(model, copied(inputs)))
         if tensor.is_floating_point() and tensor.numel()
     }
 
