@@ -16,7 +16,7 @@ from hookline.recordings.index import Key, Lookup
 from hookline.recordings.log import Log, Read
 from hookline.recordings.log_entries import Entry
 from hookline.recordings.placements import Part
-from hookline.recordings.ranks import Collective, combined, full, joined, reduced
+from hookline.recordings.ranks import Collective, combined, copies, full, joined, reduced
 from hookline.recordings.stored_values import Stored
 
 _N_LEAVES_SHOWN = 3
@@ -50,6 +50,26 @@ class Lookups(Mapping[str, Any]):
             for _, entries in self._log.find(self._resolve(key))
             for entry in entries
         )
+
+    def copies(self, key: Key, dim: int | None = None) -> dict[int, Any]:
+        """Return the value of each rank that has one, with whole DTensors, each value once.
+
+        Where `full` takes one of the replicas of a DTensor, this returns each.
+
+        Raises:
+            RanksError: the values are of several kinds, or parts cannot be joined.
+            AmbiguousError: several calls or passes of a rank have a value.
+        """
+        placed: dict[int, Part] = {}
+        values: dict[int, Any] = {}
+        for number, rank in enumerate(self._of_ranks()):
+            of_rank: dict[int, Part] = {}
+            value = rank._only(key, partial(_loaded, of_rank)) if key in rank else None
+            is_outside = any(not layout.at for layout, _ in of_rank.values())  # of the mesh
+            if key in rank and not is_outside:
+                values[number] = value
+                placed |= of_rank
+        return copies(values, placed, dim, f"{self._name}.full({str(key)!r}, dim={dim})")
 
     def _of_ranks(self) -> tuple[Lookups, ...]:
         """Return the recordings of all ranks if they were opened together, else ()."""

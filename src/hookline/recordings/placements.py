@@ -18,6 +18,7 @@ from torch import Tensor
 from hookline.errors import AmbiguousError, RanksError
 
 Part = tuple["Layout", Tensor]
+Copy = tuple[int, tuple[int, ...]]  # the first rank of a mesh, and the coordinates of a replica
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add, "avg": torch.add, "product": torch.mul,
@@ -104,6 +105,11 @@ class Layout:
         """The rank's coordinates along the dimensions of the mesh with one kind of placement."""
         return tuple(at for at, row in zip(self.at, self.placements, strict=True) if row[0] == kind)
 
+    @property
+    def copy(self) -> Copy:
+        """The mesh and the replica in it that a part belongs to."""
+        return self.first, self.along("replicate")
+
     def rows(self) -> list[Tensor]:
         """The indices in the whole of this rank's part, for each dimension of the tensor."""
         rows = [torch.arange(size) for size in self.shape]
@@ -142,6 +148,29 @@ def join_placed(parts: Sequence[Part], dim: int | None, question: str) -> Tensor
     return wholes[0] if len(wholes) == 1 else torch.cat(wholes, dim or 0)
 
 
+def join_copies(parts: Sequence[Part], dim: int | None, question: str) -> list[Tensor]:
+    """Join the parts of all ranks to a whole tensor for each replica, as `join_placed` does.
+
+    If `dim` is None, each mesh has a whole tensor of its own.
+
+    Returns:
+        For each part the whole tensor that it belongs to.
+    """
+    copies = dict.fromkeys(layout.copy for layout, _ in parts)
+    wholes = {
+        (first, replica): _whole(
+            [part for part in parts if part[0].first == first], question, replica
+        )
+        for first, replica in copies
+    }
+    if dim is not None:
+        for replica in dict.fromkeys(replica for _, replica in copies):
+            firsts = sorted(first for first, other in copies if other == replica)
+            joined = torch.cat([wholes[first, replica] for first in firsts], dim)
+            wholes |= {(first, replica): joined for first in firsts}
+    return [wholes[layout.copy] for layout, _ in parts]
+
+
 def guess(parts: Sequence[Part], question: str) -> str:
     """Say which layout the shapes of parts suggest, as the line of a message with the fix."""
     shape = parts[0][0].shape
@@ -161,8 +190,12 @@ def guess(parts: Sequence[Part], question: str) -> str:
     return f"The parts are {', '.join(map(str, map(list, shapes)))} of {list(shape)}."
 
 
-def _whole(parts: list[Part], question: str) -> Tensor:
-    """Join the parts of one mesh."""
+def _whole(parts: list[Part], question: str, replica: tuple[int, ...] | None = None) -> Tensor:
+    """Join the parts of one mesh.
+
+    `replica` has the coordinates of the ranks that count, along the dimensions of the mesh whose
+    ranks have the same; None for the first.
+    """
     by_place = {layout.at: (layout, tensor) for layout, tensor in parts if layout.at}
     layout = parts[0][0]
     missing = [at for at in itertools.product(*map(range, layout.mesh)) if at not in by_place]
@@ -177,8 +210,9 @@ def _whole(parts: list[Part], question: str) -> Tensor:
         )
     summands: dict[tuple[int, ...], Tensor] = {}
     for place, (part_layout, part) in sorted(by_place.items()):
-        if any(part_layout.along("replicate")):
-            continue  # the ranks at coordinate 0 have the same
+        copy = part_layout.along("replicate")
+        if copy != replica if replica is not None else any(copy):
+            continue
         rows = part_layout.rows()
         if [len(row) for row in rows] != list(part.shape):
             raise RanksError(

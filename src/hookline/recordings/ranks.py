@@ -29,7 +29,7 @@ from hookline.engine import (
 )
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import flat_bytes
-from hookline.recordings.placements import Part, guess, join_placed, parts_of
+from hookline.recordings.placements import Part, guess, join_copies, join_placed, parts_of
 from hookline.recordings.rank_values import (
     COMBINED,
     Node,
@@ -169,6 +169,39 @@ def joined(
         torch.cat(column, dim or 0) if part is None else join_placed(part, dim, question)
         for column, part in zip(of_tensors, of_dtensors, strict=True)
     )
+
+
+def copies(
+    values: Mapping[int, Any], placed: Mapping[int, Part], dim: int | None, question: str
+) -> dict[int, Any]:
+    """Return the value of each rank, with the whole of each DTensor in place of the rank's part.
+
+    Ranks whose parts make up one value of DTensors have this value once, at the first of them. In a
+    mesh, each replica is a value of its own. Beside DTensors, plain tensors are joined along `dim`.
+
+    Args:
+        values: the value of each rank of an opened recording, by its number.
+        placed: the tensors that were parts of DTensors, with their layouts, by their `id()`.
+        dim: the dimension along which the wholes of several meshes are concatenated, or None.
+        question: the look-up as code, for messages.
+    """
+    apart = [RankValue(value) for value in values.values()]
+    check_alike(question, list(values), [value.nodes for value in apart])
+    check_same(question, list(values), [value.nodes for value in apart], "number")
+    of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
+    of_dtensors = [_known(parts_of(column, placed), None, question) for column in of_tensors]
+    if not any(of_dtensors):
+        return dict(values)
+    made: dict[tuple[int, ...], tuple[int, Any]] = {}
+    wholes: list[Sequence[Tensor]] = []
+    for parts, column in zip(of_dtensors, of_tensors, strict=True):
+        if parts is not None:
+            wholes.append(join_copies(parts, dim, question))
+        else:
+            wholes.append(column if dim is None else [torch.cat(column, dim)] * len(column))
+    for rank, value, tensors in zip(values, apart, zip(*wholes, strict=True), strict=True):
+        made.setdefault(tuple(map(id, tensors)), (rank, value.rebuilt(tensors)))
+    return dict(made.values())
 
 
 def _known(parts: list[Part] | None, dim: int | None, question: str) -> list[Part] | None:

@@ -52,7 +52,10 @@ from hookline.recordings.stored_values import Stored
 
 
 @final
-@hides("begin_pass", "drop_repeats", "finish", "holds_shard", "identify", "one_of_several", "take")
+@hides(
+    "begin_pass", "copies", "drop_repeats", "finish", "holds_shard", "identify", "one_of_several",
+    "take",
+)  # fmt: skip
 class Recording(Lookups, Result):
     """A mapping from sites to recorded values.
 

@@ -11,6 +11,13 @@ from hookline.verbs.compare.shards import Unjoined, check_dims_are_meant
 X = torch.zeros
 
 
+MORE = "with the dimension that they split or how to reduce them"
+
+
+def unjoined(*parts, problem=""):
+    return Unjoined("x", dict(enumerate(parts)), problem)
+
+
 @pytest.mark.parametrize(
     ("shapes", "whole", "guess"),
     [
@@ -20,19 +27,23 @@ X = torch.zeros
             "each of 2 ranks has its own [2, 3], of [4, 3]: give dims={'x': 0}",
         ),
         ([(4, 2), (4, 1)], (4, 3), "its own [4, 2] and [4, 1], of [4, 3]: give dims={'x': 1}"),
-        ([(4, 3), (4, 3)], (4, 3), "its own [4, 3], of [4, 3]: give dims={'x': 'sum'}"),
-        ([(4, 3), (4, 3)], (4, 4), "its own [4, 3], of [4, 4]: give dims={'x': …}"),
-        ([(4,), (4, 3)], (4, 3), "its own [4] and [4, 3], of [4, 3]: give dims={'x': …}"),
+        ([(4, 3), (4, 3)], (4, 3), f"its own [4, 3], of [4, 3]: give dims={{'x': …}}, {MORE}"),
+        (
+            [(4,), (4, 3)],
+            (4, 3),
+            f"its own [4] and [4, 3], of [4, 3]: give dims={{'x': …}}, {MORE}",
+        ),
     ],
 )
 def test_the_shapes_of_the_parts_give_the_guess(shapes, whole, guess):
-    assert Unjoined("x", [X(shape) for shape in shapes]).why(X(whole)).endswith(guess)
+    assert unjoined(*map(X, shapes)).why(X(whole)).endswith(guess)
 
 
 def test_structures_and_errors_are_said():
     parts = [(X(2), X(3)), (X(2), X(3))]
-    assert Unjoined("x", parts).why(parts[0]) == "each of 2 ranks has its own: give dims={'x': …}"
-    assert Unjoined("x", parts, "no such dim").why(None).endswith("has its own: no such dim")
+    why = unjoined(*parts).why(parts[0])
+    assert why == f"each of 2 ranks has its own: give dims={{'x': …}}, {MORE}"
+    assert unjoined(*parts, problem="no such dim").why(None).endswith("has its own: no such dim")
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from hookline.display.text import listed
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
+from hookline.recordings import Recording
 from hookline.statistics.difference import difference
 from hookline.verbs.compare.alignment import Alignment, align
+from hookline.verbs.compare.groups import Group, groups_of
 from hookline.verbs.compare.measure import (
     Measured,
     arrays_in,
@@ -24,8 +27,9 @@ from hookline.verbs.compare.measure import (
     measured_pair,
     paired_leaves,
 )
-from hookline.verbs.compare.shards import Dims, Unjoined
-from hookline.verbs.compare.sides import Entry, Side, with_rows_of_ranks
+from hookline.verbs.compare.readings import Places
+from hookline.verbs.compare.shards import Dims
+from hookline.verbs.compare.sides import Entry, Side, check_passes_of_ranks, with_rows_of_ranks
 from hookline.verbs.compare.tokens import Tokens, tokens_of
 
 _PASS = re.compile(r"#pass(\d+)$")
@@ -73,27 +77,74 @@ def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned 
                 " recordings hold.\nLeave tokens out."
             )
         return ""
-    ours, theirs = tokens_of(a.source, given[0]), tokens_of(b.source, given[1])
-    why = next((side for side in (ours, theirs) if isinstance(side, str)), "")
-    if not isinstance(ours, str) and not isinstance(theirs, str):
-        alignment = align(ours, theirs)
-        n_matched = 0 if isinstance(alignment, str) else alignment.n_sequences
-        if n_matched < len(ours.contents) and _are_alike(ours, theirs):
-            return ""  # one layout: the inputs differ, which the findings say
-        if not isinstance(alignment, str):
-            if alignment.is_same and not _is_padded(alignment):
-                return ""
-            a, b = (with_rows_of_ranks(side, dims) for side in (a, b))
-            sides = _joined(a, list(ours.grids)), _joined(b, list(theirs.grids))
-            return Aligned(sides, alignment)
-        why = alignment
-    if given != (None, None):
+    by_token = _aligned((a, b), given, dims)
+    if isinstance(by_token, Aligned):
+        return by_token
+    if given != (None, None) and by_token:
         raise InputError(
-            f"tokens must tell which token lies where, got: {why}."
+            f"tokens must tell which token lies where, got: {by_token}."
             '\nGive the inputs of both: tokens=({"input_ids": …}, {"input_ids": …}).'
         )
-    is_unrecorded = "were not recorded" in why  # which the findings say anyway
-    return "" if is_unrecorded else f"rows and tokens are not aligned: {why}"
+    check_passes_of_ranks(a, "a")
+    check_passes_of_ranks(b, "b")
+    is_unrecorded = "were not recorded" in by_token  # which the findings say anyway
+    is_told = not by_token or is_unrecorded
+    return "" if is_told else f"rows and tokens are not aligned: {by_token}"
+
+
+def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None) -> Aligned | str:
+    """Align two recordings by their tokens, which are read from the inputs, or are given."""
+    groups = [_groups(side) for side in sides]
+    tokens = [
+        tokens_of(side.source, *of_side)
+        for side, *of_side in zip(sides, given, groups, strict=True)
+        if side.source is not None
+    ]
+    ours, theirs = tokens
+    if isinstance(ours, str) or isinstance(theirs, str):
+        return next(why for why in tokens if isinstance(why, str))
+    has_groups = any(len(of_side) > 1 for of_side in groups)
+    alignment = align(ours, theirs, with_copies=has_groups)
+    n_matched = 0 if isinstance(alignment, str) else alignment.n_sequences
+    if n_matched < len(ours.contents) and _are_alike(ours, theirs):
+        return ""  # one layout: the inputs differ, which the findings say
+    if isinstance(alignment, str):
+        return alignment
+    if alignment.is_same and not _is_padded(alignment) and not has_groups:
+        return ""
+    for side, of_side in enumerate(groups):
+        alignment.notes += _unmatched("ba"[side], alignment.places[side], of_side)
+    a, b = (
+        _joined(with_rows_of_ranks(side, of_side, dims), list(of_tokens.grids))
+        for side, of_side, of_tokens in zip(sides, groups, (ours, theirs), strict=True)
+    )
+    return Aligned((a, b), alignment)
+
+
+def _unmatched(
+    other: str, places: Mapping[int, Mapping[str, Places]], groups: Sequence[Group]
+) -> list[str]:
+    """Say of which ranks no row is on the other side, so that no value of theirs is compared."""
+    numbers = [group.numbers for group in groups for _ in group.passes] if len(groups) > 1 else []
+    matched = {
+        ranks
+        for ranks, streams in zip(numbers, places.values(), strict=False)
+        if any(bool((at >= 0).any()) for stream in streams.values() for at in stream[:3])
+    }
+    ranks = [
+        str(rank)
+        for group in groups
+        if numbers and group.numbers not in matched
+        for rank in group.numbers
+    ]
+    text = f"no row of rank{'s' * (len(ranks) > 1)} {listed(ranks, 4)} is in {other}"
+    return [f"{text}: what is there is not compared"] if ranks else []
+
+
+def _groups(side: Side) -> list[Group]:
+    """Return the groups of ranks with the same rows; none for a side of one process."""
+    source = side.source
+    return groups_of(source) if isinstance(source, Recording) and source.ranks else []
 
 
 def _given(tokens: Any) -> tuple[Any, Any]:
@@ -179,13 +230,6 @@ def observe(alignment: Alignment, pairs: Sequence[tuple[Entry, Entry]]) -> None:
 
 def measured_by_token(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
     """Yield what is found of each pair of tensors at the common tokens."""
-    for passes, other in ((a, b), (b, a)):
-        for value in passes.values.values():
-            if isinstance(value, Unjoined):
-                yield Measured(
-                    (), ("parts", "parts"), why=value.why(next(iter(other.values.values())))
-                )
-                return
     ours, theirs = _leaves(a), _leaves(b)
     for leaf, leaf_b in _paired(ours, theirs).items():
         yield _measured(alignment, leaf, ours.pop(leaf), theirs.pop(leaf_b))
@@ -212,7 +256,7 @@ def measured_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Meas
 def measured_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[Measured]:
     """Yield what is found of the gradients of a parameter, which come from all tokens."""
     for pair in measured(a, b):
-        if alignment.notes and pair.gap is not None and pair.gap.differs:
+        if not alignment.covers_all and pair.gap is not None and pair.gap.differs:
             yield pair._replace(gap=None, why="a gradient over other tokens in a than in b")
         else:
             yield pair

@@ -33,6 +33,9 @@ class Alignment:
         is_same: whether both have the same tokens at the same places.
         positions: how the positions of the tokens differ; empty if they do not.
         notes: what else a reader should know: sequences without a match, lengths that differ.
+        covers_all: whether each token of one recording has a counterpart in the other.
+        origins: for each of the two recordings and each sequence in the common order, the first of
+            the sequences that are the same one of the recording.
     """
 
     places: tuple[dict[int, dict[str, Places]], dict[int, dict[str, Places]]]
@@ -41,6 +44,8 @@ class Alignment:
     is_same: bool
     positions: str = ""
     notes: list[str] = field(default_factory=list)
+    covers_all: bool = True
+    origins: tuple[Tensor, Tensor] | None = None
     _seen: dict[int, set[Reading]] = field(default_factory=dict)
 
     def observe(self, a: Shapes, b: Shapes) -> None:
@@ -172,11 +177,22 @@ class Alignment:
         for values, at in parts:
             joined[at.to(joined.device)] = values.to(joined.device)
             is_there[at] = True
-        return joined, is_there
+        if self.origins is None:
+            return joined, is_there
+        origins = self.origins[side]
+        if reading.axes != ROW:
+            origins = self.spans[reading.stream].places_at(origins)
+        return joined[origins.to(joined.device)], is_there[origins]
 
 
-def align(a: Tokens, b: Tokens) -> Alignment | str:
+def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str:
     """Match the sequences of two recordings by their tokens.
+
+    Args:
+        a: the tokens of the first recording.
+        b: those of the second.
+        with_copies: match what is left of one, too, if it has the tokens of a sequence of the other
+            that is matched already, as rows of several ranks.
 
     Returns:
         The alignment, or the reason why nothing can be aligned.
@@ -184,16 +200,14 @@ def align(a: Tokens, b: Tokens) -> Alignment | str:
     pairs, is_known = _matched(a, b)
     if not pairs:
         return f"the inputs differ: no sequence is in both{_example(a, b)}"
+    if with_copies and is_known:
+        pairs = _with_copies(a, b, pairs)
     lengths, notes = _lengths(a, b, pairs)
+    lengths_differ = bool(notes)
     if not is_known:
         notes.append("the ids of tokens are not known: sequences are matched in their order")
-    for name, tokens, side in (("a", a, 0), ("b", b, 1)):
-        n_alone = len(tokens.contents) - len(pairs)
-        if n_alone:
-            matched = {pair[side] for pair in pairs}
-            rows = [str(row) for row in range(len(tokens.contents)) if row not in matched]
-            sequences = plural(n_alone, "sequence")
-            notes.append(f"{sequences} only in {name}: {listed(rows, _MOST_SHOWN)}")
+    alone = [*_alone("a", a, 0, pairs), *_alone("b", b, 1, pairs)]
+    notes += alone
     n_passes = [_n_passes(tokens) for tokens in (a, b)]
     spans = {stream: _span(counts, is_cut=max(n_passes) > 1) for stream, counts in lengths.items()}
     places = tuple(
@@ -207,10 +221,19 @@ def align(a: Tokens, b: Tokens) -> Alignment | str:
         for side, tokens in ((0, a), (1, b))
     )
     alignment = Alignment(
-        (places[0], places[1]), spans, len(pairs), _are_alike(*places), notes=notes
-    )
+        (places[0], places[1]), spans, len(pairs), _are_alike(*places), notes=notes,
+        covers_all=not lengths_differ and not alone, origins=_origins(pairs),
+    )  # fmt: skip
     alignment.positions = _positions(a, b, alignment)
     return alignment
+
+
+def _alone(name: str, tokens: Tokens, side: int, pairs: list[tuple[int, int]]) -> list[str]:
+    """Say which sequences of a recording have no counterpart."""
+    matched = {pair[side] for pair in pairs}
+    rows = [str(row) for row in range(len(tokens.contents)) if row not in matched]
+    sequences = plural(len(rows), "sequence")
+    return [f"{sequences} only in {name}: {listed(rows, _MOST_SHOWN)}"] if rows else []
 
 
 def _matched(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]:
@@ -240,6 +263,36 @@ def _matched(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]:
             pairs[number] = begun[0]
             free[_key(b.contents[begun[0]])].remove(begun[0])
     return sorted(pairs.items()), True
+
+
+def _with_copies(a: Tokens, b: Tokens, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pair the sequences that are left with equal ones that have a counterpart already."""
+    matched = [{pair[side] for pair in pairs} for side in (0, 1)]
+    keys = [[_key(streams) for streams in tokens.contents] for tokens in (a, b)]
+    first_a = {keys[0][ours]: ours for ours, _ in reversed(pairs)}
+    first_b = {keys[1][theirs]: theirs for _, theirs in reversed(pairs)}
+    more = [
+        (ours, first_b[key])
+        for ours, key in enumerate(keys[0])
+        if ours not in matched[0] and key in first_b
+    ]
+    more += [
+        (first_a[key], theirs)
+        for theirs, key in enumerate(keys[1])
+        if theirs not in matched[1] and key in first_a
+    ]
+    return pairs + more
+
+
+def _origins(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
+    """Return for each pair the first with the same sequence, by side; None if none comes twice."""
+    of_sides = []
+    for side in (0, 1):
+        firsts: dict[int, int] = {}
+        of_sides.append([firsts.setdefault(pair[side], n) for n, pair in enumerate(pairs)])
+    if all(origins == [*range(len(pairs))] for origins in of_sides):
+        return None
+    return torch.tensor(of_sides[0]), torch.tensor(of_sides[1])
 
 
 def _are_known(tokens: Tokens) -> bool:
@@ -316,7 +369,8 @@ def _places(grid: Grid, sequences: list[int], counts: list[int] | None) -> Place
     if grid.key_owner.numel():
         most = max(most, int(grid.key_owner.max()))
     number = torch.full((most + 2,), -1)  # the last is for padding, whose owner is -1
-    number[torch.tensor(sequences, dtype=torch.long)] = torch.arange(len(sequences))
+    for place, sequence in reversed([*enumerate(sequences)]):  # of copies, the first
+        number[sequence] = place
     lengths = torch.tensor([*(counts or [0] * len(sequences)), 0])
     starts = lengths.cumsum(0) - lengths
 

@@ -80,8 +80,9 @@ def compare(
             are concatenated, such as 0 if each rank has a part of the batch; "sum" of partial sums,
             or "mean", "max" or "min"; or a dict of these by globs of sites,
             `{"**.q_proj": -1, "**.o_proj:input": -1}`, of which the last that matches counts.
-            DTensors need none. Plain tensors that all ranks have are taken as they are. Ranks whose
-            recorded inputs differ need no dimension of the batch: their rows are aligned.
+            DTensors need none, and no copies: each rank's is compared. Ranks whose recorded inputs
+            differ need no dimension of the batch: their rows are aligned. Values are then joined
+            among the ranks with equal inputs.
 
     Returns:
         The comparison: `first`, `suspect`, `findings`, `rows`; it prints as a table.

@@ -20,7 +20,7 @@ from hookline.verbs.compare.floor import Floor
 Verdict = Literal["identical", "noise", "differs", "not comparable"]
 
 VERDICTS: tuple[Verdict, ...] = ("identical", "noise", "differs", "not comparable")
-_QUIET = ("identical", "noise")
+QUIET = ("identical", "noise")
 _MOST_LINES = 40
 _HEADINGS = (
     Heading("site", "path"), Heading("verdict"), Heading("local", "number"),
@@ -122,7 +122,7 @@ class Comparison(Result):
     @property
     def ok(self) -> bool:
         """True if every pair of values was compared, and none differs beyond noise."""
-        return all(row.verdict in _QUIET for row in self.rows)
+        return all(row.verdict in QUIET for row in self.rows)
 
     def __iter__(self) -> Iterator[ComparedSite]:
         return iter(self.rows)
@@ -178,7 +178,7 @@ class Comparison(Result):
 
 def _folded(rows: Sequence[ComparedSite]) -> Iterator[tuple[tuple[str, ...], bool]]:
     """Yield the cells of each line, and whether the line is of sites that are equal up to noise."""
-    for is_quiet, group in groupby(rows, key=lambda row: row.verdict in _QUIET):
+    for is_quiet, group in groupby(rows, key=lambda row: row.verdict in QUIET):
         stretch = list(group)
         if is_quiet and len(stretch) > 1:
             yield _folded_cells(stretch), True

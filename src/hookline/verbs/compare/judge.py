@@ -31,6 +31,7 @@ from hookline.verbs.compare.comparison import (
 from hookline.verbs.compare.floor import Floor, eps_of, floor_of, measured_floor
 from hookline.verbs.compare.in_turn import Values, read_in_turn
 from hookline.verbs.compare.measure import Measured, measured
+from hookline.verbs.compare.parts import parted, rows_by_rank
 from hookline.verbs.compare.sides import Entry, Side
 
 
@@ -76,20 +77,32 @@ class Judge:
             why = "overwritten in place after recording; record with copy=True"
             yield ComparedSite(ours.key, theirs.key, "not comparable", why=why)
             return
+        parts, judged = parted(values), partial(self._judged, ours, theirs)
+        if parts is None:
+            rows = list(judged(values).values())
+        else:
+            row = ComparedSite(
+                ours.key, theirs.key, "not comparable", form="parts", other_form="parts"
+            )
+            rows = rows_by_rank(parts, judged, row)
+        self.flipped += [row for row in rows if row.why.endswith(_FLIPPED)]
+        yield from rows
+
+    def _judged(self, ours: Entry, theirs: Entry, values: Values) -> dict[Leaf, ComparedSite]:
+        """Return the row of each pair of tensors."""
         rows: dict[Leaf, ComparedSite] = {}
         for pair in self._measured(ours, values):
-            if pair.alone_in and not ours.is_input:
-                self.alone[pair.alone_in].append(with_leaf(ours, pair.leaf))
-            else:
+            site = with_leaf(ours, pair.leaf)
+            if not pair.alone_in or ours.is_input:
                 rows[pair.leaf] = self._row(pair, ours, theirs)
+            elif site not in self.alone[pair.alone_in]:
+                self.alone[pair.alone_in].append(site)
         noisy = [leaf for leaf, row in rows.items() if row.verdict == "noise"]
         for leaf, row in rows.items():
             is_odd = row.verdict == "differs" and bool(noisy)
             if is_odd and is_flipped_by_noise(*values, leaf, noisy):
-                self.flipped.append(replace(row, verdict="noise", why=f"{row.why}: {_FLIPPED}"))
-                yield self.flipped[-1]
-            else:
-                yield row
+                rows[leaf] = replace(row, verdict="noise", why=f"{row.why}: {_FLIPPED}")
+        return rows
 
     def _measured(self, entry: Entry, values: Values) -> Iterator[Measured]:
         if self._alignment is None:

@@ -18,7 +18,6 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.statistics.difference import Difference, difference, difference_of_blocks
 from hookline.stores import Column
 from hookline.verbs.compare.items import RowsOfItems
-from hookline.verbs.compare.shards import Unjoined
 from hookline.verbs.compare.sides import StepNumbers
 
 _DEEPEST = 20  # levels of nesting; a cache may hold itself
@@ -59,10 +58,6 @@ def measured(a: Any, b: Any) -> Iterator[Measured]:
     if isinstance(a, StepNumbers) and isinstance(b, StepNumbers):
         yield _at_common_steps(a, b)
         return
-    for side, other in ((a, b), (b, a)):
-        if isinstance(side, Unjoined):
-            yield Measured((), ("parts", "parts"), why=side.why(other))
-            return
     ours, theirs = dict(arrays_in(a)), dict(arrays_in(b))
     for leaf, leaf_b in paired_leaves(ours, theirs).items():
         yield measured_pair(leaf, ours[leaf], theirs.pop(leaf_b))

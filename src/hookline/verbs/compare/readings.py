@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from hookline.verbs.compare.tokens import ROWS
@@ -128,3 +129,12 @@ class Span(NamedTuple):
     starts: Tensor
     longest: int
     is_cut: bool
+
+    def places_at(self, sequences: Tensor) -> Tensor:
+        """Return for each place that of the same token of another sequence.
+
+        Args:
+            sequences: for each sequence the other one, which has the same tokens.
+        """
+        tokens = torch.arange(len(self.sequence)) - self.starts[self.sequence]
+        return self.starts[sequences][self.sequence] + tokens

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
-from hookline.display.text import first_line
-from hookline.engine import glob, path_text
+from hookline.display.text import first_line, plural
+from hookline.engine import ROOT, Site, glob, path_text, say_by_rank
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, InputError, one_of
 from hookline.recordings import Recording
 from hookline.recordings.ranks import OPS
 from hookline.recordings.walk import RecordedValue
+from hookline.verbs.compare.groups import Group, are_equal, passes_with_values
 
 # A dimension along which plain tensors are concatenated, or how they are reduced.
 Dim = int | str
@@ -29,34 +29,51 @@ class Unjoined:
 
     Args:
         site: the site, as in `dims`.
-        parts: the value of each rank.
+        parts: the value of each rank, by its number.
         problem: the reason; empty if nothing says how to join them.
     """
 
     site: str
-    parts: list[Any]
+    parts: Mapping[int, Any]
     problem: str = ""
 
-    def why(self, other: Any) -> str:
-        """Say why the values cannot be compared, with a guess from the value of the other side."""
-        tensors = [[tensor for _, tensor in tree.tensors(part)] for part in self.parts]
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether the value of each rank is known."""
+        return all(part is not None for part in self.parts.values())
+
+    def why(self, other: Any, reduction: str | None = None, *, may_be_copies: bool = False) -> str:
+        """Say why the values cannot be compared, with a guess from the value of the other side.
+
+        Args:
+            other: the value of the other side.
+            reduction: how to reduce the parts to the value of the other side; None if unknown.
+            may_be_copies: whether the value of one rank is that of the other side.
+        """
+        tensors = [[tensor for _, tensor in tree.tensors(part)] for part in self.parts.values()]
         shapes = [tuple(part[0].shape) for part in tensors if len(part) == 1]
         text = f"each of {len(self.parts)} ranks has its own"
         if self.problem:
             return f"{text}: {self.problem}"
+        if reduction is not None:
+            advice = f"give {self._dims(reduction)}"
+            if may_be_copies:
+                advice += " if they are summands; of copies, some are wrong"
+            return f"{text}, and their {reduction} is that of the other side: {advice}"
+        advice = f"give {self._dims('…')}, with the dimension that they split or how to reduce them"
         if len(shapes) < len(self.parts) or not isinstance(other, Tensor):
-            return f"{text}: give dims={{{self.site!r}: …}}"
-        shown = " and ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
-        guess = _guess(shapes, tuple(other.shape))
-        if guess is None:
-            return f"{text} {shown}, of {list(other.shape)}: give dims={{{self.site!r}: …}}"
-        return f"{text} {shown}, of {list(other.shape)}: give dims={{{self.site!r}: {guess!r}}}"
+            return f"{text}: {advice}"
+        text += f" {' and '.join(dict.fromkeys(str(list(shape)) for shape in shapes))}"
+        text += f", of {list(other.shape)}"
+        dim = _split_dim(shapes, tuple(other.shape))
+        return f"{text}: {advice if dim is None else 'give ' + self._dims(dim)}"
+
+    def _dims(self, dim: Dim) -> str:
+        return f"dims={{{self.site!r}: {dim if dim == '…' else repr(dim)}}}"
 
 
-def _guess(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> Dim | None:
-    """Return the dimension along which shapes add up to that of the whole, or a sum."""
-    if all(shape == whole for shape in shapes):
-        return "sum"
+def _split_dim(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
+    """Return the dimension along which shapes add up to that of the whole; None without one."""
     for dim, size in enumerate(whole):
         rest = whole[:dim] + whole[dim + 1 :]
         if all(
@@ -72,6 +89,12 @@ def check_dims(dims: Any) -> None:
     Raises:
         InputError: they are neither a dimension, nor a reduction, nor a dict of these.
     """
+    for pattern in dims if isinstance(dims, Mapping) else ():
+        if not isinstance(pattern, str):
+            raise InputError(
+                f"the keys of dims must be globs of sites, got {pattern!r:.80}."
+                '\nGive dims=0 for all sites, or dims={"**.q_proj": -1}.'
+            )
     for dim in dims.values() if isinstance(dims, Mapping) else [dims]:
         if isinstance(dim, str):
             one_of("dims", dim, OPS, 'Give a dimension, or "sum" of partial sums.')
@@ -105,31 +128,64 @@ def check_dims_are_meant(dims: Dims | None, sites: Sequence[tuple[str, str]]) ->
             )
 
 
-def whole(source: Recording, value: RecordedValue, key: str, dims: Dims | None) -> Any:
+def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
     """Read a value of several ranks as that of one process.
 
-    DTensors are joined by their placements. Plain tensors are joined as `dims` says; if it says
+    DTensors are joined by their placements. Plain tensors are joined as `dim` says; if it says
     nothing, and all ranks have the same, the value is that.
 
     Args:
-        source: the recording of several ranks.
+        group: the ranks.
         value: the value on one of the ranks.
         key: its key in a look-up.
-        dims: what `hl.compare` takes.
+        dim: what `dims` says of the site.
     """
-    having = [rank for rank in source.ranks if key in rank]
-    if len(having) == 1:
-        return having[0][key]
-    dim = dim_of(value, dims)
+    source = group.recording
+    ranks = zip(group.numbers, source.ranks, strict=True)
+    having = {number: rank for number, rank in ranks if key in rank}
+    site = _site_text(value)
     try:
-        return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
-    except AmbiguousError as error:
-        parts = [rank[key] for rank in having]
-        if all(_are_equal(parts[0], part) for part in parts[1:]):
-            return parts[0]
-        return Unjoined(key, parts, "" if dim is None else first_line(error))
+        parts = {number: rank[key] for number, rank in having.items()}
+    except AmbiguousError:
+        return Unjoined(site, dict.fromkeys(having), _of_passes(having))
+    is_sharded = any(rank.holds_shard(key) for rank in having.values())
+    if len(parts) == 1 and not is_sharded:
+        return next(iter(parts.values()))
+    try:
+        if dim is not None and not is_sharded:
+            return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
+        copies = source.copies(key, dim if isinstance(dim, int) else None)
     except (HooklineError, ValueError, RuntimeError) as error:
-        return Unjoined(key, [rank[key] for rank in having], first_line(error))
+        return Unjoined(site, parts, first_line(error))
+    first, *others = copies.values()
+    if all(are_equal(first, other) for other in others):
+        return first
+    parts = {group.numbers[rank]: copy for rank, copy in copies.items()}
+    return Unjoined(site, parts, _of_stages(having))
+
+
+def _of_passes(ranks: Mapping[int, Recording]) -> str:
+    """Say that the ranks have different numbers of passes, and what to compare instead."""
+    counts = [len(passes_with_values(rank)) for rank in ranks.values()]
+    said = say_by_rank(ranks, [plural(count, "pass", "passes") for count in counts])
+    most = list(ranks)[counts.index(max(counts))]
+    return f"{said}; compare one pass of a rank, hl.open(folder).ranks[{most}].passes[0]"
+
+
+def _of_stages(ranks: Mapping[int, Recording]) -> str:
+    """Say that the ranks have other modules, and what to compare instead; empty if they do not."""
+    first, *others = ranks.values()
+    if all(rank.modules == first.modules for rank in others):
+        return ""
+    return (
+        "the ranks have other modules, as in a pipeline; compare one at a time, as the second:"
+        " hl.compare(run, hl.open(folder).ranks[1], names={its path: the path in run})"
+    )
+
+
+def _site_text(value: RecordedValue) -> str:
+    """Return the site of a value as in `dims`: without call, pass and backward."""
+    return str(Site(value.site.path, value.site.port))
 
 
 def dim_of(value: RecordedValue, dims: Dims | None) -> Dim | None:
@@ -145,9 +201,5 @@ def dim_of(value: RecordedValue, dims: Dims | None) -> Dim | None:
 
 def _is_meant(pattern: str, path: str, port: str) -> bool:
     of_path, _, of_port = pattern.partition(":")
-    return (of_port or "output") == port and glob(of_path).fullmatch(path) is not None
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    ours, theirs = ([tensor for _, tensor in tree.tensors(value)] for value in (a, b))
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    is_path = not path if of_path == ROOT else glob(of_path).fullmatch(path) is not None
+    return (of_port or "output") == port and is_path

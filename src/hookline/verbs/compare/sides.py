@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from hookline.curves import Curves
 from hookline.data.npy_files import open_arrays
-from hookline.engine import ROOT, Site, parse_site, path_text
+from hookline.display.text import plural
+from hookline.engine import ROOT, Site, parse_site, path_text, say_by_rank
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
 from hookline.errors import InputError, SelectionError
@@ -29,8 +30,8 @@ from hookline.recordings.recording import has_lost_model, lies_in_folder, living
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
 from hookline.verbs.compare.floor import Kind
-from hookline.verbs.compare.shards import Dims, dim_of, whole
-from hookline.verbs.compare.tokens import have_own_rows, passes_of
+from hookline.verbs.compare.groups import Group, all_ranks, passes_with_values
+from hookline.verbs.compare.shards import Dims, Unjoined, dim_of, whole
 
 _CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
 _FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
@@ -229,7 +230,7 @@ def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
         return Side("recording", entries, source=source, settings=_settings([source]))
     if source.ranks:
         return _of_ranks(source, dims)
-    has_passes = sum(bool(len(record)) for record in source.passes) > 1
+    has_passes = len(passes_with_values(source)) > 1
     depths = _depths(list(source.modules))
     entries = [
         _entry(value, f"#pass{value.record.number}" * has_passes, depths) for value in walk(source)
@@ -242,15 +243,15 @@ def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
 
 def _of_ranks(source: Recording, dims: Dims | None) -> Side:
     """Return the values of all ranks, joined; those of each rank in its firing order."""
-    modules = source.ranks[0].modules
+    modules = {path: kind for rank in source.ranks for path, kind in rank.modules.items()}
     depths = _depths(list(modules))
     entries: dict[str, Entry] = {}
     for rank in source.ranks:
-        has_passes = sum(bool(len(record)) for record in rank.passes) > 1
+        has_passes = len(passes_with_values(rank)) > 1
         for value in walk(rank):
             suffix = f"#pass{value.record.number}" * has_passes
             entry = _entry(value, suffix, depths)
-            read = partial(whole, source, value, entry.key, dims)
+            read = partial(whole, all_ranks(source), value, entry.key, dim_of(value, dims))
             entries.setdefault(entry.key, replace(entry, read=read))
     settings = _settings([record for rank in source.ranks for record in rank.passes])
     return Side(
@@ -259,29 +260,74 @@ def _of_ranks(source: Recording, dims: Dims | None) -> Side:
     )  # fmt: skip
 
 
-def with_rows_of_ranks(side: Side, dims: Dims | None) -> Side:
-    """Return a side of several ranks that each have rows of their own: the ranks are passes.
+def check_passes_of_ranks(side: Side, name: str) -> None:
+    """Refuse ranks with different numbers of passes, whose values are to be joined.
 
-    Values that are joined otherwise than along the rows are the same in all passes. Those of
-    parameters have no rows.
+    Raises:
+        InputError: they have, and nothing tells which passes belong together.
     """
-    if not isinstance(side.source, Recording) or not have_own_rows(side.source):
+    ranks = side.source.ranks if isinstance(side.source, Recording) else ()
+    counts = [len(passes_with_values(rank)) for rank in ranks]
+    is_pipeline = any(rank.modules != ranks[0].modules for rank in ranks)
+    if len(set(counts)) < 2 or is_pipeline:
+        return
+    said = say_by_rank(range(len(ranks)), [plural(count, "pass", "passes") for count in counts])
+    raise InputError(
+        f"{name} must have the same passes on all ranks, got {said}.\nGive one pass of one rank,"
+        f" hl.open(folder).ranks[{counts.index(max(counts))}].passes[0]; or record the inputs, so"
+        ' that the rows of all passes are matched: hl.record(model, ["**", "(root):input"]).'
+    )
+
+
+def with_rows_of_ranks(side: Side, groups: Sequence[Group], dims: Dims | None) -> Side:
+    """Return a side of several groups of ranks, each with rows of its own: the groups are passes.
+
+    Values that are joined otherwise than along the rows are the same in all passes if each rank has
+    rows of its own. Those of parameters have no rows.
+    """
+    if len(groups) < 2 or not isinstance(side.source, Recording):
         return side
     joined = {(entry.path, entry.rest): entry for entry in side.entries}
     entries = {key: entry for key, entry in joined.items() if entry.port == "grad"}
-    for number, record in passes_of(side.source).items():
-        for value in walk(record):
-            base = _entry(value, "", {})
-            keys = [(base.path, base.rest + suffix) for suffix in ("", f"#pass{record.number}")]
-            whole = next(joined[key] for key in keys if key in joined)
-            if whole.port == "grad":
-                continue
-            is_own = dim_of(value, dims) in (None, 0) and not value.holds_shard()
-            rest = f"{base.rest}#pass{number}"
-            entries[base.path, rest] = replace(
-                whole, rest=rest, read=value.read if is_own else whole.read, outline=value.outline
-            )
+    for number, (group, value, suffix) in _numbered(groups):
+        base = _entry(value, "", {})
+        rest = f"{base.rest}#pass{number}"
+        if base.port == "grad" or (base.path, rest) in entries:
+            continue
+        read = partial(_of_group, side.source, group, value, base.key + suffix, dims)
+        entries[base.path, rest] = replace(
+            joined[base.path, base.rest + suffix], rest=rest, read=read, outline=value.outline
+        )
     return replace(side, entries=list(entries.values()))
+
+
+def _numbered(groups: Sequence[Group]) -> Iterator[tuple[int, tuple[Group, RecordedValue, str]]]:
+    """Yield the values of all ranks, each with the number of its pass among those of all groups.
+
+    With it come the group, and the end of the value's key in a look-up.
+    """
+    number = 0
+    for group in groups:
+        n_passes = len(group.passes)
+        passes = [passes_with_values(rank) for rank in group.recording.ranks]
+        for records in zip(*passes, strict=False):
+            for record in records:
+                suffix = f"#pass{record.number}" * (n_passes > 1)
+                yield from ((number, (group, value, suffix)) for value in walk(record))
+            number += 1
+
+
+def _of_group(
+    source: Recording, group: Group, value: RecordedValue, key: str, dims: Dims | None
+) -> Any:
+    """Read a value of ranks with the same rows; `dims` along the rows says that it has rows."""
+    dim = dim_of(value, dims)
+    if dim not in (None, 0) and len(group.numbers) == 1:  # such as the mean of a loss
+        return whole(all_ranks(source), value, key, dim)
+    joined = whole(group, value, key, dim or None)
+    if isinstance(joined, Unjoined) and value.holds_shard():  # in a mesh beyond the group
+        return whole(all_ranks(source), value, key, dim)
+    return joined
 
 
 def _settings(records: Iterable[PassRecord]) -> tuple[Settings, ...]:

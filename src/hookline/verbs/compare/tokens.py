@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -16,9 +15,9 @@ from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.recordings import PassRecord, Recording
+from hookline.verbs.compare.groups import INPUT, Group, passes_with_values
 from hookline.verbs.shared.token_inputs import CACHES, token_inputs
 
-INPUT = "(root):input"
 ROWS = "rows"  # the stream of inputs that are rows without tokens, such as images
 _PREFIXES = ("", "decoder_")
 _RECORD = 'Record the inputs: hl.record(model, ["**", "(root):input"]), or give tokens=.'
@@ -67,18 +66,21 @@ class Tokens:
     contents: list[dict[str, list[Hashable]]] = field(default_factory=list)
 
 
-def tokens_of(source: Recording | PassRecord, given: Any = None) -> Tokens | str:
+def tokens_of(
+    source: Recording | PassRecord, given: Any = None, groups: Sequence[Group] = ()
+) -> Tokens | str:
     """Read the tokens of a recording from the inputs of its passes.
 
     Args:
         source: a recording, or one of its passes.
         given: what was not recorded, by the names of a transformers model's inputs: a dict for all
             passes, or a sequence with a dict for each.
+        groups: of a recording of several ranks, the groups of ranks with the same rows.
 
     Returns:
         The tokens, or the reason why they are not known.
     """
-    numbered = passes_of(source)
+    numbered = passes_of(source, groups)
     records = list(numbered.values())
     if given is not None and not isinstance(given, Mapping) and len(given) != len(records):
         return f"tokens must have a dict for each of {len(records)} passes, got {len(given)}"
@@ -97,38 +99,20 @@ def tokens_of(source: Recording | PassRecord, given: Any = None) -> Tokens | str
     return reader.tokens
 
 
-def passes_of(source: Recording | PassRecord) -> dict[int, PassRecord]:
+def passes_of(
+    source: Recording | PassRecord, groups: Sequence[Group] = ()
+) -> dict[int, PassRecord]:
     """Return the passes with values that tell the tokens, by number.
 
-    Of several ranks, which have rows of their own, the passes of each follow those of the one
-    before. If all ranks were given the same, the passes of the first count.
+    Of several ranks, the passes of each group follow those of the one before. Those of its first
+    rank count.
     """
     if isinstance(source, PassRecord):
         return {source.number: source}
-    ranks = source.ranks if have_own_rows(source) else source.ranks[:1]
-    if ranks:
-        records = [record for rank in ranks for record in rank.passes if len(record)]
-        return dict(enumerate(records)) if len(ranks) > 1 else _by_number(records)
-    return _by_number(source.passes)
-
-
-def _by_number(records: Iterable[PassRecord]) -> dict[int, PassRecord]:
-    return {record.number: record for record in records if len(record)}
-
-
-def have_own_rows(source: Recording) -> bool:
-    """Tell whether the ranks of a recording were given different inputs, each rows of its own."""
-    firsts = [
-        dict(tree.tensors(record.calls(INPUT)[0]))
-        for rank in source.ranks
-        for record in list(rank.passes)[:1]
-        if INPUT in record
-    ]
-    return any(
-        first.keys() != other.keys()
-        or any(not torch.equal(tensor, other[leaf]) for leaf, tensor in first.items())
-        for first, other in pairwise(firsts)
-    )
+    if len(groups) > 1:
+        return dict(enumerate(record for group in groups for record in group.passes))
+    records = groups[0].passes if groups else passes_with_values(source)
+    return {record.number: record for record in records}
 
 
 def _inputs(record: PassRecord, given: Mapping[str, Any] | None) -> dict[str, Any]:

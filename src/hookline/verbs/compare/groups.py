@@ -1,0 +1,103 @@
+"""Group the ranks of a recording: ranks that were given the same inputs hold the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from hookline.engine.pytree import tree
+from hookline.recordings import PassRecord, Recording
+from hookline.recordings.rank_values import RankValue
+from hookline.statistics.difference import difference
+
+INPUT = "(root):input"
+
+
+@final
+@dataclass(frozen=True)
+class Group:
+    """Ranks of a recording that hold the same rows.
+
+    Args:
+        recording: the recording of these ranks.
+        numbers: the number of each rank in the recording of all ranks.
+    """
+
+    recording: Recording
+    numbers: tuple[int, ...]
+
+    @property
+    def passes(self) -> list[PassRecord]:
+        """The passes of the first rank that have values."""
+        return passes_with_values(self.recording.ranks[0])
+
+
+def all_ranks(source: Recording) -> Group:
+    """Return all ranks as one group."""
+    return Group(source, tuple(range(len(source.ranks))))
+
+
+def groups_of(source: Recording) -> list[Group]:
+    """Return the groups of the ranks, in their order.
+
+    Ranks without recorded inputs, and stages of a pipeline behind the first, join the only group if
+    there is one. Otherwise their rows are not known, and each is a group of its own.
+    """
+    first, *_ = source.ranks
+    unknown: list[int] = []
+    groups: list[tuple[list[Any], list[int]]] = []
+    for number, rank in enumerate(source.ranks):
+        inputs = _inputs_of(rank)
+        if not inputs or rank.modules != first.modules:
+            unknown.append(number)
+            continue
+        same = next((numbers for other, numbers in groups if are_equal(inputs, other)), None)
+        if same is None:
+            groups.append((inputs, [number]))
+        else:
+            same.append(number)
+    if len(groups) < 2:
+        return [all_ranks(source)]
+    together = [numbers for _, numbers in groups] + [[number] for number in unknown]
+    return [_group(source, numbers) for numbers in sorted(together)]
+
+
+def _group(source: Recording, numbers: Sequence[int]) -> Group:
+    recording = Recording(source.sites, source.report(), source.modules)
+    recording.ranks = tuple(source.ranks[number] for number in numbers)
+    return Group(recording, tuple(numbers))
+
+
+def _inputs_of(rank: Recording) -> list[Any]:
+    return [record.calls(INPUT)[0] for record in rank.passes if INPUT in record]
+
+
+def passes_with_values(source: Recording) -> list[PassRecord]:
+    """Return the passes of one rank in which a site fired."""
+    return [record for record in source.passes if len(record)]
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Tell whether two values have one structure and equal contents; NaN equals NaN."""
+    ours, theirs = RankValue(a), RankValue(b)
+    if [*map(_known, ours.nodes)] != [*map(_known, theirs.nodes)]:
+        return False
+    nested = ([part for _, part in tree.tensors(value) if part.is_nested] for value in (a, b))
+    mine, yours = (
+        [*value.tensors, *parts] for value, parts in zip((ours, theirs), nested, strict=True)
+    )
+    return len(mine) == len(yours) and all(map(_are_equal_tensors, mine, yours))
+
+
+def _known(node: Mapping[str, Any]) -> tuple[Any, ...]:
+    return node["at"], node["kind"], node["dtype"], node["shape"], node.get("text")
+
+
+def _are_equal_tensors(a: Tensor, b: Tensor) -> bool:
+    try:
+        return a.dtype == b.dtype and not difference(a, b).differs
+    except (RuntimeError, NotImplementedError):  # packed dtypes, large sparse tensors
+        return False

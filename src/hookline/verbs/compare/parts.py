@@ -1,0 +1,167 @@
+"""Find what to compare where the ranks of a side have values that cannot be joined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from hookline.display.text import listed
+from hookline.engine.pytree.tree import Leaf
+from hookline.errors import HooklineError
+from hookline.recordings.ranks import OPS, combined
+from hookline.verbs.compare.aligned import Passes
+from hookline.verbs.compare.comparison import QUIET, ComparedSite
+from hookline.verbs.compare.shards import Unjoined
+
+Values = tuple[Any, Any]
+_MOST_NAMED = 4
+
+
+@final
+@dataclass(frozen=True)
+class Parted:
+    """A pair of values, of which at least one is of ranks that could not be joined.
+
+    Args:
+        values: the two values.
+    """
+
+    values: Values
+
+    @property
+    def first(self) -> Unjoined:
+        """The first value that could not be joined."""
+        return next(part for side in self.values for part in _unjoined(side).values())
+
+    @property
+    def other(self) -> Any:
+        """The value beside it, in its first pass."""
+        side = self.values[0 if _unjoined(self.values[1]) else 1]
+        return next(iter(side.values.values())) if isinstance(side, Passes) else side
+
+    @property
+    def are_alike(self) -> bool:
+        """Tell whether both values are of the same ranks, so that each has a counterpart."""
+        a, b = self.values
+        if not isinstance(a, Unjoined) or not isinstance(b, Unjoined):
+            return False
+        return a.parts.keys() == b.parts.keys() and a.is_whole and b.is_whole
+
+    @property
+    def may_be_copies(self) -> bool:
+        """Tell whether the values of the ranks of one side may be copies of the other side's."""
+        sides = [_unjoined(side) for side in self.values]
+        return not all(sides) and not any(part.problem for side in sides for part in side.values())
+
+    def by_rank(self) -> Iterator[tuple[int, Values]]:
+        """Yield the number of each rank, with its value beside the other side's."""
+        a, b = self.values
+        if isinstance(a, Unjoined) and isinstance(b, Unjoined):
+            yield from ((rank, (part, b.parts[rank])) for rank, part in a.parts.items())
+            return
+        for side, value in enumerate(self.values):
+            for number, unjoined in _unjoined(value).items():
+                for rank, part in unjoined.parts.items():
+                    yield rank, self._with(side, {number: part})
+
+    def joined_alone(self) -> Values | None:
+        """Return the passes whose values could be joined; None if there are none."""
+        for side, value in enumerate(self.values):
+            unjoined = _unjoined(value)
+            if unjoined and isinstance(value, Passes):
+                joined = {n: part for n, part in value.values.items() if n not in unjoined}
+                return self._with(side, joined) if joined else None
+        return None
+
+    def reduced(self, op: str) -> Values | None:
+        """Return the values with those of the ranks reduced; None if they cannot be."""
+        side = 0 if _unjoined(self.values[0]) else 1
+        unjoined = _unjoined(self.values[side])
+        try:
+            values = {
+                number: combined([*part.parts.values()], op, "", is_sharded=False)
+                for number, part in unjoined.items()
+            }
+        except (HooklineError, ValueError, RuntimeError):  # other shapes, packed dtypes
+            return None
+        return self._with(side, values)
+
+    def _with(self, side: int, values: Mapping[int, Any]) -> Values:
+        """Return the pair with other values of a side, by pass."""
+        given = self.values[side]
+        new = Passes(values) if isinstance(given, Passes) else next(iter(values.values()))
+        return (new, self.values[1]) if side == 0 else (self.values[0], new)
+
+
+def rows_by_rank(
+    parts: Parted, judged: Callable[[Values], dict[Leaf, ComparedSite]], row: ComparedSite
+) -> list[ComparedSite]:
+    """Compare the value of each rank with the other side's.
+
+    If one rank has the other side's value, all have copies. If none has it, nothing tells whether
+    the values are parts of it.
+
+    Args:
+        parts: the pair of values.
+        judged: returns the row of each pair of tensors in two values.
+        row: what is returned if the values cannot be compared, without the reason.
+
+    Returns:
+        The rows. Each is the worst of all ranks.
+    """
+    if not parts.are_alike and not parts.may_be_copies:
+        return [replace(row, why=parts.first.why(parts.other))]
+    by_rank: list[tuple[int | None, dict[Leaf, ComparedSite]]]
+    by_rank = [(rank, judged(values)) for rank, values in parts.by_rank()]
+    are_near = [_are_quiet(rows.values()) for _, rows in by_rank]
+    if parts.may_be_copies and not all(are_near):
+        ops = ["sum"] if any(are_near) else OPS
+        op = next((op for op in ops if _fits(parts, op, judged)), None)
+        if op is not None or not any(are_near):
+            why = parts.first.why(parts.other, op, may_be_copies=any(are_near))
+            return [replace(row, why=why)]
+    alone = parts.joined_alone()
+    by_rank += [] if alone is None else [(None, judged(alone))]
+    leaves = dict.fromkeys(leaf for _, rows in by_rank for leaf in rows)
+    return [
+        _worst([(rank, rows[leaf]) for rank, rows in by_rank if leaf in rows]) for leaf in leaves
+    ]
+
+
+def _fits(parts: Parted, op: str, judged: Callable[[Values], dict[Leaf, ComparedSite]]) -> bool:
+    values = parts.reduced(op)
+    return values is not None and _are_quiet(judged(values).values())
+
+
+def _are_quiet(rows: Collection[ComparedSite]) -> bool:
+    return bool(rows) and all(row.verdict in QUIET for row in rows)
+
+
+def _worst(rows: list[tuple[int | None, ComparedSite]]) -> ComparedSite:
+    """Return the worst row of all ranks; it names those that differ."""
+    odd = [(rank, row) for rank, row in rows if row.verdict not in QUIET]
+    if not odd:
+        return max((row for _, row in rows), key=_size)
+    rank, worst = max(odd, key=lambda pair: (pair[1].verdict == "differs", _size(pair[1])))
+    if rank is None:
+        return worst
+    ranks = [str(other) for other, _ in odd if other is not None]
+    name = f"rank{'s' * (len(ranks) > 1)} {listed(ranks, _MOST_NAMED)}"
+    return replace(worst, why=f"{name}: {worst.why}")
+
+
+def _size(row: ComparedSite) -> float:
+    return math.inf if row.relative is None else row.relative
+
+
+def parted(values: Values) -> Parted | None:
+    """Return a pair of values with parts that could not be joined; None if all are joined."""
+    return Parted(values) if any(map(_unjoined, values)) else None
+
+
+def _unjoined(value: Any) -> dict[int, Unjoined]:
+    """Return what could not be joined, by pass."""
+    passes = value.values if isinstance(value, Passes) else {0: value}
+    return {number: part for number, part in passes.items() if isinstance(part, Unjoined)}
