@@ -228,6 +228,7 @@ class RecordedModel:
         flags: torch's settings that change numbers, as they were when the model was identified.
         modules: the class and arguments of each module, by its path, as `print(model)` writes them;
             empty if an older hookline wrote the folder.
+        sharded: True if a parameter or buffer was a DTensor, so that `weights` are of a part.
     """
 
     type: str
@@ -238,6 +239,7 @@ class RecordedModel:
     device: str = field(default="", compare=False)
     flags: dict[str, str] = field(default_factory=dict, compare=False)
     modules: dict[str, str] = field(default_factory=dict, compare=False)
+    sharded: bool = field(default=False, compare=False)
 
     @property
     def provenance(self) -> Provenance:
@@ -271,8 +273,10 @@ class RecordedModel:
             {str(name): str(text) for name, text in row.get(key, {}).items()}
             for key in ("flags", "modules")
         )
-        device = str(row.get("device", ""))
-        return RecordedModel(kind, structure, weights, code, versions, device, flags, modules)
+        device, sharded = str(row.get("device", "")), row.get("sharded") is True
+        return RecordedModel(
+            kind, structure, weights, code, versions, device, flags, modules, sharded
+        )
 
 
 def recorded_model(model: nn.Module) -> RecordedModel | None:
@@ -289,6 +293,7 @@ def recorded_model(model: nn.Module) -> RecordedModel | None:
     return RecordedModel(
         identity["type"], identity["structure"], identity["weights"], code, versions_here(),
         device_of(model), flags_here(), _module_texts(unwrapping(model)[-1]),
+        any(map(is_dtensor, (*model.parameters(), *model.buffers()))),
     )  # fmt: skip
 
 

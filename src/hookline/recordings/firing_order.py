@@ -48,8 +48,15 @@ class RecordedValue:
         return self.record.outline(self._numbered)
 
     def holds_shard(self) -> bool:
-        """Return whether a tensor of the value, opened from a folder, was a part of a DTensor."""
+        """Return whether a tensor of the value is this rank's part of a DTensor."""
         return self.record.holds_shard(self._numbered)
+
+    def part(self) -> str:
+        """Say which part of a DTensor the value is; empty if it is whole."""
+        if not self.holds_shard():
+            return ""
+        layouts = [layout for layout in self.record.layouts(self._numbered) if layout.at]
+        return " and ".join(dict.fromkeys(layout.part for layout in layouts if layout.part))
 
     @property
     def _numbered(self) -> Site:

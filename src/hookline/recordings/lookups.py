@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S
+from hookline.engine import TIMEOUT_S, is_dtensor, layout_of
 from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.log import Log, Read
 from hookline.recordings.log_entries import Entry
-from hookline.recordings.placements import Part
+from hookline.recordings.placements import Layout, Part
 from hookline.recordings.ranks import Collective, combined, copies, full, joined, reduced
 from hookline.recordings.stored_values import Stored
 
@@ -44,12 +44,22 @@ class Lookups(Mapping[str, Any]):
         return self._log.index.find(key)
 
     def holds_shard(self, key: Key) -> bool:
-        """Return whether an opened value of a site was one rank's shard of a DTensor."""
+        """Return whether a value of a site holds this rank's part of a DTensor."""
         return any(
-            isinstance(entry.value, Stored) and entry.value.holds_shard()
+            entry.value.holds_shard()
+            if isinstance(entry.value, Stored)
+            else any(is_dtensor(tensor) for _, tensor in tree.tensors(entry.value))
             for _, entries in self._log.find(self._resolve(key))
             for entry in entries
         )
+
+    def layouts(self, key: Key) -> list[Layout]:
+        """Return the layout of each DTensor of which a value of a site holds this rank's part."""
+        placed: dict[int, Part] = {}
+        value = self._only(key, partial(_loaded, placed))
+        live = [layout_of(tensor) for _, tensor in tree.tensors(value) if is_dtensor(tensor)]
+        layouts = [layout for layout, _ in placed.values()]
+        return layouts + [layout for data in live if (layout := Layout.from_json(data))]
 
     def copies(self, key: Key, dim: int | None = None) -> dict[int, Any]:
         """Return the value of each rank that has one, with whole DTensors, each value once.

@@ -17,7 +17,7 @@ from hookline.recordings.overview import of_pass, pass_printout, site_rows
 
 
 @final
-@hides("calls_as_placed", "copies", "holds_shard", "outline", "one_of_several")
+@hides("calls_as_placed", "copies", "holds_shard", "layouts", "outline", "one_of_several")
 class PassRecord(Lookups, Result):
     """One pass (run of the model) of a recording, with the look-ups of the recording.
 

@@ -106,6 +106,17 @@ class Layout:
         return tuple(at for at, row in zip(self.at, self.placements, strict=True) if row[0] == kind)
 
     @property
+    def part(self) -> str:
+        """What the rank holds of the whole, in words; empty if it holds all of it."""
+        texts = []
+        for at, n, row in zip(self.at, self.mesh, self.placements, strict=True):
+            if n > 1 and row[0] != "replicate":
+                name = "summand" if row[0] == "partial" else "part"
+                what = row[1] if row[0] == "unknown" else f"{row[0]}({row[1]})"
+                texts.append(f"{name} {at} of {n} by {what}")
+        return ", ".join(texts)
+
+    @property
     def copy(self) -> Copy:
         """The mesh and the replica in it that a part belongs to."""
         return self.first, self.along("replicate")

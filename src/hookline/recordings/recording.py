@@ -53,7 +53,8 @@ from hookline.recordings.stored_values import Stored
 
 @final
 @hides(
-    "begin_pass", "copies", "drop_repeats", "finish", "holds_shard", "identify", "one_of_several",
+    "begin_pass", "copies", "drop_repeats", "finish", "holds_shard", "identify", "layouts",
+    "one_of_several",
     "take",
 )  # fmt: skip
 class Recording(Lookups, Result):

@@ -229,3 +229,18 @@ def test_a_rank_without_a_row_in_the_other_run_is_named():
     comparison = hl.compare(runs, recorded(net(), X[:2]))
     told = [finding.text for finding in comparison.findings if finding.kind == "tokens"]
     assert "no row of rank 1 is in b: what is there is not compared" in told
+
+
+def test_weights_that_differ_between_ranks_are_told():
+    models = [net() for _ in range(3)]
+    with torch.no_grad():
+        models[1][2].weight *= 2
+    runs = of_ranks(*(recorded(model, X) for model in models[:2]))
+    told = [f.text for f in hl.compare(runs, recorded(models[2])).findings if f.kind == "model"]
+    assert told[0].startswith("ranks 0 and 1 of a have different weights")
+    same = of_ranks(*(recorded(model, X) for model in (models[0], models[2])))
+    assert hl.compare(same, recorded(models[0])).findings == []
+    told = [f.text for f in hl.compare(same, recorded(models[1])).findings if f.kind == "model"]
+    assert told[0].startswith("weights of the model differ")
+    told = [f.text for f in hl.compare(runs, same).findings if f.kind == "model"]
+    assert told[0].startswith("on rank 1: weights of the model differ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from hookline.display.text import listed, plural
 from hookline.engine import path_text
@@ -174,10 +175,46 @@ def of_models(side_a: Side, side_b: Side, rows: list[ComparedSite]) -> list[Find
         are = "no longer exists" if len(lost) == 1 else "no longer exist"
         text = f"{whose} {are}, so structure and weights were not compared: keep the model"
         return [Finding("model", f"{text} until then, or save the recording while it is there")]
-    a, b = side_a.identify(), side_b.identify()
-    if a is None or b is None:
+    a, b = ([model for model in side.identify() if model is not None] for side in (side_a, side_b))
+    if len(a) == len(b):
+        return _by_rank(a, b)
+    if not a or not b or any(_are_stages(models) for models in (a, b)):
         return []
-    return list(_of_identities(a, b))
+    of_parts = list(_of_parts("a", a)) + list(_of_parts("b", b))
+    known = replace(a[0], weights=b[0].weights) if of_parts else a[0]
+    does_differ = any(row.verdict == "differs" for row in rows)
+    return [*_of_identities(known, b[0]), *(of_parts if does_differ else ())]
+
+
+def _by_rank(a: list[RecordedModel], b: list[RecordedModel]) -> list[Finding]:
+    """Compare the model of each rank with that of the same rank; what comes first is said."""
+    of_ranks = [list(_of_identities(*pair)) for pair in zip(a, b, strict=True)]
+    by_rank = {rank: findings for rank, findings in enumerate(of_ranks) if findings}
+    if not by_rank:
+        return []
+    rank, findings = next(iter(by_rank.items()))
+    if all(by_rank.get(other) == findings for other in range(len(a))):
+        return findings
+    return [replace(finding, text=f"on rank {rank}: {finding.text}") for finding in findings]
+
+
+def _are_stages(models: list[RecordedModel]) -> bool:
+    """Tell whether the models of several ranks have other modules, as in a pipeline."""
+    return len({model.structure for model in models}) > 1
+
+
+def _of_parts(name: str, models: list[RecordedModel]) -> Iterator[Finding]:
+    """Say that the weights of several ranks were not compared, if each has its own."""
+    odd = next((n for n, model in enumerate(models) if model.weights != models[0].weights), None)
+    if any(model.sharded for model in models):
+        yield Finding(
+            "model",
+            f"each of {len(models)} ranks has a part of the weights in {name}, so they were not"
+            " compared: compare state dicts, of torch's get_model_state_dict(full_state_dict=True)",
+        )
+    elif odd is not None:
+        text = f"ranks 0 and {odd} of {name} have different weights: under data parallelism they"
+        yield Finding("model", f"{text} must be equal; in parts, compare whole state dicts")
 
 
 def _of_structure(a: RecordedModel, b: RecordedModel) -> str:

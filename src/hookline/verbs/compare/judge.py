@@ -77,6 +77,10 @@ class Judge:
             why = "overwritten in place after recording; record with copy=True"
             yield ComparedSite(ours.key, theirs.key, "not comparable", why=why)
             return
+        pieces = ours.part(), theirs.part()
+        if pieces[0] != pieces[1]:
+            yield ComparedSite(ours.key, theirs.key, "not comparable", why=_of_pieces(*pieces))
+            return
         parts, judged = parted(values), partial(self._judged, ours, theirs)
         if parts is None:
             rows = list(judged(values).values())
@@ -178,6 +182,14 @@ class Judge:
 
 
 _FLIPPED = "their scores are equal up to noise"
+
+
+def _of_pieces(a: str, b: str) -> str:
+    texts = [f"{piece} in {name}" for name, piece in (("a", a), ("b", b)) if piece]
+    return (
+        f"a DTensor, of which one rank has {' and '.join(texts)}; save all ranks in one folder by"
+        " run.save(folder), and compare hl.open(folder)"
+    )
 
 
 def _of_choice(flipped: list[ComparedSite]) -> str:

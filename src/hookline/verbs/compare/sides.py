@@ -59,6 +59,7 @@ class Entry:
         n_modules: how many modules without children come before it, as far as known.
         is_input: whether it is the input of the whole model.
         outline: returns the structure of a recorded value, without reading numbers.
+        part: says which part of a DTensor the value is; empty if it is whole.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Entry:
     n_modules: int = 0
     is_input: bool = False
     outline: Callable[[], Any] = lambda: None
+    part: Callable[[], str] = str
 
     @property
     def key(self) -> str:
@@ -109,7 +111,7 @@ class Side:
     Args:
         noun: what it is: "recording", "arrays", "store" or "curves".
         entries: its values, in firing order as far as known.
-        identify: returns the model that made them; None if unknown.
+        identify: returns the model that made them, on each rank; None where it is unknown.
         modules: the type name of each module of the model, by its path; empty if unknown.
         release: closes the files of what was read.
         source: the recording or pass; None for other things.
@@ -119,7 +121,7 @@ class Side:
 
     noun: str
     entries: Sequence[Entry]
-    identify: Callable[[], RecordedModel | None] = lambda: None
+    identify: Callable[[], Sequence[RecordedModel | None]] = tuple
     modules: Mapping[str, str] = field(default_factory=dict)
     release: Callable[[], None] = lambda: None
     source: Recording | PassRecord | None = None
@@ -178,7 +180,7 @@ def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
         entries = [Entry(_path(site), "", partial(given.__getitem__, site)) for site in given.sites]
         side = Side("store", _children_first(entries), store=given)
     elif isinstance(given, Curves):
-        side = Side("curves", list(_curve_entries(given)), lambda: given.model)
+        side = Side("curves", list(_curve_entries(given)), lambda: [given.model])
     elif isinstance(given, Mapping):
         side = Side("arrays", _of_arrays(given, name))
     else:
@@ -236,7 +238,7 @@ def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
         _entry(value, f"#pass{value.record.number}" * has_passes, depths) for value in walk(source)
     ]
     return Side(
-        "recording", entries, lambda: source.model, source.modules, source.release, source,
+        "recording", entries, lambda: [source.model], source.modules, source.release, source,
         _settings(source.passes),
     )  # fmt: skip
 
@@ -252,11 +254,11 @@ def _of_ranks(source: Recording, dims: Dims | None) -> Side:
             suffix = f"#pass{value.record.number}" * has_passes
             entry = _entry(value, suffix, depths)
             read = partial(whole, all_ranks(source), value, entry.key, dim_of(value, dims))
-            entries.setdefault(entry.key, replace(entry, read=read))
+            entries.setdefault(entry.key, replace(entry, read=read, part=str))
     settings = _settings([record for rank in source.ranks for record in rank.passes])
     return Side(
-        "recording", list(entries.values()), modules=modules, release=source.release, source=source,
-        settings=settings,
+        "recording", list(entries.values()), lambda: [rank.model for rank in source.ranks], modules,
+        source.release, source, settings,
     )  # fmt: skip
 
 
@@ -350,7 +352,7 @@ def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entr
     n_modules = 2 * total - depth if site.is_gradient else depth
     return Entry(
         site.path, rest + suffix, value.read, "stored" if is_input else kind, n_modules, is_input,
-        value.outline,
+        value.outline, value.part,
     )  # fmt: skip
 
 
