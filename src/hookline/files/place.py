@@ -33,6 +33,7 @@ _LOCAL = "file://"  # fsspec would write such files without lock and sync
 _LEFT_BEHIND = re.compile(
     r"\.(shard-\d{8}\.safetensors|manifest\.json|names\.json)\.\d+\.[0-9a-f]{8}\.part"
 )
+AGAIN = "Start again to go on."
 _CHECK = "Check the address, the network and the credentials."
 _MOST_BUFFERS = 1024  # of one call: IOV_MAX of Linux and macOS
 # In calls of this size Linux holds the file in large pages, and reading random rows takes 0.8 of
@@ -81,9 +82,11 @@ class LocalPlace:
 
     Attributes:
         most_bytes: the bytes that a new file should have at most.
+        again: how to go on after an error, for messages.
     """
 
     most_bytes = 2 * 1024**3
+    again = AGAIN
 
     def __init__(self, folder: Path) -> None:
         self._shown = folder
@@ -166,7 +169,7 @@ class LocalPlace:
         except OSError as error:
             raise FolderError(
                 f"cannot write {self._shown / name}: {first_line(error)}."
-                f"\n{_remedy(error)} What was written before is whole; start again to go on."
+                f"\n{_remedy(error)} What was written before is whole. {self.again}"
             ) from error
 
     def create(self, name: str, chunks: Iterable[Any]) -> None:
@@ -188,7 +191,7 @@ class LocalPlace:
             return
         raise FolderError(
             f"{self} must stay where it is while it is written, got another folder or none."
-            "\nPut it back, and start again to go on."
+            f"\nPut it back. {self.again}"
         )
 
     def remove(self, name: str) -> None:
@@ -268,6 +271,7 @@ class RemotePlace:
     """
 
     most_bytes = 2**28  # a file is one request
+    again = AGAIN
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs  # loads aiohttp and more for some protocols
@@ -377,7 +381,7 @@ class RemotePlace:
     def _unreachable(self, error: Exception) -> FolderError:
         return FolderError(
             f"{self.url} cannot be used: {type_and_line(error)}."
-            f"\n{_CHECK} What was written before is whole; start again to go on."
+            f"\n{_CHECK} What was written before is whole. {self.again}"
         )
 
 

@@ -64,6 +64,7 @@ def merge(
     sources, target = list(map(as_place, places)), as_place(to)
     if not sources:
         raise StructureError("merge must have one or more stores, got none.\nGive their folders.")
+    target.again = "Merge again, into a new folder."
     manifests = [_manifest_of(place) for place in sources]
     _check_alike(sources, manifests)
     with target.locked():

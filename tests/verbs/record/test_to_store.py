@@ -234,3 +234,17 @@ def test_a_child_that_goes_on_longer_leaves_a_whole_store(net, tmp_path, monkeyp
     assert {path: path.read_bytes() for path in (tmp_path / "s").iterdir()} == before
     assert len(hl.open(tmp_path / "s")) == 2 * len(X)
     os.close(reading), os.close(writing)
+
+
+def test_a_full_disk_advises_a_new_folder(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    model = nn.Linear(2, 3)
+    with pytest.raises(hl.FolderError) as caught, hl.record(model, to=tmp_path / "s"):
+        model(torch.zeros(4, 2))
+        monkeypatch.setattr("hookline.files.place._write", refuse)
+    assert str(caught.value).endswith(
+        "Free space on the disk. What was written before is whole."
+        " A loop of your own cannot be resumed: run it again, with a new folder."
+    )

@@ -186,6 +186,7 @@ class StoreSink:
 
 _CPU = torch.device("cpu")
 _MOST_NAMED = 5
+_AGAIN = "A loop of your own cannot be resumed: run it again, with a new folder."
 
 
 def store_line(
@@ -212,7 +213,9 @@ def store_line(
                 " give keep= a function that makes such rows; hl.monitor(model, ports='grad')"
                 " measures these gradients in each step."
             )
-        sink = StoreSink(place_of(to), line.root, recording, options)
+        place = place_of(to)
+        place.again = _AGAIN
+        sink = StoreSink(place, line.root, recording, options)
     except BaseException:
         line.options.quiet = True
         line.remove()
