@@ -13,6 +13,9 @@ from hookline.engine.compile.graph_callback import (
     Callback, InBlocks, SplitCallback, defaults_by_name, graph_snapshot, snapshot,
 )
 from hookline.engine.compile.runs import CompiledRun
+from hookline.engine.distributed.parallel_ranks import (
+    gathered, is_summand, split_parameters, split_ranks, summed,
+)
 from hookline.engine.distributed.rendezvous import TIMEOUT_S, gather_json, ranks_of, say_by_rank
 from hookline.engine.distributed.whole_weights import joined, whole_weights
 from hookline.engine.gradients.port_taps import GradInputTap, GradOutputTap, ParameterTap
@@ -63,9 +66,9 @@ from hookline.engine.torch_private.autograd import (
     outer_backward, pop_saved_tensors_hooks, push_saved_tensors_hooks, version_counter,
 )
 from hookline.engine.torch_private.distributed import (
-    calls_of_sharded, clone_locally, default_store, fsdp1_parts, full_value, gathered,
+    calls_of_sharded, clone_locally, default_store, fsdp1_parts, full_value,
     is_dtensor, is_flat, is_grouped, is_split, layout_of, local_part, reshard, sharding,
-    split_over, split_parameters, unwrapped,
+    split_over, unwrapped,
 )
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, has_compiled, while_tracing,

@@ -101,11 +101,11 @@ def test_flat_parameters_and_those_in_them_are_known(mesh, use_orig_params):
     inside = [internals.is_in_flat(parameter) for parameter in model.parameters()]
     assert flat == ([False] * 4 if use_orig_params else [True, False, False])
     assert inside == ([True, True, False, False] if use_orig_params else [False] * 3)
-    assert internals.fsdp1_parts(model) == set()  # on one rank, torch shards nothing
+    assert internals.fsdp1_parts(model) == {}  # on one rank, torch shards nothing
     handle = model[0]._handle
     handle._sharding_strategy = handle._sharding_strategy.FULL_SHARD
     parts = {id(handle.flat_param)} | set(map(id, model[0].parameters()))
-    assert internals.fsdp1_parts(model) == parts
+    assert internals.fsdp1_parts(model) == {part: [0] for part in parts}
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*")

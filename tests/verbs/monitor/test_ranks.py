@@ -10,11 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
-from parallel import CPU, conv_net, half, images, mesh, stack
+from parallel import CPU, conv_net, gated, half, images, mesh, stack
 from processes import on_ranks
 
 PORTS = ("output", "grad_output", "value", "grad", "update")
@@ -233,6 +241,78 @@ def test_copies_in_tensor_parallelism_count_once(rank, folder):
         optimizer.step()
     assert seen["0.weight"].count.tolist() == [24]
     assert seen["2.bias:value"].count.tolist() == [3]  # replicated
+
+
+EACH = ("input", "output", "grad_input", "grad_output", "value", "grad", "update")
+
+
+def step_of_three(model, x):
+    """Train three steps on the sum of squares, whose gradients add up over parts of the batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hl.monitor(model, ports=EACH) as seen:
+        for k in range(3):
+            optimizer.zero_grad()
+            result = model(x + k)
+            result = result.full_tensor() if isinstance(result, DTensor) else result
+            result.square().sum().backward()
+            optimizer.step()
+    return seen
+
+
+def assert_of_one_process(seen, model, x, but=()):
+    """Compare the curves with those of the whole model and batch in one process."""
+    expected = alone(lambda: step_of_three(model, x))
+    assert set(seen.sites) == set(expected.sites) - set(but)
+    for site in seen.sites:
+        for name in ("count", "zeros", "mean", "min", "max", "norm"):
+            np.testing.assert_allclose(
+                getattr(seen[site], name), getattr(expected[site], name),
+                rtol=1e-4, atol=1e-5, err_msg=f"{site} {name}",
+            )  # fmt: skip
+
+
+@on_ranks
+def test_plain_copies_in_tensor_parallelism_count_once(rank, folder):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    seen = step_of_three(gated(is_split=True), x)
+    assert_of_one_process(seen, gated(is_split=False), x)
+    assert seen.rank(1)["stem"].count.tolist() == [20, 20, 20]
+
+
+def normed():
+    torch.manual_seed(0)
+    layers = nn.LayerNorm(4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4)
+    return nn.Sequential(*layers)
+
+
+@on_ranks
+def test_a_gradient_of_summands_is_that_of_the_optimizer(rank, folder):
+    plan = {
+        "0": SequenceParallel(), "4": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(output_layouts=Shard(1)),
+    }  # fmt: skip
+    model = parallelize_module(normed(), mesh(), plan)
+    x = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
+    with pytest.warns(hl.HooklineWarning, match="1:grad_input is left out: each rank has a sum"):
+        seen = step_of_three(model, x.chunk(2, 1)[rank])
+    assert_of_one_process(seen, normed(), x, but={"1:grad_input"})
+
+
+@on_ranks
+def test_parameters_of_each_replica_of_a_mesh_count_once(rank, folder):
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(gated(is_split=False), both["tp"], {"gate": ColwiseParallel()})
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    part = x.chunk(2)[rank]
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(add_up)
+    assert_of_one_process(step_of_three(model, part), gated(is_split=False), x)
+
+
+def add_up(parameter):
+    grad = parameter.grad
+    dist.all_reduce(grad.to_local() if isinstance(grad, DTensor) else grad)
 
 
 @on_ranks

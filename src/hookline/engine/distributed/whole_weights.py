@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookline.engine.distributed.parallel_ranks import gathered
 from hookline.engine.torch_private.distributed import (
     full_value,
-    gathered,
     held_whole,
     is_dtensor,
     wraps_fsdp1,

@@ -245,15 +245,22 @@ def is_in_flat(parameter: Tensor) -> bool:
     return hasattr(parameter, "_fsdp_flattened") and not is_flat(parameter)
 
 
-def fsdp1_parts(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters of which FSDP1 gives each rank a part: flat ones or others.
+def fsdp1_parts(model: nn.Module) -> dict[int, list[int]]:
+    """Return the parameters of which FSDP1 gives each rank a part: flat ones or others.
 
     A wrapper gives each rank all of them with `NO_SHARD`, and leaves ignored parameters alone.
+
+    Returns:
+        By the id of each, the ranks that share it.
     """
+    ranks: dict[int, list[int]] = {}
     handles: list[Any] = [module._handle for module in model.modules() if wraps_fsdp1(module)]
-    flats = [handle.flat_param for handle in handles if handle and handle.uses_sharded_strategy]
-    inner = [part for flat in flats for part in (flat._params or []) + (flat._shared_params or [])]
-    return set(map(id, flats + inner))
+    for handle in handles:
+        if handle and handle.uses_sharded_strategy:
+            flat, of_group = handle.flat_param, dist.get_process_group_ranks(handle.process_group)
+            parts = (flat, *(flat._params or ()), *(flat._shared_params or ()))
+            ranks.update((id(part), of_group) for part in parts)
+    return ranks
 
 
 def own_class(module: nn.Module) -> type:
@@ -298,14 +305,18 @@ def sharding(model: nn.Module) -> str:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Tell whether tensor parallelism splits weights, whether or not FSDP shards the parts.
+    """Tell whether tensor parallelism splits weights, whether or not FSDP shards the parts."""
+    return sharding(model) == "split" or bool(fsdp1_layouts(model))
+
+
+def fsdp1_layouts(model: nn.Module) -> list[Any]:
+    """Return the layouts of the DTensors that tensor parallelism made before FSDP1 wrapped them.
 
     FSDP1 flattens the weights of each wrapper, and notes how to make DTensors of them again.
     """
-    if sharding(model) == "split":
-        return True
     handles: list[Any] = [module._handle for module in model.modules() if wraps_fsdp1(module)]
-    return any(any(handle.flat_param._param_extensions) for handle in handles if handle)
+    notes = [note for handle in handles if handle for note in handle.flat_param._param_extensions]
+    return [note for note in notes if note is not None]
 
 
 @contextmanager
@@ -388,26 +399,3 @@ def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:
                 group = node.dtensor_spec.mesh.get_group(dim)
                 groups[group.group_name] = group
     return groups, unknown
-
-
-def split_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that tensor parallelism splits: DTensors, but not FSDP2's alone."""
-    by_fsdp = {
-        id(part)
-        for module in model.modules()
-        for pair in sharded_parameters(module)
-        for part in pair
-    }
-    return [
-        parameter
-        for parameter in model.parameters()
-        if is_dtensor(parameter)
-        and (id(parameter) not in by_fsdp or parameter.device_mesh.ndim > 1)  # type: ignore[attr-defined]
-    ]
-
-
-def gathered(tensor: Tensor, group: Any) -> Tensor:
-    """Gather a tensor from each rank of a group and stack the tensors: a collective."""
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.stack(parts)

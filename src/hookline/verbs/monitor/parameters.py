@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import final
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hookline.engine import ParameterNode, Site, local_part
+from hookline.engine import ParameterNode, Site, local_part, summed
 from hookline.verbs.monitor.loss_scale import of_parameter
-from hookline.verbs.monitor.slots import FIRST, MINE, PLAIN, SiteSlots, Slots, counts_of
+from hookline.verbs.monitor.slots import FIRST, MINE, PLAIN, SiteSlots, Slots
 
 KINDS = ("value", "grad", "update")
 
@@ -37,7 +38,8 @@ class Parameters:
     Args:
         places: the sites of parameters and their nodes; a site's port is the kind.
         slots: the slots of all sites.
-        parts: the ids of plain tensors of which each rank has a part.
+        parts: the plain tensors of which each rank has a part: by their ids, the ranks that share
+            each.
 
     Attributes:
         slots: the slots of all sites.
@@ -48,15 +50,17 @@ class Parameters:
         self,
         places: Iterable[tuple[Site, ParameterNode]],
         slots: Slots,
-        parts: Collection[int] = (),
+        parts: Mapping[int, list[int]] = MappingProxyType({}),
     ) -> None:
         self.keeps_copies = True
         self.slots = slots
         self._known: dict[int, _Parameter] = {}
         for number, (site, node) in enumerate(places, slots.n_modules):
             parameter = self._known.setdefault(id(node.tensor), _Parameter(node.tensor))
-            counts = MINE if id(node.tensor) in parts else FIRST
-            setattr(parameter, site.port, slots.site(site, (number, 0), counts))
+            over = parts.get(id(node.tensor), [])
+            of_site = slots.site(site, (number, 0), MINE if over else FIRST)
+            of_site.over = over
+            setattr(parameter, site.port, of_site)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -84,7 +88,7 @@ class Parameters:
             if parameter.value is not None:
                 pairs.append((parameter.value, tensor))
             if parameter.grad is not None and has_grads and grad is not None:
-                pairs.append((parameter.grad, of_parameter(optimizer, grad)))
+                pairs.append((parameter.grad, _of_optimizer(of_parameter(optimizer, grad))))
         self.slots.add_many(pairs)
         for parameter in parameters:
             if parameter.update is not None:
@@ -101,10 +105,10 @@ class Parameters:
         for parameter in self.of(optimizer):
             grad = parameter.tensor.grad
             if parameter.grad is not None and has_grads and grad is not None:
-                pairs.append((parameter.grad, grad))
+                pairs.append((parameter.grad, _of_optimizer(grad)))
             if parameter.update is not None and parameter.before is not None:
                 if type(parameter.tensor) not in PLAIN:
-                    parameter.update.counts = counts_of(parameter.tensor) or parameter.update.counts
+                    parameter.update.spread(parameter.tensor)
                 pairs.append(
                     (parameter.update, _change(parameter.before, _local(parameter.tensor)))
                 )
@@ -133,6 +137,14 @@ class Parameters:
             and parameter.value is not None
             and not is_lazy(parameter.tensor)  # the first run makes it
         ]
+
+
+def _of_optimizer(grad: Tensor) -> Tensor:
+    """Return a gradient as the optimizer gets it: summed where ranks have summands, as of a norm.
+
+    This is a collective. All ranks step the optimizer, which makes the same one.
+    """
+    return grad if type(grad) in PLAIN else summed(grad)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+import weakref
+from dataclasses import replace
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.curves import ABSENT, Entry, Layout
 from hookline.display.text import first_line
-from hookline.engine import gather_json, is_grouped, ranks_of
+from hookline.engine import gather_json, is_grouped, ranks_of, split_ranks
 from hookline.errors import RanksError, warn
 from hookline.statistics import Statistic
+from hookline.verbs.monitor.copies import Copies
 from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, packed
 
 _QUESTION = "hl.monitor"
+# The port of the value that a gradient at a module is of.
+_VALUES = {"grad_output": "output", "grad_input": "input"}
+
+
+@final
+class _Site(NamedTuple):
+    """What a rank says of a site."""
+
+    name: str
+    widths: list[int]
+    counts: str
+    over: list[int]
+    value: str  # the site of the value that a gradient is of; else the site itself
+
+    @classmethod
+    def of(cls, site: SiteSlots) -> _Site:
+        """Return what this rank says of a site."""
+        port = _VALUES.get(site.site.port, site.site.port)
+        value = str(replace(site.site, port=port))
+        return cls(site.name, list(site.widths), site.counts, site.over, value)
 
 
 @final
@@ -27,10 +50,14 @@ class GatheredRanks:
 
     Args:
         statistics: the statistics of each site.
+        model: the model.
     """
 
-    def __init__(self, statistics: tuple[Statistic[Any], ...]) -> None:
+    def __init__(self, statistics: tuple[Statistic[Any], ...], model: nn.Module) -> None:
         self._statistics = statistics
+        self._model = weakref.ref(model)
+        self._copies = Copies(())
+        self._by_name: dict[str, dict[int, _Site]] = {}
         self._layout = Layout(statistics, ())
         self._has_agreed = False
         self._places: list[tuple[int, int, int]] = []
@@ -97,24 +124,49 @@ class GatheredRanks:
         if gathered[:, 0].any():  # a site has appeared on some rank
             self._agree(sites, version)
             gathered = _all_gather(self._placed(packed_slots, is_new=False))
-        return self._layout, gathered[:, 1:]
+        slots = gathered[:, 1:]
+        if self._copies.look(self._layout, slots):
+            self._layout = self._layout_of_all(len(slots))
+        return self._layout, slots
 
     def _agree(self, sites: list[SiteSlots], version: int) -> None:
         """Agree on the layout of all ranks: the sites of rank 0, then those of other ranks."""
-        rows = [[site.name, list(site.widths), site.counts] for site in sites]
-        by_rank = gather_json(_QUESTION, rows, ranks_of(None, _QUESTION))
-        by_name: dict[str, dict[int, tuple[list[int], str]]] = {}
-        for rank, rows_of_rank in enumerate(by_rank):
-            for name, widths, counts in rows_of_rank:
-                by_name.setdefault(name, {})[rank] = widths, counts
-        entries: list[Entry] = []
-        for name, holders in by_name.items():
-            widths = holders[min(holders)][0]
-            ranks = _counted({rank: counts for rank, (_, counts) in holders.items()}, len(by_rank))
-            entries += [Entry(name, k, width, ranks) for k, width in enumerate(widths)]
-        self._places = _places(sites, entries)
-        self._layout, self._version = Layout(self._statistics, tuple(entries)), version
+        model = self._model()
+        rows = [_Site.of(site) for site in sites]
+        said = {"rows": rows, "split": [] if model is None else split_ranks(model)}
+        by_rank = gather_json(_QUESTION, said, ranks_of(None, _QUESTION))
+        if not self._has_agreed:
+            self._copies = Copies([said["split"] for said in by_rank])
+        self._by_name = {}
+        for rank, said_there in enumerate(by_rank):
+            for row in said_there["rows"]:
+                self._by_name.setdefault(row[0], {})[rank] = _Site(*row)
+        self._layout, self._version = self._layout_of_all(len(by_rank)), version
+        self._places = _places(sites, self._layout.entries)
         self._has_agreed = True
+
+    def _layout_of_all(self, n_ranks: int) -> Layout:
+        entries: list[Entry] = []
+        for name, holders in self._by_name.items():
+            widths = holders[min(holders)].widths
+            ranks = self._counted(name, holders, n_ranks)
+            entries += [Entry(name, number, width, ranks) for number, width in enumerate(widths)]
+        return Layout(self._statistics, tuple(entries))
+
+    def _counted(
+        self, name: str, holders: dict[int, _Site], n_ranks: int
+    ) -> tuple[int, ...] | None:
+        """Return the ranks that count for a site; None for all."""
+        kinds = {site.counts for site in holders.values()}
+        if kinds == {FIRST}:
+            return (min(holders),)
+        counting = [rank for rank, site in holders.items() if site.counts in (ALL, MINE)]
+        # Where several meshes have a parameter, as data parallelism copies it, the first counts.
+        over = holders[min(holders)].over
+        counting = [rank for rank in counting if holders[rank].over == over or not over]
+        if kinds == {ALL}:
+            counting = self._copies.counting((name, holders[min(holders)].value), counting)
+        return None if len(counting) == n_ranks and kinds == {ALL} else tuple(counting)
 
     def _placed(self, packed_slots: Tensor, *, is_new: bool) -> Tensor:
         """Put this rank's slots at their places in the layout; `ABSENT` stands for missing ones."""
@@ -127,7 +179,7 @@ class GatheredRanks:
         return placed
 
 
-def _places(sites: list[SiteSlots], entries: list[Entry]) -> list[tuple[int, int, int]]:
+def _places(sites: list[SiteSlots], entries: tuple[Entry, ...]) -> list[tuple[int, int, int]]:
     """Return where this rank's sites go: the place in the layout, the place here, the width.
 
     A report begins with one number: whether a site has appeared. A site whose width differs from
@@ -146,16 +198,6 @@ def _places(sites: list[SiteSlots], entries: list[Entry]) -> list[tuple[int, int
             places.append((spans[site.name][0], start, width))
         start += width
     return places
-
-
-def _counted(counts: dict[int, str], n_ranks: int) -> tuple[int, ...] | None:
-    """Return the ranks that count for a site, from what each rank says of it."""
-    kinds = set(counts.values())
-    if kinds == {ALL} and len(counts) == n_ranks:
-        return None
-    if kinds == {FIRST}:
-        return (min(counts),)
-    return tuple(rank for rank, kind in counts.items() if kind in (ALL, MINE))
 
 
 def _all_gather(slots: Tensor) -> NDArray[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookline.curves import ABSENT
 from hookline.display.text import listed, type_and_line
-from hookline.engine import Pass, Site, has_numbers, is_dtensor, local_part
+from hookline.engine import Pass, Site, has_numbers, is_dtensor, is_summand, local_part
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineWarning, warn
@@ -60,6 +60,7 @@ class SiteSlots:
         turn: when the first value of this step came, as `Slots.turn` counts.
         aside: the slots and the turn of values that are kept apart.
         widths: the number of slots of each statistic; empty before the first value ever.
+        over: the ranks over which a parameter is spread; empty for a copy, and for other values.
     """
 
     __slots__ = (
@@ -72,6 +73,7 @@ class SiteSlots:
         "is_off",
         "name",
         "order",
+        "over",
         "site",
         "slots",
         "turn",
@@ -89,6 +91,7 @@ class SiteSlots:
         self.aside: tuple[list[Tensor] | None, int] = None, 0
         self.widths: tuple[int, ...] = ()
         self.counts: str = counts
+        self.over: list[int] = []
         self.is_off: bool = False
         self._device: torch.device | None = None
         self._dtype: torch.dtype | None = None
@@ -107,7 +110,10 @@ class SiteSlots:
             return
         try:
             if type(value) not in PLAIN:
-                self.counts = counts_of(value) or self.counts
+                if is_summand(value):
+                    self._leave_out("each rank has a summand of its values (the placement Partial)")
+                    return
+                self.spread(value)
                 value = local_part(value)
             if value.requires_grad:
                 value = value.detach()
@@ -124,6 +130,17 @@ class SiteSlots:
             raise  # the user has made warnings errors
         except Exception as error:
             self._leave_out(f"its statistic raised {type_and_line(error)}")
+
+    def spread(self, value: Tensor) -> None:
+        """Note which ranks count for a DTensor, and that a parameter is spread over its mesh."""
+        self.counts = counts_of(value) or self.counts
+        if self.is_parameter and is_dtensor(value):
+            self.over = value.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+
+    @property
+    def is_parameter(self) -> bool:
+        """Tell whether the site is one of a parameter."""
+        return self.order[0] >= self._of.n_modules
 
     def add_apart(self, value: Tensor) -> None:
         """Measure a value that counts only where passes are steps."""
@@ -453,7 +470,7 @@ class Slots:
             rest = f" (and {_named(complaints[1:])})" if more else ""
             warn(
                 f"hl.monitor: {site} {complaint}{rest}."
-                "\nSelect sites of floating values, or give stats= that can measure these."
+                "\nSelect other sites, or give stats= that can measure these."
             )
 
 

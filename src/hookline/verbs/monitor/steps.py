@@ -112,7 +112,7 @@ class TrainingSteps:
         to: Reporter,
         lock: threading.RLock,
     ) -> None:
-        self.ranks: GatheredRanks = GatheredRanks(parameters.slots.statistics)
+        self.ranks: GatheredRanks = GatheredRanks(parameters.slots.statistics, model)
         self.number: int = 0
         self.every = every
         self.first = 0

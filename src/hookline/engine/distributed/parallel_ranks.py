@@ -1,0 +1,93 @@
+"""The ranks that work on one part of the batch together, as tensor parallelism splits weights."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hookline.engine.torch_private.distributed import (
+    fsdp1_layouts,
+    is_dtensor,
+    sharded_parameters,
+)
+
+
+def split_parameters(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that tensor parallelism splits: DTensors, but not FSDP2's alone."""
+    by_fsdp = {id(part) for pair in _of_fsdp2(model) for part in pair}
+    return [
+        parameter
+        for parameter in model.parameters()
+        if is_dtensor(parameter)
+        and (id(parameter) not in by_fsdp or parameter.device_mesh.ndim > 1)  # type: ignore[attr-defined]
+    ]
+
+
+def split_ranks(model: nn.Module) -> list[int]:
+    """Return the ranks over which tensor parallelism splits weights together with this one.
+
+    They get the same part of the batch. After a forward, weights that FSDP2 shards are known, too.
+
+    Returns:
+        The ranks, this one included; none if tensor parallelism splits nothing.
+    """
+    pairs = _of_fsdp2(model)
+    by_fsdp = {id(part) for pair in pairs for part in pair}
+    tensors: list[Any] = [tensor for tensor in model.parameters() if id(tensor) not in by_fsdp]
+    tensors += [unsharded for _, unsharded in pairs if unsharded is not None]
+    layouts = [(tensor.device_mesh, tensor.placements) for tensor in tensors if is_dtensor(tensor)]
+    layouts += [(layout.mesh, layout.placements) for layout in fsdp1_layouts(model)]
+    ranks: set[int] = set()
+    for mesh, placements in layouts:
+        ranks.update(_along(mesh, [dim for dim, of in enumerate(placements) if of.is_shard()]))
+    return sorted(ranks)
+
+
+def _along(mesh: Any, dims: list[int]) -> list[int]:
+    """Return the ranks that differ from this one along some dimensions of a mesh only."""
+    here = mesh.get_coordinate()
+    if here is None or not dims:
+        return []
+    place = tuple(slice(None) if dim in dims else at for dim, at in enumerate(here))
+    ranks: list[int] = mesh.mesh[place].flatten().tolist()
+    return ranks
+
+
+def _of_fsdp2(model: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+    return [pair for module in model.modules() for pair in sharded_parameters(module)]
+
+
+def is_summand(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor that torch has not yet summed over ranks."""
+    return is_dtensor(tensor) and any(
+        placement.is_partial()
+        for placement in tensor.placements  # type: ignore[attr-defined]
+    )
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """Sum a DTensor of summands over ranks, as an optimizer does: a collective of its mesh.
+
+    A tensor that is no summand is returned as it is.
+    """
+    if not is_summand(tensor):
+        return tensor
+    spread: Any = tensor
+    # Found where a DTensor exists, so this imports nothing new.
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    placements = [
+        replicate if placement.is_partial() else placement for placement in spread.placements
+    ]
+    whole: Tensor = spread.redistribute(placements=placements)
+    return whole
+
+
+def gathered(tensor: Tensor, group: Any) -> Tensor:
+    """Gather a tensor from each rank of a group and stack the tensors: a collective."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)
