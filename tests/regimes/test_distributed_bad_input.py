@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
+from hookline.engine.distributed import rendezvous
+from hookline.recordings.ranks import Collective, reduced
 from processes import Processes, on_ranks
 
 
@@ -92,6 +96,88 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(rank, folder):
     dist.barrier()
     assert not list(folder.iterdir())
     assert run.full("0", dim=0).shape == (4, 4)
+
+
+@on_ranks
+def test_a_call_after_the_failure_of_one_rank_is_told(rank, folder):
+    """Rank 1 leaves out a step, and comes to the call of the next one."""
+    if rank == 1:
+        fails()
+    run = recorded()
+    said_of = r"may combine values of different steps: .*\(rank 1: ValueError: a bad batch\)\.\n"
+    with pytest.warns(hl.HooklineWarning, match=rf"run.reduced\('0', op='mean'\) {said_of}"):
+        run.reduced("0")
+    run.reduced("0")  # it is told once
+    fails()
+    run.reduced("0")  # all ranks have left out the step
+
+
+def fails():
+    with suppress(ValueError), hl.record(net(), "0"):
+        raise ValueError("a bad batch")
+
+
+@on_ranks
+def test_a_model_that_raised_on_one_rank_is_told_of(rank, folder):
+    model = net()
+    with hl.record(model, "0") as run:
+        for step in range(3):
+            with suppress(RuntimeError):
+                model(torch.ones(2, 3 if step == rank == 1 else 4))
+    with pytest.warns(hl.HooklineWarning, match=r"\(rank 1: its model raised\)"):
+        run.passes[-1].reduced("0")
+
+
+@on_ranks
+def test_the_failure_of_a_rank_that_does_not_come_is_named(rank, folder):
+    run = recorded()
+    if rank == 1:
+        fails()
+    dist.barrier()
+    if rank == 0:
+        text = said(lambda: run.full("0", dim=0, timeout=1))
+        assert "for rank 1, which did not come (rank 1: ValueError: a bad batch)." in text
+    dist.barrier()
+    # It has missed the other call, which it knows by its name.
+    with pytest.warns(hl.HooklineWarning, match="may combine values of different steps"):
+        run.reduced("0")
+
+
+@on_ranks
+def test_a_rank_that_is_behind_joins_the_others_and_is_told(rank, folder):
+    run = recorded()
+    if rank == 0:
+        said(lambda: run.reduced("0", timeout=1))
+    else:
+        wait_for_calls(2)
+    message = "rank 1 missed this call before, or came too late"
+    with pytest.warns(hl.HooklineWarning, match=message):
+        run.reduced("0")
+    run.reduced("0")
+
+
+def wait_for_calls(number):
+    """Wait until rank 0 has begun so many calls more than rank 1."""
+    store, name = rendezvous.default_store(), hashlib.sha256(b"[0, 1]").hexdigest()[:12]
+    start = store.add(f"hookline/{name}/1", 0)
+    while store.add(f"hookline/{name}/0", 0) < start + number:
+        pass
+
+
+@on_ranks
+def test_any_error_in_a_look_up_is_told_to_the_others(rank, folder):
+    def find():
+        if rank == 1:
+            raise ValueError("what no look-up raises")
+        return torch.ones(2)
+
+    ask = Collective("run.reduced('0')", (), None, 60.0)
+    if rank == 1:
+        with pytest.raises(ValueError, match="what no look-up raises"):
+            reduced(ask, find, "mean")
+    else:
+        with pytest.raises(hl.RanksError, match="rank 1: ValueError: what no look-up raises"):
+            reduced(ask, find, "mean")
 
 
 @on_ranks

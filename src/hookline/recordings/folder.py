@@ -42,7 +42,7 @@ from hookline.engine import (
 )
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
-from hookline.errors import FolderError, HooklineError, RanksError
+from hookline.errors import FolderError, RanksError
 from hookline.files.place import LocalPlace, Place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.safetensors_file import encode_tensors
@@ -355,7 +355,7 @@ def write_ranks(
     try:
         check_target(folder)
         contents = find()
-    except (HooklineError, OSError) as caught:
+    except Exception as caught:
         error = caught
     answer = {
         "sites": [str(site) for site in sites],
@@ -384,7 +384,7 @@ class _Meeting:
     def share(self, answer: dict[str, Any], error: Exception | None) -> list[dict[str, Any]]:
         """Exchange a dict between all ranks. A collective."""
         answer = {**answer, "error": None if error is None else _line(error)}
-        answers = gather_json(self.question, answer, self.ranks, self.timeout)
+        answers = gather_json(self.question, answer, self.ranks, self.timeout, is_of_a_step=True)
         if any(answer["error"] for answer in answers):
             texts = [answer["error"] or "is ready" for answer in answers]
             raise FolderError(
@@ -406,7 +406,7 @@ def _write_part(
         manifest = write_contents(part, draft.token, contents)
         part.write(MANIFEST, [manifest])
         checksum = checksum_of(manifest)
-    except (HooklineError, OSError, ValueError, RecursionError) as caught:
+    except Exception as caught:
         error = caught
     return [answer["checksum"] for answer in meeting.share({"checksum": checksum}, error)]
 
@@ -425,7 +425,7 @@ def _commit(meeting: _Meeting, draft: Draft, place: Place, sums: list[str]) -> N
                     f" ({listed(unseen, 4)}): the folder must be on a disk that all ranks share"
                 )
             draft.commit(manifest_bytes({"ranks": parts}))
-        except (HooklineError, OSError) as caught:
+        except Exception as caught:
             error = caught
     meeting.share({}, error)
 

@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hookline.display.text import listed
+from hookline.display.text import listed, type_and_line
 from hookline.engine import (
     Site,
+    failures_of,
     full_value,
     gather_json,
     is_dtensor,
     local_part,
+    note_failure,
     ranks_of,
     say_by_rank,
 )
@@ -70,14 +72,16 @@ class Collective:
         error = None
         try:
             value = RankValue(find())
-        except HooklineError as caught:
+        except Exception as caught:
             value, error = RankValue(None), caught
         answer = {
             "sites": [str(site) for site in self.sites],
-            "error": None if error is None else str(error).partition("\n")[0],
+            "error": None if error is None else _said(error),
             "nodes": value.nodes,
         }
-        answers = gather_json(self.question, answer, ranks, self.timeout)
+        answers = gather_json(self.question, answer, ranks, self.timeout, is_of_a_step=True)
+        if error is not None and not isinstance(error, HooklineError):
+            raise error
         if any(rank["error"] for rank in answers):
             raise RanksError(self._refusal(ranks, answers)) from error
         nodes = [rank["nodes"] for rank in answers]
@@ -100,16 +104,27 @@ class Collective:
         """Turn the error of a rank that is lost in the block into a RanksError."""
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            note_failure(type_and_line(error))
+            raise
         except RuntimeError as error:
+            failed = failures_of(ranks_of(self.group, self.question))
+            said = say_by_rank(failed, failed.values()) or str(error).splitlines()[0][:120]
             raise RanksError(
-                f"{self.question}: a rank was lost while values were exchanged"
-                f" ({str(error).splitlines()[0][:120]}).\nLook at the output of the other ranks:"
-                " one died or called another collective."
+                f"{self.question}: a rank was lost while values were exchanged ({said})."
+                "\nLook at the output of the other ranks: one died or called another collective."
             ) from error
 
     def wait(self, work: Any) -> None:
         """Wait for a collective."""
         work.wait(timedelta(seconds=self.timeout))
+
+
+def _said(error: Exception) -> str:
+    """Return what other ranks are told of an error."""
+    if isinstance(error, HooklineError):
+        return str(error).partition("\n")[0]
+    return type_and_line(error)
 
 
 def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:

@@ -58,3 +58,12 @@ def test_a_rank_alone_waits_for_nobody(ask):
 def test_at_most_eight_ranks_that_are_missing_are_listed(ask, n, listed):
     with pytest.raises(RanksError, match=f"{listed} which did not come"):
         ask(0, range(n))
+
+
+def test_a_rank_that_missed_another_call_joins_the_next(ask):
+    with pytest.raises(RanksError, match=r"full\('fc'\) waited 0.01 s for rank 1"):
+        ask(0)
+    with pytest.raises(RanksError, match=r"reduced\('fc'\) waited 0.01 s for rank 0"):
+        ask(1, question="run.reduced('fc')")
+    with pytest.raises(RanksError, match=r"reduced\('fc'\) waited 0.01 s for rank 0"):
+        ask(0, question="run.reduced('fc')")  # too late: it is told so at once

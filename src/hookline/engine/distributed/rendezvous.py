@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +19,11 @@ import torch.distributed as dist
 
 from hookline.display.text import listed
 from hookline.engine.torch_private.distributed import default_store, is_grouped
-from hookline.errors import RanksError
+from hookline.errors import RanksError, warn
 
 # The default time that ranks wait for one another, in seconds.
 TIMEOUT_S = 60.0
+_MOST_OF_A_NOTE = 200
 
 
 def ranks_of(group: Any, question: str) -> list[int]:
@@ -45,16 +47,48 @@ def ranks_of(group: Any, question: str) -> list[int]:
     return ranks
 
 
+def note_failure(how: str) -> None:
+    """Note how this rank has failed. A rank that waits for it in vain says so.
+
+    The note is kept until the ranks have met: until then, this rank may have missed a call.
+    """
+    if is_grouped() and dist.get_world_size() > 1:
+        with suppress(RuntimeError, ConnectionError):  # the store is gone, and nobody waits
+            default_store().set(_note_of(dist.get_rank()), how[:_MOST_OF_A_NOTE])
+
+
+def failures_of(ranks: Iterable[int]) -> dict[int, str]:
+    """Return what ranks have failed of since they last met, by rank."""
+    store, texts = default_store(), {}
+    for rank in ranks:
+        if store.check([_note_of(rank)]):
+            texts[rank] = store.get(_note_of(rank)).decode()
+    return texts
+
+
+def _note_of(rank: int) -> str:
+    return f"hookline/failed/{rank}"
+
+
 def gather_json(
-    question: str, data: Any, ranks: Sequence[int], timeout: float = TIMEOUT_S
+    question: str,
+    data: Any,
+    ranks: Sequence[int],
+    timeout: float = TIMEOUT_S,
+    *,
+    is_of_a_step: bool = False,
 ) -> list[Any]:
     """Wait until every rank has asked the same question, and gather their data.
+
+    Ranks are paired by the order of their calls.
 
     Args:
         question: the question, as a user would write the call.
         data: this rank's data, as JSON.
         ranks: the ranks that take part.
         timeout: how long to wait for the other ranks, in seconds.
+        is_of_a_step: whether the data are of a step of a training, which nothing in them tells.
+            Then a warning says if a rank may have missed the call of an earlier step.
 
     Returns:
         Each rank's data, in the order of `ranks`; the same on all of them.
@@ -76,7 +110,7 @@ def gather_json(
     if missing:
         raise RanksError(
             f"{verdict['question']} waited {verdict['seconds']:g} s for {_names(missing)}, which"
-            f" did not come."
+            f" did not come{_after(verdict['failed'])}."
             "\nCall it on every rank of the group, outside of `if rank == 0:`. A rank that died or"
             " raised never comes: look at its output. timeout= is how long to wait, in seconds."
         )
@@ -85,36 +119,94 @@ def gather_json(
             f"the ranks ask for different things: {say_by_rank(ranks, questions)}."
             "\nCall the same on every rank, in the same order."
         )
+    if is_of_a_step and (doubts := _doubts(verdict, ranks)):
+        warn(
+            f"{question} may combine values of different steps: {' and '.join(doubts)}."
+            "\nLeave a step out on all ranks or on none: their calls are paired in order."
+        )
     return [json.loads(verdict["texts"][index]) for index in verdict["answers"]]
+
+
+def _doubts(verdict: dict[str, Any], ranks: Sequence[int]) -> list[str]:
+    """Return why it is not sure that the ranks are at the same step."""
+    doubts = []
+    failed = {rank: note for rank, note in zip(ranks, verdict["notes"], strict=True) if note}
+    if 0 < len(failed) < len(ranks):
+        said = say_by_rank(failed, failed.values())
+        doubts.append(f"since they last met, not all ranks have failed ({said})")
+    if verdict["missed"]:
+        doubts.append(f"{_names(verdict['missed'])} missed this call before, or came too late")
+    return doubts
+
+
+def _after(failed: dict[str, str]) -> str:
+    return f" ({say_by_rank(map(int, failed), failed.values())})" if failed else ""
 
 
 def _verdict(question: str, data: Any, ranks: Sequence[int], timeout: float) -> dict[str, Any]:
     store, me = default_store(), dist.get_rank()
     name = f"hookline/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]}"
-    # The store counts, not the process: the count begins again with each process group.
-    number = store.add(f"{name}/{me}", 1)
+    number = _number(store, name, ranks, question)
     base = f"{name}/{number}"
     verdict_key = f"{base}/verdict"
-    store.set(f"{base}/{me}", json.dumps([question, json.dumps(data, sort_keys=True)]))
-    keys = {rank: f"{base}/{rank}" for rank in ranks}
+    note = failures_of([me]).get(me, "")
+    store.set(f"{base}/{me}", json.dumps([question, json.dumps(data, sort_keys=True), note]))
     is_judge = me == ranks[0]
-    awaited = list(keys.values()) if is_judge else [verdict_key]
+    awaited = [f"{base}/{rank}" for rank in ranks] if is_judge else [verdict_key]
     is_settled = store.check([verdict_key])  # a verdict exists, so this rank is late
     if is_settled or (_has_come(store, awaited, timeout) and not is_judge):
         text = store.get(verdict_key)
     else:
         # The first rank that sets the verdict sets it for all, late ranks included.
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
-        proposal = {"question": question, "seconds": timeout, "missing": missing, "questions": []}
-        if not missing and not is_judge:
-            proposal["missing"] = [ranks[0]]
-        elif not missing:
-            proposal |= _gathered(store, list(keys.values()))
-        text = store.compare_set(verdict_key, "", json.dumps(proposal))
+        proposal = _proposed(store, base, ranks, question)
+        text = store.compare_set(verdict_key, "", json.dumps({**proposal, "seconds": timeout}))
     verdict: dict[str, Any] = json.loads(text)
+    if note and not verdict["missing"]:
+        store.delete_key(_note_of(me))
     if is_judge and number > 1 and not verdict["missing"]:
         for last in (*ranks, "verdict"):  # all ranks have left the previous rendezvous
             store.delete_key(f"{name}/{number - 1}/{last}")
+    return verdict
+
+
+def _proposed(store: Any, base: str, ranks: Sequence[int], question: str) -> dict[str, Any]:
+    """Return the verdict as this rank sees it: who is missing, or else what all have said."""
+    keys = {rank: f"{base}/{rank}" for rank in ranks}
+    missing = [rank for rank, key in keys.items() if not store.check([key])]
+    if not missing and dist.get_rank() != ranks[0]:
+        missing = [ranks[0]]  # the judge has not judged
+    if missing:
+        failed = failures_of(missing)
+        return {"question": question, "questions": [], "missing": missing, "failed": failed}
+    name, _, number = base.rpartition("/")
+    before = _verdict_at(store, f"{name}/{int(number) - 1}") or {}
+    missed = before["missing"] if before.get("question") == question else []
+    gathered = _gathered(store, list(keys.values()))
+    return {"question": question, "missing": [], "missed": missed, **gathered}
+
+
+def _number(store: Any, name: str, ranks: Sequence[int], question: str) -> int:
+    """Return the number of this rank's rendezvous, past those that it is known to have missed.
+
+    Of a call with the same question, this rank does not know whether it has missed it or comes too
+    late. It is told so, unless another rank has gone on already, and waits for it.
+    """
+    me = dist.get_rank()
+    while True:
+        # The store counts, not the process: the count begins again with each process group.
+        number: int = store.add(f"{name}/{me}", 1)
+        verdict = _verdict_at(store, f"{name}/{number}")
+        if verdict is None or me not in verdict["missing"]:
+            return number
+        is_behind = any(store.add(f"{name}/{rank}", 0) > number for rank in ranks)
+        if verdict["question"] == question and not is_behind:
+            return number
+
+
+def _verdict_at(store: Any, base: str) -> dict[str, Any] | None:
+    """Return the verdict of a rendezvous; None where there is none (any more)."""
+    key = f"{base}/verdict"
+    verdict: dict[str, Any] | None = json.loads(store.get(key)) if store.check([key]) else None
     return verdict
 
 
@@ -133,9 +225,12 @@ def _has_come(store: Any, keys: list[str], timeout: float) -> bool:
 def _gathered(store: Any, keys: list[str]) -> dict[str, Any]:
     """Collect the data of all ranks; equal data appear once."""
     posts = [json.loads(store.get(key)) for key in keys]
-    texts = list(dict.fromkeys(text for _, text in posts))
-    answers = [texts.index(text) for _, text in posts]
-    return {"questions": [post[0] for post in posts], "texts": texts, "answers": answers}
+    texts = list(dict.fromkeys(text for _, text, _ in posts))
+    answers = [texts.index(text) for _, text, _ in posts]
+    return {
+        "questions": [post[0] for post in posts], "texts": texts, "answers": answers,
+        "notes": [post[2] for post in posts],
+    }  # fmt: skip
 
 
 def say_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:

@@ -17,7 +17,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
+from hookline.display.text import type_and_line
 from hookline.engine.compile.graph_callback import Callback, InBlocks, SplitCallback
+from hookline.engine.distributed.rendezvous import note_failure
 from hookline.engine.gradients.port_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import GradientCallback
 from hookline.engine.line.attachment import Attachment, surely
@@ -44,7 +46,7 @@ from hookline.engine.taps.base import GRADIENT_ORDERS, Order, RootTap, Tap
 from hookline.engine.taps.fast_path import FusedTap, fast_path_warning, layer_above
 from hookline.engine.taps.forward import InputTap, OutputTap
 from hookline.engine.torch_private.modules import is_scripted
-from hookline.errors import AttachError, Place, caller, warn, warn_at
+from hookline.errors import AttachError, Place, RanksError, caller, warn, warn_at
 from hookline.util.hidden import hides
 from hookline.util.locks import fork_safe_lock
 
@@ -331,7 +333,9 @@ class Line:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         was_on = not self.passes.closed  # else removed inside the block, which has warned already
         surely(self._end)
-        if error is None and was_on:
+        if isinstance(error, Exception) and not isinstance(error, RanksError):  # of another rank
+            note_failure(type_and_line(error))
+        elif error is None and was_on:
             self._warn()
 
     def remove(self) -> None:

@@ -26,6 +26,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol, final
 
+from hookline.engine.distributed.rendezvous import note_failure
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.modes import Mode, is_transformed, mode_now
 from hookline.util.locks import fork_safe_lock
@@ -392,6 +393,8 @@ class Passes:
             current.close()
         current.failed = failed
         self.failed += failed
+        if failed:
+            note_failure("its model raised")
         current.roots.clear()
 
 
