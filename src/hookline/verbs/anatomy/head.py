@@ -18,6 +18,7 @@ from hookline.verbs.anatomy.identity_errors import error, error_of_rescale
 from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
 from hookline.verbs.anatomy.stream import MATMULS, before
 from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, replay_tokens
+from hookline.verbs.anatomy.trial_inputs import declared_words
 
 
 @final
@@ -95,17 +96,14 @@ def _words(model: nn.Module, trace: Trace, addends: list[Value]) -> list[Value]:
     """
     embeds = [value for value in addends if _embeds(value)]
     given = [value.tensor for _, value in trace.calls[""][-1].inputs]
-    own = [value for value in embeds if _has_numbers_of(_ids(value), given)]
-    if not own:
-        return [v for v in embeds if not _ids(v).is_constant and not _counts(_ids(v).tensor)]
-    get = getattr(model, "get_input_embeddings", None)  # of transformers
-    words = getattr(get(), "weight", None) if callable(get) and len(own) > 1 else None
-    own = [
-        value
-        for value in own
-        if words is not None and any(weight is words for weight in _weights(value))
-    ] or own
-    return [value for value in own if not _counts(_ids(value).tensor)] or own
+    words = [value for value in embeds if _has_numbers_of(_ids(value), given)]
+    if not words:
+        words = [v for v in embeds if not _ids(v).is_constant and not _counts(_ids(v).tensor)]
+    declared = declared_words(model)
+    if declared is not None and len(words) > 1:
+        own = [v for v in words if any(each is declared.weight for each in _weights(v))]
+        words = own or words
+    return [value for value in words if not _counts(_ids(value).tensor)] or words
 
 
 def _weights(value: Value) -> list[Tensor]:
@@ -129,8 +127,9 @@ def _has_numbers_of(ids: Value, given: list[Tensor]) -> bool:
 def _counts(ids: Tensor) -> bool:
     """Tell whether ids count up along a dimension, as far as they go on; or are zeros and ones."""
     steps = [ids.diff(dim=dim) for dim, size in enumerate(ids.shape) if size > 1]
-    is_up = any(bool(((step == 0) | (step == 1)).all()) for step in steps)
-    return is_up or bool(((ids == 0) | (ids == 1)).all())
+    is_up = any(bool(((step == 0) | (step == 1)).all()) and bool(step.any()) for step in steps)
+    is_equal = not any(step.any() for step in steps)
+    return is_up or is_equal or bool(((ids == 0) | (ids == 1)).all())
 
 
 def _positions(values: list[Value], start: Value) -> list[Value]:

@@ -79,13 +79,19 @@ def _texts(model: nn.Module, words: nn.Embedding, seed: int, n_tokens: int) -> A
     return inputs
 
 
-def _words(model: nn.Module) -> nn.Embedding | None:
+def declared_words(model: nn.Module) -> nn.Embedding | None:
+    """Return the embedding of tokens that a model of transformers tells; None if it tells none."""
     get = getattr(model, "get_input_embeddings", None)
     try:
         words = get() if callable(get) else None
     except NotImplementedError:  # transformers raises it for a model without embeddings
         words = None
-    if isinstance(words, nn.Embedding):
+    return words if isinstance(words, nn.Embedding) else None
+
+
+def _words(model: nn.Module) -> nn.Embedding | None:
+    words = declared_words(model)
+    if words is not None:
         return words
     return next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
 
