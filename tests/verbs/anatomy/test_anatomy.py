@@ -875,6 +875,28 @@ def test_masks_hide_no_name_of_the_encoder_of_torch(masks):
     assert torch.backends.mha.get_fastpath_enabled() is is_fast
 
 
+def test_a_value_that_is_nan_is_told():
+    model = Text()
+    model.blocks[1].mlp.masked = lambda scores: scores - torch.inf
+    reason = r"'pattern' of layer 1 .*: blocks\.1\.mlp adds NaN or infinity, which does not tell"
+    with pytest.raises(hl.SelectionError, match=reason):
+        hl.anatomy(model)["pattern", 1]
+
+
+def test_blocks_that_run_again_are_no_stack():
+    class Again(Text):
+        def forward(self, x):
+            x = self.embed(x)
+            for number in (0, 1, 2, 0):
+                x = self.blocks[number](x)
+            return self.unembed(self.norm(x))
+
+    model = Again()
+    model.blocks.append(Block())
+    with pytest.raises(hl.SelectionError, match="no stack of blocks ran"):
+        hl.anatomy(model)
+
+
 def test_a_compiled_model_is_refused():
     with pytest.raises(hl.AttachError, match=r"before torch\.compile"):
         hl.anatomy(torch.compile(Text(), backend="eager"))

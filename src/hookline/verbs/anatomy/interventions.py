@@ -123,9 +123,10 @@ class Interventions:
             return "side"
         shape = layer.block.pre.tensor.shape
         before = self._undisturbed[site]
-        if not before.any():
-            part.why = f"{site} adds nothing but zeros, which do not tell what it is"
-            return "zero"
+        if not before.any() or not before.isfinite().all():
+            what = "NaN or infinity" if before.any() else "nothing but zeros"
+            part.why = f"{site} adds {what}, which does not tell what it is"
+            return "unknown"
         changed = _is_changed(layer.block.pre.tensor)
         reach = float(_moved(before, runs.without[site], shape)[~changed].max())
         if part.cores and runs.alone is not None and runs.kept is not None:

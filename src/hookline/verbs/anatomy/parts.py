@@ -32,8 +32,8 @@ class Part:
         term: the term.
         cores: the calls that mix the tokens by a pattern. None where no attention is.
         softmax: the call that computes the pattern, if it is a call of its own.
-        kind: "attention", "cross", "mixer", "mlp", "side" or "zero", once the interventions are
-            done.
+        kind: "attention", "cross", "mixer", "mlp", "side" or "unknown", once the interventions
+            are done.
         why: why a part with a pattern is no attention, or why no kind can be told.
     """
 
@@ -284,7 +284,7 @@ def name_layer(trace: Trace, layer: Layer) -> None:
 
 def why_none(layer: Layer, kind: str) -> str:
     """Say what else the part is that could be of a kind, if the block has one."""
-    reasons = [part.why for part in layer.of_kind("zero")]
+    reasons = [part.why for part in layer.of_kind("unknown")]
     if kind == "attention":
         reasons = [part.why for part in layer.parts if part.cores and part.why] or reasons
     return f": {reasons[0]}" if reasons else ""

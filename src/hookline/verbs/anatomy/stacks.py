@@ -68,11 +68,12 @@ def _chains(model: nn.Module, trace: Trace) -> Iterator[tuple[str, list[ModuleCa
     """
     for path, module in _modules(model, ""):
         paths = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
-        calls = [trace.calls[child][0] for child in paths if len(trace.calls.get(child, ())) == 1]
+        runs = [call for child in paths for call in trace.calls.get(child, ())]
+        calls = [call for call in runs if not _returns_what_it_gets(call)]
+        if len({call.path for call in calls}) < len(calls):
+            continue  # a child that runs again has no site of its own
         chain: list[ModuleCall] = []
         for call in sorted(calls, key=lambda each: each.begin):
-            if _returns_what_it_gets(call):
-                continue
             if chain and not (chain[-1].end <= call.begin and _hands_on(chain[-1], call)):
                 yield path, chain
                 chain = []

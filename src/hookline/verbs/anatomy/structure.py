@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from hookline.display.text import first_line
 from hookline.engine import PARTS, is_scripted
 from hookline.engine.pytree import tree
 from hookline.errors import (
@@ -160,57 +162,71 @@ def _prove(
 ) -> None:
     """Measure every identity on every input, and refuse the names whose identities fail."""
     sites = sorted({site for _, each in claims for site in each.sites})
+    bound = limit(stack.layers[0].block.pre.tensor.dtype)
     failing: dict[tuple[str, int], str] = {}
     for n_input, each_input in enumerate(inputs, 1):
         values = _values(model, sites, each_input)
-        for site, value in values.items():
-            stack.shapes.setdefault(site, tuple(value.shape))
-        for key, text, worst in _measured(claims, values):
+        shapes = {site: tuple(v.shape) for site, v in values.items() if isinstance(v, Tensor)}
+        stack.shapes = shapes | stack.shapes
+        for key, worst, why in _measured(claims, values, n_input):
             if worst >= stack.errors.get(key, 0.0):
                 stack.errors[key] = worst
-                failing[key] = f"{text} is off by {worst:.1e} on input {n_input}"
-    bound = limit(stack.layers[0].block.pre.tensor.dtype)
+                failing[key] = f"{why}, above {bound:.0e}" if worst < math.inf else why
     for (name, number), worst in stack.errors.items():
         owner: Any = stack.names if number < 0 else stack.layers[number]
         if worst > bound and name in owner.sites:
-            site = owner.sites.pop(name)
-            owner.refused[name] = f"{failing[name, number]}, above {bound:.0e}, at {site}"
-            if worst == float("inf"):
-                owner.refused[name] = f"{site} cannot be compared: not each value has one site"
+            owner.refused[name] = f"{failing[name, number]}, at {owner.sites.pop(name)}"
 
 
-def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Tensor]:
-    """Record the values of sites, as far as each has one; attention by name may be unknown."""
+def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Tensor | str]:
+    """Record the values of sites, or why they have none; attention by name may be unknown."""
     try:
         with record(model, sites, copy=True) as run:
             call(model, copied(inputs))
-    except AttachError:
+    except AttachError as error:
         others = [site for site in sites if site.rpartition("@")[2] not in PARTS]
         if len(others) == len(sites):
             raise
-        return _values(model, others, inputs)
-    values = {}
+        why = first_line(error).removesuffix(".")
+        return dict.fromkeys(sites, why) | _values(model, others, inputs)
+    values: dict[str, Tensor | str] = {}
     for site in sites:
         try:
             values[site] = run.tensor(site)
-        except (NotRecordedError, AmbiguousError, StructureError):
-            continue
+        except NotRecordedError:
+            values[site] = f"{site} has no value"
+        except (AmbiguousError, StructureError):
+            values[site] = f"{site} has several values"
     return values
 
 
 def _measured(
-    claims: Sequence[tuple[int, Claim]], values: dict[str, Tensor]
-) -> Iterator[tuple[tuple[str, int], str, float]]:
-    """Yield each name and layer, an identity that it needs, and the error of the identity."""
+    claims: Sequence[tuple[int, Claim]], values: dict[str, Tensor | str], n_input: int
+) -> Iterator[tuple[tuple[str, int], float, str]]:
+    """Yield each name and layer, the error of an identity that it needs, and a text of it."""
     for number, each in claims:
-        worst = _error(each, values)
-        yield from (((name, number), each.text, worst) for name in each.names)
+        worst, why = _error(each, values)
+        yield from (((name, number), worst, f"{why} on input {n_input}") for name in each.names)
 
 
-def _error(each: Claim, values: dict[str, Tensor]) -> float:
-    if any(site not in values for site in each.sites):
-        return float("inf")
-    return each.measure(*[values[site] for site in each.sites])
+def _error(each: Claim, values: dict[str, Tensor | str]) -> tuple[float, str]:
+    """Return the error of an identity, and a text for people."""
+    own = [values[site] for site in each.sites]
+    lacking = [value for value in own if isinstance(value, str)]
+    if lacking:
+        return math.inf, lacking[0]
+    tensors = [value for value in own if isinstance(value, Tensor)]
+    worst = each.measure(*tensors)
+    if worst < math.inf:
+        return worst, f"{each.text} is off by {worst:.1e}"
+    not_numbers = [site for site, value in zip(each.sites, tensors, strict=True) if _has_nan(value)]
+    if not_numbers:
+        return worst, f"{not_numbers[0]} has NaN"
+    return worst, f"{each.text} has values without sites, or of shapes that do not fit,"
+
+
+def _has_nan(value: Tensor) -> bool:
+    return bool(value.isnan().any())
 
 
 @contextmanager
