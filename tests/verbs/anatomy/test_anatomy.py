@@ -385,7 +385,7 @@ def test_two_mlps_or_attentions_in_one_have_no_parts():
     assert sites(parts["mlp_out", 0]) == ["blocks.0.attn"]
     with pytest.raises(hl.SelectionError, match="2 patterns mix tokens in the attention"):
         parts["pattern"]
-    with pytest.raises(hl.SelectionError, match="it also adds what other neurons make"):
+    with pytest.raises(hl.SelectionError, match="it also adds a product of other neurons"):
         parts["mlp_act"]
 
 
@@ -710,7 +710,7 @@ TYPES, PADDED = torch.randint(0, 2, (2, 9)), torch.tensor([[0, 0, 7, 8, 9], [3, 
         ("from the end", None, "places"),
         ("beside padding", PADDED, "places"),
         ("axes", None, "2 of this kind are added: places, rest"),
-        ("table", None, "torch shows no site of it"),
+        ("table", None, "no module gets or returns it"),
         ("given types", (torch.randint(3, 50, (2, 9)), TYPES), "nothing that counts up"),
         ("given positions", (PADDED, torch.arange(5).expand(2, 5)), "places"),
     ],
@@ -722,6 +722,33 @@ def test_the_embedding_is_that_of_the_tokens(kind, inputs, positions):
         assert sites(parts["pos_embed"]) == [positions]
     else:
         assert positions in parts.refused["pos_embed"]
+
+
+def test_an_embedding_before_a_norm_is_named():
+    class Normed(Text):
+        """A norm that is written out comes before the blocks, as in nanochat."""
+
+        def forward(self, x):
+            x = self.embed(x)
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+            for block in self.blocks:
+                x = block(x)
+            return self.unembed(x)
+
+    assert sites(hl.anatomy(Normed())["embed"]) == ["embed"]
+
+
+class Minus(Block):
+    """A block that takes away what its parts return."""
+
+    def forward(self, x):
+        x = x - self.mlp(self.first(x))
+        return x - self.attn(self.second(x))
+
+
+def test_blocks_that_add_nothing_are_told():
+    with pytest.raises(hl.SelectionError, match=r"blocks\.0 adds to its input nothing that it"):
+        hl.anatomy(Text(Minus))
 
 
 def test_embeddings_that_cannot_be_told_apart_are_refused():

@@ -15,7 +15,7 @@ from hookline.engine.pytree import describe
 from hookline.errors import StructureError
 from hookline.verbs.anatomy.claims import Claim, claim
 from hookline.verbs.anatomy.identity_errors import error, error_of_rescale
-from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
+from hookline.verbs.anatomy.parts import NO_SITE, Layer, site_of, stream_site
 from hookline.verbs.anatomy.stream import MATMULS, before
 from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, replay_tokens
 from hookline.verbs.anatomy.trial_inputs import declared_words
@@ -34,7 +34,7 @@ class Names:
     def put(self, name: str, site: str | None) -> bool:
         """Add a site; a value without a site is refused."""
         if site is None:
-            self.refused[name] = "torch shows no site of it"
+            self.refused[name] = NO_SITE
         else:
             self.sites[name] = site
         return site is not None
@@ -165,11 +165,12 @@ def _rescaled(value: Value) -> Iterator[Value]:
     value = value.origin
     yield value
     event = value.maker
-    while event is not None and event.name not in (*SUMS, "embedding") and len(event.data) == 1:
-        source = event.data[0]
-        if error_of_rescale(source.tensor, value.tensor) > 1e-4:
+    while event is not None and event.name not in (*SUMS, "embedding"):
+        # A norm that is written out multiplies the numbers by a second value, made of them.
+        sources = [v for v in event.data if error_of_rescale(v.tensor, value.tensor) <= 1e-4]
+        if not sources:
             break
-        value = source.origin
+        value = sources[0].origin
         yield value
         event = value.maker
 
@@ -334,7 +335,7 @@ def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
         of_words = [site for site in heads if heads[site].logits.tensor.shape[-1] == names.n_words]
         sites = of_words or sites
     if len(sites) != 1:
-        why = "no output of the model is computed from the last stream by a product"
+        why = "no output of the model is made of the last stream by a product, token by token"
         if sites:
             why = "several outputs of the model are computed from the last stream: "
             why += ", ".join(sites)

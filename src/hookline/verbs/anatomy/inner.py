@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from hookline.verbs.anatomy.claims import Claim, claim
 from hookline.verbs.anatomy.identity_errors import CLOSE, error, error_of_rescale
-from hookline.verbs.anatomy.parts import Layer, Part, argument_of, input_of, site_of, why_none
+from hookline.verbs.anatomy.parts import (
+    NO_SITE,
+    Layer,
+    Part,
+    argument_of,
+    input_of,
+    site_of,
+    why_none,
+)
 from hookline.verbs.anatomy.stream import MATMULS, before, cuts
 from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value, replay_tokens
 
@@ -52,13 +60,13 @@ def name_mlp(trace: Trace, layer: Layer) -> list[Claim]:
     if pre is None:
         return _refuse(layer, _MLP, "no function of one value makes the neurons")
     if _has_others(part, act, products[-1]):
-        return _refuse(layer, _MLP, "it also adds what other neurons make")
+        return _refuse(layer, _MLP, "it also adds a product of other neurons, as a second MLP does")
     inside = layer.block.path
     values = {"mlp_pre": pre} if up is None else {"mlp_pre": pre, "mlp_gate": pre, "mlp_up": up}
     sites = {name: site_of(trace, value, inside) for name, value in values.items()}
     sites["mlp_act"] = input_of(trace, products[-1].data[0], inside, products[-1:])
     if None in sites.values():
-        return _refuse(layer, _MLP, "torch shows no site of it")
+        return _refuse(layer, _MLP, NO_SITE)
     if up is None:
         _refuse(layer, ("mlp_gate", "mlp_up"), "the MLP has no gate")
     layer.sites.update({name: str(site) for name, site in sites.items()})
@@ -200,7 +208,7 @@ def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> list[Claim]:
     given = [_own_input(trace, experts, value) for value in (hidden, indices, weights)]
     output = site_of(trace, experts.outputs[0][1], layer.block.path)
     if output is None or None in given:
-        return _refuse(layer, _EXPERTS, "torch shows no site of it")
+        return _refuse(layer, _EXPERTS, NO_SITE)
     names = ("expert_indices", "expert_weights", "expert_out")
     layer.sites.update(zip(names, (str(given[1]), str(given[2]), output), strict=True))
     leaves = {id(value): leaf[0] if leaf else 0 for leaf, value in experts.inputs}
@@ -283,7 +291,7 @@ def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
     claims = [
         claim("pattern @ v", names, [sites["z"], sites["pattern"], sites["v"]], _mix_error),
         claim(
-            "scores of q and k",
+            "q @ k",
             ("q", "k"),
             [sites[name] for name in ("scores", "q", "k")],
             _scores_error,

@@ -268,12 +268,13 @@ def name_layer(trace: Trace, layer: Layer) -> None:
         if len(parts) != 1:
             why = f"the block has no {WORDS[kind]}{why_none(layer, kind)}"
             if parts:
-                why = f"the block has {len(parts)} parts of the kind {WORDS[kind]}"
+                every = [site_of(trace, part.term.value, block.path) for part in parts]
+                why = f"the block has {len(parts)} {PLURALS[kind]}: {', '.join(map(str, every))}"
             layer.refused.update({f"{prefix}_{end}": why for end in ("in", "out", "out_raw")})
             continue
         term = parts[0].term
         got, returned = ends(term)
-        why = "torch shows no site of it"
+        why = NO_SITE
         _put(layer, f"{prefix}_in", input_of(trace, got, block.path, term.events), why)
         is_added = any(value is returned.origin for value in term.value.chain())
         raw = term.value if is_added else returned
@@ -295,6 +296,11 @@ WORDS = {
     "attention": "attention", "cross": "cross attention", "mlp": "MLP",
     "mixer": "other part that mixes tokens",
 }  # fmt: skip
+PLURALS = {
+    "attention": "attentions", "cross": "cross attentions", "mlp": "MLPs",
+    "mixer": "other parts that mix tokens",
+}  # fmt: skip
+NO_SITE = "no module gets or returns it, and no function of torch makes it of the input"
 
 
 def _put(layer: Layer, name: str, site: str | None, why: str) -> None:
@@ -312,8 +318,10 @@ def mid_of(layer: Layer) -> tuple[Value | None, str]:
         kind = "part that mixes tokens" if not mixing else "MLP"
         return None, f"the block has no {kind}{why_none(layer, 'attention' if not mixing else '')}"
     reads = mlp[0].term.reads
-    if len(mlp) > 1 or len(reads) != 1:
-        return None, "the block has several MLPs, or its MLP reads the stream at several places"
+    if len(mlp) > 1:
+        return None, f"the block has {len(mlp)} MLPs"
+    if len(reads) != 1:
+        return None, "the MLP reads the stream at several places"
     earlier = [read for part in mixing for read in part.term.reads]
     if any(read is reads[0] for read in earlier):
         return None, "attention and MLP are parallel: both read the same stream"
@@ -327,4 +335,4 @@ def _name_mid(trace: Trace, layer: Layer) -> None:
     if mid is None:
         layer.refused["resid_mid"] = why
     else:
-        _put(layer, "resid_mid", stream_site(trace, mid, layer.block), "torch shows no site of it")
+        _put(layer, "resid_mid", stream_site(trace, mid, layer.block), NO_SITE)

@@ -57,6 +57,11 @@ def _reasons(
     ):
         pairs = list(group)
         why = [str(layer) for _, layer in pairs if isinstance(layer, NoStream)]
+        why += [
+            f"{layer.block.path} adds to its input nothing that it computes of it"
+            for _, layer in pairs
+            if isinstance(layer, Layer) and not layer.parts
+        ]
         if why and len(pairs) > 1 and any(pairs[0][0].children()):
             yield len(pairs), why[0]
 
