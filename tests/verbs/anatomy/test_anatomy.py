@@ -1107,6 +1107,30 @@ def test_the_logits_are_those_of_words():
         hl.anatomy(Valued(50))["logits"]
 
 
+class MaskedWords(Text):
+    """Gives words that do not exist no chance."""
+
+    def forward(self, x):
+        return super().forward(x).masked_fill(torch.arange(50) > 45, -torch.inf)
+
+
+def test_words_that_are_masked_hide_no_lens():
+    model = MaskedWords()
+    parts, ids = hl.anatomy(model), torch.randint(45, (2, 6))
+    with torch.no_grad(), hl.record(model, parts["resid_post"]) as run:
+        logits = model(ids)
+    assert torch.equal(parts.lens(run).logits[1], logits)
+
+
+def test_logits_of_two_products_have_no_unembedding():
+    model = Text()
+    model.unembed = Two(lambda: nn.Linear(16, 50))
+    parts = hl.anatomy(model)
+    assert {"logits", "ln_final"} <= set(parts)
+    with pytest.raises(hl.SelectionError, match="the logits are made of several products"):
+        parts["unembed"]
+
+
 class Convolved(nn.Module):
     """A head that reads three tokens for each logit."""
 

@@ -345,9 +345,8 @@ def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
     product = _products(head)[-1]
     _name_logits(trace, head, product, names, sites[0])
     needed = [names.sites["logits"], stream_site(trace, start, last.block)]
-    names.claims.append(
-        claim("head(last stream)", ("logits", "logits_raw", "unembed"), needed, head.error_of)
-    )
+    proven = ("logits", "logits_raw", "unembed")
+    names.claims.append(claim("head(last stream)", proven, needed, head.error_of))
     _name_norm(trace, last, head, product, names)
     return head
 
@@ -376,6 +375,11 @@ def _end_of(stream: Value) -> int:
 def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: str) -> None:
     names.sites["logits"] = site
     raw = product.outputs[0]
+    _, reads = before(head.logits, [id(head.start), id(raw)], _end_of(head.start))
+    if head.logits is not raw and [id(read) for read in reads] != [id(raw)]:
+        why = "the logits are made of several products"
+        names.refused.update(unembed=why, logits_raw=why)
+        return
     names.put("logits_raw", site_of(trace, raw, ""))
     names.put("unembed", site_of(trace, raw, ""))
 

@@ -219,14 +219,11 @@ def _error(each: Claim, values: dict[str, Tensor | str]) -> tuple[float, str]:
     worst = each.measure(*tensors)
     if worst < math.inf:
         return worst, f"{each.text} is off by {worst:.1e}"
-    not_numbers = [site for site, value in zip(each.sites, tensors, strict=True) if _has_nan(value)]
+    pairs = zip(each.sites, tensors, strict=True)
+    not_numbers = [site for site, value in pairs if not value.isfinite().all()]
     if not_numbers:
-        return worst, f"{not_numbers[0]} has NaN"
+        return worst, f"{not_numbers[0]} has NaN or infinity"
     return worst, f"{each.text} has values without sites, or of shapes that do not fit,"
-
-
-def _has_nan(value: Tensor) -> bool:
-    return bool(value.isnan().any())
 
 
 @contextmanager
