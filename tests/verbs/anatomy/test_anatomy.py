@@ -1194,3 +1194,41 @@ def test_contributions_of_more_than_a_projection_are_refused():
         model(torch.randint(50, (2, 6)))
     with pytest.raises(hl.SelectionError, match=r"blocks\.0\.mlp\.out must be a projection"):
         parts.contributions(run, 0)
+
+
+class Residual(Attention):
+    """Attention that returns its input to the projection, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = Around(16, 16)
+
+
+class Around(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+class Bent(Attention):
+    """Attention that bends what it projects."""
+
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Residual, r"the attention returns more than what blocks\.0\.mlp\.out does"),
+        (Bent, r"'attn_out_raw' of layer 0 is not a proven part"),
+    ],
+)
+def test_contributions_that_are_not_all_are_refused(kind, reason):
+    model = Text()
+    for block in model.blocks:
+        block.mlp = kind()
+    parts = hl.anatomy(model)
+    with torch.no_grad(), hl.record(model, "blocks.*.mlp.out:input") as run:
+        model(torch.randint(50, (2, 6)))
+    with pytest.raises(hl.SelectionError, match=reason):
+        parts.contributions(run, 0)

@@ -184,13 +184,14 @@ class Anatomy(Result):
             layer: the layer.
 
         Raises:
-            SelectionError: `attn_heads` is not proven in this layer, or the module that gets them
-                does more than project them.
+            SelectionError: `attn_heads` or `attn_out_raw` is not proven in this layer, or the
+                module that gets the heads does more than project them.
             NotRecordedError: the run does not have it.
             InputError: `run` is no recording, or `layer` no number.
         """
         _check_run(run)
         site = self._site("attn_heads", layer)
+        self._site("attn_out_raw", layer)  # which raises if it is not proven
         projection = self._model.get_submodule(self._projections[layer])
         full_width = self._names.shapes[site][-1]
         width = self._names.shapes[self._site("z", layer)][-1]

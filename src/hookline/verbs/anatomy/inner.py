@@ -16,6 +16,7 @@ from hookline.verbs.anatomy.parts import (
     Layer,
     Part,
     argument_of,
+    ends,
     input_of,
     site_of,
     why_none,
@@ -334,6 +335,9 @@ def _heads(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
         site = input_of(trace, merged, layer.block.path, [product])
     if site is None:
         layer.refused["attn_heads"] = "no module gets the heads side by side"
+        return []
+    if ends(part.term)[1].origin is not product.outputs[0].origin:
+        layer.refused["attn_heads"] = f"the attention returns more than what {product.path} does"
         return []
     layer.sites["attn_heads"] = site
     layer.projection = product.path

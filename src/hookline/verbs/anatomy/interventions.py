@@ -140,6 +140,8 @@ class Interventions:
             part.why = f"at {site} {past}, by {leak:.1e}"
             if leak <= CLOSE:
                 part.why = f"{site} adds more than what its pattern mixes, by {next_most:.1e}"
+            if leak <= CLOSE and math.isinf(next_most):
+                part.why = f"{site} is NaN where its pattern mixes zeros"
             reach = max(reach, most)
         if reach > CLOSE:
             return "mixer"
