@@ -70,7 +70,7 @@ from hookline.engine.torch_private.autograd import (
 from hookline.engine.torch_private.distributed import (
     calls_of_sharded, clone_locally, default_store, fsdp1_parts, full_value,
     is_dtensor, is_flat, is_grouped, is_split, layout_of, local_part, reshard, sharding,
-    split_over, unwrapped,
+    split_over, unwrapped, waiting_gradients,
 )
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, has_compiled, while_tracing,

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -57,6 +61,24 @@ def test_the_parameters_that_are_sharded_are_known_in_both_forms(mesh):
     assert found[0][1] is model.weight
     internals.reshard(model)
     assert model.weight is shards[0]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_gradients_that_fsdp2_keeps_back_are_known(mesh, dtype):
+    """If these move, hl.check sees no NaN under set_requires_gradient_sync(False)."""
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh, mp_policy=policy)
+    weights = list(model.parameters())
+    model.set_requires_gradient_sync(False)
+    assert internals.waiting_gradients(model) == []
+    for n_backwards in (1, 2):
+        model(torch.ones(1, 2)).sum().backward()
+        pairs = internals.waiting_gradients(model)
+        assert all(pair[0] is weight for pair, weight in zip(pairs, weights, strict=True))
+        assert pairs[0][1].tolist() == [[n_backwards] * 2] * 2
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 2)).sum().backward()
+    assert internals.waiting_gradients(model) == []
 
 
 def test_whole_weights_stay_whole_until_the_block_ends(mesh):

@@ -275,7 +275,7 @@ def test_a_value_in_the_input(number, has_grad):
     model = Around(torch.neg)
     with torch.set_grad_enabled(has_grad):
         finding = finding_of(model, lambda: model(x))
-    assert (finding.kind, finding.path) == ("input", ":input")
+    assert (finding.kind, finding.path) == ("input", "(root):input")
     assert finding.line.text == "x, at, mid = self.first(x), self.at, self.mid"
 
 

@@ -127,7 +127,7 @@ def test_a_poisoned_batch():
     x = X.clone()
     x[1] = math.inf
     finding = found(model, lambda: train(model, x))
-    assert (finding.kind, finding.path) == ("input", ":input")
+    assert (finding.kind, finding.path) == ("input", "(root):input")
     assert (finding.n_inf, finding.n_total) == (4, 12)
     assert finding.line.text == "x = self.first(x)"
     assert finding.operation

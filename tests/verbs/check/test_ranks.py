@@ -282,3 +282,23 @@ def test_a_nan_loss_with_finite_gradients_of_sharded_weights(rank, folder):
         nn.functional.cross_entropy(model(torch.ones(2, 4)), target).backward()
         optimizer.step()
     assert (caught.value.finding.rank, caught.value.finding.path) == (1, "loss")
+
+
+@pytest.mark.parametrize("is_reduced_later", [False, True])
+def test_gradients_that_are_not_reduced_yet_are_judged(ranks, tmp_path, is_reduced_later):
+    ranks.run(__file__, "check_unreduced", str(tmp_path), is_reduced_later)
+
+
+def check_unreduced(rank, folder, is_reduced_later):
+    model = sharded(lambda x: x.detach() if rank == 1 else 0 * x.detach())
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        if is_reduced_later:
+            model.set_requires_gradient_sync(True)
+            model.limit = lambda x: 0 * x.detach()
+            train(model, torch.ones(2, 4))
+    finding = caught.value.finding
+    assert (finding.step, finding.rank, finding.kind) == (0, 1, "gradient")
+    assert ("set_requires_gradient_sync(False)" in finding.notes[-1]) is not is_reduced_later

@@ -175,11 +175,16 @@ def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     return [_both(parameter) for group in _groups(module) for parameter in group.fsdp_params]
 
 
-def _groups(module: nn.Module) -> list[Any]:
-    """Return the groups of parameters that FSDP2 shards at this module.
+def waiting_gradients(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return shards of FSDP2 at this module, with whole gradients that it has not reduced yet."""
+    parts = [parameter for group in _groups(module) for parameter in group.fsdp_params]
+    grads = [(part.sharded_param, getattr(_both(part)[1], "grad", None)) for part in parts]
+    grads += [(part.sharded_param, part.unsharded_accumulated_grad) for part in parts]
+    return [(shard, local_part(grad)) for shard, grad in grads if grad is not None]
 
-    Before torch 2.12, a module has at most one group.
-    """
+
+def _groups(module: nn.Module) -> list[Any]:
+    """Return the groups of parameters that FSDP2 shards at this module: one before torch 2.12."""
     if not hasattr(type(module), "_get_fsdp_state"):
         return []
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -276,10 +281,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     The wrapper's forward may broadcast buffers, in eval mode as well: a collective.
     """
     kind = getattr(sys.modules.get("torch.nn.parallel"), "DistributedDataParallel", None)
-    if kind is not None and isinstance(model, kind):
-        inner: nn.Module = model.module
-        return inner
-    return model
+    is_wrapper = kind is not None and isinstance(model, kind)
+    inner: Any = model.module if is_wrapper else model
+    return inner  # type: ignore[no-any-return]
 
 
 def sharding(model: nn.Module) -> str:

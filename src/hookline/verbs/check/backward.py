@@ -27,6 +27,7 @@ from hookline.engine import (
     local_part,
     outer_backward,
     parameter_ids,
+    waiting_gradients,
 )
 from hookline.errors import NonFiniteError, warn
 from hookline.statistics.finiteness import kinds_in, not_finite, total
@@ -46,6 +47,9 @@ _NOT_REPEATED = "the run did not repeat itself, first at {}"
 _FINITE_BACKWARD = (
     "the repeated backward is finite; the run did not repeat itself, or something else writes"
     " gradients, such as a loss on weights or on values inside the model"
+)
+_WAITING = (
+    "FSDP2 has not reduced it: set_requires_gradient_sync(False) keeps it for a later backward"
 )
 _MEANT = "infinities that are meant, as in a mask, have reached the gradients"
 _FINITE_GRADIENTS = "the gradients are finite, so the step would hide it"
@@ -80,6 +84,8 @@ class BackwardChecks:
         self._has_judged = False
         # Whether gradients that DDP reduced were not finite, and no step has raised the error.
         self._all_know = False
+        # What is wrong with gradients that FSDP2 keeps until a later backward reduces them.
+        self._waiting: CheckFinding | None = None
 
     def start(
         self, line: Line, root: list[tuple[Site, ModuleNode]], registrations: Registrations
@@ -159,23 +165,48 @@ class BackwardChecks:
                 # Where gradients accumulate, the first who made them so counts.
                 is_known and self._judged.are_same(self._weights, with_numbers=False)
             ):
-                outcome.in_backward = outcome.until_step or self._judge(runs, loss)
+                known = outcome.until_step or self._reduced()
+                outcome.in_backward = known or self._judge(runs, loss, self._bad(self._weights))
             self._judge_loss(runs, loss, is_finite=is_finite)
             self._judged = _Gradients(self._weights)
             self._first_judged = self._first_judged if is_known else self._judged
-            self._share()
+            self._share(runs, loss)
         finally:
             for run in runs:
                 run.gradients = {}
 
-    def _share(self) -> None:
+    def _reduced(self) -> CheckFinding | None:
+        """Return the finding of gradients that were kept before, and are reduced now."""
+        finding = self._waiting
+        if finding is None:
+            return None
+        return finding.with_(notes=tuple(note for note in finding.notes if note != _WAITING))
+
+    def _judge_waiting(self, runs: list[CheckedRun], loss: LossGraph | None) -> CheckFinding | None:
+        """Judge the gradients that FSDP2 keeps until a later backward reduces them."""
+        model = self._model()
+        modules = [] if model is None else model.modules()
+        waiting = [pair for module in modules for pair in waiting_gradients(module)]
+        if not waiting or self._waiting is not None:
+            return self._waiting if waiting else None
+        paths = {id(weight): path for path, weight in self._weights}
+        bad = [(paths.get(id(weight), ""), grad) for weight, grad in waiting if kinds_in(grad)]
+        if not bad:
+            return None
+        finding = self._judge(runs, loss, bad)
+        return finding.with_(rank=rank_here(), notes=(*finding.notes, _WAITING))
+
+    def _share(self, runs: list[CheckedRun], loss: LossGraph | None) -> None:
         """Agree with the other ranks on the finding of this backward, where weights are sharded."""
         if self._checked.sharded_on is None:
             return
-        finding = self._checked.shared(self._outcome.in_backward or self._nan_loss)
+        waiting = self._judge_waiting(runs, loss)
+        finding = self._checked.shared(self._outcome.in_backward or self._nan_loss or waiting)
         is_loss = finding is not None and finding.is_loss
+        is_waiting = finding is not None and _WAITING in finding.notes
         self._nan_loss = finding if is_loss else None
-        self._outcome.in_backward = None if is_loss else finding
+        self._waiting = finding if is_waiting else None
+        self._outcome.in_backward = None if is_loss or is_waiting else finding
 
     def _judge_loss(
         self, runs: list[CheckedRun], loss: LossGraph | None, *, is_finite: bool
@@ -197,10 +228,15 @@ class BackwardChecks:
         else:
             self._nan_loss = finding
 
-    def _judge(self, runs: list[CheckedRun], loss: LossGraph | None) -> CheckFinding:
+    def _judge(
+        self, runs: list[CheckedRun], loss: LossGraph | None, bad: list[tuple[str, Tensor]]
+    ) -> CheckFinding:
         """Find the operation or the loss that made gradients that are not finite.
 
-        `runs` are the runs of the model that the backward went through, the last run first.
+        Args:
+            runs: the runs of the model that the backward went through, the last run first.
+            loss: the loss, if it is known.
+            bad: the gradients, with the paths of their parameters.
         """
         why: str | None = None
         for run in runs:
@@ -213,7 +249,7 @@ class BackwardChecks:
                 return finding
             why = why or why_not
         last = max(run.step for run in runs)
-        return self._finding_of_gradients(self._weights, last, why or _FINITE_BACKWARD)
+        return self._finding_of_gradients(bad, last, why or _FINITE_BACKWARD)
 
     def _repeated(self, replay: Replay) -> tuple[CheckFinding | None, str | None]:
         """Repeat the backward of a repeated run, and explain it."""
@@ -237,19 +273,19 @@ class BackwardChecks:
         )
 
     @staticmethod
+    def _bad(weights: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return the gradients of weights that are not finite."""
+        grads = [(path, weight.grad) for path, weight in weights]
+        return [(path, grad) for path, grad in grads if grad is not None and kinds_in(grad)]
+
     def _finding_of_gradients(
-        weights: list[tuple[str, Tensor]], step: int | None, why: str
+        self, bad: list[tuple[str, Tensor]], step: int | None, why: str
     ) -> CheckFinding:
         """Describe the gradients that are not finite, where the operation is not known."""
-        bad = [
-            (path, grad)
-            for path, grad in ((path, weight.grad) for path, weight in weights)
-            if grad is not None and kinds_in(grad)
-        ]
         path, grad = bad[-1]
         notes = [f"the operation is not known: {why}"]
         if len(bad) > 1:
-            notes.append(f"{len(bad)} of {len(weights)} gradients are not finite")
+            notes.append(f"{len(bad)} of {len(self._weights)} gradients are not finite")
         return of_tensor("gradient", path, grad, step).with_(notes=tuple(notes))
 
     def _of_loss(self, run: CheckedRun, loss: LossGraph | None) -> CheckFinding:
@@ -314,7 +350,7 @@ class BackwardChecks:
             "no backward through the model's outputs made it; look at what else writes gradients,"
             " such as a division after backward() or a loss on values inside the model"
         )
-        return self._finding_of_gradients(stepped, self._forward.last_step, why)
+        return self._finding_of_gradients(self._bad(stepped), self._forward.last_step, why)
 
     def end(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
@@ -333,6 +369,8 @@ class BackwardChecks:
     def _unstepped(self) -> CheckFinding | None:
         """Return what is wrong with the gradients at the end, if nobody has raised it."""
         finding = self._outcome.pop_backward_finding() or self._loss_of(self._weights)
+        if self._waiting is not None:  # nobody could have stepped with it
+            return self._waiting
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
         if self._has_stepped or not (finding is None or self._first_judged.are_same(self._weights)):

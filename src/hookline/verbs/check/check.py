@@ -169,7 +169,7 @@ def check(
         ...         _ = model(torch.tensor([[1.0, float("nan")]]))
         ... except hl.NonFiniteError as error:
         ...     print(error.finding.kind, error.finding.path, error.finding.n_nan)
-        input :input 1
+        input (root):input 1
 
     For each output of a leaf module, and of the model, the sum of its elements is computed. A NaN
     or an infinity makes this sum non-finite. All sums are read once, at the end of each run of the

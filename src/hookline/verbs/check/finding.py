@@ -126,7 +126,7 @@ class CheckFinding:
         ...         _ = model(torch.full((1, 2), float("nan")))
         ... except hl.NonFiniteError as error:
         ...     print(error.finding.kind, error.finding.path, error.finding.n_nan)
-        input :input 2
+        input (root):input 2
 
     A `NonFiniteError` has its finding in `error.finding`. The line of `hl.check` lists the first
     100 findings in `line.findings`, and the first 100 that `also=` asks for. `print(finding)` shows

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine import (
+    ROOT,
     Arguments,
     AroundCall,
     ModuleNode,
@@ -290,7 +291,7 @@ class Replay:
         for kind, path, tensor in named_tensors(self._nodes):
             self._outside.add(kind, path, tensor)
         for leaf, tensor in tree.tensors(Arguments().bind(self._root, args, kwargs)):
-            self._outside.add("input", f":input{leaf_text(leaf)}", tensor)
+            self._outside.add("input", f"{ROOT}:input{leaf_text(leaf)}", tensor)
 
     # -- the finding -----------------------------------------------------------------------------
 
