@@ -17,7 +17,7 @@ from hookline.engine.distributed.parallel_ranks import (
     gathered, is_summand, split_parameters, split_ranks, summed,
 )
 from hookline.engine.distributed.rendezvous import (
-    TIMEOUT_S, failures_of, gather_json, note_failure, ranks_of, say_by_rank,
+    TIMEOUT_S, failures_of, gather_json, has_come, note_failure, ranks_of, say_by_rank,
 )
 from hookline.engine.distributed.whole_weights import joined, whole_weights
 from hookline.engine.gradients.port_taps import GradInputTap, GradOutputTap, ParameterTap

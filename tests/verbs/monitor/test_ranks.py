@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -366,6 +367,81 @@ def test_a_monitor_on_one_rank_alone_is_said_and_goes_on(rank, folder):
             dist.barrier()
     finally:
         gathering.gather_json = before
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+OTHERS = {
+    "steps: rank 0: every=1 from step 0; rank 1: every=2 from step 0": {"every": 2},
+    r"statistics: rank 0: moments\(\); rank 1: histogram\(": {"stats": hl.stats.histogram()},
+    "sites: rank 0: 0, 1; rank 1: no others": {"selector": "2"},
+}
+
+
+@on_ranks
+def test_a_rank_with_other_arguments_is_told_and_alone(rank, folder):
+    for message, other in OTHERS.items():
+        model, options = small(), {"selector": "*", "ports": "output", **(other if rank else {})}
+        expected = f"(?s)this rank's numbers alone: the ranks monitor different {message}"
+        with pytest.warns(hl.HooklineWarning, match=expected):
+            with hl.monitor(model, **options) as seen:
+                for _ in range(3):
+                    model(torch.ones(2, 4))
+        assert seen.n_ranks == 1
+        assert seen["2"].count.tolist() == [4] * len(seen)
+
+
+@on_ranks
+def test_stages_of_a_pipeline_may_have_other_sites(rank, folder):
+    model = nn.ModuleDict({"first": nn.Linear(4, 4)} if rank == 0 else {"second": nn.Linear(4, 4)})
+    with hl.monitor(model, "*", ports="output") as seen:
+        for layer in model.values():
+            layer(torch.ones(2, 4))
+    assert set(seen.sites) == {"first", "second"}
+    assert seen["second"].count.tolist() == [8]
+
+
+@on_ranks
+def test_an_interval_that_one_rank_has_set_is_told(rank, folder):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    line = hl.monitor(model, "2", ports="output")
+    with pytest.warns(hl.HooklineWarning, match="rank 0: step 1 with every=1.*step 1 with every=2"):
+        with line as seen:
+            for step in range(4):
+                if rank == 1 and step == 1:
+                    line.first, line.every = 1, 2
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+    assert seen["2"].count.tolist() == ([8, 4, 4, 4] if rank == 0 else [8, 4, 4])
+
+
+@on_ranks
+def test_a_rank_that_leaves_is_named_and_not_awaited(rank, folder):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = r"rank 1 has left hl\.monitor at step 2 \(ValueError: a bad batch\)"
+    with pytest.warns(hl.HooklineWarning, match=message) if rank == 0 else suppress(ValueError):
+        with hl.monitor(model, "2", ports="output") as seen:
+            for step in range(4):
+                if rank == 1 and step == 2:
+                    raise ValueError("a bad batch")
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+    assert seen["2"].count.tolist() == ([8, 8, 4, 4] if rank == 0 else [8, 8])
+    dist.barrier()
+
+
+@on_ranks
+def test_slots_that_are_not_as_many_on_all_ranks_are_told(rank, folder):
+    model = nn.Linear(4, 2 + rank)
+    with pytest.warns(hl.HooklineWarning, match=r"merges \(root\) of those ranks alone.*rank 0: 8"):
+        with hl.monitor(model, "", ports="output", stats=hl.stats.covariance()) as seen:
+            model(torch.ones(2, 4))
+    assert seen.n_ranks == 2
 
 
 def impatient(gather_json):

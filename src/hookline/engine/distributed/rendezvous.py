@@ -154,7 +154,7 @@ def _verdict(question: str, data: Any, ranks: Sequence[int], timeout: float) -> 
     is_judge = me == ranks[0]
     awaited = [f"{base}/{rank}" for rank in ranks] if is_judge else [verdict_key]
     is_settled = store.check([verdict_key])  # a verdict exists, so this rank is late
-    if is_settled or (_has_come(store, awaited, timeout) and not is_judge):
+    if is_settled or (has_come(store, awaited, timeout) and not is_judge):
         text = store.get(verdict_key)
     else:
         # The first rank that sets the verdict sets it for all, late ranks included.
@@ -210,7 +210,7 @@ def _verdict_at(store: Any, base: str) -> dict[str, Any] | None:
     return verdict
 
 
-def _has_come(store: Any, keys: list[str], timeout: float) -> bool:
+def has_come(store: Any, keys: list[str], timeout: float) -> bool:
     """Wait for keys; return False if they did not come in time."""
     until = time.monotonic() + timeout
     try:

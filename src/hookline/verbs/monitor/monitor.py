@@ -109,7 +109,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
         steps = self._steps
         if not steps.is_over:
             try:
-                steps.finish(has_failed=error is not None)
+                steps.finish(error)
             finally:
                 self._to.close()
             if error is None:
@@ -212,7 +212,8 @@ def monitor(
     counted. In compiled code, statistics of outputs and inputs are computed in the graph.
 
     On several ranks, each report is one collective. `seen` shows the numbers of all ranks together,
-    and `seen.rank(1)` those of one rank. Logs are written by rank 0.
+    and `seen.rank(1)` those of one rank. Logs are written by rank 0. A rank with other arguments or
+    steps is named in a warning; from then on, each rank shows its own numbers alone.
 
     If a statistic or a logger raises, a warning says so once, and the training goes on. At Ctrl-C
     while a step is written, files have this step once; a logger or a function is not called again.

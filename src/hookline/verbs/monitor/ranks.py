@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from dataclasses import replace
 from typing import Any, NamedTuple, final
@@ -12,12 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.curves import ABSENT, Entry, Layout
-from hookline.display.text import first_line
-from hookline.engine import gather_json, is_grouped, ranks_of, split_ranks
+from hookline.curves.run_folder import spell_statistic
+from hookline.display.text import first_line, listed
+from hookline.engine import (
+    default_store,
+    gather_json,
+    is_grouped,
+    ranks_of,
+    say_by_rank,
+    split_ranks,
+)
 from hookline.errors import RanksError, warn
-from hookline.statistics import Statistic
 from hookline.verbs.monitor.copies import Copies
-from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, packed
+from hookline.verbs.monitor.gate import Gate
+from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, Slots, packed
 
 _QUESTION = "hl.monitor"
 # The port of the value that a gradient at a module is of.
@@ -43,23 +52,40 @@ class _Site(NamedTuple):
 
 
 @final
+class Reported(NamedTuple):
+    """The step of a report.
+
+    Args:
+        step: its number.
+        settings: which steps are reported, in words.
+        is_last: whether the line has ended, so that other ranks may not come.
+    """
+
+    step: int
+    settings: str
+    is_last: bool
+
+
+@final
 class GatheredRanks:
     """Turn the slots of a step into a layout and the slots of each rank.
 
-    All ranks agree on a layout when a site appears. Each later report is one all_gather.
+    All ranks agree on a layout when a site appears. Each later report is one all_gather, which all
+    ranks begin together.
 
     Args:
-        statistics: the statistics of each site.
+        slots: the slots of all sites.
         model: the model.
     """
 
-    def __init__(self, statistics: tuple[Statistic[Any], ...], model: nn.Module) -> None:
-        self._statistics = statistics
+    def __init__(self, slots: Slots, model: nn.Module) -> None:
+        self._slots = slots
+        self._statistics = slots.statistics
         self._model = weakref.ref(model)
         self._copies = Copies(())
         self._by_name: dict[str, dict[int, _Site]] = {}
-        self._layout = Layout(statistics, ())
-        self._has_agreed = False
+        self._layout = Layout(slots.statistics, ())
+        self._gate: Gate | None = None  # once the ranks have agreed
         self._places: list[tuple[int, int, int]] = []
         self._version = -1
         self._is_alone = False
@@ -74,8 +100,18 @@ class GatheredRanks:
         """Tell whether other ranks take part."""
         return is_grouped() and dist.get_world_size() > 1 and not self._is_alone
 
+    def tell(self, settings: str) -> None:
+        """Tell which steps this rank reports from now on."""
+        if self._gate is not None:
+            self._gate.tell(settings)
+
+    def leave(self, how: str) -> None:
+        """Tell the other ranks that this one reports no more."""
+        if self._gate is not None:
+            self._gate.leave(how)
+
     def report(
-        self, sites: list[SiteSlots], slots: dict[str, list[Tensor]], version: int, *, is_last: bool
+        self, sites: list[SiteSlots], slots: dict[str, list[Tensor]], version: int, at: Reported
     ) -> tuple[Layout, NDArray[Any]]:
         """Gather a step's slots.
 
@@ -83,7 +119,7 @@ class GatheredRanks:
             sites: the sites that ever had a value here.
             slots: their slots.
             version: the version of the sites.
-            is_last: whether the line has ended, so that other ranks may not come.
+            at: the step.
 
         Returns:
             The layout, and the slots of each rank, of shape [ranks, width].
@@ -92,13 +128,10 @@ class GatheredRanks:
         if not self.is_grouped:
             return self._alone(sites, version), packed_slots.cpu().numpy()[None]
         try:
-            return self._together(sites, packed_slots, version, is_last=is_last)
+            return self._together(sites, packed_slots, version, at)
         except RanksError as error:
             self._is_alone, self._version = True, -1
-            warn(
-                f"hl.monitor shows this rank's numbers alone: {first_line(error)}."
-                "\nCall hl.monitor on every rank, outside of `if rank == 0:`."
-            )
+            warn(f"hl.monitor shows this rank's numbers alone: {error}")
             return self._alone(sites, version), packed_slots.cpu().numpy()[None]
 
     def _alone(self, sites: list[SiteSlots], version: int) -> Layout:
@@ -112,14 +145,14 @@ class GatheredRanks:
         return self._layout
 
     def _together(
-        self, sites: list[SiteSlots], packed_slots: Tensor, version: int, *, is_last: bool
+        self, sites: list[SiteSlots], packed_slots: Tensor, version: int, at: Reported
     ) -> tuple[Layout, NDArray[Any]]:
         is_new = version != self._version
-        if not self._has_agreed:
+        if self._gate is None:
+            self._gate = self._begin(at)
             self._agree(sites, version)
             is_new = False
-        elif is_last:
-            gather_json(_QUESTION, "end", ranks_of(None, _QUESTION))
+        self._gate.enter(at.step, at.settings, is_last=at.is_last)
         gathered = _all_gather(self._placed(packed_slots, is_new=is_new))
         if gathered[:, 0].any():  # a site has appeared on some rank
             self._agree(sites, version)
@@ -129,21 +162,42 @@ class GatheredRanks:
             self._layout = self._layout_of_all(len(slots))
         return self._layout, slots
 
+    def _begin(self, at: Reported) -> Gate:
+        """Compare what the ranks monitor, and make their gate.
+
+        Raises:
+            RanksError: a rank monitors something else.
+        """
+        model, ranks = self._model(), ranks_of(None, _QUESTION)
+        store, me = default_store(), dist.get_rank()
+        said = {
+            "statistics": [_named(statistic) for statistic in self._statistics],
+            "settings": at.settings,
+            "sites": self._slots.selected(),
+            "model": "" if model is None else _tree_of(model),
+            "split": [] if model is None else split_ranks(model),
+            # Each process counts its monitors, and may have others than rank 0.
+            "session": store.add("hookline/monitors", 1) if me == ranks[0] else 0,
+        }
+        by_rank = gather_json(_QUESTION, said, ranks)
+        _check_alike("statistics", [", ".join(said["statistics"]) for said in by_rank])
+        _check_alike("steps", [said["settings"] for said in by_rank])
+        if len({said["model"] for said in by_rank}) == 1:  # the stages of a pipeline differ
+            _check_alike("sites", _own_sites([said["sites"] for said in by_rank]))
+        self._copies = Copies([said["split"] for said in by_rank])
+        return Gate(store, f"hookline/monitor/{by_rank[0]['session']}", ranks, me)
+
     def _agree(self, sites: list[SiteSlots], version: int) -> None:
         """Agree on the layout of all ranks: the sites of rank 0, then those of other ranks."""
-        model = self._model()
         rows = [_Site.of(site) for site in sites]
-        said = {"rows": rows, "split": [] if model is None else split_ranks(model)}
-        by_rank = gather_json(_QUESTION, said, ranks_of(None, _QUESTION))
-        if not self._has_agreed:
-            self._copies = Copies([said["split"] for said in by_rank])
+        by_rank = gather_json(_QUESTION, rows, ranks_of(None, _QUESTION))
         self._by_name = {}
-        for rank, said_there in enumerate(by_rank):
-            for row in said_there["rows"]:
+        for rank, rows_there in enumerate(by_rank):
+            for row in rows_there:
                 self._by_name.setdefault(row[0], {})[rank] = _Site(*row)
+        _warn_of_widths(self._by_name)
         self._layout, self._version = self._layout_of_all(len(by_rank)), version
         self._places = _places(sites, self._layout.entries)
-        self._has_agreed = True
 
     def _layout_of_all(self, n_ranks: int) -> Layout:
         entries: list[Entry] = []
@@ -200,10 +254,64 @@ def _places(sites: list[SiteSlots], entries: tuple[Entry, ...]) -> list[tuple[in
     return places
 
 
+def _named(statistic: Any) -> str:
+    """Name a statistic with its options, so that equal ones have equal names."""
+    spelled = spell_statistic(statistic)
+    options = ", ".join(f"{name}={value}" for name, value in spelled.get("options", {}).items())
+    return f"{spelled['name']}({options})" if "name" in spelled else str(spelled["type"])
+
+
+def _tree_of(model: nn.Module) -> str:
+    """Return a digest of the paths and types of a model's modules."""
+    tree = [(path, type(module).__name__) for path, module in model.named_modules()]
+    return hashlib.sha256(repr(tree).encode()).hexdigest()
+
+
+def _own_sites(by_rank: list[list[str]]) -> list[str]:
+    """Name the sites of each rank that some rank lacks."""
+    common = set(by_rank[0]).intersection(*by_rank[1:])
+    return [
+        listed([site for site in sites if site not in common], 4) or "no others"
+        for sites in by_rank
+    ]
+
+
+def _check_alike(what: str, texts: list[str]) -> None:
+    """Refuse to gather the numbers of ranks that monitor different things.
+
+    Raises:
+        RanksError: they do.
+    """
+    if len(set(texts)) > 1:
+        raise RanksError(
+            f"the ranks monitor different {what}: {say_by_rank(range(len(texts)), texts)}."
+            "\nCall hl.monitor with the same arguments on every rank."
+        )
+
+
+def _warn_of_widths(by_name: dict[str, dict[int, _Site]]) -> None:
+    """Warn of sites of which only the slots that are as many as on the first rank are merged."""
+    for name, holders in by_name.items():
+        widths = {rank: str(sum(site.widths)) for rank, site in holders.items()}
+        if len(set(widths.values())) > 1:
+            warn(
+                f"hl.monitor merges {name} of those ranks alone that have as many slots as rank"
+                f" {min(widths)}: {say_by_rank(widths, widths.values())} slots."
+                "\nGive stats= whose slots are as many for values of any shape: hl.stats.moments()."
+            )
+            return
+
+
 def _all_gather(slots: Tensor) -> NDArray[Any]:
     backend = str(dist.get_backend())
     if "gloo" not in backend and "mpi" not in backend:
         slots = slots.to(torch.accelerator.current_accelerator())
     gathered = [torch.empty_like(slots) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, slots)
+    try:
+        dist.all_gather(gathered, slots)
+    except RuntimeError as error:
+        raise RanksError(
+            f"a rank was lost while the numbers of all were gathered ({first_line(error)[:120]})."
+            "\nLook at the output of the other ranks."
+        ) from error
     return torch.stack(gathered).cpu().numpy()

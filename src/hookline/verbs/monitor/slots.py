@@ -401,6 +401,12 @@ class Slots:
             sites = list(filter(attrgetter("widths"), self._sites.values()))
         return sorted(sites, key=lambda site: site.order)
 
+    def selected(self) -> list[str]:
+        """Return the names of the selected sites; the parts of a value come later."""
+        with self.lock:
+            sites = list(self._sites.values())
+        return [site.name for site in sites if site.order[1] == 0]
+
     def layout(self) -> tuple[list[SiteSlots], int]:
         """Return the sites that ever had a value, in order, and the version that they belong to."""
         with self.lock:

@@ -27,7 +27,7 @@ from hookline.errors import HooklineWarning, InputError, warn
 from hookline.verbs.monitor.loss_scale import Scaling, is_skipped_by_scaler
 from hookline.verbs.monitor.orders import Orders
 from hookline.verbs.monitor.parameters import Parameters
-from hookline.verbs.monitor.ranks import GatheredRanks
+from hookline.verbs.monitor.ranks import GatheredRanks, Reported
 from hookline.verbs.monitor.running_steps import RunningSteps, outside_hookline
 from hookline.verbs.monitor.slots import StepSlots
 from hookline.verbs.monitor.user_numbers import UserNumbers
@@ -57,6 +57,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
             raise  # the user has made warnings errors
         except Exception as error:
             self.stop()
+            self.ranks.leave(f"has stopped hl.monitor ({type_and_line(error)})")
             warn(
                 f"hl.monitor stopped at step {self.number}: {type_and_line(error)}. The"
                 " training goes on."
@@ -112,7 +113,7 @@ class TrainingSteps:
         to: Reporter,
         lock: threading.RLock,
     ) -> None:
-        self.ranks: GatheredRanks = GatheredRanks(parameters.slots.statistics, model)
+        self.ranks: GatheredRanks = GatheredRanks(parameters.slots, model)
         self.number: int = 0
         self.every = every
         self.first = 0
@@ -154,6 +155,7 @@ class TrainingSteps:
         """Report every so many steps from now on, counted from a first one."""
         self._end_finished_pass()
         self.every, self.first = every, first
+        self.ranks.tell(self._settings())
         self._turn()
 
     @_guarded
@@ -243,6 +245,10 @@ class TrainingSteps:
     def _present(self) -> int:
         """Return the number of the present step; where passes may be steps, of the present pass."""
         return self.number + len(self._waiting) - self._n_numbered
+
+    def _settings(self) -> str:
+        """Say which steps are reported."""
+        return f"every={self.every} from step {self.first % self.every}"
 
     def _is_due(self, number: int) -> bool:
         """Tell whether a step is reported."""
@@ -479,7 +485,8 @@ class TrainingSteps:
 
     def _report(self, number: int, step_slots: StepSlots, *, is_last: bool) -> None:
         sites, version = self._slots.layout()
-        layout, slots = self.ranks.report(sites, step_slots.slots, version, is_last=is_last)
+        at = Reported(number, self._settings(), is_last)
+        layout, slots = self.ranks.report(sites, step_slots.slots, version, at)
         if not layout.entries:
             self._logged.report_others(None)
             return
@@ -513,18 +520,23 @@ class TrainingSteps:
         )
 
     @_guarded
-    def finish(self, *, has_failed: bool) -> None:
+    def finish(self, error: BaseException | None) -> None:
         """Report what is left, when the line has ended. Idempotent.
 
         Args:
-            has_failed: whether the block raised, so that other ranks may not come.
+            error: what the block has raised, so that other ranks may not come; None if nothing.
         """
         if self.is_over:
             return
         self.is_over = True
         try:
-            self._finish(has_failed)
+            self._finish(error is not None)
         finally:
+            self.ranks.leave(
+                f"has ended hl.monitor at step {self.number}"
+                if error is None
+                else f"has left hl.monitor at step {self.number} ({type_and_line(error)})"
+            )
             self._slots.is_on = False
             self._logged.report_others(None)
         self._slots.tell()
