@@ -485,12 +485,14 @@ def test_a_model_that_is_one_sequence_is_a_stack():
     assert sites(parts["ln_final"]) == ["3"]
 
 
+@pytest.mark.slow
 def test_stages_of_blocks_are_a_stack_each():
     stages = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block(), Block())
     parts = hl.anatomy(nn.Sequential(nn.Embedding(50, 16), *stages))
     assert {path: stack.n_layers for path, stack in parts.stacks.items()} == {"1": 2, "2": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -854,6 +856,7 @@ def test_a_model_or_an_input_without_numbers_is_refused():
         hl.anatomy(model)
 
 
+@pytest.mark.slow
 def test_inference_mode_changes_no_name(model, parts):
     ids = torch.randint(50, (2, 7))
     with torch.inference_mode():
