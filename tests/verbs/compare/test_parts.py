@@ -139,6 +139,16 @@ def test_partial_sums_are_added_among_ranks_with_the_same_rows():
     assert why.endswith("their sum is that of the other side: give dims={'of': 'sum'}")
 
 
+def test_replicas_with_equal_rows_are_not_added_up():
+    parts = [X * 0.25, X * 0.75, X * 0.25, X * 0.75]
+    for dim in ("sum", -1):
+        row = hl.compare(values(*parts), beside(X), dims={"of": dim})["of"]
+        assert row.verdict == "not comparable"
+        assert "the ranks come as replicas with equal values" in row.why
+    assert hl.compare(values(*parts), beside(X / 2), dims={"of": "mean"}).ok
+    assert hl.compare(values(*[X * 0.25] * 4), beside(X), dims={"of": "sum"}).ok
+
+
 def test_a_nan_on_all_ranks_is_told_where_it_is():
     odd = X.clone()
     odd[1, 2] = torch.nan

@@ -153,6 +153,8 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
         return next(iter(parts.values()))
     try:
         if dim is not None and not is_sharded:
+            if dim not in ("mean", "max", "min") and _come_again([*parts.values()]):
+                return Unjoined(site, parts, _REPLICAS)
             return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
         copies = source.copies(key, dim if isinstance(dim, int) else None)
     except (HooklineError, ValueError, RuntimeError) as error:
@@ -162,6 +164,21 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
         return first
     parts = {group.numbers[rank]: copy for rank, copy in copies.items()}
     return Unjoined(site, parts, _of_stages(having))
+
+
+_REPLICAS = (
+    "the ranks come as replicas with equal values, which dims would join, too; record each replica"
+    " with other rows, and their inputs"
+)
+
+
+def _come_again(parts: list[Any]) -> bool:
+    """Tell whether several parts, and not one alone, come again in their order."""
+    n = len(parts)
+    return any(
+        n % size == 0 and all(are_equal(parts[k], parts[k + size]) for k in range(n - size))
+        for size in range(2, n // 2 + 1)
+    ) and not are_equal(parts[0], parts[1])
 
 
 def _of_passes(ranks: Mapping[int, Recording]) -> str:
