@@ -254,3 +254,13 @@ def test_weights_that_differ_between_ranks_are_told():
     assert told[0].startswith("weights of the model differ")
     told = [f.text for f in hl.compare(runs, same).findings if f.kind == "model"]
     assert told[0].startswith("on rank 1: weights of the model differ")
+
+
+def test_rows_without_a_value_on_one_rank_are_told():
+    runs = (
+        recorded(net(), X[:2], sites=("0", "1", "(root):input")),
+        recorded(net(), X[2:], sites=("0", "(root):input")),
+    )
+    comparison = hl.compare(of_ranks(*runs), recorded(net(), sites=("0", "1", "(root):input")))
+    told = [finding.text for finding in comparison.findings if finding.kind == "tokens"]
+    assert told == ["tokens or rows with a value on one side alone, which were not compared: 1 (2)"]

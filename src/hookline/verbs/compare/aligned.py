@@ -264,8 +264,10 @@ def measured_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[Measur
 
 def _measured(alignment: Alignment, leaf: Leaf, a: _ByPass, b: _ByPass) -> Measured:
     first, second = next(iter(a.values())), next(iter(b.values()))
+    n_alone = 0
     if not _are_nested(a, b):
         pair = alignment.pair(a, b)
+        n_alone = alignment.n_alone
     elif alignment.is_same and len(a) == len(b) == 1:
         pair = first, second
     else:
@@ -273,7 +275,7 @@ def _measured(alignment: Alignment, leaf: Leaf, a: _ByPass, b: _ByPass) -> Measu
     if isinstance(pair, str):
         forms = describe.shape(first), describe.shape(second)
         return Measured(leaf, forms, (first.dtype, second.dtype), why=pair)
-    return measured_pair(leaf, *pair)
+    return measured_pair(leaf, *pair)._replace(n_alone=n_alone)
 
 
 def _are_nested(a: _ByPass, b: _ByPass) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -34,6 +34,7 @@ class Alignment:
         positions: how the positions of the tokens differ; empty if they do not.
         notes: what else a reader should know: sequences without a match, lengths that differ.
         covers_all: whether each token of one recording has a counterpart in the other.
+        n_alone: for how many tokens, or rows, one of the pair that was taken last had no value.
         origins: for each of the two recordings and each sequence in the common order, the first of
             the sequences that are the same one of the recording.
     """
@@ -46,6 +47,7 @@ class Alignment:
     notes: list[str] = field(default_factory=list)
     covers_all: bool = True
     origins: tuple[Tensor, Tensor] | None = None
+    n_alone: int = 0
     _seen: dict[int, set[Reading]] = field(default_factory=dict)
 
     def observe(self, a: Shapes, b: Shapes) -> None:
@@ -146,11 +148,18 @@ class Alignment:
             first, second = (next(iter(by_pass.values())).shape for by_pass in tensors)
             return f"shapes {list(first)} and {list(second)}"
         in_both = in_a & in_b
+        is_cut = any(self._is_cut(side, by_pass) for side, by_pass in enumerate(tensors))
+        self.n_alone = 0 if is_cut else int((in_a ^ in_b).sum())
         if not bool(in_both.any()):
             return "the two have no token in common"
         if bool(in_both.all()):
             return a, b
         return a[in_both.to(a.device)], b[in_both.to(b.device)]
+
+    def _is_cut(self, side: int, numbers: Iterable[int]) -> bool:
+        """Tell whether a model was asked for the logits of the last tokens alone."""
+        of_passes = (self.places[side][number].values() for number in numbers)
+        return any(places.n_kept for streams in of_passes for places in streams)
 
     def _joined(self, side: int, by_pass: ByPass, reading: Reading) -> tuple[Tensor, Tensor] | str:
         """Join the tokens of all passes in the common order, with a mark for each that is there."""

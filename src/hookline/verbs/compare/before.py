@@ -59,13 +59,16 @@ def of_floors(eps: float, rows: list[ComparedSite]) -> list[Finding]:
     return [Finding("floor", text)]
 
 
-def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -> list[Finding]:
+def of_tokens(
+    alignment: Alignment | None, why: str, rows: list[ComparedSite], partial: Mapping[str, int]
+) -> list[Finding]:
     """Say what a reader should know of the alignment, and whether positions explain a difference.
 
     Args:
         alignment: the alignment; None without one.
         why: the reason why there is none; empty if none is needed.
         rows: the rows of the comparison.
+        partial: by site, for how many tokens or rows one side has no value.
     """
     if alignment is None:
         return [Finding("tokens", why)] if why else []
@@ -73,6 +76,10 @@ def of_tokens(alignment: Alignment | None, why: str, rows: list[ComparedSite]) -
     if alignment.positions and any(row.verdict == "differs" for row in rows):
         text = f"the inputs differ: {alignment.positions}"
         remarks.append(Finding("inputs", text, "(root):input"))
+    if partial:
+        sites = listed([f"{site} ({number})" for site, number in partial.items()], _MOST_NAMED)
+        text = f"tokens or rows with a value on one side alone, which were not compared: {sites}"
+        remarks.append(Finding("tokens", text, next(iter(partial))))
     return [*remarks, *(Finding("tokens", note) for note in alignment.notes)]
 
 

@@ -134,7 +134,7 @@ def compare_all(
         )
     inputs = [row for row in rows if judge.entry_of[row.site].is_input]
     suspect, first = judge.suspect(rows)
-    about_tokens = of_tokens(alignment, why, rows)
+    about_tokens = of_tokens(alignment, why, rows, judge.partial)
     if any(remark.kind == "inputs" for remark in about_tokens):
         suspect = None  # the inputs are
     modes, rest = of_settings(side_a, side_b, rows)

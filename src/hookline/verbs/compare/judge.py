@@ -58,6 +58,7 @@ class Judge:
         self.coarsest: float = 0.0  # also of values with a measured floor
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
+        self.partial: dict[str, int] = {}  # for how many tokens one of a pair has no value
         self.flipped: list[
             ComparedSite
         ] = []  # choices among scores that noise put in another order
@@ -89,6 +90,8 @@ class Judge:
                 ours.key, theirs.key, "not comparable", form="parts", other_form="parts"
             )
             rows = rows_by_rank(parts, judged, row)
+            for row in rows:  # each was compared at the tokens of some ranks alone
+                self.partial.pop(row.site, None)
         self.flipped += [row for row in rows if row.why.endswith(_FLIPPED)]
         yield from rows
 
@@ -99,6 +102,7 @@ class Judge:
             site = with_leaf(ours, pair.leaf)
             if not pair.alone_in or ours.is_input:
                 rows[pair.leaf] = self._row(pair, ours, theirs)
+                self.partial |= {site: pair.n_alone} if pair.n_alone else {}
             elif site not in self.alone[pair.alone_in]:
                 self.alone[pair.alone_in].append(site)
         noisy = [leaf for leaf, row in rows.items() if row.verdict == "noise"]

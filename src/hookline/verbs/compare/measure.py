@@ -35,6 +35,7 @@ class Measured(NamedTuple):
         dtypes: the dtypes of both.
         gap: the difference; None if they cannot be compared.
         why: the reason, if so.
+        n_alone: for how many tokens or rows one of the two has no value.
     """
 
     leaf: Leaf
@@ -42,6 +43,7 @@ class Measured(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = ()
     gap: Difference | None = None
     why: str = ""
+    n_alone: int = 0
 
     @property
     def alone_in(self) -> str:

@@ -153,9 +153,11 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
         return next(iter(parts.values()))
     try:
         if dim is not None and not is_sharded:
-            if dim not in ("mean", "max", "min") and _come_again([*parts.values()]):
-                return Unjoined(site, parts, _REPLICAS)
-            return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
+            return (
+                _joined(source, key, dim)
+                if _adds_up(parts, dim)
+                else Unjoined(site, parts, _REPLICAS)
+            )
         copies = source.copies(key, dim if isinstance(dim, int) else None)
     except (HooklineError, ValueError, RuntimeError) as error:
         return Unjoined(site, parts, first_line(error))
@@ -166,19 +168,25 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
     return Unjoined(site, parts, _of_stages(having))
 
 
+def _joined(source: Recording, key: str, dim: Dim) -> Any:
+    return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
+
+
 _REPLICAS = (
     "the ranks come as replicas with equal values, which dims would join, too; record each replica"
     " with other rows, and their inputs"
 )
 
 
-def _come_again(parts: list[Any]) -> bool:
-    """Tell whether several parts, and not one alone, come again in their order."""
-    n = len(parts)
-    return any(
-        n % size == 0 and all(are_equal(parts[k], parts[k + size]) for k in range(n - size))
+def _adds_up(parts: Mapping[int, Any], dim: Dim) -> bool:
+    """Tell whether joining plain values counts none twice: replicas come again in their order."""
+    values, n = list(parts.values()), len(parts)
+    if dim in ("mean", "max", "min") or are_equal(values[0], values[1]):
+        return True
+    return not any(
+        n % size == 0 and all(are_equal(values[k], values[k + size]) for k in range(n - size))
         for size in range(2, n // 2 + 1)
-    ) and not are_equal(parts[0], parts[1])
+    )
 
 
 def _of_passes(ranks: Mapping[int, Recording]) -> str:
