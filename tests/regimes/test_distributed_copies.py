@@ -89,6 +89,17 @@ def test_gradients_over_both_meshes_are_of_the_same_tokens(rank, folder):
 
 
 @on_ranks
+def test_advised_reductions_of_several_meshes_are_made(rank, folder):
+    model = split(net(), mesh()["split"])
+    run = opened(recorded(model, batch()[4 * (rank // 2) :][:4]), folder)
+    plain, dims = recorded(net(), batch()), {"0": -1, "1": -1}
+    why = hl.compare(run, plain, dims=dims)["0.weight:grad"].why
+    assert why.endswith("give dims={'0.weight:grad': 'mean'}")
+    comparison = hl.compare(run, plain, dims={**dims, "**:grad": "mean"})
+    assert comparison.ok, str(comparison)
+
+
+@on_ranks
 def test_each_replica_of_a_dtensor_is_compared(rank, folder):
     device_mesh = mesh()
     whole = torch.arange(8.0).view(4, 2)

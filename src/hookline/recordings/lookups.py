@@ -61,7 +61,7 @@ class Lookups(Mapping[str, Any]):
         layouts = [layout for layout, _ in placed.values()]
         return layouts + [layout for data in live if (layout := Layout.from_json(data))]
 
-    def copies(self, key: Key, dim: int | None = None) -> dict[int, Any]:
+    def copies(self, key: Key, dim: int | str | None = None) -> dict[int, Any]:
         """Return the value of each rank that has one, with whole DTensors, each value once.
 
         Where `full` takes one of the replicas of a DTensor, this returns each.
@@ -79,7 +79,7 @@ class Lookups(Mapping[str, Any]):
             if key in rank and not is_outside:
                 values[number] = value
                 placed |= of_rank
-        return copies(values, placed, dim, f"{self._name}.full({str(key)!r}, dim={dim})")
+        return copies(values, placed, dim, f"{self._name}.full({str(key)!r}, dim={dim!r})")
 
     def _of_ranks(self) -> tuple[Lookups, ...]:
         """Return the recordings of all ranks if they were opened together, else ()."""

@@ -159,10 +159,15 @@ def join_placed(parts: Sequence[Part], dim: int | None, question: str) -> Tensor
     return wholes[0] if len(wholes) == 1 else torch.cat(wholes, dim or 0)
 
 
-def join_copies(parts: Sequence[Part], dim: int | None, question: str) -> list[Tensor]:
+def join_copies(
+    parts: Sequence[Part], merge: Callable[[list[Tensor]], Tensor] | None, question: str
+) -> list[Tensor]:
     """Join the parts of all ranks to a whole tensor for each replica, as `join_placed` does.
 
-    If `dim` is None, each mesh has a whole tensor of its own.
+    Args:
+        parts: the layout and the tensor of each rank.
+        merge: makes one tensor of the wholes of several meshes; None to keep them apart.
+        question: the look-up as code, for messages.
 
     Returns:
         For each part the whole tensor that it belongs to.
@@ -174,11 +179,11 @@ def join_copies(parts: Sequence[Part], dim: int | None, question: str) -> list[T
         )
         for first, replica in copies
     }
-    if dim is not None:
-        for replica in dict.fromkeys(replica for _, replica in copies):
-            firsts = sorted(first for first, other in copies if other == replica)
-            joined = torch.cat([wholes[first, replica] for first in firsts], dim)
-            wholes |= {(first, replica): joined for first in firsts}
+    for replica in dict.fromkeys(replica for _, replica in copies):
+        firsts = sorted(first for first, other in copies if other == replica)
+        if merge is not None and len(firsts) > 1:
+            merged = merge([wholes[first, replica] for first in firsts])
+            wholes |= {(first, replica): merged for first in firsts}
     return [wholes[layout.copy] for layout, _ in parts]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -187,17 +188,18 @@ def joined(
 
 
 def copies(
-    values: Mapping[int, Any], placed: Mapping[int, Part], dim: int | None, question: str
+    values: Mapping[int, Any], placed: Mapping[int, Part], dim: int | str | None, question: str
 ) -> dict[int, Any]:
     """Return the value of each rank, with the whole of each DTensor in place of the rank's part.
 
     Ranks whose parts make up one value of DTensors have this value once, at the first of them. In a
-    mesh, each replica is a value of its own. Beside DTensors, plain tensors are joined along `dim`.
+    mesh, each replica is a value of its own. `dim` also joins plain tensors beside DTensors.
 
     Args:
         values: the value of each rank of an opened recording, by its number.
         placed: the tensors that were parts of DTensors, with their layouts, by their `id()`.
-        dim: the dimension along which the wholes of several meshes are concatenated, or None.
+        dim: the dimension along which the wholes of several meshes are concatenated, or how they
+            are reduced; None to keep them apart.
         question: the look-up as code, for messages.
     """
     apart = [RankValue(value) for value in values.values()]
@@ -207,13 +209,16 @@ def copies(
     of_dtensors = [_known(parts_of(column, placed), None, question) for column in of_tensors]
     if not any(of_dtensors):
         return dict(values)
+    merge: Callable[[Sequence[Tensor]], Tensor] | None = None
+    if dim is not None:
+        merge = partial(_combine, op=dim) if isinstance(dim, str) else partial(torch.cat, dim=dim)
     made: dict[tuple[int, ...], tuple[int, Any]] = {}
     wholes: list[Sequence[Tensor]] = []
     for parts, column in zip(of_dtensors, of_tensors, strict=True):
         if parts is not None:
-            wholes.append(join_copies(parts, dim, question))
+            wholes.append(join_copies(parts, merge, question))
         else:
-            wholes.append(column if dim is None else [torch.cat(column, dim)] * len(column))
+            wholes.append(column if merge is None else [merge(column)] * len(column))
     for rank, value, tensors in zip(values, apart, zip(*wholes, strict=True), strict=True):
         made.setdefault(tuple(map(id, tensors)), (rank, value.rebuilt(tensors)))
     return dict(made.values())

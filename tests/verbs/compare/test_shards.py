@@ -52,6 +52,7 @@ def test_structures_and_errors_are_said():
         (1.5, "dims must be a dimension, a reduction or a dict of these, got 1.5"),
         ({"x": [0]}, "dims must be a dimension"),
         (True, "dims must be a dimension"),
+        ({0: 0}, "the keys of dims must be globs of sites, got 0."),
         ("rows", "dims must be one of 'mean', 'sum', 'max', 'min', got 'rows'"),
     ],
 )
@@ -66,6 +67,7 @@ def test_dims_that_mean_nothing_are_refused():
     check_dims_are_meant(None, [])
     check_dims_are_meant({"**.q": -1, "block.q:input": 0}, sites)
     check_dims_are_meant(0, sites)
+    check_dims_are_meant({"(root)": 0, "(root):input": 0}, [("", "output"), ("", "input")])
     with pytest.raises(hl.InputError, match=r"got 'q:output', which matches none(.|\n)*'block.q'"):
         check_dims_are_meant({"q:output": 0}, sites)
     with pytest.raises(hl.InputError, match="must be left out where a and b are of one process"):

@@ -158,7 +158,7 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
                 if _adds_up(parts, dim)
                 else Unjoined(site, parts, _REPLICAS)
             )
-        copies = source.copies(key, dim if isinstance(dim, int) else None)
+        copies = source.copies(key, dim)
     except (HooklineError, ValueError, RuntimeError) as error:
         return Unjoined(site, parts, first_line(error))
     first, *others = copies.values()
