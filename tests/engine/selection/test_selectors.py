@@ -83,6 +83,16 @@ def test_every_kind_of_selector(net):
     assert len(paths(net, None)) == len(list(net.modules()))
 
 
+def test_a_site_selects_itself(net):
+    texts = ["layer1.0:input[0]", "layer1.0#1", "fc.weight:grad", "layer2.1@add", ""]
+    for text in texts:
+        sites = list(hl.select(net, text))
+        assert list(hl.select(net, sites[0])) == list(hl.select(net, sites)) == sites
+    signs = nn.ModuleDict({"a[0]": nn.Linear(1, 1), "a0": nn.ReLU(), "b:c": nn.ReLU()})
+    for site in hl.select(signs, None):
+        assert list(hl.select(signs, site)) == [site]
+
+
 def test_selections_combine(net):
     conv = hl.select(net, nn.Conv2d)
     layer1 = hl.select(net, "layer1.**")

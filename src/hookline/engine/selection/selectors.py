@@ -36,7 +36,8 @@ from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
 from hookline.errors import SelectionError
 from hookline.util.hidden import hides
 
-Selector = Any  # str | re.Pattern | type | Module | Tensor | predicate | Selection | list | None
+# str | Site | re.Pattern | type | Module | Tensor | predicate | Selection | list | None
+Selector = Any
 SitedNode = tuple[Site, ModuleNode | ParameterNode]
 
 _MOST_ROWS = 60  # of a selection that is printed
@@ -262,6 +263,8 @@ def as_written(text: str) -> str:
 def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iterable[SitedNode]:
     if isinstance(selector, Selection):
         return _revalidate(tree, selector)
+    if isinstance(selector, Site):
+        selector = str(selector)
     if isinstance(selector, list | tuple | set | frozenset):
         if not selector:
             raise SelectionError(
