@@ -212,6 +212,13 @@ def test_data_frames_and_unsized_data_sets_are_refused():
     class Unsized(Dataset):
         pass
 
+    class Rays(Squares):
+        __module__ = "ray.data.dataset"
+
+        def iter_rows(self):
+            raise NotImplementedError
+
+    assert "got a ray.data.Dataset.\nGive its rows, list(" in said(lambda: source_of(Rays(3)))
     assert "got Frame.\nGive its columns as arrays" in said(lambda: source_of(Frame(3)))
     assert "got Unsized.\nGive it a __len__" in said(lambda: source_of(Unsized()))
 

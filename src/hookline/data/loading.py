@@ -298,6 +298,11 @@ class IndexedSource:
         self.n_items: int = len(items)
 
     @property
+    def dataset(self) -> Any:
+        """Return the user's own data set, or the items that were made of other data."""
+        return getattr(self._items, "dataset", self._items)
+
+    @property
     def names(self) -> list[str] | None:
         """The file name of each item; None where items are not files."""
         return self._items.names

@@ -203,14 +203,27 @@ def _is_misplaced(data: Any) -> bool:
     """Return whether a value is none of data, though it has a length or gives values."""
     kinds = (type, nn.Module, bytes, bytearray, set, frozenset)
     no_length = isinstance(data, Dataset) and not hasattr(data, "__len__")
-    return isinstance(data, kinds) or hasattr(data, "__dataframe__") or no_length
+    return (
+        isinstance(data, kinds) or hasattr(data, "__dataframe__") or no_length or _is_of_ray(data)
+    )
+
+
+def _is_of_ray(data: Any) -> bool:
+    return type(data).__module__.startswith("ray.data") and hasattr(data, "iter_rows")
 
 
 def _in_words(data: Any) -> str:
+    if _is_of_ray(data):
+        return "a ray.data.Dataset"
     return f"the class {data.__name__}" if isinstance(data, type) else type(data).__name__
 
 
 def _remedy(data: Any) -> str:
+    if _is_of_ray(data):
+        return (
+            "Give its rows, list(data.iter_rows()), or the files that it reads. Without"
+            " engine='ray', data.iter_torch_batches(batch_size=32) gives batches."
+        )
     if hasattr(data, "__dataframe__"):
         return "Give its columns as arrays, such as data['name'].to_numpy()."
     if isinstance(data, Dataset):

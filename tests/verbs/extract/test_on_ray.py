@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,6 +187,60 @@ def test_a_store_that_lacks_its_manifest_alone_needs_no_actor(cluster, tmp_path,
     assert len(store) == 60
 
 
+@contextmanager
+def others_hold(n_cpus):
+    """Another program on the cluster."""
+    actor = ray.remote(num_cpus=n_cpus)(Holder).remote()
+    ray.get(actor.__ray_ready__.remote())
+    try:
+        yield
+    finally:
+        ray.kill(actor)
+
+
+class Holder:
+    pass
+
+
+def test_a_cluster_without_room_is_told_and_not_waited_for(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(on_ray, "_LOOK_S", 0.1)
+    monkeypatch.setattr(on_ray, "PATIENCE_S", 0.15)
+    message = r"has waited 0.\d s for an actor, which takes 1 CPU: 0 of 2 CPUs are free"
+    with (
+        others_hold(2),
+        pytest.warns(hl.HooklineWarning, match=message),
+        pytest.raises(hl.RanksError, match=message),
+    ):
+        hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", engine="ray", **TINY)
+
+
+def test_one_actor_does_all_where_there_is_room_for_one(cluster, tmp_path, whole):
+    with others_hold(1):
+        hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", engine="ray", **TINY)
+    assert files(tmp_path / "s") == files(whole)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ctrl_c_while_a_cluster_starts_leaves_none(monkeypatch, n):
+    """The second one is not waited with."""
+    seen = []
+
+    def init(**options):
+        for _ in range(n):
+            signal.raise_signal(signal.SIGINT)
+        seen.append("init")
+
+    fake = SimpleNamespace(
+        is_initialized=lambda: False, init=init, shutdown=lambda: seen.append("shutdown")
+    )
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), on_ray._cluster(fake):
+        seen.append("used")
+    assert seen == (["init", "shutdown"] if n == 1 else ["shutdown"])
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 START = """
 import os, signal, sys, warnings
 warnings.simplefilter("error")
@@ -225,12 +280,19 @@ class Unpicklable(nn.Module):
     [
         (nn.ReLU(), iter([ROWS]), "ray", "must have a length for engine='ray'"),
         (nn.ReLU(), ROWS, "dask", "engine must be 'ray' or None, got 'dask'"),
-        (Unpicklable(), ROWS, "ray", "must be picklable for engine='ray', got TypeError"),
+        (Unpicklable(), ROWS, "ray", r"^model\.lock must be picklable for engine='ray', got TypeE"),
     ],
 )
 def test_what_ray_cannot_do_is_refused(cluster, tmp_path, model, data, engine, message):
     with pytest.raises(hl.InputError, match=message):
         hl.extract(model, data, "", tmp_path / "s", engine=engine)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_function_that_cannot_be_pickled_is_named(cluster, tmp_path):
+    lock = threading.Lock()
+    with pytest.raises(hl.InputError, match="the variable lock of keep must be picklable"):
+        hl.extract(nn.ReLU(), ROWS, "", tmp_path / "s", engine="ray", keep=lambda t: (lock, t)[1])
     assert not (tmp_path / "s").exists()
 
 

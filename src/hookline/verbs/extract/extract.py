@@ -166,7 +166,10 @@ def extract(
             setup = Setup(unwrapped(model), selector, source_of(data, loading), options)
             _check_engine(engine, ranks, setup)
             # Before this process attaches to the model: actors get a copy of it without hooks.
-            ray = stack.enter_context(OnRay(place, setup)) if engine == "ray" else None
+            ray = OnRay(place, setup) if engine == "ray" else None
+            if ray is not None:
+                stack.callback(ray.close)  # before it connects: Ctrl-C may come at any time
+                ray.connect()
             worker = stack.enter_context(setup.worker())
             _ = worker.first  # loaded here, where an error is told to all ranks
             return setup, worker, ray or _engine_here(place, setup.model, worker, ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -13,16 +12,17 @@ import sys
 import threading
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, final
 from urllib.parse import urlsplit
 
 import torch
 
-from hookline.display.text import first_line, type_and_line
+from hookline.display.text import first_line, plural, type_and_line
 from hookline.errors import HooklineError, InputError, RanksError, warn
 from hookline.files.place import LocalPlace, Place
 from hookline.models.torchvision_import import import_torchvision
@@ -30,11 +30,14 @@ from hookline.stores.first_batch import difference
 from hookline.stores.job import Job, environment
 from hookline.stores.shard_file import Shard
 from hookline.util.optional import how_to_install, load
+from hookline.verbs.extract.collective_steps import PATIENCE_S
 from hookline.verbs.extract.engines import read_elsewhere, write_shards
 from hookline.verbs.extract.process_setup import Setup
+from hookline.verbs.extract.unpicklable import unpicklable
 from hookline.verbs.extract.worker import Worker
 
 _CONNECT_S = 10.0
+_LOOK_S = 60.0  # how long actors may take to start, before a warning
 # How often a task is tried again after its process has died. Without a bound, a batch that kills
 # its process would be tried for ever.
 _RETRIES = 10
@@ -53,8 +56,7 @@ class OnRay:
 
     Raises:
         HooklineError: Ray is not installed.
-        InputError: the data has no length, or something cannot be sent to another process.
-        RanksError: the cluster cannot be reached.
+        InputError: the data has no length.
     """
 
     def __init__(self, place: Place, setup: Setup) -> None:
@@ -65,20 +67,26 @@ class OnRay:
                 " an iterable.\nGive a Dataset, arrays or files."
             )
         self._place = place
+        self._given = setup
         self._device = next(
             (parameter.device.type for parameter in setup.model.parameters()), "cpu"
         )
-        with ExitStack() as stack:
-            stack.enter_context(_cluster(self._ray))
-            _warn_of_other_nodes(self._ray, self._place)
-            _room(self._ray, torch.get_num_threads(), self._device)
-            self._setup = self._put(setup)
-            self._open = stack.pop_all()
+        self._open = ExitStack()
 
-    def __enter__(self) -> OnRay:
-        return self
+    def connect(self) -> None:
+        """Connect to the cluster, and send it what actors are given.
 
-    def __exit__(self, *error: object) -> None:
+        Raises:
+            InputError: something cannot be sent to another process.
+            RanksError: the cluster cannot be reached, or has no room for an actor.
+        """
+        self._open.enter_context(_cluster(self._ray))
+        _warn_of_other_nodes(self._ray, self._place)
+        _room(self._ray, torch.get_num_threads(), self._device)
+        self._setup = self._put(self._given)
+
+    def close(self) -> None:
+        """End what `connect` has begun. Idempotent."""
         self._open.close()
 
     def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
@@ -88,25 +96,40 @@ class OnRay:
             return  # the manifest alone was not written
         n_actors = min(_room(self._ray, torch.get_num_threads(), self._device), len(left))
         size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
-        tasks = iter([left[at : at + size] for at in range(0, len(left), size)])
+        tasks = deque(left[at : at + size] for at in range(0, len(left), size))
         driver, environments, digest = environment(), set(), job.digest
         with self._actors(n_actors, job) as actors, _ray_errors(self._ray):
-            # Each actor has a second task at hand when it ends the first.
-            begun = {
-                actor.make.remote(task): actor
-                for actor, task in zip(actors * 2, tasks, strict=False)
-            }
-            while begun:
-                (ended, *_), _ = self._ray.wait(list(begun))
-                actor, made = begun.pop(ended), self._ray.get(ended)
+            for made in self._results(actors, tasks):
                 if made.error:
                     raise pickle.loads(made.error)
                 environments.add(made.environment)
                 for number in made.numbers:
                     written(read_elsewhere(self._place, number, digest))
-                begun |= {actor.make.remote(task): actor for task in itertools.islice(tasks, 1)}
         for text in environments:
             _warn_of_another(driver, json.loads(text))
+
+    def _results(self, actors: list[Any], tasks: deque[list[int]]) -> Iterator[_Made]:
+        """Give tasks to the actors that run, and yield what each has made.
+
+        Ray starts an actor when there is room, which may be never.
+        """
+        starting = {actor.start.remote(): actor for actor in actors}
+        begun: dict[Any, Any] = {}
+        waits = _WaitsForRoom(self._ray, self._device)
+        while begun or tasks:
+            ended, _ = self._ray.wait([*begun, *starting], timeout=None if begun else _LOOK_S)
+            if not ended:
+                waits.tell()
+                continue
+            result = self._ray.get(ended[0])
+            is_new = ended[0] in starting
+            actor = starting.pop(ended[0]) if is_new else begun.pop(ended[0])
+            # Each actor has a second task at hand when it ends the first, if there are enough.
+            n_given = 2 if is_new and len(tasks) > len(starting) + 1 else 1
+            for _ in range(min(n_given, len(tasks))):
+                begun[actor.make.remote(tasks.popleft())] = actor
+            if not is_new:
+                yield result
 
     @contextmanager
     def _actors(self, n: int, job: Job) -> Iterator[list[Any]]:
@@ -118,8 +141,10 @@ class OnRay:
             max_task_retries=_RETRIES,
         )
         given = self._place, [self._setup], job, _Process.here()
-        actors = [replica.remote(*given) for _ in range(n)]
-        try:
+        actors: list[Any] = []
+        try:  # Ctrl-C may come while they are made
+            for _ in range(n):
+                actors.append(replica.remote(*given))
             yield actors
         finally:
             for actor in actors:
@@ -131,11 +156,56 @@ class OnRay:
         except HooklineError:
             raise
         except Exception as error:
+            parts = {"model": setup.model, "selector": setup.selector, **setup.options}
+            parts["data"] = getattr(setup.source, "dataset", setup.source)
+            name, cause = unpicklable(parts, self._ray.cloudpickle.dumps) or (
+                "model, data and options",
+                error,
+            )
             raise InputError(
-                "model, data and options must be picklable for engine='ray', got"
-                f" {type_and_line(error)}."
-                "\nRemove hooks and lines from the model, and give functions without open files."
-            ) from error
+                f"{name} must be picklable for engine='ray', got {type_and_line(cause)}."
+                "\nMake it where it is used, leave it out in __getstate__, or extract without"
+                " engine='ray'. Remove hooks from the model, and give functions without open files."
+            ) from cause
+
+
+@final
+class _WaitsForRoom:
+    """Tell that no actor has started, because others hold the CPUs of the cluster.
+
+    Args:
+        ray: Ray.
+        device: the type of the model's device.
+    """
+
+    def __init__(self, ray: Any, device: str) -> None:
+        self._ray = ray
+        self._device = device
+        self._n_looks = 0
+
+    def tell(self) -> None:
+        """Tell what is waited for, after each time that no actor has started.
+
+        Raises:
+            RanksError: this has lasted too long.
+        """
+        self._n_looks += 1
+        n_threads = torch.get_num_threads()
+        free, there = self._ray.available_resources(), self._ray.cluster_resources()
+        kinds = ("CPU", "GPU") if self._device == "cuda" else ("CPU",)
+        room = " and ".join(
+            f"{free.get(kind, 0):g} of {there.get(kind, 0):g} {kind}s" for kind in kinds
+        )
+        seconds = self._n_looks * _LOOK_S
+        message = (
+            f"engine='ray' has waited {seconds:g} s for an actor, which takes"
+            f" {plural(n_threads, 'CPU')}{' and a GPU' if len(kinds) > 1 else ''}: {room} are free."
+            "\nEnd other work on the cluster, which `ray status` lists, or ask for fewer CPUs:"
+            " torch.set_num_threads(1). Shards that are written are kept."
+        )
+        if seconds >= PATIENCE_S:
+            raise RanksError(message)
+        warn(message)
 
 
 @final
@@ -158,6 +228,9 @@ class _Replica:
         self._thread = ThreadPoolExecutor(1, "hookline-worker")
         self._worker: Worker | None = None
         self._open = ExitStack()
+
+    def start(self) -> None:
+        """Tell that the actor runs."""
 
     def make(self, numbers: list[int]) -> _Made:
         """Make shards and write them."""
@@ -299,16 +372,47 @@ def _cluster(ray: Any) -> Iterator[None]:
     else:
         _check_reachable(address)
     with _left_as_found():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Ray tells of its own deprecations
-                ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise _unreachable(address or "a local cluster", error) from error
-        try:
+        try:  # Ctrl-C may come while the cluster starts
+            _connect(ray, options, address or "a local cluster")
             yield
         finally:
             ray.shutdown()
+
+
+def _connect(ray: Any, options: dict[str, Any], address: str) -> None:
+    is_started = options.get("address") == "local"
+    try:
+        with warnings.catch_warnings(), _interrupted_later() if is_started else nullcontext():
+            warnings.simplefilter("ignore")  # Ray tells of its own deprecations
+            ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise _unreachable(address, error) from error
+
+
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Have a first Ctrl-C come after the block, and a second one at once.
+
+    Ray does not end the processes of a cluster that was interrupted while it started.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _check_reachable(address: str) -> None:
