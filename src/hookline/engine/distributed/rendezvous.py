@@ -58,11 +58,12 @@ def note_failure(how: str) -> None:
 
 
 def failures_of(ranks: Iterable[int]) -> dict[int, str]:
-    """Return what ranks have failed of since they last met, by rank."""
-    store, texts = default_store(), {}
-    for rank in ranks:
-        if store.check([_note_of(rank)]):
-            texts[rank] = store.get(_note_of(rank)).decode()
+    """Return how ranks have failed since they last met, by rank; none if the store is gone."""
+    store, texts = default_store(), dict[int, str]()
+    with suppress(RuntimeError, ConnectionError):
+        for rank in ranks:
+            if store.check([_note_of(rank)]):
+                texts[rank] = store.get(_note_of(rank)).decode()
     return texts
 
 
