@@ -190,16 +190,16 @@ def test_a_store_that_lacks_its_manifest_alone_needs_no_actor(cluster, tmp_path,
 @contextmanager
 def others_hold(n_cpus):
     """Another program on the cluster."""
+
+    class Holder:  # inside, because the workers cannot import the tests
+        pass
+
     actor = ray.remote(num_cpus=n_cpus)(Holder).remote()
     ray.get(actor.__ray_ready__.remote())
     try:
         yield
     finally:
         ray.kill(actor)
-
-
-class Holder:
-    pass
 
 
 def test_a_cluster_without_room_is_told_and_not_waited_for(cluster, tmp_path, monkeypatch):
@@ -234,11 +234,14 @@ def test_ctrl_c_while_a_cluster_starts_leaves_none(monkeypatch, n):
         is_initialized=lambda: False, init=init, shutdown=lambda: seen.append("shutdown")
     )
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), on_ray._cluster(fake):
-        seen.append("used")
-    assert seen == (["init", "shutdown"] if n == 1 else ["shutdown"])
-    assert signal.getsignal(signal.SIGINT) == before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    try:
+        with pytest.raises(KeyboardInterrupt), on_ray._cluster(fake):
+            seen.append("used")
+        assert seen == (["init", "shutdown"] if n == 1 else ["shutdown"])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 START = """
