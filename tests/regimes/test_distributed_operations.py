@@ -93,6 +93,10 @@ def _compare(model, mine):
     _compare_parts(model, plain, mine)
 
 
+def _fail(*_):
+    raise IndexError
+
+
 def _compare_parts(model, plain, mine):
     """Compare the names, the lens and what heads contribute with those of a plain model."""
     inputs = {"input_ids": mine, "use_cache": False}
@@ -111,8 +115,9 @@ def _compare_parts(model, plain, mine):
     assert_close(here.contributions(run, 1), parts.contributions(wanted, 1))
     own, whole = here.heads(run[".attn_heads.1"]), parts.heads(wanted[".attn_heads.1"])
     assert any(torch.allclose(own, heads, atol=1e-5) for heads in whole.split(own.shape[1], 1))
-    with pytest.raises(IndexError):  # in the middle of a forward
-        hl.anatomy(model, {"input_ids": mine + 1000, "use_cache": False})
+    middle = next(part for path, part in model.named_modules() if path.endswith("layers.1.mlp"))
+    with middle.register_forward_pre_hook(_fail), pytest.raises(IndexError):
+        hl.anatomy(model, inputs)
     assert all(map(operator.is_, shards, model.parameters()))
 
 
