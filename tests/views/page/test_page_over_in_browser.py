@@ -208,9 +208,16 @@ def test_a_map_of_another_aspect_has_that_of_the_image(served, new_page, tmp_pat
     else:
         base = hl.write_page(run, tmp_path / "report.html").as_uri()
     page = new_page(f"{base}#at=0", base)
-    for picture in (page.locator(".over-figures img"), page.locator(".over-figures canvas")):
-        box = picture.first.bounding_box()
-        assert box["width"] == box["height"] > 50
+    for picture in (".over-figures img", ".over-figures canvas"):
+        width, height = page.wait_for_function(SIZE, arg=picture).json_value()
+        assert width == height > 50
+
+
+# The width and height of an element, once it is drawn: as numbers come in, it is drawn anew.
+SIZE = """(selector) => {
+  const box = document.querySelector(selector)?.getBoundingClientRect();
+  return box?.width && [box.width, box.height];
+}"""
 
 
 @at_any_width
