@@ -86,6 +86,8 @@ class Router(nn.Module):
     def forward(self, x):
         logits = x @ self.weight.T
         best, indices = logits.topk(self.k)
+        if self.rule == "biased":  # as Ernie 4.5 and DeepSeek balance their experts
+            indices = (logits + 5 * torch.arange(logits.shape[1])).topk(self.k).indices
         scores = logits.softmax(-1).gather(-1, indices)
         if self.rule == "renormalised":
             scores = scores / scores.sum(-1, keepdim=True)
@@ -211,6 +213,12 @@ def test_other_rules_are_refused(rule):
     with pytest.raises(
         hl.StructureError, match=r"must know how gates.0 makes its scores.*\n.*func"
     ):
+        replay(model, run_of(model))
+
+
+def test_a_router_with_a_bias_to_choose_is_told_what_to_do():
+    model = mixture("biased")
+    with pytest.raises(hl.StructureError, match=r"best of the recorded.*\n.*bias of each expert"):
         replay(model, run_of(model))
 
 
