@@ -188,9 +188,9 @@ def _check_recorded(then: _Choice, where: str) -> None:
         raise StructureError(
             f"the experts recorded at {where} must be the best of the recorded logits, got others"
             f" in {len(rows)} of {len(logits)} tokens, first token {rows[0]}."
-            "\nRecord the router's output as it is, also for padding, in a run without edits. For a"
-            " router that chooses by more than its logits, as by a bias of each expert, give hl.edit"
-            " a function of your own."
+            "\nRecord the router's output as it is, also for padding, in a run without edits."
+            " For a router that chooses by more than its logits, as by a bias of each expert, give"
+            " hl.edit a function of your own."
         )
 
 
