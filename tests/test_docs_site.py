@@ -142,6 +142,7 @@ def test_options_stand_in_the_signatures_with_their_types(make_site):
         assert ", ".join(f"{option} = ..." for option in options) in text, name
 
 
+@pytest.mark.slow
 def test_the_plain_text_of_a_table_has_a_line_for_each_row(make_site):
     row = "<tr><{0}>{1}</{0}><{0} class='number'>{2}</{0}></tr>"
     table = f"<table>{row.format('th', 'site', 'n')}{row.format('td', 'fc', 8)}</table>"

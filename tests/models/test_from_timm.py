@@ -16,6 +16,7 @@ def test_resnet():
     return load_model(NAME, weights="none")
 
 
+@pytest.mark.slow
 def test_a_model_comes_with_the_published_preparation_and_labels(test_resnet):
     import timm
 

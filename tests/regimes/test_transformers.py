@@ -60,6 +60,7 @@ def step(model, **given):
     return out.logits
 
 
+@pytest.mark.slow
 @pytest.mark.cell(
     "models of transformers",
     "record", "statistics", "edit", "patch", "raw hooks", "features", "watch",
@@ -83,6 +84,7 @@ def test_gradients_are_those_of_torchs_hooks(llama, site):
     assert_gradients_are_torchs(lambda: llama, step, site)
 
 
+@pytest.mark.slow
 @pytest.mark.cell("encoder-decoders of transformers", "record", "statistics", "edit", "features")
 @pytest.mark.parametrize("path", ["encoder.block.0", "decoder.block.1"])
 def test_values_of_an_encoder_decoder_are_torchs_hooks(t5, path):
@@ -90,6 +92,7 @@ def test_values_of_an_encoder_decoder_are_torchs_hooks(t5, path):
     assert_values_are_torchs(lambda: t5, step, path, verbs, part=nth(0))
 
 
+@pytest.mark.slow
 @pytest.mark.cell(
     "encoder-decoders of transformers", "gradients", "edit gradients", "raw hooks", "clip"
 )
@@ -98,6 +101,7 @@ def test_gradients_of_an_encoder_decoder_are_torchs_hooks(t5, site):
     assert_gradients_are_torchs(lambda: t5, step, site)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:hl.record sees generate")
 @pytest.mark.cell("`generate` of transformers", "record", "statistics", "edit", "raw hooks")
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}])

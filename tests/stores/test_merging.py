@@ -92,6 +92,7 @@ def test_stores_without_their_manifest_are_never_one_job(tmp_path):
     assert len(merge(places, tmp_path / "all")) == 48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("urls", [False, True])
 def test_stores_of_other_data_come_one_behind_the_other(tmp_path, urls):
     model = torch.nn.Linear(4, 2)

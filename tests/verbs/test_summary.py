@@ -305,6 +305,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("layout", SPARSE)
 def test_the_bytes_of_a_sparse_buffer_are_those_it_holds(layout, tmp_path):

@@ -354,6 +354,7 @@ def test_heads_are_counted(attention, n_heads, n_key_value_heads, n_texts):
     assert (parts.n_heads, parts.n_key_value_heads) == (n_heads, n_key_value_heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_attention_with_a_padding_mask_is_no_cross_attention(name):
     ids = torch.randint(3, 60, (2, 9))
@@ -702,6 +703,7 @@ class Sums(Text):
 TYPES, PADDED = torch.randint(0, 2, (2, 9)), torch.tensor([[0, 0, 7, 8, 9], [3, 9, 4, 8, 2]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "inputs", "positions"),
     [
@@ -753,6 +755,7 @@ def test_blocks_that_add_nothing_are_told():
         hl.anatomy(Text(Minus))
 
 
+@pytest.mark.slow
 def test_embeddings_that_cannot_be_told_apart_are_refused():
     ids = torch.randint(3, 50, (2, 9)), torch.randint(3, 50, (2, 9))
     with pytest.raises(hl.SelectionError, match="2 of this kind are added: places, embed"):
@@ -1059,6 +1062,7 @@ def last_error(model, parts, ids):
     return float((parts.lens(run).logits[parts.n_layers - 1] - logits).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", "gemma2", "weight norm"])
 def test_the_lens_reads_what_is_computed_of_weights_anew(name):
     model = {"tied": Tied, "weight norm": Text}.get(name, lambda: build(name))()

@@ -193,6 +193,7 @@ def test_the_wrong_value_of_a_rival_is_not_given(name, part, path):
     assert off > 0.05
 
 
+@pytest.mark.slow
 def test_the_embedding_is_what_its_module_returns():
     # Gemma's module scales what it looks up; Granite scales what its module returns.
     for name in ("gemma2", "granite"):
@@ -242,6 +243,7 @@ def test_the_lens_of_the_last_stream_gives_the_logits(name):
     assert torch.equal(lens.tokens[last], seen.output.logits.topk(3).indices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "qwen3_next"])
 def test_the_contributions_of_heads_add_up(name):
     model, parts, _ = family(name)
@@ -270,6 +272,7 @@ def test_the_contributions_of_heads_add_up(name):
     assert torch.allclose(raw - changed, by_head[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_load_of_experts_counts_their_tokens():
     model, parts, seen = family("mixtral")
     with torch.no_grad(), hl.record(model, ".expert_indices") as run:

@@ -168,6 +168,7 @@ def test_a_layer_whose_patches_carry_nothing_is_warned_of(x):
     assert hl.cam(vit, x, method="eigencam").layers == ("norm",)  # features are there, even so
 
 
+@pytest.mark.slow
 def test_images_that_are_not_square_give_grids_that_are_not():
     torch.manual_seed(0)
     vit = vit_of_timm(dynamic_img_size=True).eval()

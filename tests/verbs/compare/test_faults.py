@@ -36,6 +36,7 @@ def test_the_module_at_fault_is_named(model, run, fault):
     assert renamed.suspect == path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_functions_for_modules_hide_no_fault(model, run, fault):
     plant, path = FAULTS[fault]
@@ -55,6 +56,7 @@ def test_in_float64_against_float32_the_module_is_named_too(model, run, fault):
     assert hl.compare(run_of(port.double()), run).suspect == path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_bfloat16_names_the_module_or_says_that_it_may_not(model, run, fault):
     plant, path = FAULTS[fault]

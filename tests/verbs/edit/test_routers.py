@@ -26,6 +26,7 @@ def routed(model, gates, ids=IDS, **options):
     return run, logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GATES)
 def test_another_precision_goes_to_the_same_experts(name):
     gates = GATES[name]

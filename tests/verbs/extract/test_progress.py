@@ -34,6 +34,7 @@ def test_it_tells_bytes_a_forecast_and_the_speed(tmp_path, shown):
     assert re.search(r"100% 4\d\d KiB of about 4\d\d KiB, .* items/s", text)
 
 
+@pytest.mark.slow
 def test_it_begins_where_an_earlier_start_has_ended(tmp_path, shown):
     hl.extract(nn.Identity(), ROWS, "", tmp_path / "s", **SMALL)
     for number in range(10, 20):

@@ -521,6 +521,7 @@ def test_a_model_without_numbers_is_refused():
 # -- what a check leaves, and what its batch may be ------------------------------------------------
 
 
+@pytest.mark.slow
 def test_checkpointing_leaves_no_hook():
     net = model("llama")
     hl.invariance(net, ids(2, 6), only="checkpointed")

@@ -89,6 +89,7 @@ def test_a_file_with_a_dtype_torch_cannot_read_does_not_crash(served, runs, tmp_
     assert maps.status == 503 or "problem" in json.loads(maps.text)["own"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": "hookline-recording", "version": 2}'])
 def test_a_damaged_manifest_gives_a_page_that_says_so(served, tmp_path, text):
     (tmp_path / "run").mkdir()

@@ -104,6 +104,7 @@ def test_an_answer_that_nobody_reads_is_not_kept(served, runs, connect):
             connection.sendall(page)
 
 
+@pytest.mark.slow
 def test_many_half_open_connections_leave_room_for_a_request(served, runs, connect):
     server = served(runs / "a", waiting=Waiting(NEVER, 20))
     idle = [connect(server) for _ in range(60)]

@@ -122,6 +122,7 @@ def test_a_figure_accepts_what_it_proposes_for_several_values(looped, draw, site
     follow(draw, {"run": run.passes[1]}, site)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", ["head", "block", "block#1", "head:grad_output", "block#pass1"])
 def test_compare_accepts_what_it_proposes_for_several_values(looped, site):
     run = same(looped, torch.ones(1, 2))
