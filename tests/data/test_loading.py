@@ -34,7 +34,7 @@ def test_a_failing_item_is_named_with_the_way_to_skip_it():
         run(source, [0, 1])
     assert str(caught.value) == (
         "item 4 must load, got OSError: cannot read item 4."
-        "\nLeave out items that fail, and list them: on_error='skip'."
+        "\nLeave out items that fail, and list them: on_error='skip', or --skip-errors."
     )
     assert isinstance(caught.value.__cause__, OSError)
 

@@ -84,4 +84,4 @@ class Loading(NamedTuple):
     preprocess: Preprocess | None = None
     tokenize: Callable[[list[str]], Any] | None = None
     pin_memory: bool = False
-    skip_fix: str = "Leave out items that fail, and list them: on_error='skip'."
+    skip_fix: str = "Leave out items that fail, and list them: on_error='skip', or --skip-errors."

@@ -118,8 +118,8 @@ def numbers_of(tensor: Tensor, module_type: str) -> Numbers:
     Raises:
         RuntimeError: torch cannot read the numbers.
     """
-    shape, dtype = tuple(tensor.shape), tensor.dtype
-    plain = flat(tensor)
+    plain, dtype = flat(tensor), tensor.dtype
+    shape = tuple(plain.shape if tensor.is_nested else tensor.shape)
     if plain.is_complex():
         plain = plain.abs()
     if not plain.is_floating_point() or not plain.numel():

@@ -41,7 +41,12 @@ class NonFinite(Flag):
 
 def total(value: Any) -> Tensor | None:
     """Return a number that is not finite if any number of a value is not; None without numbers."""
-    if type(value) is Tensor and value.dtype is torch.float32 and value.layout is torch.strided:
+    if (
+        type(value) is Tensor
+        and value.dtype is torch.float32
+        and value.layout is torch.strided
+        and not value.is_nested
+    ):
         return value.detach().sum()
     sums = [_sum(tensor) for tensor in measurable_in(value)]
     if len(sums) < 2:

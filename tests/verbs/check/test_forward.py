@@ -122,6 +122,16 @@ def test_a_nan_in_a_jagged_tensor():
     assert (finding.kind, finding.operation) == ("forward", "aten.log.default")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nan_in_a_nested_tensor_of_the_older_layout():
+    batch = torch.nested.nested_tensor([X.abs(), X[:1].abs()])
+    model = Applied(torch.relu)
+    with torch.no_grad(), hl.check(model):
+        model(batch)
+    finding = found(model, torch.nested.nested_tensor([X * math.nan]))
+    assert (finding.kind, finding.path) == ("forward", "fc")
+
+
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
 def test_a_nan_in_float8(name):
     dtype = getattr(torch, name)

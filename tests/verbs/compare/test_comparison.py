@@ -51,6 +51,23 @@ def test_the_values_are_plain_and_rows_are_found(comparison):
         comparison["mlp.act"]
 
 
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [(torch.full((2, 3), torch.nan), "all elements are NaN in both"),
+     (torch.ones(0, 3), "no elements")],
+)  # fmt: skip
+def test_what_has_no_number_to_compare_is_not_identical(values, why):
+    comparison = hl.compare({"x": values}, {"x": values.clone()})
+    assert (comparison["x"].verdict, comparison["x"].why) == ("not comparable", why)
+    assert not comparison.ok
+    assert why in comparison.findings[0].text
+
+
+def test_some_nan_and_some_empty_values_may_be_identical():
+    values = {"x": torch.tensor([1.0, torch.nan]), "unused": torch.ones(0, 3)}
+    assert hl.compare(values, {name: value.clone() for name, value in values.items()}).ok
+
+
 def test_a_worst_row_or_element_is_named_by_its_place():
     x = torch.ones(8, 16)
     wrong = x.clone()

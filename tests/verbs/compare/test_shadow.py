@@ -308,3 +308,15 @@ def test_only_a_module_above_the_floor_runs_once_more(factor, n_calls):
     Rescaled.n_calls = 0
     assert hl.shadow(reference, port, torch.randn(3, 4)).ok is (factor == 1)
     assert Rescaled.n_calls == n_calls
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_values_have_a_local_error():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()  # padding makes the values nested
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    inputs = {"src": torch.randn(2, 5, 16), "src_key_padding_mask": mask}
+    port = copy.deepcopy(encoder)
+    assert hl.shadow(encoder, port, inputs).ok
+    port.layers[1].linear2.bias.data += 1
+    assert not hl.shadow(encoder, port, inputs).ok

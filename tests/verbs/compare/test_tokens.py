@@ -125,6 +125,8 @@ def test_embeddings_and_lone_inputs_are_told_apart():
     assert tokens.grids[0][""].owner.shape == (2, 3)
     again = tokens_of(run_of({"inputs_embeds": embeddings.flip(0), "use_cache": False}))
     assert again.contents == tokens.contents[::-1]
+    row = tokens_of(run_of({"inputs_embeds": embeddings[0], "use_cache": False}))
+    assert row.contents == tokens.contents[:1]
     model = nn.Embedding(10, 2)
     with hl.record(model, "(root):input") as run:
         model(IDS)

@@ -836,6 +836,7 @@ def as_nested(x):
         (Gives(lambda x: x.cdouble()), "", hl.StructureError, "got one of torch.complex128"),
         (Gives(as_nested), "", hl.StructureError, "got a nested one.*to_padded"),
         (Gives(lambda x: x.to("meta")), "", hl.StructureError, "on the meta device"),
+        (nn.Conv2d(3, 1, 1, device="meta"), "", hl.StructureError, "on the meta device.*to_empty"),
         (Gives(lambda x: None), "", hl.StructureError, "must have a tensor, got none at .root."),
     ],
 )

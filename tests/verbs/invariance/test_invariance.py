@@ -511,6 +511,13 @@ def test_lazy_parameters_are_refused():
         hl.invariance(nn.LazyLinear(2), X)
 
 
+@pytest.mark.parametrize("batch", [X[:0], X * torch.nan])
+def test_checks_of_nothing_are_no_success(batch):
+    invariance = hl.invariance(nn.Linear(8, 2), batch, only=["twice", "float64"])
+    assert {row.outcome for row in invariance} == {"not applicable"}
+    assert not invariance.ok
+
+
 def test_a_model_without_numbers_is_refused():
     with pytest.raises(
         hl.InputError, match=r"got '0.weight' on the meta device.\nLoad its weights"

@@ -126,7 +126,7 @@ def compare_all(
         why = by_token
     pairing = paired(side_a, side_b, names)
     judge = Judge(floor, pairing.pairs, alignment)
-    rows = list(judge.rows(side_a, side_b))
+    rows = judge.rows(side_a, side_b)
     if not rows:
         raise InputError(
             "a and b must have numbers in common, got"

@@ -59,12 +59,28 @@ class Judge:
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
         self.partial: dict[str, int] = {}  # for how many tokens one of a pair has no value
-        self.flipped: list[
-            ComparedSite
-        ] = []  # choices among scores that noise put in another order
+        # Choices among scores that noise put in another order.
+        self.flipped: list[ComparedSite] = []
+        self._has_elements = False
 
-    def rows(self, a: Side, b: Side) -> Iterator[ComparedSite]:
-        """Yield the rows of all pairs, and close files from time to time."""
+    def rows(self, a: Side, b: Side) -> list[ComparedSite]:
+        """Return the rows of all pairs, and close files from time to time.
+
+        Where no pair has an element, as of an empty batch, nothing is comparable.
+        """
+        rows = list(self._rows(a, b))
+        if self._has_elements:
+            return rows
+        return [
+            ComparedSite(
+                row.site, row.other, "not comparable", form=row.form, other_form=row.other_form,
+                why="no elements",
+            )
+            if row.verdict == "identical" else row
+            for row in rows
+        ]  # fmt: skip
+
+    def _rows(self, a: Side, b: Side) -> Iterator[ComparedSite]:
         if self._alignment is not None:
             observe(self._alignment, self._pairs)
         for (ours, theirs), values in read_in_turn(self._pairs, a, b):
@@ -130,6 +146,7 @@ class Judge:
         floor = self._floor(site, pair, entry, max(ours.n_modules, theirs.n_modules))
         if gap is None:
             return row("not comparable", why=pair.why)
+        self._has_elements |= pair.n_elements > 0
         if gap.problem:
             return row("differs", why=gap.problem, floor=floor)
         exceeded = floor.exceeded_by(gap)

@@ -16,6 +16,7 @@ from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.statistics.difference import Difference, difference, difference_of_blocks
+from hookline.statistics.finiteness import flat
 from hookline.stores import Column
 from hookline.verbs.compare.items import RowsOfItems
 from hookline.verbs.compare.sides import StepNumbers
@@ -36,6 +37,7 @@ class Measured(NamedTuple):
         gap: the difference; None if they cannot be compared.
         why: the reason, if so.
         n_alone: for how many tokens or rows one of the two has no value.
+        n_elements: how many elements the second tensor has.
     """
 
     leaf: Leaf
@@ -44,6 +46,7 @@ class Measured(NamedTuple):
     gap: Difference | None = None
     why: str = ""
     n_alone: int = 0
+    n_elements: int = 1
 
     @property
     def alone_in(self) -> str:
@@ -87,7 +90,8 @@ def measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
     """Measure how far two tensors lie apart, or say why they cannot be compared."""
     forms = _form(a), _form(b)
     dtypes = a.dtype, b.dtype
-    result = Measured(leaf, forms, dtypes)
+    n_elements = b.numel() if isinstance(b, Tensor) else math.prod(b.shape)
+    result = Measured(leaf, forms, dtypes, n_elements=n_elements)
     if not _is_nested(a) and not _is_nested(b) and tuple(a.shape) != tuple(b.shape):
         return result._replace(why=f"shapes {_shape(a)} and {_shape(b)}")
     if _has_fractions(a.dtype) != _has_fractions(b.dtype):
@@ -109,7 +113,17 @@ def _of_tensors(result: Measured, a: Tensor, b: Tensor) -> Measured:
         return result._replace(why=first_line(error))
     if math.isinf(gap.worst_element) and gap.problem.startswith("shapes"):  # of nested tensors
         return result._replace(why=gap.problem)
+    if not gap.differs and _is_nan(b):
+        return result._replace(why="all elements are NaN in both")
     return result._replace(gap=gap)
+
+
+def _is_nan(tensor: Tensor) -> bool:
+    """Tell whether all elements of a tensor are NaN: then nothing was compared."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return False
+    plain = flat(tensor).flatten()
+    return bool(plain[:1].isnan().all()) and bool(plain.isnan().all())  # the first says no at once
 
 
 def _of_columns(a: Array, b: Array) -> Difference:

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from hookline.display.text import first_line, listed
 from hookline.engine import module_tree, path_text, require_model
-from hookline.engine.pytree import tree
+from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import InputError
 from hookline.findings import Finding
@@ -116,7 +115,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
         (replace(ours, read=theirs.read), replace(theirs, read=ours.read))
         for ours, theirs in pairing.pairs
     ])  # fmt: skip
-    rows = list(judge.rows(*sides))
+    rows = judge.rows(*sides)
     with eval_without_side_effects(runs[1].model):
         local = {ours.key: _local(runs, ours, theirs, eps) for ours, theirs in pairing.pairs}
     judged = [_judged(row, local[judge.entry_of[row.site].key]) for row in rows]
@@ -183,8 +182,8 @@ def _in_dtypes_of(given: Any, value: Any) -> Any:
     )
 
 
-def _form(value: Any) -> list[tuple[str, torch.dtype, torch.Size]]:
-    return [(leaf_text(leaf), tensor.dtype, tensor.shape) for leaf, tensor in tree.tensors(value)]
+def _form(value: Any) -> list[tuple[str, str]]:
+    return [(leaf_text(leaf), describe.in_full(tensor)) for leaf, tensor in tree.tensors(value)]
 
 
 def _judged(row: ComparedSite, local: _Local) -> ComparedSite:

@@ -218,7 +218,7 @@ class _Stream:
         self._inputs = inputs
         self._content = content if has_numbers(content) else None
         n_dims = content.ndim - content.is_floating_point()  # embeddings have one more
-        shape = content.shape[:n_dims]
+        shape, self._of_each = content.shape[:n_dims], content.shape[n_dims:]
         if n_dims not in (1, 2):
             raise Unreadable(f"ids of tokens must be (rows, tokens), got {describe.shape(content)}")
         n_rows, n_tokens = (1, *shape) if n_dims == 1 else shape
@@ -276,8 +276,7 @@ class _Stream:
         if self._content is None:
             return []
         values, shape = self._content.detach().cpu(), self.tokens.shape
-        values = values.reshape(*shape, *values.shape[2:]) if values.ndim > 1 else values[None]
-        rows = values[mine]
+        rows = values.reshape(*shape, *self._of_each)[mine]
         return [_digest(row) for row in rows] if rows.ndim > 1 else list(rows.tolist())
 
 

@@ -53,7 +53,10 @@ class Worker:
     ) -> None:
         self._prefix = prefix
         self.forward: Callable[[Any], list[Site]] = prefix.run
-        self._accelerators = prefix.devices() - {_CPU}
+        # A model on meta is refused where its values come.
+        self._accelerators = {
+            device for device in prefix.devices() if device.type not in ("cpu", "meta")
+        }
         self._gather = gather
         self.source = source
         self._inputs = inputs

@@ -95,11 +95,11 @@ def invariance(
         raise InputError(
             f"the model must have no lazy parameters, got {name}.\nRun the model once yourself."
         )
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    meta = next((name for name, tensor in tensors if tensor.is_meta), None)
-    if meta is not None:
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    # Of an offloaded model some are, until their module runs.
+    if tensors and all(tensor.is_meta for tensor in tensors.values()):
         raise InputError(
-            f"the model must have numbers, got {meta!r} on the meta device."
+            f"the model must have numbers, got {next(iter(tensors))!r} on the meta device."
             "\nLoad its weights, or fill them: model.to_empty(device='cpu'), then initialise."
         )
     names = _chosen(only)

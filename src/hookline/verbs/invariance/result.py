@@ -76,8 +76,9 @@ class Invariance(Result):
 
     @property
     def ok(self) -> bool:
-        """True if no check differs or fails that should hold."""
-        return not any(row.outcome in _BAD for row in self.rows)
+        """True if checks hold, and none differs or fails that should hold."""
+        outcomes = {row.outcome for row in self.rows}
+        return not outcomes & set(_BAD) and outcomes != {"not applicable"}
 
     def __iter__(self) -> Iterator[Checked]:
         return iter(self.rows)
