@@ -63,6 +63,18 @@ def test_what_has_no_number_to_compare_is_not_identical(values, why):
     assert why in comparison.findings[0].text
 
 
+def test_recordings_on_the_meta_device_have_nothing_to_compare():
+    model = torch.nn.Linear(3, 2, device="meta")
+    runs = []
+    for _ in range(2):
+        with hl.record(model, ["**", "(root):input"]) as run:
+            model(torch.ones(4, 3, device="meta"))
+        runs.append(run)
+    comparison = hl.compare(*runs)
+    assert comparison.counts["not comparable"] == len(comparison) == 2
+    assert "has no numbers" in comparison["(root)"].why
+
+
 def test_some_nan_and_some_empty_values_may_be_identical():
     values = {"x": torch.tensor([1.0, torch.nan]), "unused": torch.ones(0, 3)}
     assert hl.compare(values, {name: value.clone() for name, value in values.items()}).ok

@@ -235,4 +235,27 @@ def test_a_forward_that_has_no_signature_gets_no_advice():
     model.forward = getattr
     with pytest.raises(TypeError) as caught:
         call(model, torch.ones(1))
-    assert not getattr(caught.value, "__notes__", [])
+    note = "hookline: the model failed in (root) (Module), which got Tensor[1]."
+    assert caught.value.__notes__ == [note]
+
+
+METRIC = torch.sum
+WIDE = torch.ones(2, 9)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model: hl.sweep(model, WIDE, {"0": hl.edits.scale(0)}, METRIC),
+        lambda model: hl.attribute(model, WIDE, "0", METRIC, clean=WIDE),
+        lambda model: hl.invariance(model, WIDE),
+        lambda model: hl.operations(model, WIDE),
+        lambda model: hl.anatomy(model, WIDE),
+        lambda model: hl.features(model, WIDE, "0"),
+    ],
+)
+def test_an_error_of_the_model_has_a_note_that_names_the_module(run):
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        run(nn.Sequential(nn.Linear(8, 3)).eval())
+    note = "hookline: the model failed in 0 (Linear), which got Tensor[2, 9]."
+    assert caught.value.__notes__ == [note]

@@ -197,7 +197,8 @@ class _Reader:
 
     def _rows(self, inputs: Mapping[str, Any]) -> Grid:
         """Return the grid of inputs without tokens: a row an item."""
-        tensors = [tensor for _, tensor in tree.tensors(dict(inputs)) if tensor.ndim]
+        parts = tree.tensors(dict(inputs))
+        tensors = [tensor for _, tensor in parts if tensor.ndim and has_numbers(tensor)]
         if not tensors:
             raise Unreadable(f"the inputs hold no tensor with rows.\n{_RECORD}")
         n_rows = len(tensors[0])

@@ -18,6 +18,7 @@ from hookline.engine.pytree import describe
 from hookline.errors import HooklineError
 
 _NOTE = "hookline: "
+_FAILED = "the model failed in"
 _ABOUT_KINDS = re.compile(r"dtype|\b([Ss]calar|[Ii]nput|[Ww]eight|[Bb]ias) type|\bdevices?\b")
 _MOST_KINDS = 3
 
@@ -74,7 +75,8 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
 def failure_text(model: nn.Module, error: BaseException) -> str:
     """Describe the failing module, its arguments, the error, and hookline's notes on the error."""
     where = find_failing_module(model, error) or "the call"
-    return "\n".join([f"{where}: {type_and_line(error)}", *notes_of(error)])
+    notes = [note for note in notes_of(error) if not note.startswith(_FAILED)]
+    return "\n".join([f"{where}: {type_and_line(error)}", *notes])
 
 
 def notes_of(error: BaseException) -> list[str]:
@@ -92,7 +94,7 @@ def note_failing_module(model: nn.Module, error: Exception) -> None:
         return
     module = find_failing_module(model, error)
     if module is not None:
-        error.add_note(f"{_NOTE}the model failed in {module}.")
+        error.add_note(f"{_NOTE}{_FAILED} {module}.")
 
 
 def _arguments(local: dict[str, Any], *, in_full: bool) -> str:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from hookline.display.text import plural
 from hookline.engine.pytree import tree
+from hookline.verbs.shared.failing_module import note_failing_module
 from hookline.verbs.shared.rerun import lazy_name, untouched
 
 _N_KEYS_SHOWN = 3
@@ -26,7 +27,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
     A function is called without arguments; it runs the model somewhere inside. Any other object is
     the model's only argument. If the model's forward refuses these arguments, a note on the error
-    says how to give others.
+    says how to give others; of any other error, a note names the module that raised it.
     """
     is_function = callable(inputs) and not isinstance(inputs, Tensor | nn.Module | Mapping | tuple)
     if is_function:
@@ -38,6 +39,10 @@ def call(model: nn.Module, inputs: Any) -> Any:
         note = _advice(model, inputs)
         if note:
             error.add_note(f"hookline: {note}")
+        note_failing_module(model, error)
+        raise
+    except Exception as error:
+        note_failing_module(model, error)
         raise
 
 
