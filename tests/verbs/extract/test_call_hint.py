@@ -82,3 +82,12 @@ def test_what_inputs_returns_is_not_called_the_batch(tmp_path):
 def test_a_list_of_several_tensors_still_needs_inputs(tmp_path):
     with pytest.raises(hl.InputError, match=r"must hold only the model's inputs, got list"):
         hl.extract(nn.Linear(3, 2), TensorDataset(X, Y), "", tmp_path / "s")
+
+
+def test_a_list_of_batches_is_told_from_one_of_items(tmp_path):
+    convolution, batches = nn.Conv2d(1, 4, 3), [torch.ones(6, 1, 8, 8)] * 2
+    with pytest.raises(RuntimeError) as caught:
+        hl.extract(convolution, batches, "", tmp_path / "s")
+    assert caught.value.__notes__[-1].endswith("\nIf it holds batches, give iter(data).")
+    store = hl.extract(convolution, iter(batches), "", tmp_path / "s", resume=False)
+    assert len(store) == 12

@@ -1,14 +1,34 @@
-"""Suggest `inputs=` where a model's forward does not take a whole batch."""
+"""Suggest what to give where a model does not take a batch: `inputs=`, or other data."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from hookline.errors import HooklineError
 from hookline.verbs.shared.run_model import refusal_of, signature_of
+
+
+@contextmanager
+def noting_list(data: Any) -> Iterator[None]:
+    """Add a note to an error of the model, if the data are a list, which may be of batches.
+
+    Args:
+        data: the data, as they were given.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(data) is list and not isinstance(error, HooklineError):
+            error.add_note(
+                "hookline: a list holds items, which become the rows of batches."
+                "\nIf it holds batches, give iter(data)."
+            )
+        raise
 
 
 def note_inputs(model: nn.Module, data: Any, error: TypeError) -> None:

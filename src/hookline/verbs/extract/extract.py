@@ -15,6 +15,7 @@ from hookline.engine import Selector, require_model, sharding, unwrapped
 from hookline.errors import HooklineError, InputError, one_of
 from hookline.files.place import Place, place_of
 from hookline.stores import Store, open_store
+from hookline.verbs.extract.call_hint import noting_list
 from hookline.verbs.extract.collective_steps import Ranks
 from hookline.verbs.extract.engines import Apart, Engine
 from hookline.verbs.extract.extraction import Extraction, check_free
@@ -181,7 +182,7 @@ def extract(
             stack.enter_context(place.locked())
 
         ranks.first(lock)
-        with _started_threads():
+        with _started_threads(), noting_list(data):
             Extraction(place, setup, worker, ranks).run(chosen, resume=resume)
     return open_store(place)
 
