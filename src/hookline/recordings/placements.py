@@ -107,7 +107,7 @@ class Layout:
 
     @property
     def part(self) -> str:
-        """What the rank holds of the whole, in words; empty if it holds all of it."""
+        """The part of the whole that the rank holds, in words; empty if it holds all of it."""
         texts = []
         for at, n, row in zip(self.at, self.mesh, self.placements, strict=True):
             if n > 1 and row[0] != "replicate":

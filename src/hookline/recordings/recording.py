@@ -54,8 +54,7 @@ from hookline.recordings.stored_values import Stored
 @final
 @hides(
     "begin_pass", "copies", "drop_repeats", "finish", "holds_shard", "identify", "layouts",
-    "one_of_several",
-    "take",
+    "one_of_several", "take",
 )  # fmt: skip
 class Recording(Lookups, Result):
     """A mapping from sites to recorded values.

@@ -123,7 +123,7 @@ class Anatomy(Result):
         Raises:
             SelectionError: the model's logits are not proven to be a function of its last stream.
             NotRecordedError: the run has no such stream.
-            InputError: `run` is no recording, or `n` no number of tokens.
+            InputError: `run` is not a recording, or `n` is not 1 or more.
         """
         _check_run(run)
         if self._head is None or "logits" not in self:

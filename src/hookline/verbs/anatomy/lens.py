@@ -66,7 +66,7 @@ def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> L
 
     Raises:
         NotRecordedError: the run has none of the streams.
-        InputError: `n` is no number of tokens.
+        InputError: `n` is not 1 or more.
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InputError(f"n must be a number of tokens, 1 or more, got {n!r}.\nThe default is 5.")

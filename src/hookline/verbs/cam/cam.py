@@ -34,7 +34,6 @@ from hookline.verbs.cam.layers import (
 )
 from hookline.verbs.cam.methods import Method, method_named, scaled
 from hookline.verbs.cam.targets import ClassTarget, Goal, goal
-from hookline.verbs.shared.failing_module import note_failing_module
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import call, without_list
 
@@ -209,11 +208,7 @@ class _CamRunner:
                 return tensor
             return tensor[rows].expand(len(images), *tensor.shape[1:])
 
-        try:
-            return call(self._model, tree.map_tensors(replaced, self._inputs))
-        except Exception as error:
-            note_failing_module(self._model, error)
-            raise
+        return call(self._model, tree.map_tensors(replaced, self._inputs))
 
     def _last(self) -> Site:
         if self._method.needs != "gradients":

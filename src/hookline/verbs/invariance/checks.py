@@ -151,8 +151,6 @@ def _checkpoint(model: Any) -> None:
         NotApplicable: no blocks are known.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
-        # It would register a hook, which reentrant checkpoints alone need, and which would stay.
-        model.enable_input_require_grads = lambda: None
         # A newer transformers has another name for it, and warns of the old one.
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import weakref
 from dataclasses import replace
 from typing import Any, NamedTuple, final
@@ -35,7 +36,7 @@ _VALUES = {"grad_output": "output", "grad_input": "input"}
 
 @final
 class _Site(NamedTuple):
-    """What a rank says of a site."""
+    """Hold what a rank says of a site, as JSON carries it."""
 
     name: str
     widths: list[int]
@@ -177,7 +178,7 @@ class GatheredRanks:
             "model": "" if model is None else _tree_of(model),
             "split": [] if model is None else split_ranks(model),
             # Each process counts its monitors, and may have others than rank 0.
-            "session": store.add("hookline/monitors", 1) if me == ranks[0] else 0,
+            "number": store.add("hookline/monitors", 1) if me == ranks[0] else 0,
         }
         by_rank = gather_json(_QUESTION, said, ranks)
         _check_alike("statistics", [", ".join(said["statistics"]) for said in by_rank])
@@ -185,7 +186,7 @@ class GatheredRanks:
         if len({said["model"] for said in by_rank}) == 1:  # the stages of a pipeline differ
             _check_alike("sites", _own_sites([said["sites"] for said in by_rank]))
         self._copies = Copies([said["split"] for said in by_rank])
-        return Gate(store, f"hookline/monitor/{by_rank[0]['session']}", ranks, me)
+        return Gate(store, f"hookline/monitor/{by_rank[0]['number']}", ranks, me)
 
     def _agree(self, sites: list[SiteSlots], version: int) -> None:
         """Agree on the layout of all ranks: the sites of rank 0, then those of other ranks."""
@@ -193,8 +194,8 @@ class GatheredRanks:
         by_rank = gather_json(_QUESTION, rows, ranks_of(None, _QUESTION))
         self._by_name = {}
         for rank, rows_there in enumerate(by_rank):
-            for row in rows_there:
-                self._by_name.setdefault(row[0], {})[rank] = _Site(*row)
+            for site in itertools.starmap(_Site, rows_there):
+                self._by_name.setdefault(site.name, {})[rank] = site
         _warn_of_widths(self._by_name)
         self._layout, self._version = self._layout_of_all(len(by_rank)), version
         self._places = _places(sites, self._layout.entries)

@@ -15,7 +15,6 @@ from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep, checked
 from hookline.verbs.record.kept_state import KeptState
 from hookline.verbs.record.record import start_recording
-from hookline.verbs.shared.failing_module import note_failing_module
 from hookline.verbs.shared.run_model import call
 
 _tokens = itertools.count()
@@ -156,7 +155,6 @@ class Prefix:
                 error.add_note(
                     "hookline: to run a list of batches one after the other, give iter(batches)."
                 )
-            note_failing_module(self._model, error)
             raise
         return [site for site in self.sites if site in missing]
 

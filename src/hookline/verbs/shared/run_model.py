@@ -35,13 +35,11 @@ def call(model: nn.Module, inputs: Any) -> Any:
     args, kwargs = arguments_of(inputs)
     try:
         return model(*args, **kwargs)
-    except (TypeError, AttributeError) as error:
-        note = _advice(model, inputs)
+    except Exception as error:
+        may_refuse = isinstance(error, TypeError | AttributeError)
+        note = _advice(model, inputs) if may_refuse else None
         if note:
             error.add_note(f"hookline: {note}")
-        note_failing_module(model, error)
-        raise
-    except Exception as error:
         note_failing_module(model, error)
         raise
 

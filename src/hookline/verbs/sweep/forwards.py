@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from hookline.display.text import listed
-from hookline.engine import ModuleTree, is_scripted, parse_site
+from hookline.engine import ModuleTree, foreign_hooks, is_scripted, parse_site
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError
 from hookline.verbs.record.kept_state import KeptState, may_keep_state
@@ -25,7 +25,7 @@ from hookline.verbs.sweep.grid import Group, Point
 from hookline.verbs.sweep.metric import Metric, number_of
 from hookline.verbs.sweep.rows import NoRowsError, batch_size, copy_of, parts_of, repeated
 from hookline.verbs.sweep.still_model import refuse_random
-from hookline.verbs.sweep.tape import Tape, is_hooked_inside
+from hookline.verbs.sweep.tape import Tape
 
 _FEWEST = 4  # changes; for fewer, the recorded and the checked runs cost more than they save
 # Changes at several sites share a forward if it stays small: the values at a site fit a cache of
@@ -431,15 +431,18 @@ def _modules_around(modules: ModuleTree, sites: Sequence[str]) -> list[tuple[str
     What is called inside of a module that ends before a site need not be known, unless it is
     hooked.
     """
-    entered = {id(node.module) for node in modules.nodes if is_hooked_inside(node.module)}
+    entered: set[int] = set()
+    waiting = [node.parent for node in modules.nodes if foreign_hooks(node.module)]
     for site in sites:
         path = parse_site(site, modules.by_path).path
         changed = modules.by_path.get(path)
         # The calls inside of a changed module need not be known; those around an operation must.
-        node = changed.parent if changed else modules.by_path[path.rpartition("@")[0]]
-        while node is not None and id(node.module) not in entered:
+        waiting.append(changed.parent if changed else modules.by_path[path.rpartition("@")[0]])
+    while waiting:
+        node = waiting.pop()
+        if node is not None and id(node.module) not in entered:
             entered.add(id(node.module))
-            node = node.parent
+            waiting.append(node.parent)
     return [
         (node.path, node.module)
         for node in modules.nodes

@@ -79,7 +79,7 @@ class Tape:
     def __init__(self, modules: NamedModules) -> None:
         self._named_modules = modules
         # Their own modules run, because a hook there may collect what the model returns.
-        self._hooked = {id(module) for _, module in modules if is_hooked_inside(module)}
+        self._hooked = {id(module) for _, module in modules if _is_hooked_inside(module)}
         self.calls: list[Call] = []
         self.unseen: set[int] = set()
         self._stack: list[Call] = []
@@ -373,7 +373,7 @@ def standing_in(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
         _running.reset(token)
 
 
-def is_hooked_inside(module: nn.Module) -> bool:
+def _is_hooked_inside(module: nn.Module) -> bool:
     """Tell whether a module inside another one has hooks that are not hookline's."""
     return any(foreign_hooks(inner) for inner in module.modules() if inner is not module)
 
