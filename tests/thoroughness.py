@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeVar
 
 from hypothesis import settings
@@ -9,7 +10,9 @@ from hypothesis import settings
 T = TypeVar("T")
 
 # The profile of `make full`, and that of servers, with which `make mutants` runs, try all.
-IS_GATE = settings.get_current_profile_name() == "gate"
+# The processes that a test starts do as pytest's own.
+_PROFILE = os.environ.setdefault("HOOKLINE_TESTS", settings.get_current_profile_name())
+IS_GATE = _PROFILE == "gate"
 _MOST_EXAMPLES_OF_GATE = 15
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -110,18 +112,18 @@ CLIPS = {
     "largest element": lambda k: {"norm": k / 64, "norm_type": float("inf")},
     "value": lambda k: {"value": k / 64},
 }
+CLIPPED = ["0:grad_output", "2:grad_input", ":grad_output"]
 
 
 @pytest.mark.cell("torch.compile", "clip")
 @pytest.mark.parametrize(
-    ("site", "backend"),
-    [
-        ("0:grad_output", "aot_eager"), ("2:grad_input", "aot_eager"),
-        (":grad_output", "aot_eager"), ("0:grad_output", "eager"),
-        *tries([("2:grad_input", "eager"), (":grad_output", "eager")], gate=[]),
-    ],
+    ("name", "site", "backend"),
+    tries(
+        [*itertools.product(CLIPS, CLIPPED, ["aot_eager", "eager"])],
+        gate=[*((*pair, "aot_eager") for pair in zip(CLIPS, CLIPPED, strict=True)),
+              *((name, "0:grad_output", "eager") for name in CLIPS)],
+    ),
 )  # fmt: skip
-@pytest.mark.parametrize("name", CLIPS)
 def test_clipping_is_as_in_eager_a_sweep_of_bounds_one_graph(name, site, backend):
     model, graphs = make(), CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=graphs, fullgraph=True)

@@ -81,18 +81,18 @@ def test_ranks_that_ask_for_different_things_are_told_which(rank, folder):
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(rank, folder):
     run = recorded()
     if rank == 0:
-        text = said(lambda: run.full("0", dim=0, timeout=1))
-        assert text.startswith("run.full('0', dim=0) waited 1 s for rank 1, which did not come.")
+        text = said(lambda: run.full("0", dim=0, timeout=0.3))
+        assert text.startswith("run.full('0', dim=0) waited 0.3 s for rank 1, which did not come.")
     dist.barrier()
     if rank == 1:  # too late: it is told at once, and does not wait for the others in its turn
-        assert "waited 1 s for rank 1" in said(lambda: run.full("0", dim=0, timeout=1000))
+        assert "waited 0.3 s for rank 1" in said(lambda: run.full("0", dim=0, timeout=1000))
     dist.barrier()
     if rank == 1:
-        text = said(lambda: run.save(folder / "run", timeout=1))
-        assert "waited 1 s for rank 0" in text
+        text = said(lambda: run.save(folder / "run", timeout=0.3))
+        assert "waited 0.3 s for rank 0" in text
     dist.barrier()
     if rank == 0:
-        assert "waited 1 s for rank 0" in said(lambda: run.save(folder / "run", timeout=1000))
+        assert "waited 0.3 s for rank 0" in said(lambda: run.save(folder / "run", timeout=1000))
     dist.barrier()
     assert not list(folder.iterdir())
     assert run.full("0", dim=0).shape == (4, 4)
@@ -135,7 +135,7 @@ def test_the_failure_of_a_rank_that_does_not_come_is_named(rank, folder):
         fails()
     dist.barrier()
     if rank == 0:
-        text = said(lambda: run.full("0", dim=0, timeout=1))
+        text = said(lambda: run.full("0", dim=0, timeout=0.3))
         assert "for rank 1, which did not come (rank 1: ValueError: a bad batch)." in text
     dist.barrier()
     # It has missed the other call, which it knows by its name.
@@ -147,7 +147,7 @@ def test_the_failure_of_a_rank_that_does_not_come_is_named(rank, folder):
 def test_a_rank_that_is_behind_joins_the_others_and_is_told(rank, folder):
     run = recorded()
     if rank == 0:
-        said(lambda: run.reduced("0", timeout=1))
+        said(lambda: run.reduced("0", timeout=0.3))
     else:
         wait_for_calls(2)
     message = "rank 1 missed this call before, or came too late"
@@ -302,7 +302,7 @@ def die_in_the_midst(rank):
         text = f"{type(error).__name__} "
     after = [dict(m._forward_hooks) for m in model.modules()]
     try:
-        run.passes[0].full("0", dim=0, timeout=1)
+        run.passes[0].full("0", dim=0, timeout=0.3)
     except hl.RanksError as error:
         text += str(error)
     return text, hooks == after, run.passes[0]["0"].shape
@@ -315,7 +315,7 @@ def test_a_rank_that_dies_in_a_pass_is_an_error_elsewhere():
     assert (kind, other) == ("ok", "died"), found
     text, is_clean, shape = found
     assert "RuntimeError" in text
-    assert "waited 1 s for rank 1, which did not come" in text
+    assert "waited 0.3 s for rank 1, which did not come" in text
     assert is_clean
     assert shape == (2, 4)
 

@@ -32,6 +32,7 @@ from parallel import (
     tokens,
 )
 from processes import on_ranks
+from thoroughness import tries
 
 # -- tensor parallel ----------------------------------------------------------------------------
 
@@ -157,25 +158,28 @@ def test_clips_of_split_gradients_that_are_wrong_are_refused(rank, folder):
 # -- training -----------------------------------------------------------------------------------
 
 
+N_STEPS = tries(20, gate=8)
+
+
 def trained(wrap, make, batch, *, is_watched):
     model = wrap(make())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     line = hl.record(model, ports=EVERYTHING) if is_watched else None
-    for _ in range(20):
+    for _ in range(N_STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
     if line is not None:
-        assert len(line.recording.passes) == 20
+        assert len(line.recording.passes) == N_STEPS
         line.remove()
     return torch.stack([getattr(loss, "to_local", lambda loss=loss: loss)() for loss in losses])
 
 
 @on_ranks
-def test_twenty_steps_under_a_line_give_the_same_losses_exactly(rank, folder):
+def test_steps_under_a_line_give_the_same_losses_exactly(rank, folder):
     setups = (
         (DistributedDataParallel, conv_net, half(images(), rank)),
         (DistributedDataParallel, llama, half(tokens(), rank)),
@@ -225,10 +229,12 @@ def in_stages(model):
     return model
 
 
+LLAMA = re.compile(r"^model\.layers\.\d+$")
+N_BLOCKS = tries(12, gate=4)
 DEEP = {
-    "llama, DDP": (DistributedDataParallel, lambda: llama(12), tokens, r"^model\.layers\.\d+$"),
-    "llama, FSDP2": (sharded, lambda: llama(12), tokens, r"^model\.layers\.\d+$"),
-    "llama, TP": (split, lambda: llama(12), tokens, r"^model\.layers\.\d+$"),
+    "llama, DDP": (DistributedDataParallel, lambda: llama(N_BLOCKS), tokens, LLAMA),
+    "llama, FSDP2": (sharded, lambda: llama(N_BLOCKS), tokens, LLAMA),
+    "llama, TP": (split, lambda: llama(N_BLOCKS), tokens, LLAMA),
     "resnet34, DDP": (DistributedDataParallel, resnet34, pictures, r"^layer\d\.\d+$"),
     "resnet34, FSDP2": (in_stages, resnet34, pictures, r"^layer\d\.\d+$"),
 }

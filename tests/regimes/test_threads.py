@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from thoroughness import tries
 
 
 @pytest.fixture
@@ -315,7 +316,8 @@ def test_a_pass_broken_off_is_over_for_whoever_runs_next(model):
 
 @pytest.mark.slow
 def test_threads_and_tasks_at_once_mix_no_value():
-    soak = runpy.run_path(str(Path(__file__).with_name("soak.py")))["Soak"](8_000, seed=0)
+    n_passes = tries(8_000, gate=4_000)
+    soak = runpy.run_path(str(Path(__file__).with_name("soak.py")))["Soak"](n_passes, seed=0)
     # Python 3.11 may collect while torch copies a list of hooks, and then let another thread
     # attach: torch raises "mutated during iteration", also without hookline.
     gc.collect()
@@ -325,5 +327,5 @@ def test_threads_and_tasks_at_once_mix_no_value():
     finally:
         gc.enable()
     assert (found["mixed"], found["errors"], found["hooks left"]) == (0, 0, 0), found["first"]
-    assert found["passes"] == 8_000
+    assert found["passes"] == n_passes
     assert len(found["by kind"]) == 8

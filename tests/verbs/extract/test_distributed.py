@@ -331,7 +331,7 @@ def test_a_group_killed_many_times_goes_on_to_the_same_bytes(tmp_path, kind):
     torch.set_num_threads(1)
     hl.extract(conv_net(), ROWS, SITES, tmp_path / "whole", **TINY)
     torch.set_num_threads(threads)
-    n_killed, n_moments = 0, tries(20, gate=7)
+    n_killed, n_moments = 0, tries(20, gate=4)
     for _ in range(n_moments):
         children = start_group(tmp_path, kind)
         until = len(list(folder.glob("shard-*"))) + chance.randrange(3)
