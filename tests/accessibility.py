@@ -10,12 +10,12 @@ from axe_playwright_python.base import AXE_SCRIPT
 from thoroughness import tries
 
 # The width is that of a desk, a tablet and a phone. The scheme moves nothing, the width changes no
-# colour: so in the gate each of them is looked at once.
+# colour: so in the gate each scheme is looked at once, at the widths that differ most.
 at_any_width = pytest.mark.parametrize(
     ("width", "scheme"),
     tries(
         [*itertools.product([1440, 800, 390], ["light", "dark"])],
-        gate=[(1440, "dark"), (800, "light"), (390, "dark")],
+        gate=[(1440, "light"), (390, "dark")],
     ),
 )
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from functools import partial
 
 import torch
@@ -24,25 +21,6 @@ import hookline as hl
 
 CPU = torch.device("cpu")
 EVERYTHING = ("input", "output", "grad_output", "grad_input", "grad")
-
-
-class ConvNet(nn.Module):
-    """A little network with an in-place layer and a residual, without batch statistics."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU())
-        self.fc = nn.Linear(4, 6)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.fc((x + self.block(x)).mean((2, 3)))
-
-
-def conv_net():
-    torch.manual_seed(0)
-    return ConvNet()
 
 
 def images():
@@ -167,12 +145,3 @@ def gated(*, is_split):
 def sentences():
     """A batch of three dimensions, of which a linear layer returns a view."""
     return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-
-class DiesInActors(nn.Module):
-    """Kills the process of an actor of Ray at once, and no other."""
-
-    def forward(self, x):
-        if sys.argv[0].endswith("default_worker.py"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return x

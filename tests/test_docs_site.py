@@ -27,6 +27,7 @@ from hookline.cli.app import app
 from hookline.models.packages import import_package
 from hookline.models.torchvision_import import import_torchvision
 from test_public_names import NAMES, SIGNATURES, SURFACES
+from thoroughness import tries
 from warm import run_python
 
 ROOT = Path(__file__).parent.parent
@@ -335,10 +336,9 @@ def make_site(monkeypatch):
 @pytest.mark.parametrize(
     ("page", "said"),
     [
-        ("[gone](gone.md)", "gone.md"),
         ("[gone](index.md#gone)", "anchor"),
         ("::: hookline.nothing", "nothing"),
-        ("Fine: [here](#here)\n\n## Here", None),
+        *tries([("[gone](gone.md)", "gone.md"), ("Fine: [here](#here)\n\n## Here", None)], gate=[]),
     ],
 )
 def test_the_generator_is_strict(make_site, tmp_path, page, said):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import sys
 import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -284,3 +287,31 @@ def int8_net():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     return model
+
+
+class ConvNet(nn.Module):
+    """A little network with an in-place layer and a residual, without batch statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU())
+        self.fc = nn.Linear(4, 6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.fc((x + self.block(x)).mean((2, 3)))
+
+
+def conv_net():
+    torch.manual_seed(0)
+    return ConvNet()
+
+
+class DiesInActors(nn.Module):
+    """Kills the process of an actor of Ray at once, and no other."""
+
+    def forward(self, x):
+        if sys.argv[0].endswith("default_worker.py"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x

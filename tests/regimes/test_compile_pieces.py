@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo import config
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from thoroughness import tries
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -111,9 +113,16 @@ def test_calls_are_numbered_as_they_run(kind):
     assert not len(hl.inventory(model))
 
 
-@pytest.mark.parametrize("call", [1, 2])
-@pytest.mark.parametrize("port", ["output", "grad_output"])
-@pytest.mark.parametrize("kind", [EagerBetween, PartBetween, Long])
+KINDS = [EagerBetween, PartBetween, Long]
+
+
+@pytest.mark.parametrize(
+    ("kind", "port", "call"),
+    tries(
+        [*itertools.product(KINDS, ["output", "grad_output"], [1, 2])],
+        gate=[*zip(KINDS * 2, ["output"] * 3 + ["grad_output"] * 3, [1, 2] * 3, strict=True)],
+    ),
+)
 def test_one_call_is_edited(kind, port, call):
     torch.manual_seed(0)
     model, found = kind(), []

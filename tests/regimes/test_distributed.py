@@ -12,18 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
-from parallel import (
-    EVERYTHING,
-    conv_net,
-    half,
-    images,
-    llama,
-    loss_of,
-    recorded,
-    sharded,
-    tokens,
-)
+from parallel import EVERYTHING, half, images, llama, loss_of, recorded, sharded, tokens
 from processes import on_ranks
+from zoo import conv_net
 
 # -- data parallel ------------------------------------------------------------------------------
 

@@ -23,8 +23,9 @@ from torch.testing import assert_close
 
 import hookline as hl
 from by_torch import clipped_by_torch, measured, triple, tripled
-from parallel import conv_net, gated, half, images, loss_of, mesh, rows, sentences, sharded, stack
+from parallel import gated, half, images, loss_of, mesh, rows, sentences, sharded, stack
 from processes import on_ranks
+from zoo import conv_net
 
 HERE = Path(__file__).parent
 close = partial(assert_close, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,6 @@ from torch.testing import assert_close
 import hookline as hl
 from parallel import (
     EVERYTHING,
-    conv_net,
     half,
     images,
     llama,
@@ -33,6 +32,7 @@ from parallel import (
 )
 from processes import on_ranks
 from thoroughness import tries
+from zoo import conv_net
 
 # -- tensor parallel ----------------------------------------------------------------------------
 

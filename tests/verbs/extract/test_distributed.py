@@ -22,8 +22,9 @@ from torch.testing import assert_close
 
 import hookline as hl
 from hookline.verbs.extract import collective_steps as module
-from parallel import conv_net, sharded
+from parallel import sharded
 from thoroughness import tries
+from zoo import conv_net
 
 ROWS = torch.randn(50, 3, 6, 6, generator=torch.Generator().manual_seed(2))
 SITES = ["stem", "block.1:input"]

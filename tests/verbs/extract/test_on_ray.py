@@ -23,8 +23,8 @@ import hookline as hl
 from hookline.files.place import place_of
 from hookline.verbs.extract import on_ray
 from hookline.verbs.extract.extraction import Extraction
-from parallel import DiesInActors, conv_net
 from thoroughness import tries
+from zoo import DiesInActors, conv_net
 
 pytestmark = pytest.mark.processes
 
@@ -139,7 +139,7 @@ def test_actors_that_are_killed_change_nothing(cluster, tmp_path, whole):
 DRIVER = """
 import sys, torch, hookline as hl
 sys.path.append(sys.argv[1])
-from parallel import DiesInActors, conv_net
+from zoo import DiesInActors, conv_net
 torch.set_num_threads(1)
 rows = torch.randn(60, 3, 6, 6, generator=torch.Generator().manual_seed(2))
 hl.extract(conv_net(), rows, ["stem", "block.1:input"], sys.argv[2], engine="ray",

@@ -23,8 +23,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
-from parallel import CPU, conv_net, gated, half, images, mesh, stack
+from parallel import CPU, gated, half, images, mesh, stack
 from processes import on_ranks
+from zoo import conv_net
 
 PORTS = ("output", "grad_output", "value", "grad", "update")
 N_PARTS = 4

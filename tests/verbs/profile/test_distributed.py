@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
 from hookline.util import stopwatch
-from parallel import conv_net, half, images, loss_of, sharded, stack
+from parallel import half, images, loss_of, sharded, stack
 from processes import on_ranks
+from zoo import conv_net
 
 
 def profiled(model, batch):

@@ -342,7 +342,7 @@ def test_a_deleted_folder_is_said_one_that_comes_back_is_shown(visit, runs, tmp_
     folder = shutil.copytree(runs / "a", tmp_path / "run")
     page = visit(folder)
     is_measured(page)
-    page.wait_for_load_state("networkidle")  # its pictures, too
+    page.wait_for_function("[...document.images].every((image) => image.complete)")
     shutil.rmtree(folder)
     expect(page.get_by_role("alert")).to_contain_text("holds no recording now")
     shutil.copytree(runs / "passes", tmp_path / "new").rename(folder)  # whole, as it is saved
