@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ import yaml
 from check import faults_of_links, faults_of_navigation
 from llms import write_texts
 from nbclient import NotebookClient
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_notebook
 from signatures import signatures_page
 
 import hookline as hl
@@ -107,6 +109,7 @@ def assemble(docs: Path, to: Path) -> None:
         uri = page.relative_to(to).as_posix()
         text = within_site(page.read_text("utf-8"), uri, f"docs/{uri}")
         page.write_text(text, "utf-8")
+    tutorials = executed(ROOT / source for source in source_pages() if source.endswith(".ipynb"))
     for source, uri in source_pages().items():
         path = ROOT / source
         target = to / uri
@@ -119,19 +122,35 @@ def assemble(docs: Path, to: Path) -> None:
                 f"# {path.name}\n\n```python\n{path.read_text('utf-8')}```\n", "utf-8"
             )
         elif path.suffix == ".ipynb":
-            target.write_text(within_site(tutorial_page(path, to), uri, source), "utf-8")
+            nbformat.write(tutorials[path], to / path.name)
+            target.write_text(
+                within_site(tutorial_page(path, tutorials[path], to), uri, source), "utf-8"
+            )
         else:
             target.write_text(within_site(path.read_text("utf-8"), uri, source), "utf-8")
 
 
-def tutorial_page(path: Path, to: Path) -> str:
-    """Execute a notebook and give its page; a folder gets its figures and the notebook itself."""
-    notebook = nbformat.read(path, as_version=4)
+def executed(paths: Iterable[Path]) -> dict[Path, NotebookNode]:
+    """Execute notebooks in one kernel, which starts and imports once: each begins without names."""
+    notebooks = {path: nbformat.read(path, as_version=4) for path in paths}
+    whole = new_notebook()
+    for notebook in notebooks.values():
+        begins = new_code_cell("%reset -f\nget_ipython().execution_count = 1")
+        whole.cells += [begins, *notebook.cells]
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
         quiet = ["--Application.log_level=40"]  # the kernel warns of its own port otherwise
-        NotebookClient(notebook, timeout=300, resources=resources, extra_arguments=quiet).execute()
-    nbformat.write(notebook, to / path.name)
+        options = {"timeout": 300, "coalesce_streams": True, "extra_arguments": quiet}
+        NotebookClient(whole, resources=resources, **options).execute()
+    for notebook in notebooks.values():
+        cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        for number, cell in enumerate(cells, 1):
+            cell.execution_count = number
+    return notebooks
+
+
+def tutorial_page(path: Path, notebook: NotebookNode, to: Path) -> str:
+    """Give the page of an executed notebook; a folder gets its figures."""
     parts = [f'<a href="{path.name}" download>Download this notebook</a>']
     figures = 0
     for cell in notebook.cells:
