@@ -305,6 +305,27 @@ SPARSE = {
 }
 
 
+class Graph(nn.Module):
+    """A sparse matrix of links between nodes, which multiplies features of the nodes."""
+
+    def __init__(self, links):
+        super().__init__()
+        self.register_buffer("links", links)
+
+    def forward(self, x):
+        both = self.links @ x, torch.sparse.mm(self.links, x)
+        return torch.sparse.addmm(both[0], self.links, both[1]), self.links @ x[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize(("layout", "n_values"), [("coo", 6), ("csr", 6), ("bsr", 12)])
+def test_products_of_sparse_tensors_count_the_values_they_hold(layout, n_values):
+    links = SPARSE[layout](torch.diag(torch.ones(6)))
+    table = hl.summary(Graph(links), torch.ones(6, 5))
+    assert table.failure is None
+    assert (table.flops, table.without_formula) == (2 * n_values * (3 * 5 + 1), ())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("layout", SPARSE)

@@ -606,6 +606,29 @@ def test_products_that_torchs_counter_lacks_are_counted():
     assert prof.table.notes == ()
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d])
+def test_each_gradient_of_a_convolution_costs_as_its_forward(kind, groups):
+    convolution = kind(4, 8, 3, stride=2, groups=groups)
+    x = torch.ones(2, 4, *[9] * (convolution.weight.dim() - 2))
+    with hl.profile(convolution) as prof:
+        for value in (x, x.clone().requires_grad_()):
+            output = convolution(value)
+            output.sum().backward()
+    places = x if kind is nn.ConvTranspose2d else output
+    forward = 2 * 2 * places[0, 0].numel() * convolution.weight.numel()
+    assert prof.total.flops == (2 * forward, 3 * forward, 0)
+
+
+def test_euclidean_distances_have_the_flops_of_their_product():
+    class Distances(nn.Module):
+        def forward(self, x, y):
+            return torch.cdist(x, y)
+
+    x, y = torch.ones(3, 30, 4), torch.ones(3, 40, 4)
+    assert hl.summary(Distances(), (x, y)).flops == 2 * 3 * 30 * 40 * (4 + 2)
+
+
 @torch.library.custom_op("hookline_tests::double", mutates_args=())
 def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2

@@ -45,6 +45,8 @@ def formulas() -> dict[Any, Formula]:
         _aten.mkldnn_rnn_layer: _rnn_layer,
         _aten.mkldnn_rnn_layer_backward: lambda *args, **_: 2 * _rnn_layer(*args),
         _aten._trilinear: _trilinear,
+        _aten.convolution_backward: _convolution_backward,
+        _aten._euclidean_dist: _distances,
         _aten.mv: lambda matrix, _, **__: 2 * matrix.numel(),
         _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
         _aten.addmv_: lambda _, matrix, *__, **___: 2 * matrix.numel(),
@@ -52,6 +54,7 @@ def formulas() -> dict[Any, Formula]:
         _aten.vdot: lambda vector, _, **__: 2 * vector.numel(),
         _aten._int_mm: _product,
         _aten._grouped_mm: _product,
+        _aten._sparse_addmm: lambda _, *matrices, **__: _product(*matrices),
     }
     for name in ("addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"):
         table[getattr(_aten, name)] = lambda _, *matrices, **__: _product(*matrices)
@@ -62,6 +65,34 @@ def formulas() -> dict[Any, Formula]:
     for formula in every:
         formula._get_raw = True  # torch's mark of a formula that takes tensors
     return table
+
+
+def of_sparse(operation: Any, args: Sequence[Any]) -> Formula | None:
+    """Return the formula of a product of a sparse and a dense tensor; None for another operation.
+
+    It counts the values that the sparse tensor holds. torch's formulas count all elements.
+    """
+    factors = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+    n_sparse = sum(map(_is_sparse, factors))
+    return _sparse_product if operation in _PRODUCTS and n_sparse == 1 else None
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided and not tensor.is_mkldnn
+
+
+def _sparse_product(*args: Any, **_: Any) -> int:
+    left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+    sparse, dense, dim = (left, right, -1) if _is_sparse(left) else (right, left, -2)
+    is_coo = sparse.layout is torch.sparse_coo
+    values = sparse._values() if is_coo else sparse.values()  # those of a COO tensor may repeat
+    return 2 * values.numel() * (dense.shape[dim] if dense.dim() >= _MATRIX else 1)
+
+
+_PRODUCTS = (
+    _aten.mm, _aten.addmm, _aten.addmm_, _aten._sparse_addmm, _aten.bmm, _aten.baddbmm,
+    _aten.mv, _aten.addmv, _aten.addmv_,
+)  # fmt: skip
 
 
 def with_workspace(operation: Any, args: Sequence[Any], out: Any) -> Any:
@@ -101,6 +132,22 @@ def _product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     """Count a product of matrices, of batches of matrices, or of groups of rows or columns."""
     batch = left.shape[0] if left.dim() == right.dim() == _MATRIX + 1 else 1
     return int(2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+def _convolution_backward(
+    grad: Tensor, inputs: Tensor, weight: Tensor, *rest: Any, **_: Any
+) -> int:
+    """Count as much for each gradient as for the forward. torch's formula forgets the groups."""
+    is_transposed, wanted = rest[4], rest[7]
+    places = (inputs if is_transposed else grad).shape[2:]
+    n_places = inputs.shape[0] * math.prod(places)
+    return int(2 * n_places * weight.numel() * sum(wanted[:2]))
+
+
+def _distances(left: Tensor, right: Tensor, **_: Any) -> int:
+    """Count the product by which `torch.cdist` computes distances; it adds two columns."""
+    rows = math.prod(left.shape[:-1])
+    return 2 * rows * right.shape[-2] * (left.shape[-1] + 2)
 
 
 def _multi_head(query: Tensor, key: Tensor, value: Tensor, width: int, *_: Any, **__: Any) -> int:

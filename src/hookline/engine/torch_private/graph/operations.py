@@ -19,6 +19,7 @@ from hookline.engine.torch_private.graph.formulas import (
     formulas,
     has_unknown_flops,
     may_do_matrix_work,
+    of_sparse,
     with_workspace,
 )
 
@@ -66,7 +67,7 @@ class OperationCounter:
             self._missing(f"{name} {ON_NESTED}")
 
     def _count_flops(self, operation: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        formula = self.flop_registry.get(operation)
+        formula = of_sparse(operation, args) or self.flop_registry.get(operation)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
         if formula is None and self._missing is not None and has_unknown_flops(operation):
             self._missing(operation._qualified_op_name)
