@@ -138,7 +138,8 @@ def _rows(
 
     A batch may have as many tokens as a value has anything else: the first batch then decides.
     """
-    before = form.per if form is not None and tensor.shape[1:] == form.shape else None
+    is_as_before = form is not None and tensor.ndim > 0 and tensor.shape[1:] == form.shape
+    before = form.per if form is not None and is_as_before else None
     if before == "item" and len(tensor) == n_items:
         return tensor, "item"
     if tokens is not None:

@@ -848,6 +848,12 @@ def test_what_cannot_be_stored_is_refused_before_any_writing(
     assert not list(tmp_path.glob("s/[!.]*"))
 
 
+def test_a_last_row_that_a_model_squeezed_away_is_refused(tmp_path):
+    model = Gives(lambda x: x.sum(1).squeeze())
+    with pytest.raises(hl.StructureError, match=r"row for each of the 1 items .* got Tensor\[\]"):
+        hl.extract(model, torch.ones(5, 3), "", tmp_path / "s", batch_size=4)
+
+
 def test_a_module_that_runs_twice_needs_its_call(tmp_path):
     class Twice(nn.Module):
         def __init__(self):
