@@ -122,6 +122,19 @@ def test_a_poisoned_weight():
     assert finding.operation in ("aten.t.default", "aten.addmm.default")
 
 
+def test_of_several_poisoned_weights_the_first_one_is_named():
+    model = Between(torch.tanh)
+
+    def poison_and_run():
+        with torch.no_grad():
+            for parameter in (model.last.bias, model.first.weight, model.last.weight):
+                parameter.fill_(math.nan)
+        model(X)
+
+    finding = found(model, poison_and_run)
+    assert (finding.kind, finding.path) == ("parameter", "first.weight")
+
+
 def test_a_poisoned_batch():
     model = Between(torch.tanh)
     x = X.clone()

@@ -65,7 +65,8 @@ _TRACEBACK_LINE = 'File "'
 class Origin:
     """A value that was not finite, where it began."""
 
-    number: int  # the number of the operation, in the order of the run; -1 for values from outside
+    # the number of the operation, in the order of the run; of values from outside, its first reader
+    number: int
     kind: str  # "operation", or where the value was: "parameter", "buffer", "input", "constant"
     name: str = ""  # the name of the parameter, buffer or input
     operation: str | None = None  # the operation, such as "aten.log.default"
@@ -269,7 +270,8 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         read = [before[id(t)][0] if id(t) in before else self._read(t) for t in inputs]
         marks = [mark for mark in read if mark is not None]
-        origin = next((mark.origin for mark in marks if mark.origin is not None), None)
+        begun = [mark.origin for mark in marks if mark.origin is not None]
+        origin = min(begun, key=lambda earlier: earlier.number, default=None)
         is_empty = False
         if origin is None:
             followed = _Followed(function, arguments, marks)
