@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,6 +203,12 @@ def left_out(path: str) -> Change:
     return change
 
 
+def of_another_model(setting: Setting, step: int) -> None:
+    if step == -1:
+        others = list(copy.deepcopy(setting.model).parameters())
+        setting.optimizer.param_groups[0]["params"] = others
+
+
 def freeze_at(path: str) -> Change:
     def change(setting, step):
         if step == WHEN:
@@ -322,6 +329,15 @@ FAULTS: list[Training] = [
         kept("blocks.1.out.weight", 0.0),
         ("blocks.1.out", "blocks.1.out.weight"),
         ("dead",),
+    ),
+    Training(
+        "the optimizer of another model",
+        plain,
+        _rows,
+        of_another_model,
+        None,
+        ("frozen",),
+        step=0,
     ),
     Training(
         "a layer frozen by accident",

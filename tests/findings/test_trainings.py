@@ -48,6 +48,26 @@ def test_a_jump_names_its_step_and_what_follows(layers):
     assert "a single batch" in finding.why
 
 
+def trained_by_hand(rate):
+    """Train without an optimizer of the model."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    with hl.monitor(model) as seen:
+        for _ in range(12):
+            model.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(rate * parameter.grad)
+    return seen
+
+
+def test_weights_that_no_optimizer_changes_are_told():
+    (finding,) = trained_by_hand(0.0).findings()
+    assert (finding.kind, finding.level, finding.site) == ("frozen", "warning", "0.weight:value")
+    assert "No optimizer of the model has stepped" in str(finding.why)
+    assert trained_by_hand(0.01).findings().ok
+
+
 def test_a_jump_of_one_gradient_alone_says_so():
     model, scale = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), [1.0]
     model[1].weight.register_hook(lambda grad: grad * scale[0])

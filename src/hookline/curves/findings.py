@@ -379,8 +379,9 @@ def _since_text(step: int, first: int) -> str:
 
 def _still(training: _Training) -> list[Finding]:
     updates = training.ports("update")
-    zero = training.table.n_zero[updates] if updates else np.zeros(0)
-    if not len(zero) or not (zero >= RECENT).all():
+    if not updates:
+        return _never_stepped(training)
+    if not (training.table.n_zero[updates] >= RECENT).all():
         return []
     step = int(training.table.zero_since[updates].max())
     text = f"No weight changes since step {step:,}."
@@ -394,6 +395,31 @@ def _still(training: _Training) -> list[Finding]:
             f"All {len(updates)} updates are 0.",
             "Look at the learning rate and its schedule.",
             step=step,
+        )
+    ]
+
+
+def _never_stepped(training: _Training) -> list[Finding]:
+    """Tell that gradients came and no weight changed, as with the optimizer of another model."""
+    weights, norms = training.ports("value"), training.numbers("norm")
+    has_gradients = bool(training.ports("grad_output", "grad_input"))
+    if norms is None or not weights or not has_gradients or len(training.reports) < RECENT:
+        return []
+    _, least, greatest = (numbers[:, weights] for numbers in norms)
+    if (least.min(axis=0) != greatest.max(axis=0)).any():
+        return []
+    step = training.steps[0]
+    return [
+        Finding(
+            "frozen",
+            "No weight changes, though gradients come.",
+            training.sites[weights[0]],
+            "warning",
+            f"step {step:,}",
+            f"{plural(len(weights), 'weight')} so. No optimizer of the model has stepped.",
+            "Make the optimizer of the parameters of this model, once it is wrapped and moved.",
+            tuple(training.sites[k] for k in weights[1:]),
+            step,
         )
     ]
 
