@@ -68,6 +68,45 @@ def test_weights_that_no_optimizer_changes_are_told():
     assert trained_by_hand(0.01).findings().ok
 
 
+def test_norms_that_grow_over_steps_blame_the_learning_rate(layers):
+    finding = monitored(layers, [1.0] * 30 + [2.0**k for k in range(1, 12)]).findings()[0]
+    assert (finding.kind, finding.site, finding.step) == ("jump", "0", 31)
+    assert finding.advice.startswith("It grows over several steps: lower the learning rate")
+
+
+def test_gradients_that_grow_together_blame_no_hook():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    scales = {"0.weight": 1e4, "1.weight": 5.0}  # only the first jumps, and the second grows
+    with hl.monitor(model, ports="grad") as seen:
+        for step in range(40):
+            loss = model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            for name, scale in scales.items():
+                model.get_parameter(name).grad *= scale if step > 29 else 1.0
+            optimizer.step()
+            optimizer.zero_grad()
+    finding = seen.findings()[0]
+    assert (finding.site, finding.step) == ("0.weight:grad", 30)
+    assert "hooks" not in finding.advice
+
+
+def test_a_weight_that_jumps_without_an_update_says_so():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with hl.monitor(model) as seen, torch.no_grad():
+        for step in range(30):
+            if step == 20:
+                model[1].bias.fill_(1e3)
+            with torch.enable_grad():
+                model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finding = seen.findings()[0]
+    assert (finding.kind, finding.site, finding.step) == ("jump", "1.bias:value", 20)
+    assert finding.advice == "No update jumps before: look at what else writes to 1.bias."
+
+
 def test_a_jump_of_one_gradient_alone_says_so():
     model, scale = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), [1.0]
     model[1].weight.register_hook(lambda grad: grad * scale[0])

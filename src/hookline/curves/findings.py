@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -61,6 +61,8 @@ class _Onset:
     factor: float
     is_over: bool = False
     usual: float = math.nan  # the greatest norm before
+    is_sudden: bool = True  # whether it jumped in its first step, and did not grow over several
+    is_alone: bool = False  # whether no other parameter's gradient has grown in its first step
 
     @property
     def time(self) -> tuple[int, int, int]:
@@ -214,18 +216,6 @@ def _jumps(training: _Training) -> list[Finding]:
         "output": "Weights are as before. ",
     }
     why = _first_of(len(onsets))
-    advice = "Look at this step's batch and its labels."
-    if what == "gradient":
-        advice = "Look at the loss and the labels of this step's batch, and clip gradients."
-    if first.port == "grad" and {_path(onset.site) for onset in at_once} == {_path(first.site)}:
-        advice = (
-            f"No other gradient jumps in this step: look at hooks on {_path(first.site)} and at"
-            " what uses it, and clip gradients."
-        )
-    if not first.is_over and what == "output":
-        advice = (
-            f"Look at the input of {path_and_port(first.site)[0]} and at what changed in this step."
-        )
     why += f" Its norm was at most {first.usual:.3g} before."
     why += " It is over after a few steps: a single batch." if first.is_over else ""
     return [
@@ -236,11 +226,28 @@ def _jumps(training: _Training) -> list[Finding]:
             level,
             times_text(math.log(first.factor)),
             before.get(what, "") + why,
-            advice,
+            _advice_on_jump(first, what),
             _sites(onsets[1:]),
             first.step,
         )
     ]
+
+
+def _advice_on_jump(first: _Onset, what: str) -> str:
+    if first.port == "grad" and first.is_alone:
+        return (
+            f"No other gradient jumps in this step: look at hooks on {_path(first.site)} and at"
+            " what uses it, and clip gradients."
+        )
+    if what == "weight":
+        return f"No update jumps before: look at what else writes to {_path(first.site)}."
+    if not first.is_sudden:
+        return "It grows over several steps: lower the learning rate, or clip gradients."
+    if what == "gradient":
+        return "Look at the loss and the labels of this step's batch, and clip gradients."
+    if what == "output" and not first.is_over:
+        return f"Look at the input of {_path(first.site)} and at what changed in this step."
+    return "Look at this step's batch and its labels."
 
 
 def _first_of(n_sites: int) -> str:
@@ -290,7 +297,7 @@ def _onsets(training: _Training) -> list[_Onset]:
     with np.errstate(all="ignore"):
         is_jump = (greatest > _JUMP * base) & (base > 0)
     is_jump[:_WARM_UP] = False
-    onsets = []
+    onsets, gradients = [], training.ports("grad")
     for k in np.flatnonzero(is_jump.any(axis=0)):
         column = int(np.argmax(is_jump[:, k]))
         usual = float(base[column, k])
@@ -298,7 +305,11 @@ def _onsets(training: _Training) -> list[_Onset]:
         later = last[column + _SINGLE : column + 2 * _SINGLE, k]
         is_over = bool(len(later)) and bool((later < _BEGUN * usual).all())
         factor = float(greatest[column, k]) / usual
-        onsets.append(training.onset(int(k), begun[0], factor, usual, is_over))
+        onset = training.onset(int(k), begun[0], factor, usual, is_over)
+        others = [j for j in gradients if _path(training.sites[j]) != _path(onset.site)]
+        has_company = (greatest[begun[0], others] > _BEGUN * base[begun[0], others]).any()
+        is_sudden = begun[0] == column
+        onsets.append(replace(onset, is_sudden=is_sudden, is_alone=not has_company))
     return sorted(onsets, key=lambda onset: onset.time)
 
 
