@@ -266,6 +266,16 @@ def test_bytes_and_flops_of_vmap_are_those_of_all_examples():
     assert (table.flops, table.activation_bytes) == (2 * 5 * 3 * 4, 4 * 5 * 4)
 
 
+def test_the_outputs_of_modules_whose_parts_do_not_run_are_kept():
+    x = torch.ones(2, 5, 8)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)  # its out_proj is never called
+    assert hl.summary(attention, (x, x, x)).activation_bytes == 4 * (2 * 5 * 8 + 2 * 5 * 5)
+    layer = torch.nn.utils.parametrizations.orthogonal(nn.Linear(8, 4))
+    weight = 4 * (8 * 4)  # the parametrization returns it
+    for model in (layer, nn.Sequential(layer)):
+        assert hl.summary(model, x).activation_bytes == 4 * (2 * 5 * 4) + weight
+
+
 @pytest.mark.filterwarnings("ignore:.*nested:UserWarning")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors_run_and_their_flops_are_not_known(layout):

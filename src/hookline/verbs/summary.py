@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, final
 
@@ -120,8 +120,8 @@ class Summary(Result):
         parameter_bytes: the bytes of all parameters.
         buffer_bytes: the bytes of all buffers.
         input_bytes: the bytes of the input's tensors.
-        activation_bytes: the bytes of the outputs of all modules without submodules. A training
-            step keeps roughly this much.
+        activation_bytes: the bytes of the outputs of all modules in which no other module ran. A
+            training step keeps roughly this much.
         flops: the floating-point operations of the whole run; a multiply-add counts as two.
         without_formula: the operations whose FLOPs are not counted, such as `aten::_fft_r2c`:
             neither torch nor hookline has a formula for them.
@@ -156,8 +156,7 @@ class Summary(Result):
         return {**facts, "rows": self._table_rows()}
 
     def _printout(self) -> Printout:
-        paths_run = [path for row in self.rows if row.calls for path in (row.path, *row.aliases)]
-        holders = {path[:at] for path in paths_run for at, char in enumerate(path) if char == "."}
+        holders = _holders(self)
         has_dtypes = len(self.dtypes) > 1
         notes = [missing_formulas(self.without_formula)] * bool(self.without_formula)
         return Printout(
@@ -233,9 +232,8 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     table.ran = True
     table.flops = counted.flops
     table.without_formula = tuple(counted.without_formula)
-    holders = {path.rpartition(".")[0] for row in table.rows for path in (row.path, *row.aliases)}
-    leaves = [row for row in table.rows[1:] if row.path not in holders] or table.rows
-    table.activation_bytes = sum(row.output_bytes for row in leaves)
+    holders = _holders(table)
+    table.activation_bytes = sum(r.output_bytes for r in table.rows if r.path not in holders)
     return table
 
 
@@ -321,6 +319,24 @@ def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, R
     table.parameter_bytes = sum(describe.n_bytes(p) for p in known)
     table.buffer_bytes = sum(describe.n_bytes(b) for b in model.buffers() if not is_lazy(b))
     return table, rows
+
+
+def _holders(table: Summary) -> set[str]:
+    """Return the paths of the modules in which another module ran."""
+    paths = [path for row in table.rows if row.calls for path in (row.path, *row.aliases)]
+    return {above for path in paths for above in _above(path)}
+
+
+def _above(path: str) -> Iterator[str]:
+    """Yield the paths of the modules that hold a module, the next one first.
+
+    A parametrization runs beside its module, not in it: it returns a weight.
+    """
+    while path:
+        path, _, name = path.rpartition(".")
+        if name == "parametrizations":
+            return
+        yield path
 
 
 def _to_meta_if(model: nn.Module, inputs: Any) -> Any:
