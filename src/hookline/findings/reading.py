@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hookline.statistics.channels import channel_dim
 from hookline.statistics.finiteness import flat
 
 _N_SAMPLED = 1024  # elements, at least, whose quartiles tell the spread without outliers
@@ -20,7 +21,6 @@ _PRIMES = (1999, 997, 499, 251, 127, 61, 31, 17, 7, 3)  # strides of samples
 _LEAST_ROWS = 8  # rows of an attention map; with fewer, one key takes all by chance
 _SATURATED = 0.999  # a softmax whose largest share is above it has no gradient
 _SUM_ERROR = 0.02
-_CHANNELS_FIRST = ("Conv", "BatchNorm", "GroupNorm", "InstanceNorm")
 
 
 @final
@@ -156,7 +156,7 @@ def _of_finite(wide: Tensor, known: Numbers, module_type: str) -> Numbers:
     sample = _sample(wide)
     # A sample without a zero has no dead channel, so that counting all elements is not needed.
     zeros = 0 if sample.all() else known.numel - int(wide.count_nonzero())
-    dim = _channel_dim(wide, module_type) if 0 < zeros < known.numel else None
+    dim = channel_dim(wide.dim(), module_type) if 0 < zeros < known.numel else None
     n_channels = 0 if dim is None else wide.shape[dim]
     return Numbers(
         known.shape,
@@ -196,17 +196,6 @@ def _mean_and_std(flat: Tensor) -> tuple[float, float]:
 def _dead(tensor: Tensor, dim: int) -> tuple[int, ...]:
     dims = [other for other in range(tensor.dim()) if other != dim]
     return tuple(tensor.abs().amax(dims).eq(0).nonzero().flatten().tolist())
-
-
-def _channel_dim(tensor: Tensor, module_type: str) -> int | None:
-    """Return the dimension of channels: 1 of images, else the last one."""
-    if tensor.dim() < 2:
-        return None
-    if module_type.startswith(_CHANNELS_FIRST) and module_type != "Conv1D":
-        return 1
-    if module_type == "Linear" or module_type.endswith(("LayerNorm", "RMSNorm")):
-        return tensor.dim() - 1
-    return 1 if tensor.dim() == 4 else tensor.dim() - 1
 
 
 def _sample(tensor: Tensor) -> NDArray[Any]:

@@ -147,6 +147,16 @@ def test_units_are_channels_of_pictures_else_the_last_dimension(shape):
     assert f"has 1 dead of {shape[unit]} units (index 1)" in text
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 9), (3, 9), (3, 9, 9)])
+def test_units_of_a_convolution_are_its_channels(shape):
+    kind = nn.Conv2d if len(shape) == 3 and shape[-1] == shape[-2] else nn.Conv1d
+    model = nn.Sequential(kind(3, 5, 3), nn.Identity())
+    with torch.no_grad():
+        model[0].weight[3], model[0].bias[3] = 0.0, 0.0
+    (text,) = [t for t in said(model, "dead", *[1.0] * 10, x=torch.ones(shape)) if "0 (Conv" in t]
+    assert "has 1 dead of 5 units (index 3)" in text
+
+
 def test_shapes_and_dtypes_that_change(model):
     (text,) = said(model, "shapes", 1.0, torch.tensor(1.0, dtype=torch.float64).expand(4))
     assert "has changed from float32[:, 4] to float64[:, 4] since the first run" in text

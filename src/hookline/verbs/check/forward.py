@@ -123,17 +123,17 @@ class ForwardChecks:
         def see_and_note(current: Pass, value: Any) -> None:
             see(current, value)
             if not current.is_transformed:
-                note(current, reader.read(value))
+                note(current, reader.read(value, site.module_type))
 
         def after_both(current: Pass, measured_in_graph: tuple[Tensor | None, Traits]) -> None:
             after(current, measured_in_graph[0])
             if not current.is_transformed:
                 note(current, measured_in_graph[1])
 
-        return SplitCallback(see_and_note, self._total_and_traits, after_both)
+        def total_and_traits(value: Any) -> tuple[Tensor | None, Traits]:
+            return total(value), reader.read(value, site.module_type)
 
-    def _total_and_traits(self, value: Any) -> tuple[Tensor | None, Traits]:
-        return total(value), self._traits.read(value)
+        return SplitCallback(see_and_note, total_and_traits, after_both)
 
     def begin_pass(self, current: Pass) -> None:
         """Make the run of a pass, and judge it when the pass ends."""

@@ -12,6 +12,7 @@ from hookline.display.text import listed, plural
 from hookline.engine import Site
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
+from hookline.statistics.channels import channel_dim
 from hookline.statistics.finiteness import flat, is_measurable
 from hookline.util.locks import fork_safe_lock
 from hookline.verbs.check.finding import CheckFinding
@@ -70,8 +71,8 @@ class TraitReader:
         """Tell whether any habit of outputs is checked."""
         return self._has_kinds or self._has_units or self._has_extremes
 
-    def read(self, value: Any) -> Traits:
-        """Read the traits of an output."""
+    def read(self, value: Any, module_type: str) -> Traits:
+        """Read the traits of an output of a module of this class."""
         tensors = [tensor for _, tensor in tree.tensors(value)]
         # The first dimension is the batch's: the last batch may be smaller.
         kinds = tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors if self._has_kinds)
@@ -80,18 +81,13 @@ class TraitReader:
             return Traits(kinds, None, None)
         first = parts[0]
         alive = extremes = None
-        if self._has_units and first.dim() > 1:
-            alive = _units_alive(first)
+        unit = channel_dim(first.dim(), module_type) if self._has_units else None
+        if unit is not None:
+            rest = [dim for dim in range(first.dim()) if dim != unit]
+            alive = (first != 0).sum(rest) > 0
         if self._has_extremes and first.numel() > 1:
             extremes = torch.stack(torch.aminmax(first)).double()
         return Traits(kinds, alive, extremes)
-
-
-def _units_alive(value: Tensor) -> Tensor:
-    """Tell which units are not 0: channels of pictures, else items of the last dimension."""
-    unit = 1 if value.dim() in (4, 5) else value.dim() - 1
-    rest = [k for k in range(value.dim()) if k != unit]
-    return (value != 0).sum(rest) > 0
 
 
 @final
