@@ -91,6 +91,19 @@ def test_gradients_that_grow_together_blame_no_hook():
     assert "hooks" not in finding.advice
 
 
+def test_steps_that_a_scaler_skips_blame_no_optimizer():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=0.999)
+    with hl.monitor(model, scaler=scaler) as seen:
+        for _ in range(12):
+            scaler.scale(model(torch.ones(2, 4)).square().mean() * 1e3).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert [finding.kind for finding in seen.findings()] == ["non-finite"]
+
+
 def test_a_weight_that_jumps_without_an_update_says_so():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)

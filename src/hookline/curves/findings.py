@@ -416,6 +416,8 @@ def _never_stepped(training: _Training) -> list[Finding]:
     has_gradients = bool(training.ports("grad_output", "grad_input"))
     if norms is None or not weights or not has_gradients or len(training.reports) < RECENT:
         return []
+    if (training.table.bad_since >= 0).any():  # a `GradScaler` skips these steps
+        return []
     _, least, greatest = (numbers[:, weights] for numbers in norms)
     if (least.min(axis=0) != greatest.max(axis=0)).any():
         return []
@@ -428,7 +430,8 @@ def _never_stepped(training: _Training) -> list[Finding]:
             "warning",
             f"step {step:,}",
             f"{plural(len(weights), 'weight')} so. No optimizer of the model has stepped.",
-            "Make the optimizer of the parameters of this model, once it is wrapped and moved.",
+            "Unless the model is frozen on purpose, make the optimizer of its parameters, once it"
+            " is wrapped and moved.",
             tuple(training.sites[k] for k in weights[1:]),
             step,
         )
