@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections import Counter
 
@@ -618,6 +619,45 @@ def test_each_gradient_of_a_convolution_costs_as_its_forward(kind, groups):
     places = x if kind is nn.ConvTranspose2d else output
     forward = 2 * 2 * places[0, 0].numel() * convolution.weight.numel()
     assert prof.total.flops == (2 * forward, 3 * forward, 0)
+
+
+class Experts(nn.Module):
+    """A product for each group of rows, with the weights of an expert of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 8, 16))
+
+    def forward(self, x):
+        ends = torch.tensor([2, 2, len(x)], dtype=torch.int32)
+        return nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_products_of_experts_are_counted_in_each_dtype(dtype):
+    experts, x = Experts().to(dtype), torch.ones(6, 8, dtype=dtype, requires_grad=True)
+    with hl.profile(experts) as prof:
+        experts(x).backward(torch.ones(6, 16, dtype=dtype))
+    product = 2 * 6 * 8 * 16
+    assert prof.total.flops == (product, 2 * product, 0)
+    assert prof.table.notes == ()
+    assert prof.total.peak_bytes >= experts.weight.grad.nbytes + 2 * x.nbytes
+
+
+def test_an_error_that_the_model_catches_is_not_logged(monkeypatch):
+    class Tries(nn.Linear):
+        def forward(self, x):
+            with contextlib.suppress(RuntimeError):
+                super().forward(x[:, 1:])
+            return super().forward(x)
+
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.Logger, "callHandlers", lambda _, record: logged.append(record))
+    model, x = Tries(4, 2), torch.ones(3, 4)
+    with hl.profile(model) as prof:
+        model(x).sum().backward()
+    assert prof.total.flops == (48, 48, 0)
+    assert logged == []
 
 
 def test_euclidean_distances_have_the_flops_of_their_product():

@@ -8,6 +8,8 @@ the symbolic parts of torch, which takes seconds, so it waits until the copy is 
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -103,7 +105,7 @@ class ShapesOnly:
                 module.training = training
                 for parameter, need in zip(module.parameters(recurse=False), needs, strict=False):
                     parameter.requires_grad_(need)
-            with self._stand_ins.computing():
+            with _quiet(), self._stand_ins.computing(), _GroupedProducts():
                 yield Runnable(modules, args, kwargs)
 
     def _without_hooks(self, module: nn.Module) -> None:
@@ -236,6 +238,55 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(value, Tensor):
                 self._known[id(value)] = value
         return result
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the errors of fake tensors in this thread: they are told once."""
+    logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
+
+
+@final
+class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Give products of groups of matrices, as of experts, a shape in each dtype.
+
+    torch computes them in each dtype, but knows the shape of those in bfloat16 alone.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _product_of_groups(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def _product_of_groups(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():  # a product for each group
+        ends = left if offs is None else offs
+        shape = [ends.shape[0], *shape]
+    return left.new_empty(shape, dtype=out_dtype)
 
 
 @final
