@@ -260,6 +260,16 @@ def test_arithmetic_of_hooks_that_read_is_not_the_models():
         assert hl.summary(model, x).flops == 48 + 64  # an edit is part of the run
 
 
+def test_tables_give_their_rows_one_by_one():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.ones(2, 3)
+    with hl.profile(model) as prof:
+        model(x)
+    paths = ["", "0", "1"]
+    for table in (hl.summary(model, x), prof, prof.per_pass, prof.fold(1)):
+        assert [row.path for row in table] == paths
+    assert [str(verdict.site) for verdict in hl.doctor(model, x, ["0", "1"])] == paths[1:]
+
+
 def test_bytes_and_flops_of_vmap_are_those_of_all_examples():
     model, x = nn.Linear(3, 4), torch.ones(5, 3)
     table = hl.summary(model, lambda: torch.func.vmap(model)(x))

@@ -140,6 +140,9 @@ class Summary(Result):
     flops: int = 0
     without_formula: tuple[str, ...] = ()
 
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
     @property
     def dtypes(self) -> set[str]:
         """The dtypes of the modules' outputs."""

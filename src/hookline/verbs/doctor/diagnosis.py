@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
@@ -90,6 +90,9 @@ class Diagnosis(Result):
     def ok(self) -> bool:
         """Tell whether the run went through and every selected site fires."""
         return self.failure is None and all(verdict.calls for verdict in self.sites)
+
+    def __iter__(self) -> Iterator[SiteVerdict]:
+        return iter(self.sites)
 
     def __getitem__(self, site: str | Site) -> SiteVerdict:
         """Return the verdict on a site, as it is written.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
@@ -238,6 +238,9 @@ class Profile(VerbLine[Line], Result):
         FLOPs are means over all passes.
         """
         return self._table(PassChoice.FIRST)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.table)
 
     def __getitem__(self, path: str) -> Row:
         """Return the row of a module.

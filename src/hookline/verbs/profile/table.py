@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -80,6 +80,9 @@ class ProfileTable(Result):
     failure: str | None = None
     notes: tuple[str, ...] = ()
     is_sorted: bool = False
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
 
     def __getitem__(self, path: str) -> Row:
         """Return the row of a module.
