@@ -238,6 +238,14 @@ def _warm_up(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 20))
 
 
+def _probe() -> nn.Module:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+    model[0].requires_grad_(False)
+    for parameter in model[2].parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
 def _net() -> nn.Module:
     return Net(4)
 
@@ -256,6 +264,7 @@ HEALTHY: list[Training] = [
     ),
     Training("long", lambda: Net(2), _tokens, options={"steps": 600}, held_out=True),
     Training("frozen embedding", _net, _tokens, freeze("embed")),
+    Training("a new head of zeros", _probe, _rows),
 ]
 FAULTS: list[Training] = [
     Training("learning rate x1000", _net, _tokens, lr(1000), None, ("learning rate",)),

@@ -183,3 +183,9 @@ def test_a_loss_that_rises_alone_is_a_warning():
             seen.log(loss=1.0 + step)
     assert [finding.kind for finding in seen.findings()] == ["loss"]
     assert WHEN < 60
+
+
+def test_a_new_head_of_zeros_raises_no_alarm():
+    findings = BY_NAME["a new head of zeros"].run()
+    assert findings.ok, str(findings)
+    assert [finding.kind for finding in findings] == ["frozen"]

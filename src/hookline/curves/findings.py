@@ -30,6 +30,7 @@ _LARGE_RATIO = 0.3  # of an update to its weight
 _LOSS_RISE = 2.0
 _FEW = 0.05  # of the sites: gradients of so few that jump alone break nothing
 _LEAST_SHARE = 1e-6  # the greatest gradient, by the greatest of its kind
+_LEAST_SIBLINGS = 3  # of a weight that is compared with the others at its place
 _MOST_UNITS = 4  # whose numbers are printed
 _OF_NOW = {"vanishing", "dead units"}  # kinds that tell of the last steps alone
 _SINGLE = 3  # steps after which a jump is over
@@ -364,7 +365,12 @@ def _frozen(training: _Training) -> list[Finding]:
     if not updates or not still or len(still) == len(paths):
         return []
     n_alike, n_still = Counter(map(template_of, paths)), Counter(map(template_of, still))
-    odd = [path for path in still if 2 * n_still[template_of(path)] <= n_alike[template_of(path)]]
+    odd = [
+        path
+        for path in still
+        if n_alike[template_of(path)] >= _LEAST_SIBLINGS
+        and 2 * n_still[template_of(path)] <= n_alike[template_of(path)]
+    ]
     shown = odd or still
     first, first_step = shown[0], training.steps[0]
     step = int(training.table.zero_since[updates[first]]) if first in updates else first_step
@@ -477,7 +483,9 @@ def _ratio(training: _Training) -> list[Finding]:
         return []
     weights = [k for k in training.ports("update") if not training.sites[k].endswith("bias:update")]
     by_column = numbers[0][:, weights]
-    ratio = np.fmax(_median(by_column[: RECENT // 2]), _median(by_column[-RECENT:]))
+    # Of a weight that begins at 0, as that of a new head, the first updates are large.
+    early = np.where(np.isnan(by_column[0]), math.nan, _median(by_column[: RECENT // 2]))
+    ratio = np.fmax(early, _median(by_column[-RECENT:]))
     large = [weights[k] for k in np.flatnonzero(ratio > _LARGE_RATIO)]
     if len(large) <= len(weights) / 2:
         return []
