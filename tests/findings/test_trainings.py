@@ -104,6 +104,13 @@ def test_steps_that_a_scaler_skips_blame_no_optimizer():
     assert [finding.kind for finding in seen.findings()] == ["non-finite"]
 
 
+def test_a_batch_that_is_larger_is_no_jump(layers):
+    with hl.monitor(layers, ports=("input", "output")) as seen:
+        for step in range(40):
+            layers(torch.ones(2 if step < 30 else 2000, 4))
+    assert len(seen.findings()) == 0
+
+
 def test_a_weight_that_jumps_without_an_update_says_so():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)

@@ -298,6 +298,7 @@ def _onsets(training: _Training) -> list[_Onset]:
     with np.errstate(all="ignore"):
         is_jump = (greatest > _JUMP * base) & (base > 0)
     is_jump[:_WARM_UP] = False
+    is_jump &= ~_are_only_more(training, greatest.shape)
     onsets, gradients = [], training.ports("grad")
     for k in np.flatnonzero(is_jump.any(axis=0)):
         column = int(np.argmax(is_jump[:, k]))
@@ -312,6 +313,25 @@ def _onsets(training: _Training) -> list[_Onset]:
         is_sudden = begun[0] == column
         onsets.append(replace(onset, is_sudden=is_sudden, is_alone=not has_company))
     return sorted(onsets, key=lambda onset: onset.time)
+
+
+def _are_only_more(training: _Training, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Tell of columns and sites whether values are as before, also where there are more of them.
+
+    A larger batch has a larger norm. The root of the mean square is that of the greatest mean and
+    deviation in a column, so that no jump within a column is lost.
+    """
+    are_more = np.zeros(shape, np.bool_)
+    means, deviations = training.numbers("mean"), training.numbers("std")
+    sites = training.ports("input", "output")
+    if means is None or deviations is None or not sites:
+        return are_more
+    with np.errstate(all="ignore"):
+        mean = np.abs(means[:, :, sites]).max(axis=0)
+        usual = np.hypot(mean, deviations[2][:, sites])
+        highest = np.maximum.accumulate(np.nan_to_num(usual, nan=0.0, posinf=0.0), axis=0)
+        are_more[_LAG:, sites] = usual[_LAG:] < _BEGUN * highest[:-_LAG]
+    return are_more
 
 
 def _dead(training: _Training) -> list[Finding]:
