@@ -37,3 +37,53 @@ def test_a_backward_that_raises_leaves_the_next_one_clipped():
         handle.remove()
         backward(model)
     assert line.report().seen == 1
+
+
+def stepping_in_backward(model, *, to_none):
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad(set_to_none=to_none)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def by_torch(clip):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    backward(model)
+    for parameter in model.parameters():
+        clip([parameter], 0.01)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["norm", "value"])
+def test_an_optimizer_that_steps_in_backward_gets_clipped_ones(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    stepping_in_backward(model, to_none=True)
+    with hl.clip(model, **{kind: 0.01}) as line:
+        backward(model)
+    clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[kind]
+    expected = by_torch(clip)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    assert line.report().clipped == 2
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_total_norm_of_gradients_used_in_backward_is_refused(to_none):
+    model = nn.Linear(2, 2)
+    stepping_in_backward(model, to_none=to_none)
+    with hl.clip(model, total_norm=0.01):
+        with pytest.raises(hl.AttachError, match=r"2 of 2 that were used.*steps in backward"):
+            backward(model)
+
+
+def test_two_clips_of_one_gradient_run_in_their_order():
+    model = nn.Linear(2, 1, bias=False)
+    with hl.clip(model, value=0.5), hl.clip(model, norm=10.0) as by_norm:
+        (model(torch.tensor([[3.0, 4.0]])).sum()).backward()
+    assert by_norm.report().rows[0].largest == pytest.approx(0.5 * 2**0.5)

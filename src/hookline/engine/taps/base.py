@@ -54,10 +54,11 @@ class Order(IntEnum):
     GRAD_HOOK = 5
     GRAD_READ = 6
     GRAD_RECORD = 7
-    RECORD = 8
-    CLOSE = 9  # closes what a call opened, before the root's pass ends
-    END = 10
-    OPERATIONS_BEGIN = 11  # after the pre-hooks
+    ACCUMULATED_EDIT = 8  # before other hooks on `.grad`, such as an optimizer's step in backward
+    RECORD = 9
+    CLOSE = 10  # closes what a call opened, before the root's pass ends
+    END = 11
+    OPERATIONS_BEGIN = 12  # after the pre-hooks
 
 
 GRADIENT_ORDERS = {

@@ -22,6 +22,7 @@ from hookline.engine import (
     path_text,
 )
 from hookline.errors import AttachError, SelectionError
+from hookline.util.hidden import hides
 from hookline.verbs.attach import check_returns
 from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.on_modules import check_callable
@@ -30,6 +31,7 @@ from hookline.verbs.attach.raw_taps import EventTap
 Hook = Callable[..., Any]
 
 
+@hides("hook_accumulated")
 class TensorHooks(EverywhereHooks):
     """The part of a raw line that registers hooks on parameters and tensors."""
 
@@ -94,9 +96,15 @@ class TensorHooks(EverywhereHooks):
                 is no function, or with `hl.EVERYWHERE` the selector is not a tensor.
             StructureError: (in backward) the hook returned a value, which torch would ignore.
         """
-        check_callable("accumulated", hook)
         # After the taps that change and read the gradient of a sharded parameter.
-        spec = HookSpec("accumulated", order=Order.RECORD)
+        return self.hook_accumulated(selector, hook, Order.RECORD, prepend=prepend)
+
+    def hook_accumulated(
+        self, selector: Selector, hook: Hook, order: Order, *, prepend: bool = False
+    ) -> HookHandle:
+        """Do as `accumulated`, at a place in the order of hooks."""
+        check_callable("accumulated", hook)
+        spec = HookSpec("accumulated", order=order)
 
         def make(site: Site) -> EventTap:
             check = check_returns.check_nothing(f"line.accumulated at {site}", "change p.grad")

@@ -146,7 +146,7 @@ class ClipLine(VerbLine[RawLine]):
             else:
                 when_whole.accumulated(parameter)
 
-        self._line.accumulated(selection, accumulated)
+        self._line.hook_accumulated(selection, accumulated, Order.ACCUMULATED_EDIT)
 
     def _clip_total(self, selection: Selection) -> None:
         parameters = [node.tensor for _, node in selection.places]  # type: ignore[union-attr]
@@ -156,7 +156,8 @@ class ClipLine(VerbLine[RawLine]):
             holders = [dense(parameter) for parameter in parameters if parameter.grad is not None]
             tally.add(clip_norm(holders, limit.bound, limit.norm_type), limit.bound)
 
-        self._line.accumulated(selection, ClipAfterBackward(clip_all).accumulated)
+        at_end = ClipAfterBackward(clip_all)
+        self._line.hook_accumulated(selection, at_end.accumulated, Order.ACCUMULATED_EDIT)
 
 
 @final

@@ -26,14 +26,44 @@ from hookline.engine import (
     outer_backward,
     say_by_rank,
 )
-from hookline.errors import RanksError, warn
+from hookline.errors import AttachError, RanksError, warn
 from hookline.util.locks import fork_safe_lock
 
 
 class _Accumulated(dict[int, Tensor]):
-    """The parameters whose gradients were accumulated in a run of autograd, by their id."""
+    """The parameters whose gradients were accumulated in a run of autograd, by their id.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        versions: the version of each parameter at that time, by its id.
+    """
+
+    __slots__ = ("__weakref__", "versions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: dict[int, int] = {}
+
+    def add(self, parameter: Tensor) -> None:
+        """Note a parameter."""
+        self[id(parameter)] = parameter
+        self.versions[id(parameter)] = parameter._version
+
+    def refuse_used(self) -> None:
+        """Refuse gradients that an optimizer has used before they are clipped.
+
+        Raises:
+            AttachError: a gradient is gone, or its parameter has been written to.
+        """
+        n_used = sum(
+            parameter.grad is None or parameter._version != self.versions[key]
+            for key, parameter in self.items()
+        )
+        if n_used:
+            raise AttachError(
+                f"hl.clip must get gradients at the end of backward, got {n_used} of {len(self)}"
+                " that were used or removed before, as by an optimizer that steps in backward."
+                "\nStep after backward(). In one process, norm= and value= clip before such a step."
+            )
 
 
 @final
@@ -59,13 +89,14 @@ class ClipAfterBackward:
             if parameters is None:
                 parameters = self._by_run[run] = _Accumulated()
                 at_end_of_backward(partial(self._behind_others, run, parameters))
-            parameters[id(parameter)] = parameter
+            parameters.add(parameter)
 
     def _behind_others(self, run: int, parameters: _Accumulated) -> None:
         at_end_of_backward(partial(self._end, run, parameters))
 
     def _end(self, run: int, parameters: _Accumulated) -> None:
         self._by_run.pop(run, None)
+        parameters.refuse_used()
         self._act(parameters)
 
 
