@@ -181,6 +181,24 @@ def test_what_cannot_be_hooked_is_refused_with_the_remedy(net, attach, says):
     assert len(str(caught.value).splitlines()) <= 3
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: an optimizer by its class, whose hooks do not exist."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+@pytest.mark.parametrize("kind", ["step_post", "state_dict"])
+def test_a_wrapper_of_an_optimizer_is_refused_with_the_remedy(net, kind):
+    optimizer = Wrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    with hl.attach(net) as line:
+        with pytest.raises(hl.AttachError, match=r"got Wrapper(.|\n)*such as optimizer.optimizer"):
+            getattr(line, kind)(optimizer, lambda *_: None)
+        getattr(line, kind)(optimizer.optimizer, lambda *_: None)
+        optimizer.optimizer.step()
+        optimizer.optimizer.state_dict()
+
+
 def test_a_step_hook_that_returns_something_else_is_refused(net):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with hl.attach(net) as line:

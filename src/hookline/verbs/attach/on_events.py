@@ -257,7 +257,14 @@ class EventHooks(ModuleHooks):
             )
         self._check_owns(optimizer)
         with self.hooking(kind) as handle:
-            self.place([(tap, optimizer)])
+            try:
+                self.place([(tap, optimizer)])
+            except AttributeError as error:  # torch's own names, which Optimizer.__init__ sets
+                raise AttachError(
+                    f"line.{kind} must be given an optimizer with hooks, got {name}, which has not"
+                    " called Optimizer.__init__, such as a wrapper of another optimizer."
+                    "\nGive the optimizer inside it, such as optimizer.optimizer."
+                ) from error
             return handle
 
     def _check_owns(self, optimizer: Optimizer) -> None:
