@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from meeting import Meanwhile
@@ -80,6 +81,15 @@ def test_total_norm_of_gradients_used_in_backward_is_refused(to_none):
     with hl.clip(model, total_norm=0.01):
         with pytest.raises(hl.AttachError, match=r"2 of 2 that were used.*steps in backward"):
             backward(model)
+
+
+def test_a_step_in_a_reentrant_checkpoint_is_refused():
+    model = nn.Linear(2, 2)
+    stepping_in_backward(model, to_none=False)
+    with hl.clip(model, norm=0.01):
+        loss = checkpoint(model, torch.ones(1, 2, requires_grad=True), use_reentrant=True).sum()
+        with pytest.raises(hl.AttachError, match="without use_reentrant=True"):
+            loss.backward()
 
 
 def test_two_clips_of_one_gradient_run_in_their_order():

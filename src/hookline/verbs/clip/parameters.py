@@ -62,7 +62,8 @@ class _Accumulated(dict[int, Tensor]):
             raise AttachError(
                 f"hl.clip must get gradients at the end of backward, got {n_used} of {len(self)}"
                 " that were used or removed before, as by an optimizer that steps in backward."
-                "\nStep after backward(). In one process, norm= and value= clip before such a step."
+                "\nStep after backward(). In one process, and without use_reentrant=True, norm= and"
+                " value= clip before such a step."
             )
 
 
@@ -130,7 +131,14 @@ class ClipOnAccumulate:
                 " part was clipped before the sum was.\nCheckpoint with use_reentrant=False."
             )
         self._queued[key] = run
-        at_end_of_backward(partial(self._act, parameter))
+        parameters = _Accumulated()
+        parameters.add(parameter)
+        at_end_of_backward(partial(self._at_end, parameters))
+
+    def _at_end(self, parameters: _Accumulated) -> None:
+        parameters.refuse_used()
+        for parameter in parameters.values():
+            self._act(parameter)
 
 
 def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> Tensor:
