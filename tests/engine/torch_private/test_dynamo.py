@@ -17,6 +17,7 @@ import hookline as hl
 from hookline.engine.compile import compiled_modules
 from hookline.engine.torch_private import dynamo as internals
 from hookline.engine.torch_private import hooks
+from hookline.engine.torch_private.graph.stand_ins import note_stand_ins, take_stand_ins
 from warm import run_python
 
 X = torch.ones(2, 3)
@@ -240,3 +241,25 @@ def test_a_model_runs_while_another_thread_imports_dynamo(verb, monkeypatch):
     model = nn.Linear(3, 3)
     with verb(model):
         assert model(X).shape == (2, 3)
+
+
+def test_what_stands_in_for_tensors_is_seen_while_tracing():
+    class Look:
+        seen = ()
+
+        @internals.while_tracing
+        def take(self):
+            self.seen = take_stand_ins()
+
+    look = Look()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x):
+        note_stand_ins([x, x.sum(1)])
+        look.take()
+        return x + 1
+
+    function(X.clone().requires_grad_())
+    assert [tuple(tensor.shape) for tensor in look.seen] == [(2, 3), (2,)]
+    assert all(type(tensor).__name__ == "FakeTensor" for tensor in look.seen)
+    assert all(tensor.requires_grad for tensor in look.seen)

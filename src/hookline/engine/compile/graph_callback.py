@@ -13,11 +13,12 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor
 
+from hookline.engine.passes.modes import innermost, plain, runs_in_transform
 from hookline.engine.passes.passes import Pass, Switch
 from hookline.engine.pytree import tree
+from hookline.engine.torch_private.dynamo import keep_call_in_graphs, while_tracing
 
 Callback = Callable[[Pass, Any], Any]
 
@@ -161,11 +162,32 @@ def snapshot(value: Any) -> Any:
 
 def graph_snapshot(value: Any) -> Any:
     """Copy the tensors of a value with clones that gradients flow through."""
-    return tree.map_tensors(torch.clone, value)
+    return tree.map_tensors(_copy_with_graph, value)
 
 
 def _copy(tensor: Tensor) -> Tensor:
+    if runs_in_transform():
+        _keep_in_graphs()
+        return _whole_batch(tensor.detach().clone())
     return tensor.detach().clone()
+
+
+def _copy_with_graph(tensor: Tensor) -> Tensor:
+    if runs_in_transform():
+        _keep_in_graphs()
+        return _whole_batch(tensor.clone())
+    return tensor.clone()
+
+
+@while_tracing
+def _keep_in_graphs() -> None:
+    keep_call_in_graphs(_whole_batch)
+
+
+def _whole_batch(copied: Tensor) -> Tensor:
+    """Remove the wrappers of transforms: no graph can return a wrapped tensor."""
+    # Under torch.func.grad, the operations in `plain` wrap their results again.
+    return innermost(plain(copied, keeps_graph=True, also_running=True))
 
 
 NO_PASS = Pass(-1)  # the pass given to edits inside compiled code, which may note nothing

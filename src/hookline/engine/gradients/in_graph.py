@@ -24,10 +24,17 @@ from hookline.engine.autograd.gradient_operator import (
 from hookline.engine.compile.graph_callback import NO_PASS, GraphCapture, GraphGradient
 from hookline.engine.compile.runs import CompiledRun, run_of
 from hookline.engine.gradients.tap import Early, GradientTap, PendingGradient, pass_of_gradients
+from hookline.engine.passes.modes import hides_gradients, mapped_gradient, runs_in_transform
 from hookline.engine.passes.passes import Pass
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.autograd import is_written_by_compiled
-from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, while_tracing
+from hookline.engine.torch_private.dynamo import (
+    TracingAttachError,
+    come_from_outside,
+    next_hook,
+    while_tracing,
+)
+from hookline.engine.torch_private.graph.stand_ins import note_stand_ins, take_stand_ins
 from hookline.errors import AttachError
 
 
@@ -74,6 +81,9 @@ class GraphGradientTap(GradientTap):
                 if slot == len(tensors):
                     tensors.append(tensor)
             slots.append(slot)
+        if is_on and not tensors and runs_in_transform():
+            note_stand_ins([tensor for _, tensor in tree.tensors(value)])
+            self._refuse_examples()
         outside = self._hook_traced(traced, tensors, is_on=is_on) if tensors else ()
         # The structure of a value with parts, with empty tensors.
         form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
@@ -97,6 +107,16 @@ class GraphGradientTap(GradientTap):
                 address = traced.number, of_run, call, slot
                 hook_in_graph(tensor, address, owner, self.on)
         return outside
+
+    @while_tracing
+    def _refuse_examples(self) -> None:
+        """Refuse a value under vmap that requires a gradient, on which no hook would be called.
+
+        Raises:
+            TracingAttachError: a noted tensor is one example of a batch that requires a gradient.
+        """
+        if any(map(hides_gradients, take_stand_ins())) and not self.on.optional:
+            raise TracingAttachError(mapped_gradient(str(self.site)))
 
     @while_tracing
     def _owner(self) -> str:

@@ -73,6 +73,12 @@ def is_transformed() -> bool:
     return transform() is not None
 
 
+@while_tracing
+def runs_in_transform() -> bool:
+    """Tell whether code is compiled inside a transform of torch.func."""
+    return is_transformed()
+
+
 def hides_gradients(tensor: Tensor) -> bool:
     """Tell whether a tensor is one example of a vmapped batch that requires a gradient.
 
@@ -91,7 +97,12 @@ def refuse_mapped(name: str) -> None:
     Raises:
         AttachError: always.
     """
-    raise AttachError(
+    raise AttachError(mapped_gradient(name))
+
+
+def mapped_gradient(name: str) -> str:
+    """Say that the gradients of one example under vmap cannot be seen."""
+    return (
         f"{name}: under vmap gradients flow through the whole batch, and no hook on one example's"
         " value is called.\nTake the gradient inside, vmap(grad(f)): there hooks see each example's"
         " own. Or run the model on the batch, without vmap."
