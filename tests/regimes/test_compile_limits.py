@@ -173,3 +173,36 @@ def test_a_graph_limit_reached_is_explained_and_never_wrong(fullgraph):
         sweep()
     assert "Make the function once" in failed.value.__notes__[0]
     assert not len(hl.inventory(model))
+
+
+class Branches(nn.Module):
+    """Calls one of two layers in a branch of torch.cond."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.high, self.head = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x):
+        def high(x):
+            return self.high(x)
+
+        def low(x):
+            return self.low(x)
+
+        return self.head(torch.cond(x.sum() > 0, high, low, (x,)))
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("compiles", [False, True])
+def test_hooks_in_a_branch_of_cond_are_named_with_the_remedy(compiles):
+    model, x = Branches(), torch.ones(3, 2)
+    run = torch.compile(model, backend="aot_eager") if compiles else model
+    with hl.record(model), pytest.raises(RuntimeError) as failed:
+        run(x)
+    (note,) = failed.value.__notes__
+    assert "the hook at high (Linear) cannot be in a function" in note
+    assert "Select modules outside" in note
+    with hl.record(model, "head") as seen:
+        result = run(x)
+    torch.testing.assert_close(result, model.head(model.high(x)))
+    assert torch.equal(seen["head"], result)

@@ -17,8 +17,9 @@ from torch._dynamo.utils import counters
 
 import hookline as hl
 from hookline.engine.compile.compiled_modules import Borders
+from hookline.engine.compile.notes import note_on
 from hookline.engine.line import compiled as module
-from hookline.engine.line.compiled import note_on, stale_forward
+from hookline.engine.line.compiled import stale_forward
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Tap
 from meeting import Meanwhile, ToldLock

@@ -22,6 +22,7 @@ from torch import nn
 
 from hookline.engine.compile.compiled_modules import Borders, compiled_within, inside_compiled
 from hookline.engine.compile.guards import Marks
+from hookline.engine.compile.notes import note_on
 from hookline.engine.compile.runs import ActiveTaps, CurrentRun
 from hookline.engine.line.attachment import Attachment
 from hookline.engine.passes.passes import Pass, Passes
@@ -33,8 +34,6 @@ from hookline.engine.torch_private.dynamo import (
     TracingAttachError,
     dynamo_config,
     has_compiled,
-    is_limit,
-    is_untraceable,
     not_alone,
     while_tracing,
 )
@@ -44,27 +43,6 @@ from hookline.util.weak_map import WeakIdentityMap
 
 # Models that contain compiled code without a border.
 _with_gaps: WeakIdentityMap[bool] = WeakIdentityMap()
-
-_UNTRACEABLE = (
-    "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
-    " above.\nWrite it in tensor operations (no print, no `if` on values). Or compile without"
-    " fullgraph=True, so that the graph breaks there. Or run without compiled code:"
-    "\n    with torch.compiler.set_stance('force_eager'): ..."
-)
-_UNTRACEABLE_GRADIENT = (
-    "hookline: the gradients at {site} ({type}) cannot come out of this compiled graph; the reason"
-    " is above.\nWrite an edit of them in tensor operations. Without an edit, torch cannot trace a"
-    " tensor hook beside something in the model, such as transformers' cache made inside the graph"
-    " (use_cache=False). Or compile without fullgraph=True. Or run without compiled code:"
-    "\n    with torch.compiler.set_stance('force_eager'): ..."
-)
-_LIMIT = (
-    "hookline: hooks are part of compiled code. A new hook function, a new Python number or a"
-    " different set of sites triggers a recompilation.\nMake the function once and keep it. Give"
-    " numbers as tensors, or use hl.edits, which does so. In a sweep over sites, keep"
-    " hl.edits.scale at every site, with 1.0 where nothing should change. Or raise"
-    " torch._dynamo.config.recompile_limit."
-)
 
 
 @final
@@ -458,19 +436,3 @@ def stale_forward(module: nn.Module) -> str:
         " fetched the old forward for this call."
         "\nCall the model again: the new forward runs from now on."
     )
-
-
-def note_on(error: BaseException, site: Site | None) -> str | None:
-    """Explain how an error of torch.compile is related to hooks, and the fix.
-
-    Args:
-        error: the error raised while code was compiled or ran.
-        site: the site of the hook that dynamo traced last, if it traced any.
-
-    Returns:
-        The note; None if the error is unrelated to hooks.
-    """
-    if site is not None and is_untraceable(error):
-        why = _UNTRACEABLE_GRADIENT if site.is_gradient else _UNTRACEABLE
-        return why.format(site=site, type=site.module_type)
-    return _LIMIT if is_limit(error) else None

@@ -117,6 +117,11 @@ def is_untraceable(error: BaseException) -> bool:
     return type(error).__name__ in ("Unsupported", "TorchRuntimeError", "UserError")
 
 
+def is_in_operator(error: BaseException) -> bool:
+    """Tell whether an error says that dynamo cannot trace a function given to an operator."""
+    return type(error).__name__ == "UncapturedHigherOrderOpError"
+
+
 def is_limit(error: BaseException) -> bool:
     """Tell whether an error says that the recompile limit was hit."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
