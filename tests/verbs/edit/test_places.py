@@ -365,3 +365,22 @@ def test_an_encoder_and_its_decoder():
             model(input_ids=IDS, attention_mask=PADDED_LEFT.flip(1), decoder_input_ids=IDS[:, :3])
     zeros = [(~run[site].any(-1)).nonzero().tolist() for site in sites]
     assert zeros == [[[0, 4], [1, 6]], [[0, 2], [1, 2]]]
+
+
+@pytest.mark.parametrize("places", [{"at": -1}, {"at": slice(-2, None)}, {"steps": 0}], ids=str)
+def test_places_from_the_end_are_refused_with_drafted_tokens(places):
+    model, ids = tiny("llama"), IDS[:1].repeat(1, 3)
+    options = {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    with hl.edit(model, "model.layers.0", hl.edits.scale(0.5), **places):
+        with pytest.raises(
+            hl.AttachError, match=r"in assisted decoding(.|\n)*without an assistant"
+        ):
+            model.generate(ids, **options)
+
+
+def test_positions_from_the_start_work_with_drafted_tokens():
+    model, ids = tiny("llama"), IDS[:1].repeat(1, 3)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with hl.edit(model, "model.layers.0", hl.edits.scale(0.5), at=slice(ids.shape[1], None)):
+        expected = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), expected)

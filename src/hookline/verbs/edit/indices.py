@@ -34,6 +34,13 @@ class Indices:
     def __post_init__(self) -> None:
         self._missing = {None} if self.numbers is None else set(self.numbers)
 
+    @property
+    def counts_from_end(self) -> bool:
+        """Tell whether a number is negative."""
+        span = self.span or slice(None)
+        numbers = (span.start, span.stop) if self.numbers is None else self.numbers
+        return any(number is not None and number < 0 for number in numbers)
+
     def chosen(self, positions: Tensor, lengths: Tensor) -> Tensor:
         """Choose from positions, and note which of the numbers have occurred.
 

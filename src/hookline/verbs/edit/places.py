@@ -28,6 +28,7 @@ from hookline.verbs.edit.tokens import (
     pass_tokens,
     with_features,
 )
+from hookline.verbs.shared.generation import is_assisted
 from hookline.verbs.shared.root_call import root_call
 
 # Why compiled code cannot tell the tokens where no run of the root has begun.
@@ -94,6 +95,9 @@ class Places:
         self.steps = steps
         self.in_graph: str = _OUTSIDE
         self.n_tokens: int | None = None
+        # What tells no token where a run takes several new ones.
+        is_from_end = at is not None and at.counts_from_end
+        self._refused = "steps" if steps is not None else str(at) if is_from_end else ""
         # Whether it is noted which positions occur: not if all values are of compiled code, and
         # the inputs do not tell the tokens.
         self._is_noted = False
@@ -115,6 +119,13 @@ class Places:
     def begin(self, current: Pass, frame: FrameType) -> None:
         """Note what the root is called with, when a pass begins."""
         root = self._root()
+        if self._refused and is_assisted(frame):
+            raise AttachError(
+                f"{self._refused} must not be given in assisted decoding, where one run takes"
+                " several drafted tokens, and some of them are dropped again."
+                "\nGive at= with positions from the start, such as at=slice(prompt_length, None);"
+                " or generate without an assistant."
+            )
         call = None if root is None else root_call(frame, root)
         inputs: dict[str, Any] = {}
         if call is not None:

@@ -1,0 +1,47 @@
+"""The search of transformers' `generate` that a run of a model belongs to."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from types import FrameType
+
+from torch import nn
+
+_GENERATION = ("transformers", "generation", "utils.py")
+_SEARCHES = ("beam_", "_sample", "_assisted_decoding")  # in the names of its functions
+# The frames between the search and the model's call: decorators, wrappers, and outer models.
+_MOST_FRAMES = 60
+
+
+def may_search(model: nn.Module) -> bool:
+    """Tell whether a model is one of transformers, which may run in `generate`."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+
+
+def innermost_search(frame: FrameType) -> FrameType | None:
+    """Return the frame of the innermost search that a call runs in; None without a search."""
+    above = frame.f_back
+    for _ in range(_MOST_FRAMES):
+        if above is None:
+            return None
+        code = above.f_code
+        is_search = any(name in code.co_name for name in _SEARCHES)
+        if is_search and PurePath(code.co_filename).parts[-3:] == _GENERATION:
+            return above
+        above = above.f_back
+    return None
+
+
+def n_beams(frame: FrameType) -> int:
+    """Return the number of beams of the search that a call runs in; 1 without a search."""
+    search = innermost_search(frame)
+    if search is None or "beam_" not in search.f_code.co_name:
+        return 1
+    n = search.f_locals.get("num_beams", 1)
+    return n if isinstance(n, int) else 1
+
+
+def is_assisted(frame: FrameType) -> bool:
+    """Tell whether a call checks several drafted tokens at once: assisted decoding."""
+    search = innermost_search(frame)
+    return search is not None and search.f_code.co_name == "_assisted_decoding"
