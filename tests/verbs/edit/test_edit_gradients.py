@@ -228,3 +228,13 @@ def test_edits_of_what_never_gets_a_gradient_are_warned_of(model, x):
 def test_choosing_everything_may_leave_some_without_a_gradient(model, x):
     with hl.edit(model, None, lambda g: g * 2, ports=("grad_input", "grad_output")):
         backward(model, x)
+
+
+def test_torchs_full_backward_hook_gets_what_is_edited_after_it():
+    model, seen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), []
+    with hl.edit(model, "0:grad_output", hl.edits.scale(0.0)):
+        handle = model[0].register_full_backward_hook(lambda *given: seen.append(given[2][0]))
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        handle.remove()
+    assert seen[0].any()
+    assert not model[0].weight.grad.any()
