@@ -176,7 +176,8 @@ def test_a_copy_sheds_the_hooks_and_has_its_fast_path(x, fused_calls):
 @pytest.mark.cell(
     "TransformerEncoder, torch's fast path on",
     "record",
-    note="With a padding mask, the values inside the encoder are nested tensors.",
+    note="With a padding mask, the values inside the encoder are nested tensors; padded if"
+    " operations in it are selected.",
 )
 def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
     model = encoder()
@@ -192,6 +193,43 @@ def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
     assert torch.equal(run[""][0, :3], run["layers.1"].unbind()[0])
     run.save(tmp_path / "run")
     assert any("layers.0" in lost for lost in run.lost)  # said, not silently left out
+
+
+@pytest.mark.trap(34)
+@pytest.mark.parametrize("selector", ["layers.1.self_attn@pattern", "layers.1@add#0"])
+def test_operations_of_padded_inputs_are_those_unfused(x, padding, selector):
+    model = encoder()
+    with torch.no_grad():
+        with pytest.warns(hl.HooklineWarning, match=r"\(root\) .*takes no hooks on operations"):
+            with hl.record(model, selector) as run:
+                hooked = model(x, src_key_padding_mask=padding)
+        names = {row.site for row in hl.operations(model, (x, None, padding), "layers.1")}
+        fires = hl.doctor(model, {"src": x, "src_key_padding_mask": padding}, selector)
+        with nested_tensors():
+            plain = model(x, src_key_padding_mask=padding)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with hl.record(model, selector) as unfused:
+                expected = model(x, src_key_padding_mask=padding)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert torch.equal(run[selector], unfused[selector])
+    assert torch.equal(hooked, expected)
+    assert torch.allclose(hooked[~padding], plain[~padding], atol=1e-5)
+    assert {"layers.1@add#0", "layers.1@add#1", "layers.1@relu"} <= names
+    assert [site.verdict for site in fires.sites] == ["fires"]
+
+
+@pytest.mark.trap(34)
+def test_an_encoder_keeps_its_fast_path_after_a_failed_run(x, padding, fused_calls):
+    model = encoder()
+    handle = model.layers[1].linear1.register_forward_hook(lambda *values: 1 / 0)
+    with torch.no_grad(), nested_tensors():
+        with contextlib.suppress(ZeroDivisionError), hl.record(model, "layers.0@add#0"):
+            model(x, src_key_padding_mask=padding)
+        handle.remove()
+        model(x, src_key_padding_mask=padding)
+    assert len(fused_calls) == 2
 
 
 @pytest.mark.trap(34)

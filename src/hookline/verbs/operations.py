@@ -190,6 +190,7 @@ class _FirstCall:
         watched = CallList(node.module, self._add)
         orders = Order.OPERATIONS_BEGIN, Order.OPERATIONS_END
         with line.all_or_nothing() as registrations:
+            line.fast_paths.keep_padded(node)
             registrations.place([
                 (AroundCall(watched.begin, watched.end, orders), node),
                 (AroundCall(self._begin, self._end, orders), node),

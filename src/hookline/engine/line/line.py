@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.jit import ScriptModule
 from torch.optim import Optimizer
@@ -43,7 +42,7 @@ from hookline.engine.selection.selectors import Selection, Selector, select_in
 from hookline.engine.selection.site import Site
 from hookline.engine.selection.targets import Everywhere, Target, tree_of
 from hookline.engine.taps.base import GRADIENT_ORDERS, Order, RootTap, Tap
-from hookline.engine.taps.fast_path import FusedTap, fast_path_warning, layer_above
+from hookline.engine.taps.fast_path import FastPaths
 from hookline.engine.taps.forward import InputTap, OutputTap
 from hookline.engine.torch_private.modules import is_scripted
 from hookline.errors import AttachError, Place, RanksError, caller, warn, warn_at
@@ -123,13 +122,13 @@ class Line:
         self.taps: list[Tap] = []
         self.module_tree: ModuleTree = tree_of(model, name)
         self._nodes: dict[int, ModuleNode | ParameterNode] = {}
-        # Whether the model has layers with a fast path; None until first asked.
-        self._may_fuse: bool | None = None
-        self._fused: dict[int, FusedTap] = {}
         self.root = self.module_tree.root
         self.is_everywhere: bool = isinstance(model, Everywhere)
         self._is_entered = False
         self._registrations = Registrations()
+        self.fast_paths: FastPaths = FastPaths(
+            self.module_tree, self.passes, self._registrations.place
+        )
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
         self.originals: Originals = Originals(
             name, self.root, self.module_tree, self.taps, self._nodes
@@ -202,7 +201,9 @@ class Line:
             prepend: place each hook before the hooks of its order.
         """
         self.taps += [tap for tap, _ in taps]
-        self._watch_fast_paths(taps)
+        self.fast_paths.watch(
+            node for tap, node in taps if isinstance(node, ModuleNode) and tap.is_on_calls
+        )
         types = self.module_tree.kinds
         may_skip = self.options.lenient and any(issubclass(kind, ScriptModule) for kind in types)
         # Most taps are on modules alone: a look at the kinds of nodes saves one at each node.
@@ -250,18 +251,6 @@ class Line:
         """Add a tap without a node to the line and its report."""
         self.taps.append(tap)
 
-    def _watch_fast_paths(self, taps: Sequence[tuple[Tap, Node]]) -> None:
-        if self._may_fuse is None:
-            kinds = self.module_tree.kinds
-            self._may_fuse = any(issubclass(kind, nn.TransformerEncoderLayer) for kind in kinds)
-        if not self._may_fuse:
-            return
-        nodes = [node for tap, node in taps if isinstance(node, ModuleNode) and tap.is_on_calls]
-        for layer in map(layer_above, nodes):
-            if layer is not None and id(layer) not in self._fused:
-                fused = self._fused[id(layer)] = FusedTap(layer, self.passes)
-                self._registrations.place([(fused, layer)])
-
     @contextmanager
     def hooking(self, kind: str) -> Iterator[HookHandle]:
         """Register the hooks of one call, all or none, and yield their handle."""
@@ -289,7 +278,7 @@ class Line:
         except BaseException:
             self._registrations.remove(n_placed)
             del self.taps[n_taps:]
-            self._fused.clear()
+            self.fast_paths.taps.clear()
             if not n_placed:
                 self._compiled.end()
                 forget_checkpoints(self.passes)
@@ -369,6 +358,7 @@ class Line:
         self._handles.clear()
         self.originals.end()
         self._nodes, self.root = {}, None
+        self.fast_paths.end()
         self.module_tree = ModuleTree(self.module_tree.name, [])
 
     def __repr__(self) -> str:
@@ -444,8 +434,8 @@ class Line:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        fused, remark = list(self._fused.values()), self.options.remark
-        notes = [fast_path_warning(self.name, fused) if fused else None]
+        remark = self.options.remark
+        notes = [self.fast_paths.warning(self.name)]
         notes += [attachment.note for attachment in self.attached]
         self._note_in_warning = self._gathered()
         notes += [self._note_in_warning, remark and remark()]

@@ -167,6 +167,15 @@ class OperationMode(TorchFunctionMode):
         return f".{name}" if name else ""
 
 
+@final
+class PaddedMode(TorchFunctionMode):
+    """A function mode that changes no call. While one is on, torch's encoder nests no tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        return func(*args, **({} if kwargs is None else kwargs))
+
+
 _modes: WeakIdentityMap[OperationMode] = WeakIdentityMap()
 
 
@@ -196,6 +205,10 @@ def drop_left(frame: FrameType | None) -> None:
         frame = frame and frame.f_back
     drop_modes(
         lambda mode: (
-            isinstance(mode, OperationMode) and (mode.module_id not in running or not mode.calls)
+            isinstance(mode, PaddedMode)
+            or (
+                isinstance(mode, OperationMode)
+                and (mode.module_id not in running or not mode.calls)
+            )
         )
     )

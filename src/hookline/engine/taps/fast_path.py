@@ -1,19 +1,23 @@
 """Layers that torch runs as one operation, unless a module in them has a hook.
 
 `nn.TransformerEncoderLayer` does so in eval mode without gradients. A hook in the layer turns this
-fast path off, which may change the last bits of the layer's output.
+fast path off, which may change the last bits of the layer's output. `nn.TransformerEncoder` hands
+such layers nested tensors, if its inputs are padded. Operations cannot be hooked on these, so the
+encoder must keep its tensors padded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.compile.guards import has_own_forward
+from hookline.engine.operations.mode import PaddedMode
 from hookline.engine.passes.passes import Passes
-from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, OperationNode
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import (
     ON_INPUTS,
@@ -21,9 +25,11 @@ from hookline.engine.taps.base import (
     Order,
     Tap,
     foreign_hooks,
+    is_inert,
     no_callback,
 )
-from hookline.engine.torch_private.graph.fused_ops import runs_fused
+from hookline.engine.torch_private.graph.function_modes import pop_mode
+from hookline.engine.torch_private.graph.fused_ops import runs_fused, runs_nested
 
 REMEDY = "torch.backends.mha.set_fastpath_enabled(False)"
 
@@ -55,26 +61,122 @@ class FusedTap(Tap):
             self.ran: bool = True
 
 
+@final
+class PaddedTap(Tap):
+    """A tap that has an encoder hand its layers padded tensors, where it would nest them.
+
+    Attributes:
+        ran: whether the encoder would have nested its tensors without the line.
+    """
+
+    __slots__ = ("mode",)
+    hooks: tuple[HookSpec, ...] = (
+        HookSpec("forward_pre", order=Order.OPERATIONS_BEGIN, with_kwargs=True),
+        HookSpec("forward", "leave", Order.OPERATIONS_END, always_call=True),
+    )
+
+    def __init__(self, node: ModuleNode, passes: Passes) -> None:
+        site = Site(node.path, module_type=node.type_name)
+        super().__init__(site, passes, no_callback, Order.BEGIN)
+        self.mode: PaddedMode = PaddedMode()
+
+    def fire(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Turn a mode on, under which the encoder nests no tensors: the forward-pre hook."""
+        if kwargs is None or is_dynamo_compiling():
+            return
+        if is_inert(self):
+            self._slow_path(module)  # removes the tap
+        elif runs_nested(module, args, kwargs):
+            self.ran: bool = True
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Turn the mode off: the always-called forward hook."""
+        if not is_dynamo_compiling() and not is_inert(self):
+            pop_mode(self.mode)
+
+
 def is_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether torch runs a layer as one operation, if no module in it has a hook."""
     return runs_fused(layer, args, kwargs) and not has_own_forward(layer)
 
 
-def layer_above(node: ModuleNode | None) -> ModuleNode | None:
-    """Return the layer with a fast path that contains, or is, a module; None without one."""
-    while node is not None and not isinstance(node.module, nn.TransformerEncoderLayer):
+@final
+class FastPaths:
+    """The fast paths that the hooks of a line turn off.
+
+    Args:
+        tree: the model of the line.
+        passes: the passes of the line.
+        place: places taps on their nodes.
+
+    Attributes:
+        taps: the taps that tell which fast paths were turned off, by the id of their node.
+    """
+
+    def __init__(
+        self, tree: ModuleTree, passes: Passes, place: Callable[[list[tuple[Tap, Any]]], None]
+    ) -> None:
+        self.taps: dict[int, FusedTap | PaddedTap] = {}
+        self._tree = tree
+        self._passes = passes
+        self._place = place
+        self._may_fuse: bool | None = None  # None until first asked
+
+    def watch(self, nodes: Iterable[ModuleNode]) -> None:
+        """Watch the layers around modules and operations that are about to get hooks."""
+        if self._may_fuse is None:
+            kinds = self._tree.kinds
+            self._may_fuse = any(issubclass(kind, nn.TransformerEncoderLayer) for kind in kinds)
+        for node in nodes if self._may_fuse else ():
+            if isinstance(node, OperationNode):
+                self.keep_padded(node.host)
+            layer = next(_above(node, nn.TransformerEncoderLayer), None)
+            if layer is not None and id(layer) not in self.taps:
+                self._add(FusedTap(layer, self._passes), layer)
+
+    def keep_padded(self, node: ModuleNode) -> None:
+        """Have the encoders around a module nest no tensors, on which operations take no hooks."""
+        for encoder in _above(node, nn.TransformerEncoder):
+            if id(encoder) not in self.taps:
+                self._add(PaddedTap(encoder, self._passes), encoder)
+
+    def _add(self, tap: FusedTap | PaddedTap, node: ModuleNode) -> None:
+        self.taps[id(node)] = tap
+        self._place([(tap, node)])
+
+    def warning(self, name: str) -> str | None:
+        """Write the warning about the fast paths that were turned off.
+
+        Args:
+            name: the name of the line.
+        """
+        taps = [tap for tap in self.taps.values() if tap.ran]
+        if not taps:
+            return None
+        paths = [str(tap.site) for tap in taps]
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        kinds = " and ".join(sorted({tap.site.module_type for tap in taps}))
+        reason, where = ", as any hook does", "the last bits of what it returns may differ"
+        if any(isinstance(tap, PaddedTap) for tap in taps):
+            reason = ", which takes no hooks on operations"
+            where = "the last bits of what it returns, and its values at padding, may differ"
+        return (
+            f"hl.{name} turned off torch's fast path of {', '.join(paths[:3])}{more}"
+            f" ({kinds}){reason}: {where} from a run without the line."
+            f"\nFor the same bits in both: {REMEDY} before both."
+        )
+
+    def end(self) -> None:
+        """Let go of the model."""
+        self._tree = ModuleTree("", [])
+
+
+def _above(node: ModuleNode | None, kind: type[nn.Module]) -> Iterator[ModuleNode]:
+    """Yield the modules of a class that contain, or are, a module, from within."""
+    while node is not None:
+        if isinstance(node.module, kind):
+            yield node
         node = node.parent
-    return node
-
-
-def fast_path_warning(name: str, taps: list[FusedTap]) -> str | None:
-    """Write the warning about the fast paths that a line turned off."""
-    paths = [str(tap.site) or "the model" for tap in taps if tap.ran]
-    if not paths:
-        return None
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return (
-        f"hl.{name} turned off torch's fast path of {', '.join(paths[:3])}{more}"
-        f" ({taps[0].site.module_type}), as any hook does: the last bits of what it returns may"
-        f" differ from a run without the line.\nFor the same bits in both: {REMEDY} before both."
-    )

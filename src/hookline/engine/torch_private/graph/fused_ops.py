@@ -36,6 +36,41 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
 
 
+def runs_nested(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether torch hands this encoder's layers nested tensors, in place of padded ones.
+
+    The conditions are those that `nn.TransformerEncoder.forward` checks.
+    """
+    if not isinstance(encoder, nn.TransformerEncoder):
+        return False
+    names = ("src", "mask", "src_key_padding_mask")
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    src, padding = arguments.get("src"), arguments.get("src_key_padding_mask")
+    if not isinstance(src, Tensor) or not isinstance(padding, Tensor) or src.is_nested:
+        return False
+    layer: Any = encoder.layers[0]
+    needs_graph = torch.is_grad_enabled() and (
+        src.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())
+    )
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and getattr(encoder, "use_nested_tensor", False)
+        and not torch.is_autocast_enabled()
+        and not needs_graph
+        and not layer.training
+        and src.dim() == 3
+        and arguments.get("mask") is None
+        and not torch.overrides.has_torch_function([src, *layer.parameters()])
+        and (not getattr(encoder, "mask_check", True) or _is_at_the_end(padding))
+    )
+
+
+def _is_at_the_end(padding: Tensor) -> bool:
+    """Tell whether a mask marks padding at the end of each row alone."""
+    is_padded = (padding != 0).int()
+    return bool((is_padded.cummax(-1).values == is_padded).all())
+
+
 def _can_be_fused(layer: nn.TransformerEncoderLayer) -> bool:
     """Tell whether an encoder layer has the form that torch's fused operation takes."""
     attention: Any = layer.self_attn
