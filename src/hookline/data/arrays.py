@@ -265,6 +265,11 @@ def _rows(array: Any, name: str) -> Rows:
     """
     if not isinstance(array, Tensor):
         return array if isinstance(array, ArrayRows) else ArrayRows(array)
+    if array.is_meta:
+        raise InputError(
+            f"{name} must hold numbers, got a tensor on the meta device, which holds a shape alone."
+            "\nMake it on the CPU or an accelerator."
+        )
     if array.is_nested or array.layout is not torch.strided:
         kind = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
         dense = "to_padded_tensor(0.0)" if array.is_nested else "to_dense()"

@@ -852,7 +852,7 @@ def test_a_model_that_does_not_take_a_made_input_needs_one():
 
 def test_a_model_or_an_input_without_numbers_is_refused():
     model = Text()
-    with pytest.raises(hl.InputError, match="an input with numbers"):
+    with pytest.raises(hl.InputError, match="inputs with numbers"):
         hl.anatomy(model, torch.zeros(2, 7, dtype=torch.long, device="meta"))
     model.unembed = nn.Linear(16, 50, device="meta")
     with pytest.raises(hl.InputError, match=r"got unembed\.weight on the meta device"):

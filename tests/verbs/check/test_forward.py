@@ -147,13 +147,15 @@ def test_a_nan_in_float8(name):
 def test_a_model_without_numbers_is_no_alarm():
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
-    with hl.check(model) as line:
-        model(x)
+    with pytest.warns(hl.HooklineWarning, match="checked nothing in 1 run"):
+        with hl.check(model) as line:
+            model(x)
     assert line.findings == []
     with FakeTensorMode():
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
-        with hl.check(model) as line:
-            model(x)
+        with pytest.warns(hl.HooklineWarning, match="checked nothing in 1 run"):
+            with hl.check(model) as line:
+                model(x)
     assert line.findings == []
 
 

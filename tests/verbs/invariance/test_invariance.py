@@ -519,9 +519,7 @@ def test_checks_of_nothing_are_no_success(batch):
 
 
 def test_a_model_without_numbers_is_refused():
-    with pytest.raises(
-        hl.InputError, match=r"got '0.weight' on the meta device.\nLoad its weights"
-    ):
+    with pytest.raises(hl.InputError, match=r"got 0.weight on the meta device.*\nLoad the weights"):
         hl.invariance(nn.Sequential(nn.Linear(8, 2, device="meta")), X)
 
 

@@ -37,10 +37,11 @@ from hookline.verbs.anatomy.identity_errors import error, limit
 from hookline.verbs.anatomy.lens import Lens, lens_of
 from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
 from hookline.verbs.anatomy.trace import Trace, traced
-from hookline.verbs.anatomy.trial_inputs import refuse_meta, trial_inputs
+from hookline.verbs.anatomy.trial_inputs import trial_inputs
 from hookline.verbs.anatomy.whole import check_whole, output_of, refuse_plain_parts
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
+from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 
 @final
@@ -403,7 +404,7 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
         )
     refuse_plain_parts(model)
     wrapped, model = model, unwrap(model)
-    refuse_meta(model, inputs)
+    refuse_shapes_alone("hl.anatomy", model, inputs, reads_weights=True)
     # A tensor made in inference mode has no version, which tells that it was written to.
     with torch.inference_mode(False), eval_without_side_effects(model), quiet():
         both = trial_inputs(model, inputs)

@@ -15,26 +15,6 @@ from hookline.verbs.shared.run_model import signature_of
 _ROWS, _TOKENS, _FEWER_TOKENS = 2, 9, 7
 
 
-def refuse_meta(model: nn.Module, given: Any) -> None:
-    """Refuse a model and an input without numbers.
-
-    Raises:
-        InputError: a parameter, a buffer or a tensor of the input is on the meta device.
-    """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    name = next((name for name, tensor in tensors if tensor.is_meta), None)
-    if name is not None:
-        raise InputError(
-            f"hl.anatomy must be given a model with numbers, got {name} on the meta device."
-            "\nLoad the weights first."
-        )
-    if any(tensor.is_meta for _, tensor in tree.tensors(given)):
-        raise InputError(
-            "hl.anatomy must be given an input with numbers, got a tensor on the meta device."
-            "\nMake it on the device of the model."
-        )
-
-
 def trial_inputs(model: nn.Module, given: Any = None) -> list[Any]:
     """Return two inputs: the given one and another of its form, or two that the model takes.
 

@@ -36,6 +36,7 @@ from hookline.verbs.cam.methods import Method, method_named, scaled
 from hookline.verbs.cam.targets import ClassTarget, Goal, goal
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import call, without_list
+from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 # Scores of two runs that repeat themselves may differ by this part of the greatest one: kernels of
 # GPUs add up in any order, in half precision too.
@@ -118,6 +119,7 @@ def cam(
             " traced in whole or in part: torch calls no hooks there."
             "\nGive the model before scripting."
         )
+    refuse_shapes_alone("hl.cam", model, inputs)
     if reshape is not None and not callable(reshape):
         raise InputError(
             f"reshape= must be a function, got {reshape!r}.\nGive a function from a layer's output"

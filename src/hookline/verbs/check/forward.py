@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.display.text import first_line
+from hookline.display.text import first_line, plural
 from hookline.engine import (
     Line,
     ModuleNode,
@@ -24,6 +24,7 @@ from hookline.engine import (
     module_tree,
     path_text,
 )
+from hookline.errors import warn
 from hookline.statistics import finiteness
 from hookline.statistics.finiteness import Measure, NonFinite, kinds_in, total, transformed
 from hookline.verbs.check.finding import CheckFinding
@@ -38,6 +39,13 @@ from hookline.verbs.shared.rerun import ChangingBuffers
 _EXTREMES = object()
 # The most sums that wait where the model itself is never called, only parts of it.
 _MOST_SUMS = 10_000
+
+
+_NOTHING = (
+    "hl.check checked nothing in {runs} of the model: no output held floating numbers. On the meta"
+    " device, tensors hold shapes alone.\nLoad the weights, or fill them:"
+    " model.to_empty(device='cpu'), then initialise."
+)
 
 
 @final
@@ -67,6 +75,7 @@ class ForwardChecks:
         self._changing = ChangingBuffers()
         self.node_numbers: NodeNumbers = NodeNumbers()
         self._n_runs = 0
+        self._has_measured = False
 
     def start(self, line: Line, places: list[tuple[Site, ModuleNode]]) -> None:
         """Attach a tap to each place, all or none."""
@@ -85,7 +94,9 @@ class ForwardChecks:
         return self._n_runs - 1 if self._n_runs else None
 
     def end(self) -> None:
-        """Warn of what the whole block has shown, such as dead units."""
+        """Warn of what the whole block has shown, such as dead units, or values without numbers."""
+        if self._n_runs and not self._has_measured and not self._passes.failed:
+            warn(_NOTHING.format(runs=plural(self._n_runs, "run")))
         for habits in self._habits:
             habits.end()
 
@@ -194,6 +205,7 @@ class ForwardChecks:
 
     def _judge(self, run: CheckedRun) -> CheckFinding | None:
         """Find who made a value that is not finite in a run; None if all is well."""
+        self._has_measured = self._has_measured or any(not n.is_meta for _, n, _ in run.sums)
         bad = finiteness.not_finite([number for _, number, _ in run.sums])
         run.is_output_finite = all(self._output(run, k).site.path for k in bad)
         suspects = [k for k in bad if not self._output(run, k).is_excused]

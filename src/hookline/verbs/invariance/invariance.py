@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from hookline.verbs.invariance.trials import Trials, compared
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.rerun import lazy_name
 from hookline.verbs.shared.run_model import Inputs, without_list
+from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 _MOST_NAMED = 3
 _UNLOCATED = ("checkpointed",)  # whose sites are compared with gradients
@@ -95,13 +95,7 @@ def invariance(
         raise InputError(
             f"the model must have no lazy parameters, got {name}.\nRun the model once yourself."
         )
-    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-    # Of an offloaded model some are, until their module runs.
-    if tensors and all(tensor.is_meta for tensor in tensors.values()):
-        raise InputError(
-            f"the model must have numbers, got {next(iter(tensors))!r} on the meta device."
-            "\nLoad its weights, or fill them: model.to_empty(device='cpu'), then initialise."
-        )
+    refuse_shapes_alone("hl.invariance", model, inputs)
     names = _chosen(only)
     feed = feed_of(model, without_list(model, inputs))
     if "use_cache" in feed.accepted and "use_cache" not in feed.named:

@@ -118,16 +118,12 @@ class MonitorLine(VerbLine[EverywhereHooks]):
     def _warn(self) -> None:
         report, steps = self._line.report(), self._steps
         if not steps.n_reported:
-            warn(_NOTHING.format(why=_why_nothing(report, steps)))
+            warn(f"hl.monitor reported no step: {_why_nothing(report, steps)}")
         elif steps.told_by == "pass" and report.outside_root == report.passes:
             n_calls = max(report.counts, default=0)
             if n_calls > 1:
                 warn(_MERGED.format(model=report.model_type, n=n_calls))
 
-
-_NOTHING = (
-    "hl.monitor reported no step: {why}.\nRun the model and step its optimizer inside the block."
-)
 
 _MERGED = (
     "hl.monitor: {n} calls of modules were merged into one step, because {model} itself never ran"
@@ -137,11 +133,18 @@ _MERGED = (
 
 
 def _why_nothing(report: Report, steps: TrainingSteps) -> str:
+    run_it = "Run the model and step its optimizer inside the block."
+    if steps.n_due:
+        return (
+            "no selected value has numbers to measure.\nSelect floating values of a model with"
+            " weights: it cannot be on the meta device."
+        )
     if steps.n_ended:
-        return f"of {steps.n_ended} steps none was one of every {steps.every}"
+        return f"of {steps.n_ended} steps none was one of every {steps.every}.\n{run_it}"
     if not report.passes:
-        return f"{report.model_type} never ran, and no optimizer of its parameters stepped"
-    return "no value came at the selected sites"
+        never = f"{report.model_type} never ran, and no optimizer of its parameters stepped"
+        return f"{never}.\n{run_it}"
+    return f"no value came at the selected sites.\n{run_it}"
 
 
 def _log_of(steps: TrainingSteps) -> Callable[[dict[str, float | Tensor], int | None], None]:

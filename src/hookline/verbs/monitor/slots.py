@@ -211,7 +211,9 @@ class SiteSlots:
         if not (value.is_floating_point() or value.is_complex()):
             self._leave_out(f"its values are {str(value.dtype).removeprefix('torch.')}")
         elif not has_numbers(value):
-            self._leave_out("its values have no data")
+            self._leave_out(
+                "its values have no numbers, because they are on the meta device or fake"
+            )
         else:
             # A rank may have no element of a tensor that is spread over ranks.
             if not value.numel() and self.counts in (ALL, FIRST):

@@ -117,6 +117,7 @@ class TrainingSteps:
         self.number: int = 0
         self.every = every
         self.first = 0
+        self.n_due: int = 0
         self.n_reported: int = 0
         self.n_ended: int = 0
         self.told_by: str = ""  # "optimizer" or "pass", once it is known
@@ -484,6 +485,7 @@ class TrainingSteps:
             self._look_for_values(number, step_slots.slots)
 
     def _report(self, number: int, step_slots: StepSlots, *, is_last: bool) -> None:
+        self.n_due += 1
         sites, version = self._slots.layout()
         at = Reported(number, self._settings(), is_last)
         layout, slots = self.ranks.report(sites, step_slots.slots, version, at)

@@ -122,7 +122,7 @@ def attribute(
     only_options("attribute", options, AttributeOptions.__annotations__)
     _check_options(options)
     along, steps, n_checked = options.get("along"), options.get("steps"), options.get("check", 0)
-    with undisturbed(model, "hl.attribute(model, ...)"):
+    with undisturbed(model, "hl.attribute(model, ...)", inputs, clean):
         modules, run = module_tree(model), partial(call, model)
         random_states = RandomStates(generators_of(model.modules()))
         output, recording = recorded_run(modules, lambda: run(copied(clean)), selector)

@@ -12,20 +12,27 @@ from torch import nn
 from hookline.engine import is_compiled, path_text, require_model
 from hookline.errors import InputError
 from hookline.verbs.shared.rerun import RandomStates, lazy_name, untouched
+from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 from hookline.verbs.sweep.agreement import is_same
 from hookline.verbs.sweep.metric import Metric, number_of
 
 
 @contextmanager
-def undisturbed(model: nn.Module, verb: str) -> Iterator[None]:
+def undisturbed(model: nn.Module, verb: str, *inputs: Any) -> Iterator[None]:
     """Run the block without gradients and compiled code, and leave the model as it was.
 
+    Args:
+        model: the model.
+        verb: the verb, as in "hl.sweep(model, ...)".
+        inputs: what the model will be run on.
+
     Raises:
-        InputError: the model is in training mode, or its first run would create parameters.
+        InputError: the model is in training mode, holds shapes alone, or has lazy parameters.
     """
     require_model(model, verb)
     modules = list(model.modules())
     _check_model(model, modules)
+    refuse_shapes_alone(verb.partition("(")[0], model, inputs)
     with ExitStack() as stack:
         if any(map(is_compiled, modules)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -129,7 +129,7 @@ def sweep(
     rows, to = options.get("rows", 16), options.get("to")
     positive_integer("rows", rows, "Give rows=16.")
     each = check_each(each)
-    with undisturbed(model, "hl.sweep(model, ...)"), _reader(model, read) as run:
+    with undisturbed(model, "hl.sweep(model, ...)", inputs, clean), _reader(model, read) as run:
         modules = module_tree(model)
         values: dict[str, list[Any]] = {}  # of the clean run
         puts_back = clean is not None and not _are_changes(changes)
