@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import hookline as hl
 from hookline.statistics import bins, to_numbers
@@ -153,3 +154,32 @@ def test_a_histogram_has_bins_with_finite_edges(values, counts, edges):
     value = torch.tensor(values)
     found = statistic.result(statistic.update(statistic.start(value), value))
     assert found.finite_bins() == (counts, edges)
+
+
+@each
+@pytest.mark.parametrize("value", [[1.0, 2.0], 2.0, None, torch.ones(2).numpy(), (torch.ones(2),)])
+def test_a_value_that_is_no_tensor_is_refused(statistic, value):
+    slots = statistic.start(torch.ones(2, 2))
+    with pytest.raises(hl.StructureError, match="value of a statistic must be a tensor, got"):
+        statistic.start(value)
+    with pytest.raises(hl.StructureError, match="value of a statistic must be a tensor, got"):
+        statistic.update(slots, value)
+
+
+@each
+@pytest.mark.parametrize(
+    "change",
+    [Tensor.float, lambda t: t[:3], lambda t: torch.cat([t, t[:7]]), lambda t: t[None],
+     Tensor.tolist, Tensor.numpy],
+)  # fmt: skip
+def test_slots_that_are_not_the_statistics_are_refused(statistic, change):
+    value = torch.ones(3, 2)
+    slots = slots_of(statistic, value)
+    for refused in [
+        lambda: statistic.update(change(slots), value),
+        lambda: statistic.merge(slots, change(slots)),
+        lambda: statistic.merge(change(slots), slots),
+        lambda: statistic.result(change(slots)),
+    ]:
+        with pytest.raises(hl.StructureError, match=r"^(slots must be|a value of hl.stats.cov)"):
+            refused()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import InputError
-from hookline.statistics.to_numbers import flat_chunks, real, slot_device, to_measure
+from hookline.statistics.to_numbers import check_slots, flat_chunks, real, slot_device, to_measure
 
 _CHUNK_NUMEL = 2**16  # elements whose bins stay in a core's cache
 _N_EXTREMES = 2
@@ -78,6 +78,7 @@ class LogBins:
 
     def update(self, slots: Tensor, value: Tensor) -> Tensor:
         """Return the slots with one more value."""
+        check_slots(slots, self.n_slots)
         for part in to_measure(value):
             if torch.compiler.is_compiling():
                 pieces: Iterable[Tensor] = (part.reshape(-1),)
@@ -90,6 +91,8 @@ class LogBins:
 
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:
         """Add up two sets of slots."""
+        check_slots(slots, self.n_slots)
+        check_slots(other, self.n_slots)
         extremes = torch.maximum(slots[-_N_EXTREMES:], other[-_N_EXTREMES:])
         return torch.cat([slots[:-_N_EXTREMES] + other[:-_N_EXTREMES], extremes])
 

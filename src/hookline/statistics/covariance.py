@@ -11,7 +11,14 @@ from torch import Tensor
 
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
-from hookline.statistics.to_numbers import CHUNK_NUMEL, real, slot_device, to_measure
+from hookline.statistics.to_numbers import (
+    CHUNK_NUMEL,
+    check_slots,
+    check_tensor,
+    real,
+    slot_device,
+    to_measure,
+)
 
 
 @final
@@ -90,6 +97,7 @@ class CovarianceStatistic:
             StructureError: the value has no dimension, another number of features, or is complex.
         """
         n = _check(value).shape[-1]
+        check_slots(slots, None)
         if slots.shape[0] != 2 + n + n * n:
             raise StructureError(
                 "a value of hl.stats.covariance must have as many features as the first one, got"
@@ -105,6 +113,7 @@ class CovarianceStatistic:
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:
         """Merge two sets of slots, by the formula of Chan, Golub and LeVeque."""
         n = _n_features(slots)
+        check_slots(other, slots.shape[0])
         count, other_count = slots[0] - slots[1], other[0] - other[1]
         share = other_count / (count + other_count).clamp(min=1)
         apart = other[2 : 2 + n] - slots[2 : 2 + n]
@@ -138,11 +147,19 @@ def _of_rows(rows: Tensor) -> Tensor:
 
 
 def _n_features(slots: Tensor) -> int:
-    """Return n, where the slots are 2 + n + n²."""
-    return int((slots.shape[0] - 1.75) ** 0.5)
+    """Return n, where the slots are 2 + n + n².
+
+    Raises:
+        StructureError: there is no such n.
+    """
+    check_slots(slots, None)
+    n = int(max(slots.shape[0] - 1.75, 0) ** 0.5)
+    check_slots(slots, 2 + n + n * n)
+    return n
 
 
 def _check(value: Tensor) -> Tensor:
+    check_tensor(value)
     if value.dim() == 0 or value.is_complex():
         raise StructureError(
             "a value of hl.stats.covariance must be real and have a dimension of features, got"

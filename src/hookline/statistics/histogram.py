@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hookline.display.units import measure
 from hookline.statistics.bins import LogBins
+from hookline.statistics.to_numbers import check_slots
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS = 64
@@ -110,6 +111,7 @@ class HistogramStatistic:
 
     def result(self, slots: Tensor) -> Histogram:
         """Read slots."""
+        check_slots(slots, self.n_slots)
         bins, (*counts, negated_min, greatest) = self._bins, slots.tolist()
         whole = [int(count) for count in counts]
         upper = bins.edges()

@@ -18,6 +18,7 @@ from hookline.statistics.native import NativeMoments, native_moments
 from hookline.statistics.to_numbers import (
     CHUNK_NUMEL,
     ORDINARY,
+    check_slots,
     flat_chunks,
     in_memory_order,
     real,
@@ -75,6 +76,7 @@ class MomentsStatistic:
             StructureError: the value is a meta tensor.
             RuntimeError: torch cannot read the tensor's numbers.
         """
+        check_slots(slots, self.n_slots)
         if torch.compiler.is_compiling() or not is_ordinary():
             for part in to_measure(value):
                 if part.numel():
@@ -87,18 +89,21 @@ class MomentsStatistic:
 
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:
         """Add up two sets of slots."""
+        check_slots(slots, self.n_slots)
+        check_slots(other, self.n_slots)
         sums = slots[:_N_SUMS] + other[:_N_SUMS]
         return torch.cat([sums, torch.maximum(slots[_N_SUMS:], other[_N_SUMS:])])
 
     def result(self, slots: Tensor) -> Moments:
         """Read slots."""
+        check_slots(slots, self.n_slots)
         return _moments(slots)
 
     def _add(self, slots: Tensor, part: Tensor) -> Tensor:
         """Measure a strided tensor, by the fastest form that there is."""
         if not part.is_contiguous():
             part = in_memory_order(part)
-        native = self._native(part.numel()) if part.is_cpu else None
+        native = self._native(part.numel()) if part.is_cpu and slots.is_cpu else None
         if native is not None and part.dtype in _COMPILED_DTYPES:
             return _add_native(native, slots, part)
         function = self._compiled(part)

@@ -22,6 +22,7 @@ from torch import Tensor
 from hookline.display.units import measure
 from hookline.errors import InputError
 from hookline.statistics.bins import LogBins
+from hookline.statistics.to_numbers import check_slots
 
 _N_TAIL = 3  # the slots after the counts of finite elements
 
@@ -108,6 +109,7 @@ class QuantilesStatistic:
 
     def result(self, slots: Tensor) -> Quantiles:
         """Read slots."""
+        check_slots(slots, self.n_slots)
         *counts, negated_min, greatest = slots.tolist()
         non_finite = int(counts.pop())
         ends = -negated_min, greatest

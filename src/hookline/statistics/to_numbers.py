@@ -25,11 +25,12 @@ def to_measure(value: Tensor) -> Iterable[Tensor]:
     """Return a value as strided tensors with numbers. In compiled code it is one tensor.
 
     Raises:
-        StructureError: the tensor is on the meta device or fake.
+        StructureError: the value is no tensor, or is on the meta device or fake.
         RuntimeError: a sparse tensor is too large to be made dense.
     """
     if torch.compiler.is_compiling():
         return (value.detach(),)
+    check_tensor(value)
     if (type(value) not in ORDINARY or value.is_meta) and not has_numbers(value):
         raise StructureError(
             f"the value of a statistic must have data, got {describe.in_full(value)}."
@@ -131,6 +132,50 @@ def real(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
 
 
+def check_tensor(value: object) -> None:
+    """Refuse a value that is no tensor.
+
+    Raises:
+        StructureError: it is none.
+    """
+    if not isinstance(value, Tensor):
+        raise StructureError(
+            f"the value of a statistic must be a tensor, got {describe.in_words(value)}."
+            "\nGive one tensor, such as torch.as_tensor(value)."
+        )
+
+
+def check_slots(slots: object, n_slots: int | None) -> None:
+    """Refuse slots that are not those of a statistic. Compiled code gets its own, unchecked.
+
+    Args:
+        slots: the slots.
+        n_slots: their number; None where the value decides.
+
+    Raises:
+        StructureError: they are no flat float64 tensor of this length.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if (
+        not isinstance(slots, Tensor)
+        or slots.dtype is not torch.float64
+        or slots.dim() != 1
+        or (n_slots is not None and slots.shape[0] != n_slots)
+    ):
+        size = "" if n_slots is None else f" of {n_slots} numbers"
+        got = describe.in_full(slots) if isinstance(slots, Tensor) else describe.in_words(slots)
+        raise StructureError(
+            f"slots must be a flat float64 tensor{size}, as start and update return, got {got}."
+            "\nBegin with slots = statistic.start(value), and keep those of each site apart."
+        )
+
+
 def slot_device(value: Tensor) -> torch.device:
-    """Return the device for a value's slots: its own, or the CPU where float64 is missing."""
+    """Return the device for a value's slots: its own, or the CPU where float64 is missing.
+
+    Raises:
+        StructureError: the value is no tensor.
+    """
+    check_tensor(value)
     return torch.device("cpu") if value.device.type == "mps" else value.device

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import hookline as hl
 from hookline.engine import Site
 from hookline.verbs.monitor.slots import Slots
 from meeting import Meanwhile, ToldLock
@@ -33,3 +35,15 @@ def test_a_value_waits_while_another_thread_makes_slots():
     count.meanwhile.end()
     assert not site.is_off
     assert [one.tolist() for one in site.take()] == [[7.0]]
+
+
+def test_a_statistic_whose_slots_are_no_flat_tensor_is_named():
+    for made in ([0.0], None, torch.zeros(2, 2)):
+        count = Count()
+        count.meanwhile, count.start = None, lambda value, made=made: made
+        slots = Slots((count,), 1)
+        site = slots.site(Site("fc"), (0, 0))
+        site.add(torch.ones(4))
+        with pytest.warns(hl.HooklineWarning, match=r"Count\.start must return a flat float64"):
+            slots.tell()
+        assert site.is_off

@@ -65,4 +65,4 @@ def test_lines_say_that_they_measured_nothing():
             model(x)
     texts = [str(warning.message) for warning in told]
     assert "no numbers, because they are on the meta device or fake" in texts[0]
-    assert "no selected value has numbers to measure" in texts[1]
+    assert "no selected value could be measured" in texts[1]

@@ -136,8 +136,8 @@ def _why_nothing(report: Report, steps: TrainingSteps) -> str:
     run_it = "Run the model and step its optimizer inside the block."
     if steps.n_due:
         return (
-            "no selected value has numbers to measure.\nSelect floating values of a model with"
-            " weights: it cannot be on the meta device."
+            "no selected value could be measured.\nThe warnings before this one say why each was"
+            " left out; a model on the meta device has no numbers."
         )
     if steps.n_ended:
         return f"of {steps.n_ended} steps none was one of every {steps.every}.\n{run_it}"

@@ -234,6 +234,11 @@ class SiteSlots:
         """Make empty slots on the value's device; the slots so far move along."""
         self._device = value.device
         self._empty = [statistic.start(value) for statistic in self._of.statistics]
+        for statistic, part in zip(self._of.statistics, self._empty, strict=True):
+            if not isinstance(part, Tensor) or part.dim() != 1:
+                name, text = type(statistic).__name__, describe.in_words(part)
+                self._leave_out(f"{name}.start must return a flat float64 tensor, got {text}")
+                return
         apart, turn = self.aside
         self.slots, self.aside = self._moved(self.slots), (self._moved(apart), turn)
         self.has(self._empty)
