@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from hookline.cli.wording import in_words_of_commands
 from hookline.display.results import Result, json_text, printout_of, terminal_width
 from hookline.errors import HooklineError, HooklineWarning
 
@@ -79,8 +80,8 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 
 def say(message: str) -> None:
-    """Print a message to stderr, without markup and without folding."""
-    err.print(f"hookline: {message}", markup=False)
+    """Print a message to stderr, in the command line's words, without markup and folding."""
+    err.print(f"hookline: {in_words_of_commands(message)}", markup=False)
 
 
 @final

@@ -1,0 +1,97 @@
+"""Say in the words of the command line what an error of a verb advises in Python's."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+# The parameters of verbs that are options of commands, with what stands for a value in Python.
+_OPTIONS = {
+    "names": "THEIRS=OURS", "dims": "SITES=DIM", "floor": "DIR", "tokens": "FILE", "only": "CHECK",
+    "backend": "NAME",
+}  # fmt: skip
+# The verbs that are commands, and the names of their arguments in advice.
+_COMMANDS = "anatomy|doctor|invariance|operations|profile|summary"
+_ARGUMENTS = {"model": "MODEL", "x": "INPUT", "inputs": "INPUT", "batch": "INPUT"}
+
+_NAME = "|".join(_OPTIONS)
+_CALL = re.compile(rf"\bhl\.({_COMMANDS})\(([^()]*)\)")
+_SUBJECT = re.compile(rf"\A({_NAME}) must ")
+# Not within a call of Python, where another argument stands before it.
+_OPTION = re.compile(
+    rf"(?<!, )(?<![\w(.-])({_NAME})="
+    r"(\{[^{}]*\}|\((?:[^()]|\([^()]*\))*\)|'[^']*'|\"[^\"]*\"|-?\w+(?:\.\w+)*(?:\([^()]*\))?)"
+)
+_PHRASES = [
+    (r": hl\.open\(folder\)", ""),
+    (r"two curves or two dicts of arrays", "two trainings or two files of arrays"),
+    (r"\{name of b: name of a\}", "--names THEIRS=OURS"),
+    (
+        r"a dict is given as keyword arguments, and the model's forward refuses them",
+        "the model's forward refuses the names of these arrays",
+    ),
+    (
+        r"Give a dict that is one argument in a tuple: .*",
+        "Give one array, or a file of arrays by the names that it takes.",
+    ),
+    (
+        r"Give its arguments as a tuple, or by name in a dict\.",
+        "Give a file of arrays by these names, .npz or .safetensors.",
+    ),
+    (
+        r"\Atokenize must convert the texts of (.+) to tensors, got None\.\n.*",
+        r"the texts of \1 need a tokenizer, and the model has none."
+        "\nGive a model with one, such as hf:NAME, or a file of arrays.",
+    ),
+]
+
+
+def in_words_of_commands(text: str) -> str:
+    """Write a message with commands and options in place of calls and arguments of Python.
+
+    >>> in_words_of_commands("names must be names of a.\\nGive names={'p': 'x'}.")
+    '--names must be names of a.\\nGive --names p=x.'
+    >>> in_words_of_commands("Write hl.anatomy(model, x).")
+    'Write hookline anatomy MODEL INPUT.'
+    """
+    for pattern, words in _PHRASES:
+        text = re.sub(pattern, words, text)
+    text = _CALL.sub(_command, text)
+    text = _SUBJECT.sub(r"--\1 must ", text)
+    return _OPTION.sub(_option, text)
+
+
+def _command(call: re.Match[str]) -> str:
+    words = [_argument(word) for word in call[2].split(", ") if word]
+    if call[1] == "doctor" and len(words) > 2:
+        words.insert(2, "--at")
+    return " ".join(["hookline", call[1], *words])
+
+
+def _argument(word: str) -> str:
+    return _ARGUMENTS.get(word) or shlex.quote(word.strip("'\""))
+
+
+def _option(argument: re.Match[str]) -> str:
+    name, value = argument[1], argument[2]
+    try:
+        words = _values(ast.literal_eval(value))
+    except (ValueError, SyntaxError):
+        words = [_OPTIONS[name]]
+    return " ".join(f"--{name} {word}" for word in words)
+
+
+def _values(value: Any) -> list[str]:
+    """Return the words of an option's values; one word for each use of the option.
+
+    Raises:
+        ValueError: the command line has no words for the value.
+    """
+    if isinstance(value, Mapping):
+        return [shlex.quote(f"{key}={part}") for key, part in value.items()]
+    if isinstance(value, list | tuple):
+        raise ValueError
+    return [shlex.quote(str(value))]
