@@ -17,6 +17,7 @@ from hookline.curves.logged import Logged, checked_logged, logged_of
 from hookline.curves.overview import curves_printout, site_numbers
 from hookline.curves.step_reports import LOGGED, ReportSource, StepReport, weight_of
 from hookline.display.results import Printout, Result
+from hookline.engine import as_written
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.provenance import Provenance
 from hookline.errors import InputError, NotRecordedError, RanksError
@@ -416,6 +417,7 @@ class Curves(Result):
 
     @staticmethod
     def _find(text: str, sites: Sequence[str]) -> str | None:
+        text = as_written(text).removesuffix(":output")
         under = [site for site in sites if site.startswith((f"{text}:output[", f"{text}:output."))]
         names = [name for name in (text, f"{text}:value") if name in sites]
         return names[0] if names else under[0] if len(under) == 1 else None

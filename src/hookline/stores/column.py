@@ -35,7 +35,8 @@ class Column:
 
     A column is indexed like a NumPy array: by a number, a slice, a mask of booleans, or a list,
     array or tensor of indices. Further indices pick parts of the rows: `column[5:9, :3]`. Indexing
-    returns a tensor with its own copy. `np.asarray(column)` and `column.numpy(index)` give arrays.
+    returns a tensor with its own copy. `np.asarray(column)` and `column.numpy(index)` give arrays,
+    `torch.as_tensor(column)` a tensor.
 
     A row is an item, or a token if the site has a value for each token. Then `column.of_item(3)`
     reads the tokens of one item. `column.padded([3, 5])` reads those of several items, with a mask.
@@ -160,6 +161,13 @@ class Column:
             raise ValueError("a column must be copied to become an array: leave out copy=False.")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
+
+    # torch.as_tensor and np.from_dlpack ask for these; torch would read a sequence row by row.
+    def __dlpack__(self, **options: Any) -> Any:
+        return self[:].__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self[:0].__dlpack_device__()
 
     # -- items of several rows ------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -30,6 +30,7 @@ from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
 from hookline.recordings.index import closest, quoted
 from hookline.statistics import Moments, merged
+from hookline.statistics.by_site import BySite
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
 from hookline.stores.exports import ExportedColumns, Format, export
@@ -99,9 +100,10 @@ class Store(Result):
         try:
             shards = Shards(place, manifest["shards"])
             self._forms = tuple(_forms(manifest["job"]))
-            self.statistics: dict[Any, Moments] = {
-                name: Moments.from_json(fields) for name, fields in manifest["statistics"].items()
-            }
+            numbers = manifest["statistics"].items()
+            self.statistics: BySite[Moments] = BySite(
+                {name: Moments.from_json(fields) for name, fields in numbers}
+            )
             self.skipped: list[tuple[int, str]] = [
                 (int(item), str(text)) for item, text in manifest["skipped"]
             ]
@@ -364,7 +366,10 @@ class Store(Result):
         joined = Store.__new__(Store)
         joined._place, joined._manifest, joined.parts = stores[0]._place, {}, stores
         joined._forms = stores[0]._forms
-        joined.statistics = reduce(merged, (store.statistics for store in stores))
+        numbers: dict[str, Moments] = {}
+        for store in stores:
+            numbers = merged(numbers, store.statistics)
+        joined.statistics = BySite(numbers)
         joined.skipped = [item for store in stores for item in store.skipped]
         joined._begin(Shards.joined(store._shards for store in stores))
         return joined

@@ -69,8 +69,8 @@ class LineOptions:
 
 
 @hides(
-    "all_or_nothing", "attached", "hooking", "is_everywhere", "keep", "module_tree", "nodes",
-    "options", "originals", "passes", "place", "root", "select", "tap", "taps",
+    "all_or_nothing", "attached", "fast_paths", "hooking", "is_everywhere", "keep", "module_tree",
+    "nodes", "options", "originals", "passes", "place", "root", "select", "tap", "taps",
 )  # fmt: skip
 class Line:
     """Hooks that were attached together, and are removed together.

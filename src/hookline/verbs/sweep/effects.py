@@ -16,7 +16,9 @@ from torch import Tensor
 from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import listed, plural
 from hookline.display.units import measure
+from hookline.engine import Site, as_written
 from hookline.errors import InputError
+from hookline.statistics.by_site import BySite
 from hookline.verbs.sweep.grid import Label
 from hookline.verbs.sweep.verdict import Array, Verdict, spearman, verdicts
 
@@ -76,13 +78,15 @@ class Effects(Result):
         numbers = []
         for axis, label in zip(self.axes, labels, strict=False):
             known = self.labels[axis]
-            if label not in known:
+            name = as_written(str(label)).removesuffix(":output")
+            key = name if label not in known and isinstance(label, str | Site) else label
+            if key not in known:
                 shown = listed([repr(name) for name in known], 4)
                 raise InputError(
                     f"the axis {axis!r} must have the label, got {label!r}."
                     f"\nGive one of its labels: {shown}."
                 )
-            numbers.append(known.index(label))
+            numbers.append(known.index(key))
         return tuple(numbers)
 
     def __getitem__(self, labels: Label | tuple[Label, ...]) -> Any:
@@ -261,8 +265,8 @@ class Attribution(Effects):
         measured: Array,
     ) -> None:
         super().__init__(axes, baseline, clean)
-        self.scores: dict[str, Tensor] = scores
-        self.gradients: dict[str, Tensor] = gradients
+        self.scores: dict[str, Tensor] = BySite(scores)
+        self.gradients: dict[str, Tensor] = BySite(gradients)
         self._effects = effects
         self.measured = measured
 
