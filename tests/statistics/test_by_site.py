@@ -25,9 +25,7 @@ def test_each_way_to_write_a_site_finds_it():
 
 def test_a_site_that_is_not_there_is_named_with_others():
     numbers = BySite({"(root)": 1, "fc": 2})
-    with pytest.raises(
-        hl.NotRecordedError, match=r"got 'fd'.\nGive one of them, .*'fc'"
-    ):
+    with pytest.raises(hl.NotRecordedError, match=r"got 'fd'.\nGive one of them, .*'fc'"):
         numbers["fd"]
     assert numbers.get("fd", 7) == 7
     assert "fd" not in numbers

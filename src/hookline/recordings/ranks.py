@@ -32,6 +32,7 @@ from hookline.engine import (
 )
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import flat_bytes
+from hookline.recordings.copied_parts import copies_of, copy_text, warn_of_unlike_copies
 from hookline.recordings.placements import Part, guess, join_copies, join_placed, parts_of
 from hookline.recordings.rank_values import (
     COMBINED,
@@ -63,8 +64,14 @@ class Collective:
     group: Any
     timeout: float
 
-    def check_ranks_match(self, find: Callable[[], Any]) -> tuple[RankValue, list[list[Node]]]:
+    def check_ranks_match(
+        self, find: Callable[[], Any], *, compares_copies: bool = False
+    ) -> tuple[RankValue, list[list[Node]]]:
         """Return this rank's value, and each rank's nodes. A collective.
+
+        Args:
+            find: looks the value up.
+            compares_copies: whether a warning says that copies of a DTensor's part differ.
 
         Raises:
             RanksError: on every rank, if a rank has no such value or one of another structure.
@@ -79,6 +86,7 @@ class Collective:
             "sites": [str(site) for site in self.sites],
             "error": None if error is None else _said(error),
             "nodes": value.nodes,
+            "copies": copies_of(value.tensors) if compares_copies else [],
         }
         answers = gather_json(self.question, answer, ranks, self.timeout, is_of_a_step=True)
         if error is not None and not isinstance(error, HooklineError):
@@ -87,6 +95,7 @@ class Collective:
             raise RanksError(self._refusal(ranks, answers)) from error
         nodes = [rank["nodes"] for rank in answers]
         check_alike(self.question, ranks, nodes)
+        warn_of_unlike_copies(self.question, ranks, [rank["copies"] for rank in answers])
         return value, nodes
 
     def _refusal(self, ranks: list[int], answers: list[dict[str, Any]]) -> str:
@@ -130,7 +139,7 @@ def _said(error: Exception) -> str:
 
 def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
     """Gather a value of which each rank has a part. A collective."""
-    value, nodes = ask.check_ranks_match(find)
+    value, nodes = ask.check_ranks_match(find, compares_copies=True)
     check_same(ask.question, ranks_of(ask.group, ask.question), nodes, "number")
     _check_dim(ask, columns(nodes, "plain", "array"), dim)
     wholes = []
@@ -181,6 +190,9 @@ def joined(
         column for column, whole in zip(columns(nodes), of_dtensors, strict=True) if whole is None
     ]
     _check_dim(Collective(question, (), None, 0.0), plain, dim)
+    for parts in filter(None, of_dtensors):
+        texts = [copy_text(layout, tensor) for layout, tensor in parts]
+        warn_of_unlike_copies(question, ranks, [[text] for text in texts])
     return apart[0].rebuilt(
         torch.cat(column, dim or 0) if part is None else join_placed(part, dim, question)
         for column, part in zip(of_tensors, of_dtensors, strict=True)

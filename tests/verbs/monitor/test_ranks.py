@@ -447,3 +447,19 @@ def test_slots_that_are_not_as_many_on_all_ranks_are_told(rank, folder):
 
 def impatient(gather_json):
     return lambda question, said, ranks: gather_json(question, said, ranks, 0.2)
+
+
+@on_ranks
+def test_parts_of_features_are_not_merged_as_rows(rank, folder):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    alone = hl.stats.covariance()
+    expected = alone.result(alone.update(alone.start(x), normed()[:4](x)))
+    for is_local in (True, False):
+        plan = {"1": ColwiseParallel(use_local_output=is_local), "3": RowwiseParallel()}
+        model = parallelize_module(normed(), mesh(), plan)
+        with pytest.warns(hl.HooklineWarning, match="1 has no covariance over all ranks"):
+            with hl.monitor(model, ["1", "3"], ports="output", stats=alone) as seen:
+                model(x)
+        assert seen["1"].results == [None]
+        assert seen.rank(rank)["1"].results[0].matrix.shape == (3, 3)
+        torch.testing.assert_close(seen["3"].results[0].matrix, expected.matrix)

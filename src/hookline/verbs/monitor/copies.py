@@ -51,6 +51,11 @@ class Copies:
                 pairs.add(pair)
         return is_new
 
+    def are_of_one_group(self, ranks: Iterable[int]) -> bool:
+        """Tell whether two of these ranks, or more, run one part of the batch together."""
+        counted = set(ranks)
+        return any(len(counted.intersection(group)) > 1 for group in self._groups)
+
     def counting(self, sites: Iterable[str], ranks: Iterable[int]) -> list[int]:
         """Return the ranks that count: of those that hold copies, the first.
 

@@ -25,6 +25,7 @@ from hookline.engine import (
     split_ranks,
 )
 from hookline.errors import RanksError, warn
+from hookline.statistics.covariance import CovarianceStatistic
 from hookline.verbs.monitor.copies import Copies
 from hookline.verbs.monitor.gate import Gate
 from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, Slots, packed
@@ -43,13 +44,15 @@ class _Site(NamedTuple):
     counts: str
     over: list[int]
     value: str  # the site of the value that a gradient is of; else the site itself
+    splits_features: bool  # whether ranks have parts of the last dimension of a DTensor
 
     @classmethod
     def of(cls, site: SiteSlots) -> _Site:
         """Return what this rank says of a site."""
         port = _VALUES.get(site.site.port, site.site.port)
         value = str(replace(site.site, port=port))
-        return cls(site.name, list(site.widths), site.counts, site.over, value)
+        widths = list(site.widths)
+        return cls(site.name, widths, site.counts, site.over, value, site.splits_features)
 
 
 @final
@@ -206,7 +209,30 @@ class GatheredRanks:
             widths = holders[min(holders)].widths
             ranks = self._counted(name, holders, n_ranks)
             entries += [Entry(name, number, width, ranks) for number, width in enumerate(widths)]
+            if n_ranks > 1 and self._may_split_features(name, ranks):
+                entries = [self._unless_of_features(entry, name) for entry in entries]
         return Layout(self._statistics, tuple(entries))
+
+    def _may_split_features(self, name: str, ranks: tuple[int, ...] | None) -> bool:
+        """Tell whether the ranks that count may have parts of the features of a value.
+
+        Those of a plain tensor in tensor parallelism may be parts of its rows, too.
+        """
+        holders = self._by_name[name]
+        if any(site.splits_features for site in holders.values()):
+            return True
+        is_plain = {site.counts for site in holders.values()} == {ALL}
+        return is_plain and self._copies.are_of_one_group(holders if ranks is None else ranks)
+
+    def _unless_of_features(self, entry: Entry, name: str) -> Entry:
+        """Return an entry for which no rank counts, if it is of features and of this site."""
+        statistic = self._statistics[entry.statistic]
+        if entry.site != name or not isinstance(statistic, CovarianceStatistic):
+            return entry
+        self._slots.complain(
+            name, "has no covariance over all ranks, which may have parts of its features"
+        )
+        return replace(entry, ranks=())
 
     def _counted(
         self, name: str, holders: dict[int, _Site], n_ranks: int

@@ -61,6 +61,7 @@ class SiteSlots:
         aside: the slots and the turn of values that are kept apart.
         widths: the number of slots of each statistic; empty before the first value ever.
         over: the ranks over which a parameter is spread; empty for a copy, and for other values.
+        splits_features: whether ranks have parts of the last dimension of a DTensor.
     """
 
     __slots__ = (
@@ -76,6 +77,7 @@ class SiteSlots:
         "over",
         "site",
         "slots",
+        "splits_features",
         "turn",
         "widths",
     )
@@ -92,6 +94,7 @@ class SiteSlots:
         self.widths: tuple[int, ...] = ()
         self.counts: str = counts
         self.over: list[int] = []
+        self.splits_features: bool = False
         self.is_off: bool = False
         self._device: torch.device | None = None
         self._dtype: torch.dtype | None = None
@@ -134,6 +137,7 @@ class SiteSlots:
     def spread(self, value: Tensor) -> None:
         """Note which ranks count for a DTensor, and that a parameter is spread over its mesh."""
         self.counts = counts_of(value) or self.counts
+        self.splits_features |= is_dtensor(value) and _splits_features(value)
         if self.is_parameter and is_dtensor(value):
             self.over = value.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
 
@@ -534,6 +538,15 @@ def by_leaf(result: Any) -> dict[Leaf, list[Tensor]]:
     for leaf, slots in tree.tensors(result):
         slots_by_leaf.setdefault(leaf[:-1], []).append(slots)
     return slots_by_leaf
+
+
+def _splits_features(tensor: Any) -> bool:
+    """Tell whether ranks have parts of the last dimension of a DTensor."""
+    pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return any(
+        n > 1 and placement.is_shard() and placement.dim in (-1, tensor.ndim - 1)
+        for n, placement in pairs
+    )
 
 
 def counts_of(tensor: Tensor) -> str | None:
