@@ -31,6 +31,7 @@ _LOSS_RISE = 2.0
 _FEW = 0.05  # of the sites: gradients of so few that jump alone break nothing
 _LEAST_SHARE = 1e-6  # the greatest gradient, by the greatest of its kind
 _LEAST_SIBLINGS = 3  # of a weight that is compared with the others at its place
+_MOST_NAMED = 3
 _MOST_UNITS = 4  # whose numbers are printed
 _OF_NOW = {"vanishing", "dead units"}  # kinds that tell of the last steps alone
 _SINGLE = 3  # steps after which a jump is over
@@ -169,7 +170,16 @@ def findings_of_steps(
     notes = []
     if "norm" not in training.table.names:
         notes = ["Jumps were not judged: measure norms, with stats=hl.stats.moments()."]
+    elif empty := _empty(training):
+        notes = [f"Not judged, because they hold no numbers: {listed(empty, _MOST_NAMED)}."]
     return Findings(in_order(findings), facts, notes)
+
+
+def _empty(training: _Training) -> list[str]:
+    """Return the sites whose values never held a number."""
+    norms, bad = training.table.values("norm"), training.table.bad()
+    is_empty = np.asarray(np.isnan(norms).all(axis=(0, 1)) & ~bad.any(axis=0))
+    return [site for site, is_so in zip(training.sites, is_empty, strict=True) if is_so]
 
 
 def _non_finite(training: _Training) -> list[Finding]:

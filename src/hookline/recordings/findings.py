@@ -27,6 +27,7 @@ class _Reader:
         self.n_values = 0
         self.overwritten: dict[str, str] = {}
         self.unread: list[str] = []
+        self.empty: list[str] = []
 
     def readings(self, record: PassRecord) -> Iterator[Reading]:
         """Yield a reading of each tensor; one value at a time is in memory."""
@@ -40,7 +41,10 @@ class _Reader:
     def _of_value(self, recorded: RecordedValue) -> Iterator[Reading]:
         value = recorded.read()
         site, key = recorded.site, as_written(recorded.key)
-        for leaf, tensor in measured_tensors(value):
+        tensors = measured_tensors(value)
+        if not any(tensor.numel() for _, tensor in tensors):
+            self.empty.append(key)
+        for leaf, tensor in tensors:
             label = with_leaf(key, leaf)
             if tensor.is_meta or not is_readable(tensor):
                 self.unread.append(label)
@@ -112,9 +116,11 @@ def _overwritten(sites: Mapping[str, str]) -> list[Finding]:
 def _notes(reader: _Reader) -> list[str]:
     if not reader.n_values:
         return ["The model has not run, so nothing was judged. print(run.report()) says more."]
-    if not reader.unread:
-        return []
-    text = (
-        f"Not judged, because torch cannot read the numbers: {listed(reader.unread, _MOST_NAMED)}."
-    )
-    return [text]
+    notes = []
+    if reader.empty:
+        names = listed([*dict.fromkeys(reader.empty)], _MOST_NAMED)
+        notes.append(f"Not judged, because they hold no numbers: {names}.")
+    if reader.unread:
+        names = listed(reader.unread, _MOST_NAMED)
+        notes.append(f"Not judged, because torch cannot read the numbers: {names}.")
+    return notes

@@ -49,7 +49,9 @@ def findings_of_store(
         *_skipped(skipped, n_items),
     ]
     facts = f"{plural(len(statistics), 'site')}, {plural(n_items, 'item')}"
-    return Findings(in_order(rows), facts)
+    empty = listed([site for site in statistics if site not in measured], _MOST_NAMED)
+    notes = [f"Not judged, because they hold no numbers: {empty}."] if empty else []
+    return Findings(in_order(rows), facts, notes)
 
 
 def _non_finite(
