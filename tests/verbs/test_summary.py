@@ -247,6 +247,28 @@ def test_fused_attention_is_counted():
     assert hl.summary(Attention(), q.to("meta")).flops == expected
 
 
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        heads = self.proj(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0]
+
+
+def test_a_pattern_that_a_line_reads_is_not_the_models():
+    model, x = Attends().eval(), torch.ones(2, 5, 8)
+    plain = hl.summary(model, x).flops
+    for names in ("@pattern", ["@scores", "@pattern"], "@q"):
+        with hl.record(model, names):
+            assert hl.summary(model, x).flops == plain
+    with hl.monitor(model, "@pattern", ports="output"):
+        assert hl.summary(model, x).flops == plain
+    with hl.edit(model, "@pattern", hl.edits.scale(0)):  # the model's own product then
+        assert hl.summary(model, x).flops == plain
+
+
 def test_arithmetic_of_hooks_that_read_is_not_the_models():
     model, x = nn.Sequential(nn.Linear(3, 4)), torch.ones(2, 3)
     reader = nn.Linear(4, 8)

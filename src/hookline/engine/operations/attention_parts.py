@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NoReturn, Protocol, final
 
 import torch
@@ -479,6 +479,14 @@ def _by_pattern(of: Attention, given: KernelArguments, is_packed: bool) -> Tenso
     if given.dropout_p:
         weights = F.dropout(weights, given.dropout_p)
     return weights @ by_query_head(given.value, query.shape[-3])
+
+
+def is_beside(frame: FrameType) -> bool:
+    """Tell whether a frame computes a pattern for hooks that only read: not for the model."""
+    if frame.f_code is not _by_pattern.__code__:
+        return False
+    of: Attention = frame.f_locals["of"]
+    return not of.needs_graph() and not any(part.may_change for part in of.parts.values())
 
 
 def _options(kwargs: Any) -> Any:

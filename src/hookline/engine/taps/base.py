@@ -26,6 +26,7 @@ from hookline.engine.compile.graph_callback import (
 )
 from hookline.engine.compile.guards import unmark_copy
 from hookline.engine.compile.runs import CompiledRun
+from hookline.engine.operations.attention_parts import is_beside
 from hookline.engine.operations.mode import drop_left
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
@@ -317,7 +318,7 @@ class Tap(HookOwner):
 
 
 def is_reading(frame: FrameType | None) -> bool:
-    """Tell whether a tap that only reads values is running.
+    """Tell whether a tap that only reads values is running, or what is computed for it alone.
 
     Args:
         frame: the frame of the running code, from which the stack is walked.
@@ -327,6 +328,8 @@ def is_reading(frame: FrameType | None) -> bool:
             tap = frame.f_locals.get("self")
             if isinstance(tap, Tap) and tap.rank not in (Order.EDIT, Order.HOOK):
                 return True
+        if is_beside(frame):
+            return True
         frame = frame.f_back
     return False
 

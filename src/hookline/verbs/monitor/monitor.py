@@ -82,7 +82,11 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     @property
     def step(self) -> int:
-        """The number of the step that runs. Set it after a resume: `line.step = 1000`."""
+        """The number of the step that runs. Set it after a resume: `line.step = 1000`.
+
+        Without an optimizer, each pass is a step. That none will step is known at the end of the
+        block, so the number may stay the first one until then.
+        """
         return self._steps.number
 
     @step.setter
