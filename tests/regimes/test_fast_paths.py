@@ -220,6 +220,32 @@ def test_operations_of_padded_inputs_are_those_unfused(x, padding, selector):
     assert [site.verdict for site in fires.sites] == ["fires"]
 
 
+class Around(nn.Module):
+    """A model whose forward calls a function of torch itself, beside an encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = encoder()
+
+    def forward(self, x, padding):
+        return self.encoder(x, src_key_padding_mask=padding).relu()
+
+
+@pytest.mark.trap(34)
+def test_an_operation_outside_an_encoder_says_what_it_turns_off(x, padding):
+    model = Around().eval()
+    with torch.no_grad(), nested_tensors():
+        plain = model(x, padding)
+        said = r"fast path of encoder, encoder\.layers\.0, encoder\.layers\.1 .* at padding"
+        with pytest.warns(hl.HooklineWarning, match=said), hl.record(model, "@relu") as run:
+            hooked = model(x, padding)
+        assert torch.equal(run["@relu"], hooked)
+        assert torch.allclose(hooked[~padding], plain[~padding], atol=1e-5)
+        model.encoder.layers[0].norm1.register_forward_hook(lambda *values: None)
+        with hl.record(model.encoder, ""):  # none is lost where no operation has a hook
+            model(x, padding)
+
+
 @pytest.mark.trap(34)
 def test_an_encoder_keeps_its_fast_path_after_a_failed_run(x, padding, fused_calls):
     model = encoder()

@@ -8,7 +8,6 @@ from typing import Any, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode
 
 from hookline.engine.functions import Function, functions
 from hookline.engine.operations.attention_parts import (
@@ -23,6 +22,7 @@ from hookline.engine.operations.operation import Operation
 from hookline.engine.operations.own_calls import OwnCalls
 from hookline.engine.torch_private.dynamo import TracingAttachError, while_tracing
 from hookline.engine.torch_private.graph.function_modes import (
+    OwnMode,
     calling_module,
     drop_modes,
     method_name,
@@ -33,7 +33,7 @@ from hookline.util.weak_map import WeakIdentityMap
 
 
 @final
-class OperationMode(TorchFunctionMode):
+class OperationMode(OwnMode):
     """The function mode that hands a module's own calls of functions to their operations.
 
     Args:
@@ -168,12 +168,8 @@ class OperationMode(TorchFunctionMode):
 
 
 @final
-class PaddedMode(TorchFunctionMode):
+class PaddedMode(OwnMode):
     """A function mode that changes no call. While one is on, torch's encoder nests no tensors."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
-        return func(*args, **({} if kwargs is None else kwargs))
 
 
 _modes: WeakIdentityMap[OperationMode] = WeakIdentityMap()

@@ -98,6 +98,12 @@ class PaddedTap(Tap):
             pop_mode(self.mode)
 
 
+_TAPS: dict[type[nn.Module], type[FusedTap | PaddedTap]] = {
+    nn.TransformerEncoderLayer: FusedTap,
+    nn.TransformerEncoder: PaddedTap,
+}
+
+
 def is_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether torch runs a layer as one operation, if no module in it has a hook."""
     return runs_fused(layer, args, kwargs) and not has_own_forward(layer)
@@ -131,20 +137,24 @@ class FastPaths:
             kinds = self._tree.kinds
             self._may_fuse = any(issubclass(kind, nn.TransformerEncoderLayer) for kind in kinds)
         for node in nodes if self._may_fuse else ():
+            self._watch(next(_above(node, nn.TransformerEncoderLayer), None))
             if isinstance(node, OperationNode):
                 self.keep_padded(node.host)
-            layer = next(_above(node, nn.TransformerEncoderLayer), None)
-            if layer is not None and id(layer) not in self.taps:
-                self._add(FusedTap(layer, self._passes), layer)
+                # Where operations have hooks, whatever the module calls runs under a mode.
+                for module in node.host.module.modules():
+                    self._watch(self._tree.modules_by_id.get(id(module)))
 
     def keep_padded(self, node: ModuleNode) -> None:
         """Have the encoders around a module nest no tensors, on which operations take no hooks."""
         for encoder in _above(node, nn.TransformerEncoder):
-            if id(encoder) not in self.taps:
-                self._add(PaddedTap(encoder, self._passes), encoder)
+            self._watch(encoder)
 
-    def _add(self, tap: FusedTap | PaddedTap, node: ModuleNode) -> None:
-        self.taps[id(node)] = tap
+    def _watch(self, node: ModuleNode | None) -> None:
+        """Place a tap on a layer or an encoder, unless it has one."""
+        kind = next((kind for kind in _TAPS if node and isinstance(node.module, kind)), None)
+        if node is None or kind is None or id(node) in self.taps:
+            return
+        self.taps[id(node)] = tap = _TAPS[kind](node, self._passes)
         self._place([(tap, node)])
 
     def warning(self, name: str) -> str | None:

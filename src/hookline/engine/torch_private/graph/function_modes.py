@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, MethodDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 
 from hookline.engine.torch_private.dynamo import OLD_DYNAMO
 
@@ -25,6 +26,24 @@ n_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
 _push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 _pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+_not_overridden: Any = torch._C._disabled_torch_function_impl  # of parameters, for example
+
+
+class OwnMode(TorchFunctionMode):
+    """A function mode of hookline: it hands on each call as it is, unless a subclass says else."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        return func(*args, **({} if kwargs is None else kwargs))
+
+
+def is_overridden(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether a class of tensors, or a mode of other code, takes part in calls of torch."""
+    modes = [_mode_at(place) for place in range(n_modes())]
+    kinds = {type(tensor) for tensor in tensors} - {Tensor}
+    return not all(isinstance(mode, OwnMode) for mode in modes) or any(
+        kind.__torch_function__ is not _not_overridden for kind in kinds
+    )
 
 
 def pop_mode(mode: object) -> None:

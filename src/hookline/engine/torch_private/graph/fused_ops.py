@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookline.engine.torch_private.graph.function_modes import is_overridden
+
 # The CPU's fused attention, for which torch's FLOP counter has no formula.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -31,7 +33,7 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         torch.backends.mha.get_fastpath_enabled()
         and not torch.is_autocast_enabled()
         and not needs_graph
-        and not torch.overrides.has_torch_function(tensors)
+        and not is_overridden(tensors)
         and _can_be_fused(layer)
     )
 
@@ -60,7 +62,7 @@ def runs_nested(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         and not layer.training
         and src.dim() == 3
         and arguments.get("mask") is None
-        and not torch.overrides.has_torch_function([src, *layer.parameters()])
+        and not is_overridden([src, *layer.parameters()])
         and (not getattr(encoder, "mask_check", True) or _is_at_the_end(padding))
     )
 
