@@ -196,6 +196,21 @@ def test_memory_that_was_never_written_is_no_alarm():
     no_alarm(Applied(scratch, after=lambda memory: memory[:3]), X)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_new_memory_that_differs_in_the_repeated_run_is_no_alarm(steps):
+    def scratch(x):
+        memory = torch.empty(6, 4)
+        if not torch._C._len_torch_dispatch_stack():  # in the first run; another's is as it comes
+            memory.detach().numpy()[:] = math.nan
+        memory[:3] = x
+        return memory
+
+    model = Applied(scratch, after=lambda memory: memory[:3])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        no_alarm(model, X, steps=steps)
+
+
 @pytest.fixture
 def nan_in_new_memory():
     """torch fills new memory with NaN, as it may be at any time."""

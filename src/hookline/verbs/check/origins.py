@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, final
@@ -115,7 +116,7 @@ class _Followed:
     __slots__ = ("_meant", "is_empty")
 
     def __init__(self, function: Any, arguments: Any, marks: list[_Mark]) -> None:
-        name = str(function).partition(".")[2].partition(".")[0]
+        name = _name(function)
         is_moving = function.is_view or any(part in name for part in _MOVING)
         followed = [mark for mark in marks if is_moving or not mark.is_empty]
         self.is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in followed)
@@ -212,6 +213,8 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # What is written to is read and copied before.
         before = {id(tensor): (self._read(tensor), tensor.clone()) for tensor in written}
         output = function(*args, **kwargs)
+        if _name(function).startswith(_EMPTY[:2]):
+            _fill_with_nan(output)
         outputs = {id(tensor): tensor for tensor in (*_tensors_in(output), *written)}
         bad = [(tensor, kinds) for tensor in outputs.values() if (kinds := _kinds(tensor))]
         if bad:
@@ -313,6 +316,19 @@ def measured(name: str, tensor: Tensor) -> Measured:
     dtype = str(tensor.dtype).removeprefix("torch.")
     numbers = moments(tensor) if is_measurable(tensor) else None
     return Measured(name, tuple(tensor.shape), dtype, numbers)
+
+
+def _name(function: Any) -> str:
+    """Return the name of an operation without its namespace and overload, such as "add"."""
+    return str(function).partition(".")[2].partition(".")[0]
+
+
+def _fill_with_nan(new: Any) -> None:
+    """Fill memory that was never written: what is there differs from run to run."""
+    for tensor in _tensors_in(new):
+        if is_measurable(tensor):
+            with suppress(RuntimeError, NotImplementedError):  # a layout or a dtype without NaN
+                tensor.fill_(math.nan)
 
 
 def _kinds(tensor: Tensor) -> NonFinite:

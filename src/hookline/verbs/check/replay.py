@@ -282,10 +282,16 @@ class Replay:
                 call.kinds = all_kinds([mark.kinds for mark in marks])
                 call.origin = next((mark.origin for mark in marks if mark.origin), None)
             if not self._is_backward:
-                with without_modes():
-                    self.likeness.compare(node.path, output, self._origins.count)
+                self._compare(node.path, output, is_new=any(mark.is_empty for mark in marks))
 
         registrations.place([(AroundCall(begin, end, (Order.HOOK, Order.RECORD)), node)])
+
+    def _compare(self, path: str, output: Any, *, is_new: bool) -> None:
+        if is_new:
+            self.likeness.skip(path)
+            return
+        with without_modes():
+            self.likeness.compare(path, output, self._origins.count)
 
     def _name_tensors(self, args: Any, kwargs: Any) -> None:
         for kind, path, tensor in named_tensors(self._nodes):
