@@ -384,3 +384,44 @@ def test_positions_from_the_start_work_with_drafted_tokens():
     with hl.edit(model, "model.layers.0", hl.edits.scale(0.5), at=slice(ids.shape[1], None)):
         expected = model.generate(ids, **options)
         assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), expected)
+
+
+@pytest.mark.parametrize("steps", [0, 1, slice(1, None)], ids=str)
+@pytest.mark.parametrize("chunk", [2, 3, 7], ids=str)
+def test_the_chunks_of_a_prompt_are_one_step(steps, chunk):
+    model, site = tiny("llama"), "model.layers.0"
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+    with hl.edit(model, site, STEER, steps=steps):
+        expected = [model.generate(IDS, **options) for _ in range(2)]
+    with hl.edit(model, site, STEER, steps=steps):
+        got = [model.generate(IDS, prefill_chunk_size=chunk, **options) for _ in range(2)]
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_prompt_in_chunks_goes_on_from_a_full_cache():
+    model, site = tiny("llama"), "model.layers.0"
+    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
+    with hl.edit(model, site, hl.edits.replace(0), steps=[2, 3]), hl.record(model, site) as run:
+        first = model.generate(IDS[:1], prefill_chunk_size=4, **options)
+        ids = torch.cat([first.sequences, IDS[:1]], 1)
+        model.generate(ids, past_key_values=first.past_key_values, prefill_chunk_size=4, **options)
+    # Steps 0 and 1 are those of the first generate, the second prompt of two chunks is step 2.
+    shapes = [(record[site].shape[1], bool(record[site].any())) for record in run.passes]
+    assert shapes == [(4, True), (3, True), (1, True), (4, False), (4, False), (1, False)]
+
+
+@pytest.mark.parametrize("at", [-1, slice(-2, None)], ids=str)
+def test_a_prompt_in_chunks_does_not_tell_its_end(at):
+    model, site = tiny("llama"), "model.layers.0"
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+    with (
+        hl.edit(model, site, STEER, at=at),
+        pytest.raises(hl.AttachError, match=r"prompt in chunks(.|\n)*steps=slice\(1, None\)"),
+    ):
+        model.generate(IDS, prefill_chunk_size=3, **options)
+    with hl.edit(model, site, STEER, at=at, steps=slice(1, None)):
+        expected = model.generate(IDS, **options)
+        assert torch.equal(model.generate(IDS, prefill_chunk_size=3, **options), expected)
+    with hl.edit(model, site, STEER, at=at):
+        expected = model.generate(IDS, **options)
+        assert torch.equal(model.generate(IDS, prefill_chunk_size=7, **options), expected)

@@ -102,8 +102,8 @@ def edit(
             counted. -1 is the last token of each row so far. For other models, a position is an
             index. A warning at the end names the positions that never occurred.
         steps: the steps of `generate` to change, in the same forms, from 0 for the prompt. Each run
-            of the model is a step. The count begins again when the model is given an empty cache. A
-            failed run is not counted.
+            of the model is a step; the chunks of a prompt (`prefill_chunk_size`) are one. The count
+            begins again when the model is given an empty cache. A failed run is not counted.
         every_thread: True changes values in every thread and async task. False changes them in the
             calling thread or task, and in code that runs in a copy of its context.
 

@@ -28,7 +28,7 @@ from hookline.verbs.edit.tokens import (
     pass_tokens,
     with_features,
 )
-from hookline.verbs.shared.generation import is_assisted
+from hookline.verbs.shared.generation import Chunk, is_assisted, prompt_chunk
 from hookline.verbs.shared.root_call import root_call
 
 # Why compiled code cannot tell the tokens where no run of the root has begun.
@@ -119,21 +119,22 @@ class Places:
     def begin(self, current: Pass, frame: FrameType) -> None:
         """Note what the root is called with, when a pass begins."""
         root = self._root()
-        if self._refused and is_assisted(frame):
-            raise AttachError(
-                f"{self._refused} must not be given in assisted decoding, where one run takes"
-                " several drafted tokens, and some of them are dropped again."
-                "\nGive at= with positions from the start, such as at=slice(prompt_length, None);"
-                " or generate without an assistant."
-            )
+        chunk = self._chunk(frame) if self._refused else Chunk()
         call = None if root is None else root_call(frame, root)
         inputs: dict[str, Any] = {}
         if call is not None:
             bound = self._arguments.bind(call.root, call.args, call.kwargs)
             inputs = call.kwargs or {"": bound} if isinstance(bound, Tensor) else bound
-        number, step = self._counts(is_prompt=has_empty_cache(inputs))
+        number, step = self._counts(chunk, is_prompt=has_empty_cache(inputs))
         # Compiled code cannot note which steps and positions have occurred.
         is_chosen = self.steps is None or self.steps.has(step)
+        if self.at is not None and self.at.counts_from_end and is_chosen and not chunk.is_whole:
+            raise AttachError(
+                f"{self.at} must not be given for a prompt in chunks (prefill_chunk_size), where a"
+                " run does not know how long the prompt is.\nGive at= with positions from the"
+                " start, such as at=prompt_length - 1; or leave out the prompt:"
+                " steps=slice(1, None)."
+            )
         is_known = call is not None and self.at is not None and is_chosen
         place = PassPlace(number, step, pass_tokens(inputs) if is_known else None)
         self._of_pass[current] = place
@@ -142,15 +143,30 @@ class Places:
             self._choose(self.at, place)
             current.at_end.append(self._leave)
 
-    def _counts(self, *, is_prompt: bool) -> tuple[int, int]:
-        """Return the number and the step of a pass that begins."""
+    def _chunk(self, frame: FrameType) -> Chunk:
+        """Return which chunk of the prompt a run has.
+
+        Raises:
+            AttachError: the run is of assisted decoding.
+        """
+        if is_assisted(frame):
+            raise AttachError(
+                f"{self._refused} must not be given in assisted decoding, where one run takes"
+                " several drafted tokens, and some of them are dropped again."
+                "\nGive at= with positions from the start, such as at=slice(prompt_length, None);"
+                " or generate without an assistant."
+            )
+        return prompt_chunk(frame)
+
+    def _counts(self, chunk: Chunk, *, is_prompt: bool) -> tuple[int, int]:
+        """Return the number and the step of a pass that begins; chunks of a prompt are one step."""
         if self._thread.latest is None:
             return 0, 0
         before, place = self._thread.latest
         place.has_failed = bool(before.failed)
         number, step = place.number or 0, place.step or 0
         if not place.has_failed:
-            number, step = number + 1, step + 1
+            number, step = number + 1, step + chunk.is_first
         return number, 0 if is_prompt else step
 
     def _leave(self) -> None:

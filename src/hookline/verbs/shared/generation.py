@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import PurePath
 from types import FrameType
+from typing import NamedTuple, final
 
 from torch import nn
 
 _GENERATION = ("transformers", "generation", "utils.py")
 _SEARCHES = ("beam_", "_sample", "_assisted_decoding")  # in the names of its functions
+_PREFILL = ("_prefill",)
 # The frames between the search and the model's call: decorators, wrappers, and outer models.
 _MOST_FRAMES = 60
 
@@ -20,13 +22,18 @@ def may_search(model: nn.Module) -> bool:
 
 def innermost_search(frame: FrameType) -> FrameType | None:
     """Return the frame of the innermost search that a call runs in; None without a search."""
+    return _innermost(frame, _SEARCHES)
+
+
+def _innermost(frame: FrameType, names: tuple[str, ...]) -> FrameType | None:
+    """Return the innermost frame of `generate` around a call whose name holds one of those."""
     above = frame.f_back
     for _ in range(_MOST_FRAMES):
         if above is None:
             return None
         code = above.f_code
-        is_search = any(name in code.co_name for name in _SEARCHES)
-        if is_search and PurePath(code.co_filename).parts[-3:] == _GENERATION:
+        is_wanted = any(name in code.co_name for name in names)
+        if is_wanted and PurePath(code.co_filename).parts[-3:] == _GENERATION:
             return above
         above = above.f_back
     return None
@@ -39,6 +46,29 @@ def n_beams(frame: FrameType) -> int:
         return 1
     n = search.f_locals.get("num_beams", 1)
     return n if isinstance(n, int) else 1
+
+
+@final
+class Chunk(NamedTuple):
+    """The place of a run in a prompt that `generate` gives to the model in chunks.
+
+    Args:
+        is_first: whether the run has the first chunk.
+        is_whole: whether the run has the whole prompt.
+    """
+
+    is_first: bool = True
+    is_whole: bool = True
+
+
+def prompt_chunk(frame: FrameType) -> Chunk:
+    """Return which chunk of a prompt a call has: the whole one without `prefill_chunk_size`."""
+    prefill = _innermost(frame, _PREFILL)
+    names = {} if prefill is None else prefill.f_locals
+    chunks = names.get("input_chunks")
+    if not chunks:
+        return Chunk()
+    return Chunk(names.get("input_chunk") is chunks[0], len(chunks) == 1)
 
 
 def is_assisted(frame: FrameType) -> bool:
