@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import config
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo import compiled_autograd, config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 import hookline as hl
@@ -206,3 +206,35 @@ def test_hooks_in_a_branch_of_cond_are_named_with_the_remedy(compiles):
         result = run(x)
     torch.testing.assert_close(result, model.head(model.high(x)))
     assert torch.equal(seen["head"], result)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_a_gradient_lost_to_compiled_autograd_is_told():
+    model = linears(2)
+    with pytest.warns(hl.HooklineWarning, match="compiled_autograd = False"):
+        with hl.record(model, "0:grad_output") as run:
+            loss = torch.compile(model, backend="aot_eager")(X).sum()
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                loss.backward()
+    with pytest.raises(hl.NotRecordedError, match="compiled autograd"):
+        run["0:grad_output"]
+    with pytest.warns(hl.HooklineWarning, match="no gradient flowed") as warned:
+        with hl.record(model, "0:grad_output"):
+            model(X)
+    assert "compiled autograd" not in str(warned[0].message)  # it is not compiled
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_an_error_under_compiled_autograd_has_a_note():
+    def failing(graph, inputs):
+        raise TypeError("no such node")
+
+    model = linears(2)
+    with pytest.raises(TorchDynamoException) as raised:
+        with hl.edit(model, "0:grad_output", hl.edits.scale(0.0)):
+            loss = torch.compile(model, backend="aot_eager")(X).sum()
+            with compiled_autograd._enable(torch.compile(backend=failing)):
+                loss.backward()
+    (note,) = raised.value.__notes__
+    assert note.startswith("hookline: the gradient of 0:grad_output leaves compiled code")
+    assert "compiled_autograd = False" in note

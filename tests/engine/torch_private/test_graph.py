@@ -8,10 +8,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from hookline.engine.torch_private.graph.compiled_autograd import has_compiled_backward
 from hookline.engine.torch_private.graph.formulas import formulas, has_unknown_flops
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward,
@@ -238,3 +241,11 @@ def test_every_product_of_torch_has_a_formula_or_is_named():
         assert not has_unknown_flops(getattr(torch.ops.aten, name)), name
     assert has_unknown_flops(torch.ops.quantized.linear)
     assert not has_unknown_flops(torch.ops.prims.add)
+
+
+def test_a_backward_that_was_compiled_is_counted():
+    counters.clear()
+    assert not has_compiled_backward()
+    with compiled_autograd._enable(lambda graph: graph):
+        torch.ones(2, requires_grad=True).sum().backward()
+    assert has_compiled_backward()

@@ -6,6 +6,7 @@ from outside gets a hook outside, after the graph has run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,19 @@ from hookline.engine.autograd.gradient_operator import (
 )
 from hookline.engine.compile.graph_callback import NO_PASS, GraphCapture, GraphGradient
 from hookline.engine.compile.runs import CompiledRun, run_of
-from hookline.engine.gradients.tap import Early, GradientTap, PendingGradient, pass_of_gradients
+from hookline.engine.gradients.tap import (
+    NO_BACKWARD,
+    Early,
+    GradientCallback,
+    GradientTap,
+    PendingGradient,
+    pass_of_gradients,
+)
 from hookline.engine.passes.modes import hides_gradients, mapped_gradient, runs_in_transform
-from hookline.engine.passes.passes import Pass
+from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import tree
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import Order
 from hookline.engine.torch_private.autograd import is_written_by_compiled
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError,
@@ -34,6 +44,7 @@ from hookline.engine.torch_private.dynamo import (
     next_hook,
     while_tracing,
 )
+from hookline.engine.torch_private.graph.compiled_autograd import has_compiled_backward
 from hookline.engine.torch_private.graph.stand_ins import note_stand_ins, take_stand_ins
 from hookline.errors import AttachError
 
@@ -54,9 +65,17 @@ TensorSlots = tuple[int | None, ...]
 
 
 class GraphGradientTap(GradientTap):
-    """A gradient tap that also works in compiled code."""
+    """A gradient tap that also works in compiled code.
 
-    __slots__ = ()
+    Attributes:
+        is_in_graph: whether compiled code has run the tap.
+    """
+
+    __slots__ = ("is_in_graph",)
+
+    def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
+        super().__init__(site, passes, on, rank)
+        self.is_in_graph: bool = False
 
     def _as_traced(self) -> GraphCapture:
         return GraphGradient(self.site.call, number_of(self), self.passes.switch)
@@ -131,6 +150,7 @@ class GraphGradientTap(GradientTap):
             self.note_view(current, view)
         n_before = run.n_before[self] = current.calls.get(self, 0)
         current.calls[self] = n_before + len(caught)
+        self.is_in_graph |= bool(caught)
         self.ran: int = max(self.ran, n_before + len(caught))
         for call, value in enumerate(caught):
             if value is not None:
@@ -234,7 +254,30 @@ class GraphGradientTap(GradientTap):
         else:
             self._arrives(pending)
 
+    def why_silent(self) -> str | None:
+        """Say why no gradient arrived."""
+        reason = super().why_silent()
+        if reason == NO_BACKWARD and self.is_in_graph and has_compiled_backward():
+            return f"{reason}; or {_COMPILED_AGAIN}"
+        return reason
 
+
+def note_compiled_backward(taps: Iterable[Any], error: Exception) -> None:
+    """Add a note to an error of torch's compilers that compiled autograd may be the cause of."""
+    is_of_torch = type(error).__module__.startswith("torch.")
+    if is_of_torch and has_compiled_backward():
+        sites = [tap.site for tap in taps if isinstance(tap, GraphGradientTap) and tap.is_in_graph]
+        if sites:
+            error.add_note(
+                f"hookline: the gradient of {sites[0]} leaves compiled code, and {_COMPILED_AGAIN}."
+            )
+
+
+_COMPILED_AGAIN = (
+    "compiled autograd compiles the backward of compiled code again, and may drop or refuse"
+    " hookline's part in it; call backward() without compiled autograd"
+    " (torch._dynamo.config.compiled_autograd = False), or do not compile the model"
+)
 _WRITTEN_BY_GRAPH = (
     "compiled code got it from outside and writes to it in place, so the gradient of its earlier"
     " value cannot be told; make that operation not in place, or .clone() before"

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from hookline.display.text import type_and_line
 from hookline.engine.compile.graph_callback import Callback, InBlocks, SplitCallback
 from hookline.engine.distributed.rendezvous import note_failure
+from hookline.engine.gradients.in_graph import note_compiled_backward
 from hookline.engine.gradients.port_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import GradientCallback
 from hookline.engine.line.attachment import Attachment, surely
@@ -324,6 +325,7 @@ class Line:
         surely(self._end)
         if isinstance(error, Exception) and not isinstance(error, RanksError):  # of another rank
             note_failure(type_and_line(error))
+            note_compiled_backward(self.taps, error)
         elif error is None and was_on:
             self._warn()
 
