@@ -385,6 +385,16 @@ def test_a_root_never_called_is_said_to_gather_its_batches(line):
     assert len(run.passes) == 3
 
 
+def test_only_modules_that_were_called_are_named():
+    model = nn.ModuleDict({"base": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ReLU()})})
+    with pytest.warns(hl.HooklineWarning) as caught, hl.record(model, ["base.a", "base.b"]):
+        for _ in range(2):
+            model["base"]["b"](model["base"]["a"](torch.ones(1, 2)))
+    text = str(caught[0].message)
+    assert "only modules inside it ('base.a', 'base.b')" in text
+    assert text.endswith("\nGive the module that is called, or call the model.")
+
+
 def test_a_root_whose_parts_run_once_is_not_warned_of():
     model = Stepped()
     with hl.record(model) as run, hl.edit(model, "decoder", lambda t: t + 0):

@@ -210,3 +210,10 @@ def test_a_head_counts_passes_threads_and_what_was_run_alone(looped):
         "  site           type    fired",
         "  block:forward  Linear      3",
     ]
+
+
+def test_a_graph_module_whose_modules_an_interpreter_calls():
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    with pytest.warns(hl.HooklineWarning, match="the model itself was not called.*Interpreter"):
+        with hl.record(model, ["(root)", "0"]):
+            torch.fx.Interpreter(model).run(torch.ones(1, 2))

@@ -56,7 +56,7 @@ RAISED = Why("the forward raised before this had finished")
 UNKNOWN = Why("the event that it waits for did not happen")
 _NOT_ITSELF = Why(
     "the model itself was not called, only modules inside it (by hand, by generate() of an inner"
-    " model, by a copy that torch.fx traced)",
+    " model, by torch.fx.Interpreter, by a copy that torch.fx traced)",
     "attach to the one that is called",
 )
 
@@ -119,7 +119,9 @@ def _past_hooks(silent: Silent) -> Why | None:
     always = never_called(node)
     if always is not None:
         return always
-    if type(node.module).__call__ is not nn.Module.__call__:
+    call = type(node.module).__call__
+    # torch's own end in that of nn.Module, as of a GraphModule.
+    if call is not nn.Module.__call__ and not str(call.__module__).startswith("torch."):
         return own_call(node, ", and hooks are called by nn.Module's")
     if node.parent is not None and "ao.nn" in type(node.parent.module).__module__:
         return Why("a quantised module holds its weights there, and does not call it",
@@ -174,13 +176,20 @@ def gathered(name: str, model_type: str, paths: list[str]) -> str | None:
         model_type: the class of the model.
         paths: the modules that were called more than once.
     """
-    tops = dict.fromkeys(path.partition(".")[0] for path in paths)
-    if not tops:
+    called = set(paths)
+    outermost = [path for path in dict.fromkeys(paths) if called.isdisjoint(_above(path))]
+    if not outermost:
         return None
-    names = listed([repr(top) for top in tops], 3)
-    first = escape_invisible(next(iter(tops)))
+    names = listed([repr(path) for path in outermost], 3)
+    first = escape_invisible(outermost[0])
+    # What has called a module further inside is not known.
+    such_as = "" if "." in first else f" such as model.get_submodule({first!r}),"
     return (
         f"hl.{name}: {model_type} itself was not called, only modules inside it ({names}), so all"
-        " their runs are one pass.\nGive the module that is called, such as"
-        f" model.get_submodule({first!r}), or call the model."
+        f" their runs are one pass.\nGive the module that is called,{such_as} or call the model."
     )
+
+
+def _above(path: str) -> list[str]:
+    """Return the paths of the modules that a module is inside of."""
+    return [path[:end] for end, letter in enumerate(path) if letter == "."]
