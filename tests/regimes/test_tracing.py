@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.jit.frontend import NotSupportedError
 
 import hookline as hl
 
@@ -227,3 +228,19 @@ def test_a_run_on_the_meta_device_is_recorded_as_shapes(model, tmp_path):
         pytest.raises(NotImplementedError, match="no data"),
     ):
         model(x)
+
+
+@pytest.mark.parametrize("attach", [
+    lambda model: hl.record(model, "inner"),
+    lambda model: hl.record(model, "inner:grad_output"),
+    lambda model: hl.edit(model, "inner", hl.edits.scale(2.0)),
+])  # fmt: skip
+def test_torch_jit_script_of_a_hooked_model_fails_with_a_note(model, attach):
+    with pytest.raises((RuntimeError, NotSupportedError)) as raised, attach(model):
+        torch.jit.script(model)
+    (note,) = raised.value.__notes__
+    assert note.startswith("hookline: torch.jit.script compiles the hooks on a model, too, and hl.")
+    assert torch.equal(torch.jit.script(model)(X), model(X))
+    with pytest.raises(RuntimeError) as raised, attach(model):
+        raise RuntimeError("hookline is not the cause")
+    assert not hasattr(raised.value, "__notes__")

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from hookline.display.text import type_and_line
 from hookline.engine.compile.graph_callback import Callback, InBlocks, SplitCallback
 from hookline.engine.distributed.rendezvous import note_failure
-from hookline.engine.gradients.in_graph import note_compiled_backward
 from hookline.engine.gradients.port_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import GradientCallback
 from hookline.engine.line.attachment import Attachment, surely
@@ -29,6 +28,7 @@ from hookline.engine.line.registration import Node, Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
 from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree import describe
+from hookline.engine.report.error_notes import note_error
 from hookline.engine.report.known_faults import warn_of_known_faults
 from hookline.engine.report.replaced_parts import Originals
 from hookline.engine.report.report import Report
@@ -325,7 +325,7 @@ class Line:
         surely(self._end)
         if isinstance(error, Exception) and not isinstance(error, RanksError):  # of another rank
             note_failure(type_and_line(error))
-            note_compiled_backward(self.taps, error)
+            note_error(self.name, self.taps, error)
         elif error is None and was_on:
             self._warn()
 
