@@ -246,6 +246,34 @@ def test_an_operation_outside_an_encoder_says_what_it_turns_off(x, padding):
             model(x, padding)
 
 
+@pytest.mark.parametrize("selector", ["0.layers.0@relu", "1.layers.0.linear1@linear"])
+def test_operations_of_a_layer_that_two_encoders_share(x, padding, selector):
+    class Both(nn.Sequential):
+        def forward(self, x):
+            for part in self:
+                x = part(x, src_key_padding_mask=padding)
+            return x
+
+    model = Both(encoder(), encoder())
+    model[1].layers[0] = model[0].layers[0]
+    kept = []
+    with torch.no_grad(), nested_tensors():
+        with pytest.warns(hl.HooklineWarning, match=r"turned off.*TransformerEncoder "):
+            with hl.record(model, selector) as run:
+                model(x)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            linear = model[0].layers[0].linear1
+            with linear.register_forward_hook(lambda module, args, output: kept.append(output)):
+                model(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    shared = run.calls(selector)
+    assert len(shared) == 2
+    for got, want in zip(shared, kept, strict=True):
+        torch.testing.assert_close(got, want.relu() if "relu" in selector else want)
+
+
 @pytest.mark.trap(34)
 def test_an_encoder_keeps_its_fast_path_after_a_failed_run(x, padding, fused_calls):
     model = encoder()

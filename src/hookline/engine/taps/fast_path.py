@@ -137,7 +137,8 @@ class FastPaths:
             kinds = self._tree.kinds
             self._may_fuse = any(issubclass(kind, nn.TransformerEncoderLayer) for kind in kinds)
         for node in nodes if self._may_fuse else ():
-            self._watch(next(_above(node, nn.TransformerEncoderLayer), None))
+            for layer in self._around(node, nn.TransformerEncoderLayer):
+                self._watch(layer)
             if isinstance(node, OperationNode):
                 self.keep_padded(node.host)
                 # Where operations have hooks, whatever the module calls runs under a mode.
@@ -146,8 +147,18 @@ class FastPaths:
 
     def keep_padded(self, node: ModuleNode) -> None:
         """Have the encoders around a module nest no tensors, on which operations take no hooks."""
-        for encoder in _above(node, nn.TransformerEncoder):
+        for encoder in self._around(node, nn.TransformerEncoder):
             self._watch(encoder)
+
+    def _around(self, node: ModuleNode, kind: type[nn.Module]) -> Iterator[ModuleNode]:
+        """Yield the modules of a class that contain, or are, a module, at any of its paths."""
+        by_path = self._tree.by_path
+        for path in (node.host if isinstance(node, OperationNode) else node).paths:
+            names = path.split(".")
+            for end in range(len(names), -1, -1):
+                above = by_path.get(".".join(names[:end]))
+                if above is not None and isinstance(above.module, kind):
+                    yield above
 
     def _watch(self, node: ModuleNode | None) -> None:
         """Place a tap on a layer or an encoder, unless it has one."""
@@ -182,11 +193,3 @@ class FastPaths:
     def end(self) -> None:
         """Let go of the model."""
         self._tree = ModuleTree("", [])
-
-
-def _above(node: ModuleNode | None, kind: type[nn.Module]) -> Iterator[ModuleNode]:
-    """Yield the modules of a class that contain, or are, a module, from within."""
-    while node is not None:
-        if isinstance(node.module, kind):
-            yield node
-        node = node.parent
