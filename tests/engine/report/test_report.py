@@ -217,3 +217,23 @@ def test_a_graph_module_whose_modules_an_interpreter_calls():
     with pytest.warns(hl.HooklineWarning, match="the model itself was not called.*Interpreter"):
         with hl.record(model, ["(root)", "0"]):
             torch.fx.Interpreter(model).run(torch.ones(1, 2))
+
+
+class Mixture(nn.Module):
+    """A mixture of experts, of which the router calls those that a token was sent to."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(4))
+
+    def forward(self, x):
+        return self.experts[2](x)
+
+
+def test_an_expert_without_a_token_is_told_as_such():
+    model = Mixture()
+    with pytest.warns(hl.HooklineWarning, match="no token was routed to this expert") as caught:
+        with hl.record(model, nn.Linear) as run:
+            model(torch.ones(1, 2))
+    assert "3 of 4 sites never fired: experts.0.0: no token was routed" in str(caught[0].message)
+    assert "no token was routed" in str(run.report())

@@ -52,6 +52,9 @@ OTHER_CONTEXT = Why(
     " pool.submit(contextvars.copy_context().run, model, x), or attach with every_thread=True",
 )
 BYPASSED = Why("not reached in this forward, or its .forward was called directly")
+_NO_TOKEN = Why(
+    "no token was routed to this expert in this forward, or its .forward was called directly"
+)
 RAISED = Why("the forward raised before this had finished")
 UNKNOWN = Why("the event that it waits for did not happen")
 _NOT_ITSELF = Why(
@@ -159,7 +162,8 @@ def _not_called(silent: Silent) -> Why | None:
     if not isinstance(node, ModuleNode):
         return None
     if passes.outside_root < passes.started:
-        return BYPASSED
+        # By this name, models call the list of experts in a mixture, which a router chooses from.
+        return _NO_TOKEN if "experts" in node.path.split(".")[:-1] else BYPASSED
     return _NOT_ITSELF if node.parent is None else Why(f"not called; {_NOT_ITSELF}")
 
 
