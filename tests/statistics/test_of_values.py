@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,3 +126,15 @@ def test_a_histogram_of_the_widest_or_narrowest_range_is_whole(values):
     assert counts.sum() == len(values)
     assert len(counts) == 48
     assert bool((edges[1:] >= edges[:-1]).all())
+
+
+@pytest.mark.parametrize("width", [1e-289, 1e-291, 1e-306, 1e-308, 1e-310, 3e-322, 5e-324])
+@pytest.mark.parametrize("low", [0.0, -1.0])
+def test_a_histogram_of_numbers_as_small_as_float64_has(width, low):
+    tensor = torch.linspace(low, 1, 1001, dtype=torch.float64) * width
+    counts, edges, _ = histogram(tensor, 48)
+    large = tensor.numpy() * 2.0**200
+    expected, _ = np.histogram(large, np.linspace(large.min(), large.max(), 49))
+    np.testing.assert_array_equal(counts, expected)
+    assert edges[0] == tensor.min()
+    assert edges[-1] == tensor.max()

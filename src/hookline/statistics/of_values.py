@@ -26,6 +26,9 @@ Array = NDArray[Any]
 # Between these magnitudes neither squares nor fourth powers overflow or vanish.
 _LARGE = 1e75
 
+# Ranges below this one have bins of subnormal numbers.
+_SMALL = 1e-290
+
 # Below this share of the mean, sums of squares give fewer than eight digits of the deviation.
 _COARSE = 1e-4
 
@@ -172,8 +175,8 @@ def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
         return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1), statistics
     if low == high:
         low, high = around(low)
-    # Halved if the range would overflow.
-    factor = 0.5 if math.isinf(high - low) else 1.0
+    # Halved if the range would overflow; enlarged where bins would be finer than float64.
+    factor = 0.5 if math.isinf(high - low) else 2.0**200 if high - low < _SMALL else 1.0
     edges = np.linspace(low * factor, high * factor, bins + 1)
     counts = np.zeros(bins, np.int64)
     for piece in pieces(tensor):
