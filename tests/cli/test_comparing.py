@@ -107,6 +107,7 @@ def padded(tmp_path_factory):
         run.save(place / name)
         save_file(given, place / f"{name}.safetensors")
     torch.save([inputs["alone"], inputs["alone"]], place / "two.pt")
+    (place / "words.txt").write_text("a text\n")
     np.savez(place / "left.npz", **{name: array.numpy() for name, array in inputs["left"].items()})
     return place
 
@@ -126,6 +127,7 @@ def test_files_of_inputs_tell_the_tokens(padded):
     [
         (["--tokens", "rows"], "must be auto, none, or a file of inputs for both or for each, got"),
         (["--tokens", "left.npz"] * 3, "got 3 files"),
+        (["--tokens", "words.txt"], "must be a file of tensors by name (.npz, .npy, .safetensors,"),
         (["--tokens", "two.pt"], "tokens must have a dict for each of 1 passes, got 2"),
         (["--dims", "rows"], "must be DIM or SITES=DIM with a dimension, sum, mean, max or min"),
         (["--dims", "0", "--dims", "**=1"], "must be one DIM for all, or SITES=DIM each time"),

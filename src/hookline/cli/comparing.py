@@ -13,6 +13,7 @@ from hookline.verbs.compare.compare import compare
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.compare.measure import arrays_in
 from hookline.verbs.compare.shards import Dim, Dims
+from hookline.verbs.compare.sides import FILES
 
 _LEVELS = {"differs": "error", "not comparable": "warning"}
 
@@ -59,7 +60,7 @@ def _tokens(words: Sequence[str]) -> Any:
     """Read `tokens=` of `hl.compare` from the words of the option.
 
     Raises:
-        InputError: there is no such file, it holds no tensor, or there are too many.
+        InputError: there is no such file, it holds no tensors, or there are too many.
     """
     if list(words) in ([], ["auto"]):
         return "auto"
@@ -77,7 +78,17 @@ def _tokens(words: Sequence[str]) -> Any:
 
 
 def _inputs_in(path: Path) -> Any:
-    """Read the inputs of a run from a file: a dict, or a list with one for each pass."""
+    """Read the inputs of a run from a file: a dict, or a list with one for each pass.
+
+    Raises:
+        InputError: it is a file of another kind, such as texts, or holds no tensor.
+    """
+    if path.suffix.lower() not in FILES:
+        raise InputError(
+            f"--tokens must be a file of tensors by name ({', '.join(FILES)}), got {path}."
+            "\nSave what the model was given, such as input_ids and attention_mask, as the"
+            " tokenizer returns them."
+        )
     content = open_arrays(path)
     passes = content if isinstance(content, list | tuple) else [content]
     inputs = [

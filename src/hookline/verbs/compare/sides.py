@@ -34,7 +34,7 @@ from hookline.verbs.compare.groups import Group, all_ranks, passes_with_values
 from hookline.verbs.compare.shards import Dims, Unjoined, dim_of, whole
 
 _CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
-_FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
+FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
 # The names of parameters and buffers in modules of torch: `weight`, `in_proj_bias`, `weight_ih_l0`.
 _STORED = re.compile(
     r"(.+\.)?((weight|bias)\d*(_[^.]*)?|[^.]*(weight|bias)|running_mean|running_var"
@@ -198,7 +198,7 @@ def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
 
 def _opened(place: str | os.PathLike[str]) -> Any:
     suffix = Path(place).suffix.lower()
-    if suffix not in _FILES or os.path.isdir(place) or not os.path.exists(place):
+    if suffix not in FILES or os.path.isdir(place) or not os.path.exists(place):
         return open_folder(place)
     if suffix in _CHECKPOINTS:
         return read_state_dict(place)
