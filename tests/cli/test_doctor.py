@@ -98,6 +98,15 @@ def test_without_an_input_that_can_be_guessed_nothing_is_known(doctor):
     assert doctor("mine.py:Odd", "random:3").code == 0
 
 
+def test_its_table_advises_in_words_of_commands(doctor):
+    done = doctor("mine.py:Odd", "--json")
+    assert json.loads(done.out)["sites"][0]["remedy"] == "give some: hookline doctor MODEL INPUT"
+    done = doctor("demo:digits", "--at", "block1@gelu")
+    words = " ".join(done.out.split())
+    assert "hookline operations MODEL INPUT block1 lists what it calls" in words
+    assert "hl.operations" not in words
+
+
 def test_a_forward_that_fails_exits_1_and_names_the_module(doctor):
     done = doctor("mine.py:picky")
     assert done.code == 1

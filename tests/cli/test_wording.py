@@ -33,6 +33,8 @@ def one():
         ("Give floor=hl.compare(run, other).", "Give --floor DIR."),
         ("only must be names, got 'x'.", "--only must be names, got 'x'."),
         ("hl.doctor(model, x, 'h.*') says", "hookline doctor MODEL INPUT --at 'h.*' says"),
+        ("give some: hl.doctor(model, inputs)", "give some: hookline doctor MODEL INPUT"),
+        ("hl.inventory(model) lists them", "hookline hooks MODEL lists them"),
         ("hl.summary(model) lists them.", "hookline summary MODEL lists them."),
         ("Give --names a=b.", "Give --names a=b."),
         ("Call f(x, names={'a': 'b'}).", "Call f(x, names={'a': 'b'})."),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 import hookline as hl
 from hookline.cli.terminal import Busy
+from hookline.cli.wording import in_words_of_commands
 from hookline.data import guess_input, load_input
 from hookline.display.text import plural
 from hookline.engine import PORTS, Report
@@ -19,7 +20,7 @@ from hookline.errors import HooklineError, HooklineWarning, InputError, Selectio
 from hookline.findings import Findings
 from hookline.models import Batch, LoadedModel
 from hookline.recordings import Recording, check_target
-from hookline.verbs.doctor.diagnosis import Diagnosis
+from hookline.verbs.doctor.diagnosis import Diagnosis, Note, SiteVerdict
 from hookline.verbs.profile.profile import Profile
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, call, mean_squares
@@ -29,6 +30,8 @@ from hookline.views.page import Evidence, write_recording_page
 PAGE = "report.html"
 _OUTPUTS_AND_INPUT = ["(root)", "**", "(root):input"]
 _N_SILENT = 3
+
+_Advice = TypeVar("_Advice", Note, SiteVerdict)
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,27 @@ def diagnose(
         )
     with Busy("running the model"):
         inputs = None if batch is None else inputs_of(loaded.model, batch)
-        diagnosis = hl.doctor(loaded.model, inputs, at or None, ports=names)
+        diagnosis = _for_commands(hl.doctor(loaded.model, inputs, at or None, ports=names))
     if batch is None:
         text = "none given, and none could be guessed: give one, such as random:1x3x224x224"
         return diagnosis, text
     remark = " (a guess: give yours after the model)" if source is None else ""
     return diagnosis, batch.description + remark
+
+
+def _for_commands(diagnosis: Diagnosis) -> Diagnosis:
+    """Write the remedies of a diagnosis with commands in place of calls of Python."""
+    failure = diagnosis.failure
+    return replace(
+        diagnosis,
+        sites=tuple(_remedied(verdict) for verdict in diagnosis.sites),
+        notes=tuple(_remedied(note) for note in diagnosis.notes),
+        failure=None if failure is None else _remedied(failure),
+    )
+
+
+def _remedied(advice: _Advice) -> _Advice:
+    return replace(advice, remedy=in_words_of_commands(advice.remedy))
 
 
 def profile_by_name(

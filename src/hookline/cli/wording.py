@@ -27,6 +27,7 @@ _OPTION = re.compile(
 )
 _PHRASES = [
     (r": hl\.open\(folder\)", ""),
+    (r"hl\.inventory\(model\)", "hookline hooks MODEL"),
     (r"two curves or two dicts of arrays", "two trainings or two files of arrays"),
     (r"\{name of b: name of a\}", "--names THEIRS=OURS"),
     (

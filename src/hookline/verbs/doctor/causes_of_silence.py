@@ -26,7 +26,7 @@ from hookline.verbs.doctor.diagnosis import SiteVerdict
 from hookline.verbs.doctor.observe import Observations, Use
 from hookline.verbs.doctor.trial_run import SiteValue, TrialRun, halves
 
-NO_INPUTS = Why("no inputs given", "give some: hl.doctor(model, inputs), or --input")
+NO_INPUTS = Why("no inputs given", "give some: hl.doctor(model, inputs)")
 SWITCHED_OFF = Why(
     "gradients are switched off here (torch.no_grad or inference_mode)",
     "call the model and hl.doctor outside of that block",
