@@ -159,6 +159,15 @@ def test_a_model_without_numbers_is_no_alarm():
     assert line.findings == []
 
 
+def test_parts_that_run_without_the_model_are_checked():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with hl.check(model):  # and no warning says that nothing was checked
+        model[0](X)
+    with pytest.raises(hl.NonFiniteError, match=r"output of 0 \(Linear\)"):
+        with hl.check(model):
+            model[0](X * math.nan)
+
+
 def test_a_nan_written_out_in_an_operation_is_found():
     finding = found(Applied(lambda x: x * math.nan), X)
     assert (finding.function, finding.n_nan) == ("mul", 12)

@@ -122,6 +122,7 @@ class CheckLine(VerbLine[Line]):
             raise raised.error()
         if error is None and not outcome.is_told:
             outcome.is_told = True
+            self._forward.warn_of_nothing()
             swallowed = [
                 finding
                 for finding in self.findings

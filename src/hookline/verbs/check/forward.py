@@ -94,11 +94,14 @@ class ForwardChecks:
         return self._n_runs - 1 if self._n_runs else None
 
     def end(self) -> None:
-        """Warn of what the whole block has shown, such as dead units, or values without numbers."""
-        if self._n_runs and not self._has_measured and not self._passes.failed:
-            warn(_NOTHING.format(runs=plural(self._n_runs, "run")))
+        """Warn of what the whole block has shown, such as dead units."""
         for habits in self._habits:
             habits.end()
+
+    def warn_of_nothing(self) -> None:
+        """Warn if no value had numbers. Call it when all passes have ended, and were judged."""
+        if self._n_runs and not self._has_measured and not self._passes.failed:
+            warn(_NOTHING.format(runs=plural(self._n_runs, "run")))
 
     def _bind(self, site: Site, *, is_single: bool) -> SplitCallback:
         number, output = len(self._outputs), _Output(site)
