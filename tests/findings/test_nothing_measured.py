@@ -29,6 +29,17 @@ def test_findings_of_a_recording_name_what_has_no_numbers(device, tmp_path):
         assert hl.open(tmp_path / "run").findings().notes == run.findings().notes
 
 
+def test_values_without_tensors_are_not_called_empty():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    with hl.record(model, ports=("output", "grad_output", "grad_input")) as run:
+        model(torch.ones(2, 4)).sum().backward()
+    assert run["0:grad_input"] is None
+    assert run.findings().notes == []
+    with hl.record(model, keep=lambda t: t.norm().item()) as run:
+        model(torch.ones(2, 4))
+    assert run.findings().notes == []
+
+
 def test_findings_of_a_training_name_what_has_no_numbers():
     model = net()
     with pytest.warns(hl.HooklineWarning, match="had an empty value"):

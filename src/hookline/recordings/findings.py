@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hookline.display.text import first_line, listed, plural
 from hookline.engine import Report, as_written
-from hookline.engine.pytree import describe
+from hookline.engine.pytree import describe, tree
 from hookline.errors import OverwrittenError
 from hookline.findings.finding import Finding, Findings, in_order
 from hookline.findings.reading import Reading, numbers_of
@@ -42,7 +42,8 @@ class _Reader:
         value = recorded.read()
         site, key = recorded.site, as_written(recorded.key)
         tensors = measured_tensors(value)
-        if not any(tensor.numel() for _, tensor in tensors):
+        # A value without tensors, such as None for a gradient that was not needed, is not empty.
+        if tree.distinct(value) and not any(tensor.numel() for _, tensor in tensors):
             self.empty.append(key)
         for leaf, tensor in tensors:
             label = with_leaf(key, leaf)
