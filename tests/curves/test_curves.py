@@ -78,6 +78,12 @@ def test_mistakes_say_what_is_there():
         Curves(Reports())["fc"]
 
 
+@pytest.mark.parametrize("name", ["step", "every", "first"])
+def test_curves_send_settings_to_the_line(name):
+    with pytest.raises(AttributeError, match=f"no '{name}' to set, got 5[\\s\\S]*on the line"):
+        setattr(curves(), name, 5)
+
+
 def test_the_table_shows_the_last_step_and_the_trend():
     text = str(curves())
     assert text.splitlines()[0] == "Curves of 2 sites: 3 steps, 0 to 2; the last:"

@@ -146,6 +146,15 @@ class Curves(Result):
         self._n_seen = 0  # the reports whose layouts are in the next dict
         self._layouts: dict[int, Layout] = {}  # by id, the layout of the last report at the end
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(
+                f"curves hold what was measured and have no {name!r} to set, got {value!r}."
+                "\nSet step, every and first on the line: with (line := hl.monitor(model)) as seen:"
+                " line.step = 1000."
+            )
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_log": None, "_curves": {}, "_layouts": {}, "_n_seen": 0}
 
