@@ -39,6 +39,10 @@ def one():
         ("Give --names a=b.", "Give --names a=b."),
         ("Call f(x, names={'a': 'b'}).", "Call f(x, names={'a': 'b'})."),
         ("with hl.record(model) as run:", "with hl.record(model) as run:"),
+        ("runs/tokens=128 is no folder", "runs/tokens=128 is no folder"),
+        ("tokens=128 is no folder", "tokens=128 is no folder"),
+        ("Did you mean 'floor=2'?", "Did you mean 'floor=2'?"),
+        ("in only=30.5/run of 2", "in only=30.5/run of 2"),
     ],
 )
 def test_calls_and_arguments_become_commands_and_options(text, words):

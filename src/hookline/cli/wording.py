@@ -20,10 +20,12 @@ _ARGUMENTS = {"model": "MODEL", "x": "INPUT", "inputs": "INPUT", "batch": "INPUT
 _NAME = "|".join(_OPTIONS)
 _CALL = re.compile(rf"\bhl\.({_COMMANDS})\(([^()]*)\)")
 _SUBJECT = re.compile(rf"\A({_NAME}) must ")
-# Not within a call of Python, where another argument stands before it.
+# Not within a call of Python, where another argument stands before it, nor within a path, which
+# may begin a message or a quotation.
 _OPTION = re.compile(
-    rf"(?<!, )(?<![\w(.-])({_NAME})="
+    rf"(?!\A)(?<!, )(?<![\w(./'\"-])({_NAME})="
     r"(\{[^{}]*\}|\((?:[^()]|\([^()]*\))*\)|'[^']*'|\"[^\"]*\"|-?\w+(?:\.\w+)*(?:\([^()]*\))?)"
+    r"(?![\w/]|\.\w)"
 )
 _PHRASES = [
     (r": hl\.open\(folder\)", ""),
