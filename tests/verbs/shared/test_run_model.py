@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -228,6 +229,17 @@ def test_a_loader_in_place_of_a_batch_says_how_to_take_one(model):
         " of a batch with labels next(iter(loader))[0]."
     )
     assert hl.summary(model, next(iter(loader))).failure is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind"),
+    [(np.zeros((6, 4)), "an array of NumPy"), ([[0.5, 1, 2, 3]], "a list of numbers")],
+    ids=["array", "list"],
+)
+def test_numbers_in_place_of_a_tensor_say_how_to_make_one(inputs, kind):
+    failure = hl.summary(nn.Linear(4, 2), inputs).failure
+    note = f"\n{kind} is given in place of a tensor.\nGive torch.as_tensor(inputs)."
+    assert failure.endswith(note)
 
 
 def test_a_forward_that_has_no_signature_gets_no_advice():

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -106,6 +107,13 @@ def without_list(model: nn.Module, inputs: Any) -> Any:
     return inputs if contextvars.Context().run(is_taken) else inputs[0]
 
 
+def _are_numbers(inputs: Any) -> bool:
+    """Tell whether a list, and lists in it, begin with a number."""
+    while isinstance(inputs, list) and inputs:
+        inputs = inputs[0]
+    return isinstance(inputs, int | float)
+
+
 def _advice(model: nn.Module, inputs: Any) -> str | None:
     """Say how to give inputs that the model's forward takes; None where it takes these."""
     if isinstance(inputs, tuple) and inputs and all(type(size) is int for size in inputs):
@@ -118,6 +126,10 @@ def _advice(model: nn.Module, inputs: Any) -> str | None:
             "a DataLoader gives batches, and the model takes one batch."
             "\nGive next(iter(loader)), or of a batch with labels next(iter(loader))[0]."
         )
+    is_array = isinstance(inputs, np.ndarray)
+    if is_array or (isinstance(inputs, list) and _are_numbers(inputs)):
+        kind = "an array of NumPy" if is_array else "a list of numbers"
+        return f"{kind} is given in place of a tensor.\nGive torch.as_tensor(inputs)."
     if isinstance(inputs, list):
         return (
             "a list is one argument of the model.\nGive several arguments as a tuple, and a batch"
