@@ -9,6 +9,7 @@ import io
 import pickle
 import re
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -272,6 +273,10 @@ def test_a_line_keeps_no_model_alive_after_its_end(image):
 
 
 def test_only_models_can_be_hooked():
+    loaded = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    for call in (hl.record, hl.inventory):
+        with pytest.raises(hl.AttachError, match=r"Give the model in its attribute \.model, "):
+            call(loaded)
     with pytest.raises(
         hl.AttachError, match=r"must be given a model .* or tensors by name, got int"
     ):

@@ -220,10 +220,16 @@ def require_model(model: object, call: str) -> None:
     """
     if not isinstance(model, nn.Module):
         verb = call.partition("(")[0]
+        where = "in its attribute .model" if holds_model(model) else "itself"
         raise AttachError(
             f"{verb} must be given a model (an nn.Module), got {type(model).__name__}."
-            f"\nGive the model itself, not a function that calls it: {call}."
+            f"\nGive the model {where}, not a function that calls it: {call}."
         )
+
+
+def holds_model(target: object) -> bool:
+    """Tell whether an object has a model as `.model`, as what `load_model` returns does."""
+    return isinstance(getattr(target, "model", None), nn.Module)
 
 
 @final

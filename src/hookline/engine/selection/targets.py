@@ -8,7 +8,12 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from hookline.engine.pytree.describe import in_words
-from hookline.engine.selection.module_tree import ModuleTree, module_tree, tree_of_tensors
+from hookline.engine.selection.module_tree import (
+    ModuleTree,
+    holds_model,
+    module_tree,
+    tree_of_tensors,
+)
 from hookline.errors import AttachError
 
 
@@ -51,7 +56,8 @@ def tree_of(target: Any, name: str) -> ModuleTree:
     are_tensors = is_mapping and all(isinstance(value, Tensor) for value in target.values())
     if are_tensors and takes_tensors:
         return tree_of_tensors(target)
-    allowed, fix = "a model (an nn.Module)", "Give the model itself"
+    where = "in its attribute .model" if holds_model(target) else "itself"
+    allowed, fix = "a model (an nn.Module)", f"Give the model {where}"
     if takes_tensors:
         allowed, fix = f"{allowed} or tensors by name", f"{fix}, or tensors: {{'a': a}}"
     elif are_tensors:
