@@ -370,6 +370,8 @@ def test_what_is_no_site_or_no_pass_says_how_to_look_up(net, image):
         IndexError, match="the pass must be one of the 1 pass that ran, from 0 on, got 3"
     ):
         run.passes[3]
+    with pytest.raises(TypeError, match=r"by its number, got '0'\.\nWrite run.passes\[0\]"):
+        run.passes["0"]
     assert torch.equal(run.passes[-1]["layer1"], run.passes[0]["layer1"])
 
 

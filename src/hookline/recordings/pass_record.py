@@ -190,6 +190,11 @@ class PassList(Sequence[PassRecord]):
     def __getitem__(self, index: int | slice) -> PassRecord | list[PassRecord]:
         if isinstance(index, slice):
             return [PassRecord(self._log, current) for current in self._log.passes[index]]
+        if not hasattr(index, "__index__"):
+            raise TypeError(
+                f"a pass must be chosen by its number, got {index!r}."
+                "\nWrite run.passes[0][site], or run[site] if there is one pass."
+            )
         if not -len(self) <= index < len(self):
             ran = plural(len(self), "pass", "passes")
             raise IndexError(

@@ -120,6 +120,13 @@ def test_a_folder_that_holds_something_is_refused(net, tmp_path):
     assert not net[0]._forward_hooks
 
 
+def test_values_are_looked_up_in_the_store(net, tmp_path):
+    with hl.record(net, "0", to=tmp_path / "new") as line:
+        net(torch.ones(2, 4))
+    with pytest.raises(TypeError, match=r"got the line.*\n.*line\.store\[\.\.\.\]"):
+        line["0"]
+
+
 @pytest.mark.slow
 def test_it_is_written_also_where_the_loop_raises(net, tmp_path):
     with pytest.raises(ZeroDivisionError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import final
+from typing import Never, final
 
 import torch
 from torch import nn
@@ -39,6 +39,12 @@ class StoreLine(VerbLine[Line]):
     def __enter__(self) -> StoreLine:
         self._line.__enter__()
         return self
+
+    def __getitem__(self, key: object) -> Never:
+        raise TypeError(
+            "a value must be looked up in the store, got the line that fills it."
+            "\nLook it up there, after the block: line.store[...]."
+        )
 
     @property
     def store(self) -> Store:
