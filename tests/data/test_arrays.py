@@ -104,6 +104,9 @@ def test_arrays_that_do_not_fit_are_refused():
     assert "data[1] must be an array or a tensor, got str" in said(
         lambda: source_of((torch.zeros(3), "cat"))
     )
+    assert "Make it a tensor: a tokenizer does with return_tensors='pt'" in said(
+        lambda: source_of({"input_ids": [[1, 2], [3]]})
+    )
     assert "data must hold numbers" in said(lambda: source_of(np.array(["a", "b"])))
 
 

@@ -151,9 +151,9 @@ def test_items_that_do_not_fit_together_are_refused():
         message = said(lambda source=source: run(source, [0]))
         assert message.startswith("items 0 to 1 must fit together in one batch, got RuntimeError:")
         assert "collate_fn=" in message
-    assert "must become a batch with a first dimension of 2, got list(str, str)" in said(
-        lambda: run(source_of(["a", "b"]), [0])
-    )
+    message = said(lambda: run(source_of(["a", "b"]), [0]))
+    assert "must become a batch with a first dimension of 2, got list(str, str)" in message
+    assert "Give tokenize=" in message
 
 
 def test_an_item_that_cannot_be_collated_is_found():

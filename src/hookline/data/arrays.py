@@ -227,10 +227,12 @@ def array_items(data: Any, argument: str = "data") -> ArrayItems:
     keys: Any = list(data) if isinstance(data, Mapping) else range(len(data) if is_several else 0)
     for key in keys:
         if not is_array(data[key]):
+            fix = "Leave it out, or give a list or a Dataset, whose items may be anything."
+            if isinstance(data, Mapping) and isinstance(data[key], list):
+                fix = "Make it a tensor: a tokenizer does with return_tensors='pt', padding=True."
             raise InputError(
                 f"{argument}[{key!r}] must be an array or a tensor, got"
-                f" {describe.in_words(data[key])}."
-                "\nLeave it out, or give a list or a Dataset, whose items may be anything."
+                f" {describe.in_words(data[key])}.\n{fix}"
             )
     if not keys:
         raise InputError(

@@ -381,6 +381,9 @@ def _check_first_dimension(loaded: RawBatch, fix: str) -> None:
         InputError: no tensor has as many rows as there are items.
     """
     n_items = len(loaded.items)
+    data = loaded.data
+    if isinstance(data, list | tuple) and data and all(isinstance(part, str) for part in data):
+        fix = "Give tokenize=, such as the tokenizer of the model, which makes tensors of texts."
     if not any(tensor.dim() and tensor.shape[0] == n_items for _, tensor in tensors(loaded.data)):
         raise InputError(
             f"{_span(loaded.items)} must become a batch with a first dimension of"

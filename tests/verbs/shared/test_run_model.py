@@ -242,6 +242,12 @@ def test_numbers_in_place_of_a_tensor_say_how_to_make_one(inputs, kind):
     assert failure.endswith(note)
 
 
+@pytest.mark.parametrize("inputs", ["a text", ["a text", "another"]], ids=["text", "list"])
+def test_texts_in_place_of_a_tensor_name_the_tokenizer(inputs):
+    failure = hl.summary(nn.Linear(4, 2), inputs).failure
+    assert "\ntext is given in place of a tensor.\nGive the tensors of a tokenizer: " in failure
+
+
 def test_a_forward_that_has_no_signature_gets_no_advice():
     model = nn.Module()
     model.forward = getattr

@@ -107,11 +107,19 @@ def without_list(model: nn.Module, inputs: Any) -> Any:
     return inputs if contextvars.Context().run(is_taken) else inputs[0]
 
 
-def _are_numbers(inputs: Any) -> bool:
-    """Tell whether a list, and lists in it, begin with a number."""
-    while isinstance(inputs, list) and inputs:
-        inputs = inputs[0]
-    return isinstance(inputs, int | float)
+def _in_place_of_a_tensor(inputs: Any) -> str | None:
+    """Say how to make a tensor of an array, of numbers or of texts; None for other inputs."""
+    first = inputs
+    while isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(first, str):
+        make = "the tensors of a tokenizer: tokenizer(texts, return_tensors='pt', padding=True)"
+        return f"text is given in place of a tensor.\nGive {make}."
+    is_array = isinstance(inputs, np.ndarray)
+    if not is_array and not (isinstance(inputs, list) and isinstance(first, int | float)):
+        return None
+    kind = "an array of NumPy" if is_array else "a list of numbers"
+    return f"{kind} is given in place of a tensor.\nGive torch.as_tensor(inputs)."
 
 
 def _advice(model: nn.Module, inputs: Any) -> str | None:
@@ -126,10 +134,9 @@ def _advice(model: nn.Module, inputs: Any) -> str | None:
             "a DataLoader gives batches, and the model takes one batch."
             "\nGive next(iter(loader)), or of a batch with labels next(iter(loader))[0]."
         )
-    is_array = isinstance(inputs, np.ndarray)
-    if is_array or (isinstance(inputs, list) and _are_numbers(inputs)):
-        kind = "an array of NumPy" if is_array else "a list of numbers"
-        return f"{kind} is given in place of a tensor.\nGive torch.as_tensor(inputs)."
+    in_place = _in_place_of_a_tensor(inputs)
+    if in_place is not None:
+        return in_place
     if isinstance(inputs, list):
         return (
             "a list is one argument of the model.\nGive several arguments as a tuple, and a batch"
