@@ -181,7 +181,9 @@ def test_a_compiled_part_that_is_called_by_hand_is_seen():
         line = hl.record(model, "1.linear")
         call(X)
         call(X * 2)
-        with pytest.warns(hl.HooklineWarning, match=r"only modules inside it \('1'\), so all"):
+        with pytest.warns(
+            hl.HooklineWarning, match=r"only modules inside it \('1\.linear'\), so all"
+        ):
             line.remove()
         seen = line.recording
         assert torch.equal(seen.calls("1.linear")[0], expected)

@@ -238,3 +238,17 @@ def test_an_error_under_compiled_autograd_has_a_note():
     (note,) = raised.value.__notes__
     assert note.startswith("hookline: the gradient of 0:grad_output leaves compiled code")
     assert "compiled_autograd = False" in note
+
+
+def test_code_that_skips_the_guards_on_modules_is_told():
+    model = linears(2)
+    skip = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    run = torch.compile(model, backend="eager", options=skip)
+    run(X)
+    with pytest.warns(hl.HooklineWarning, match=r"\(guard_filter_fn\); attach before the first"):
+        with hl.edit(model, "0", hl.edits.scale(0.0)):
+            run(X)
+    torch.compiler.reset()
+    with hl.record(model, "0") as seen:
+        run(X)
+    torch.testing.assert_close(seen["0"], model[0](X))

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from hookline.engine.torch_private.graph.compiled_autograd import has_compiled_backward
+from hookline.engine.torch_private.graph.compilers import filters_guards, has_compiled_backward
 from hookline.engine.torch_private.graph.formulas import formulas, has_unknown_flops
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward,
@@ -249,3 +249,11 @@ def test_a_backward_that_was_compiled_is_counted():
     with compiled_autograd._enable(lambda graph: graph):
         torch.ones(2, requires_grad=True).sum().backward()
     assert has_compiled_backward()
+
+
+def test_a_compiled_module_tells_of_its_filter_of_guards():
+    model = nn.Linear(2, 2)
+    assert not filters_guards(torch.compile(model))
+    skip = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    assert filters_guards(torch.compile(model, options=dict(skip)))
+    assert filters_guards(torch.compile(model, backend="eager", options=skip))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from hookline.engine.torch_private.graph.compilers import filters_guards
 from hookline.engine.torch_private.modules import children, holds_compiled_call
 from hookline.util.locks import fork_safe_lock
 from hookline.util.optional import imported
@@ -97,6 +98,15 @@ class Borders:
                 kind.__call__ = Borders._original
 
 
+# The modules that were called by a `torch.compile(module)` with a `guard_filter_fn`.
+_with_fewer_guards: WeakIdentityMap[bool] = WeakIdentityMap()
+
+
+def has_fewer_guards(module: nn.Module) -> bool:
+    """Tell whether compiled code of a module may lack the guards that notice a line."""
+    return module in _with_fewer_guards
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether calls of this module go through `torch.compile`."""
     if getattr(module, "_compiled_call_impl", None) is not None:
@@ -150,6 +160,8 @@ def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
     original = Borders._original or type(optimized).__mro__[1].__call__
     if is_dynamo_compiling():
         return original(optimized, *args, **kwargs)
+    if filters_guards(optimized):
+        _with_fewer_guards[optimized._orig_mod] = True
     frame, call = sys._getframe(), partial(original, optimized)
     return _watched(optimized._orig_mod, frame, call, args, kwargs)
 

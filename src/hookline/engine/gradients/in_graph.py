@@ -44,7 +44,7 @@ from hookline.engine.torch_private.dynamo import (
     next_hook,
     while_tracing,
 )
-from hookline.engine.torch_private.graph.compiled_autograd import has_compiled_backward
+from hookline.engine.torch_private.graph.compilers import has_compiled_backward
 from hookline.engine.torch_private.graph.stand_ins import note_stand_ins, take_stand_ins
 from hookline.errors import AttachError
 

@@ -170,7 +170,7 @@ class Report(Result):
 
     def _advice(self) -> list[str]:
         """Return the last line, where a reason names more than one cause."""
-        return [_ASK] if str(BYPASSED) in self.why.values() else []
+        return [_ASK] if any(why.startswith(BYPASSED.why) for why in self.why.values()) else []
 
     @property
     def n_fired(self) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hookline.display.text import escape_invisible, listed
+from hookline.engine.compile.compiled_modules import has_fewer_guards
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
@@ -52,6 +53,11 @@ OTHER_CONTEXT = Why(
     " pool.submit(contextvars.copy_context().run, model, x), or attach with every_thread=True",
 )
 BYPASSED = Why("not reached in this forward, or its .forward was called directly")
+_NOT_IN_CODE = Why(
+    f"{BYPASSED.why}, or compiled code that is older than the line ran, without the guards that"
+    " notice a line (guard_filter_fn)",
+    "attach before the first call, or compile without that option",
+)
 _NO_TOKEN = Why(
     "no token was routed to this expert in this forward, or its .forward was called directly"
 )
@@ -163,8 +169,16 @@ def _not_called(silent: Silent) -> Why | None:
         return None
     if passes.outside_root < passes.started:
         # By this name, models call the list of experts in a mixture, which a router chooses from.
-        return _NO_TOKEN if "experts" in node.path.split(".")[:-1] else BYPASSED
+        if "experts" in node.path.split(".")[:-1]:
+            return _NO_TOKEN
+        return _NOT_IN_CODE if _has_fewer_guards(node) else BYPASSED
     return _NOT_ITSELF if node.parent is None else Why(f"not called; {_NOT_ITSELF}")
+
+
+def _has_fewer_guards(node: ModuleNode | None) -> bool:
+    while node is not None and not has_fewer_guards(node.module):
+        node = node.parent
+    return node is not None
 
 
 _CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
