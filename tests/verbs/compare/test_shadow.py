@@ -204,6 +204,10 @@ def test_what_cannot_be_shadowed_is_refused(model):
         hl.shadow(nn.Sequential(nn.ReLU()), nn.Sequential(), torch.ones(2))
     with pytest.raises(hl.InputError, match="inputs must be the arguments of both models"):
         hl.shadow(model, model, lambda: model(IDS))
+    with pytest.raises(hl.InputError, match="of both models, got a generator"):
+        hl.shadow(model, model, (ids for ids in [IDS]))
+    with pytest.raises(hl.InputError, match=r"TypeError from a.*\nan array of NumPy is given"):
+        hl.shadow(model, model, IDS.numpy())
     with pytest.raises(hl.AttachError, match="must be given a model"):
         hl.shadow(model, "model", IDS)
 

@@ -499,6 +499,7 @@ def test_one_row_and_lists_leave_checks_out():
         (X, {"only": ["order"]}, "only must be names of checks, got 'order'"),
         (X, {"only": []}, "only must be names of checks, got \\[\\]"),
         (lambda: None, {}, "inputs must be the arguments of the model, got a function"),
+        (iter([X]), {}, "inputs must be the arguments of the model, got a list_iterator"),
     ],
 )
 def test_what_cannot_be_done_is_refused(inputs, options, message):

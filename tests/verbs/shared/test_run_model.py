@@ -229,6 +229,9 @@ def test_a_loader_in_place_of_a_batch_says_how_to_take_one(model):
         " of a batch with labels next(iter(loader))[0]."
     )
     assert hl.summary(model, next(iter(loader))).failure is None
+    assert hl.summary(model, iter(loader)).failure.endswith(
+        "\nan iterator gives batches, and the model takes one batch.\nGive next(batches)."
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hookline.verbs.attach.raw_line import attach
 from hookline.verbs.compare.floor import eps_of
 from hookline.verbs.compare.sides import Entry, Side
 from hookline.verbs.shared.casting import cast_model, dtype_of
+from hookline.verbs.shared.failing_module import notes_of
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import call
 
@@ -98,10 +99,12 @@ def run_both(
         except HooklineError:
             raise
         except Exception as error:  # whatever the user's model raises
+            notes = "".join(f"\n{note}" for note in notes_of(error))
             raise InputError(
                 f"inputs must run in both models, got {type(error).__name__} from {name}:"
-                f" {first_line(error)}.\nGive inputs that {name}(*inputs) takes, and the other"
-                " model too: a tensor, a tuple of arguments or a dict of keyword arguments."
+                f" {first_line(error).rstrip('.:')}.{notes}\nGive inputs that {name}(*inputs)"
+                " takes, and the other model too: a tensor, a tuple of arguments or a dict of"
+                " keyword arguments."
             ) from error
     return runs, eps_of(dtypes), remarks
 

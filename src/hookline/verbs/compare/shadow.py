@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -97,7 +98,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     """
     require_model(a, "hl.shadow(a, b, inputs)")
     require_model(b, "hl.shadow(a, b, inputs)")
-    if callable(inputs) and not isinstance(inputs, Tensor):
+    if isinstance(inputs, Iterator) or (callable(inputs) and not isinstance(inputs, Tensor)):
         raise InputError(
             f"inputs must be the arguments of both models, got a {type(inputs).__name__}."
             "\nGive a tensor, a tuple of arguments or a dict of keyword arguments."

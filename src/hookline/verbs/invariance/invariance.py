@@ -85,7 +85,7 @@ def invariance(
             the inputs are a function.
     """
     require_model(model, "hl.invariance(model, inputs)")
-    if callable(inputs) and not isinstance(inputs, Tensor):
+    if isinstance(inputs, Iterator) or (callable(inputs) and not isinstance(inputs, Tensor)):
         raise InputError(
             f"inputs must be the arguments of the model, got a {type(inputs).__name__}."
             "\nGive a tensor, a tuple of arguments or a dict of keyword arguments."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -129,15 +129,19 @@ def _advice(model: nn.Module, inputs: Any) -> str | None:
             "a tuple is given as arguments, and these are numbers.\nGive"
             f" torch.rand({', '.join(map(str, inputs))}) for an input of this shape."
         )
-    if isinstance(inputs, DataLoader):
+    is_only = isinstance(inputs, tuple) and len(inputs) == 1
+    argument = inputs[0] if is_only else inputs
+    if isinstance(argument, DataLoader):
         return (
             "a DataLoader gives batches, and the model takes one batch."
             "\nGive next(iter(loader)), or of a batch with labels next(iter(loader))[0]."
         )
-    in_place = _in_place_of_a_tensor(inputs)
+    if isinstance(argument, Iterator):
+        return "an iterator gives batches, and the model takes one batch.\nGive next(batches)."
+    in_place = _in_place_of_a_tensor(argument)
     if in_place is not None:
         return in_place
-    if isinstance(inputs, list):
+    if isinstance(argument, list):
         return (
             "a list is one argument of the model.\nGive several arguments as a tuple, and a batch"
             " with labels without them, such as batch[0]."
