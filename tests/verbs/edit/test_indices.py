@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -47,7 +48,13 @@ def test_what_has_not_occurred_is_written():
     assert not steps.missing()
 
 
-@pytest.mark.parametrize("given_form", ["1", 1.5, True, [True], [None], {"x": 1}, [[1]]])
+@pytest.mark.parametrize(
+    "given_form",
+    [
+        *["1", 1.5, True, [True], [None], {"x": 1}, [[1]]],
+        *[torch.tensor([True, False]), [torch.tensor(True)], np.array([True]), np.ones(2)],
+    ],
+)
 def test_other_forms_are_refused(given_form):
     with pytest.raises(hl.AttachError, match=r"^at must be an integer, a slice or a list"):
         indices("at", given_form, allows_negative=True)
@@ -67,4 +74,6 @@ def test_numbers_that_cannot_be_are_refused():
 def test_tensors_and_ranges_are_lists():
     assert indices("at", torch.tensor([2, 3]), allows_negative=True).numbers == (2, 3)
     assert indices("at", torch.tensor(2), allows_negative=True).numbers == (2,)
+    assert indices("at", np.int64(2), allows_negative=True).numbers == (2,)
+    assert indices("at", [np.int64(2), torch.tensor(3)], allows_negative=True).numbers == (2, 3)
     assert indices("steps", range(3), allows_negative=False).numbers == (0, 1, 2)

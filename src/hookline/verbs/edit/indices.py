@@ -119,10 +119,9 @@ def indices(name: str, given: Any, *, allows_negative: bool) -> Indices | None:
                 f"\nWrite {name}=slice(start, stop)."
             )
         return Indices(name, None, span)
-    is_one = isinstance(given, int) or (isinstance(given, Tensor) and not given.dim())
-    if not is_one and (isinstance(given, str | bytes) or not isinstance(given, Iterable)):
-        raise _other_form(name, given)
-    numbers = tuple(_number(name, n) for n in ([given] if is_one else given))
+    whole = _plain(given)
+    is_single = isinstance(whole, str | bytes) or not isinstance(whole, Iterable)
+    numbers = tuple(_number(name, n) for n in ([whole] if is_single else whole))
     if not numbers:
         raise AttachError(f"{name} must name at least one number, got {given!r}.\nLeave it out.")
     _refuse_negative(name, given, numbers, allows_negative=allows_negative)
@@ -139,11 +138,17 @@ def _refuse_negative(
         )
 
 
+def _plain(given: Any) -> Any:
+    """Return the numbers of a tensor or an array as those of Python, which tell True from 1."""
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
 def _number(name: str, number: Any) -> int:
     try:
-        if isinstance(number, bool):
+        plain = _plain(number)
+        if isinstance(plain, bool):
             raise TypeError
-        return operator.index(number)
+        return operator.index(plain)
     except TypeError:
         raise _other_form(name, number) from None
 
