@@ -144,6 +144,9 @@ def test_a_dimension_that_is_not_there_is_named():
     run = recorded([torch.zeros(2, 5)], [torch.zeros(1, 5)])
     with pytest.raises(hl.StructureError, match=r"dim must be a dimension .*, got dim=2 for"):
         run.cat("inner", dim=2)
+    for dim in ("0", 0.0, True, (0, 1)):
+        with pytest.raises(hl.InputError, match=r"^dim must be the number of a dimension or None"):
+            run.cat("inner", dim=dim)
 
 
 def test_what_torch_cannot_join_is_listed():

@@ -219,6 +219,8 @@ def test_padded_items_are_zero_behind_their_ends(ragged, items):
 def test_an_item_out_of_range_or_of_one_row_is_an_error(ragged):
     with pytest.raises(IndexError, match="below 10, the number of items, got 10"):
         ragged["h"].of_item(10)
+    with pytest.raises(TypeError, match=r"an item must be a number, got '0'\.\nGive column"):
+        ragged["h"].of_item("0")
     with pytest.raises(IndexError, match="below 10, the number of items, got -11"):
         ragged["h"].padded([-11])
     for read in ("of_item", "of_items", "padded"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookline.display.text import listed
 from hookline.engine.pytree import describe, leaves, tree
-from hookline.errors import AmbiguousError, StructureError
+from hookline.errors import AmbiguousError, InputError, StructureError
 from hookline.recordings.index import Lookup
 from hookline.recordings.log import Log, Read
 
@@ -45,8 +45,14 @@ def concatenated(log: Log, lookup: Lookup, dim: int) -> Tensor:
 
     Raises:
         AmbiguousError: a pass has several calls.
+        InputError: `dim` is not an integer.
         StructureError: the values are not tensors, differ in another dimension, or lack `dim`.
     """
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise InputError(
+            f"dim must be the number of a dimension or None, got {dim!r}."
+            f"\nWrite run.cat({str(lookup)!r}, dim=0)."
+        )
     passes = log.by_pass(lookup)
     _refuse_several_calls(log, lookup, passes, "concatenated", dim)
     values = [calls[0] for calls in passes]

@@ -356,6 +356,7 @@ class Recording(Lookups, Result):
         Raises:
             NotRecordedError, OverwrittenError: as in a look-up.
             AmbiguousError: the module ran several times in a pass, unless `dim=None`.
+            InputError: `dim` is not an integer.
             StructureError: the values are not tensors, have no dimension `dim`, or differ in
                 another dimension.
         """

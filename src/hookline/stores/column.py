@@ -265,6 +265,10 @@ class Column:
     def _item(self, item: int, *, copied: bool = True) -> NDArray[Any]:
         self._check_ragged("of_item")
         n_items = self._shards.item_bounds.length
+        if not hasattr(item, "__index__"):
+            raise TypeError(
+                f"an item must be a number, got {item!r}.\nGive column.of_item(0) for the first."
+            )
         at = item + n_items if item < 0 else item
         if not 0 <= at < n_items:
             raise IndexError(f"an item must be below {n_items:,}, the number of items, got {item}.")
