@@ -10,6 +10,7 @@ from hookline.statistics.channels import channel_dim
 @pytest.mark.parametrize(
     ("module_type", "n_dims", "dim"),
     [
+        ("ConvBertLayer", 3, 2),
         ("Conv1d", 3, 1), ("Conv1d", 2, 0), ("Conv2d", 4, 1), ("Conv2d", 3, 0), ("Conv3d", 4, 0),
         ("ConvTranspose1d", 3, 1), ("BatchNorm1d", 2, 1), ("BatchNorm1d", 3, 1),
         ("GroupNorm", 3, 1), ("MaxPool1d", 3, 1), ("Conv1D", 3, 2), ("Linear", 4, 3),

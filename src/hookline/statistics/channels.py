@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-# The beginnings of the names of modules whose channels come before the places.
-_CHANNELS_FIRST = (
-    "Conv", "BatchNorm", "GroupNorm", "InstanceNorm", "MaxPool", "AvgPool", "Adaptive", "LPPool",
-)  # fmt: skip
+import re
+
+# The names of modules whose channels come before the places: not ConvBertLayer, not Conv1D.
+_CHANNELS_FIRST = re.compile(
+    r"(Conv|BatchNorm|InstanceNorm|MaxPool|AvgPool|Adaptive|LPPool)\w*\dd|GroupNorm"
+)
 _OF_A_PICTURE = (4, 5)  # dimensions, those of a volume included
 
 
@@ -21,8 +23,7 @@ def channel_dim(n_dims: int, module_type: str) -> int | None:
     """
     if n_dims < 2:
         return None
-    # Conv1D is the linear layer of a GPT-2.
-    if module_type.startswith(_CHANNELS_FIRST) and module_type != "Conv1D":
+    if _CHANNELS_FIRST.match(module_type):
         is_without_batch = f"{n_dims - 1}d" in module_type and module_type != "BatchNorm1d"
         return 0 if is_without_batch else 1
     if module_type == "Linear" or module_type.endswith(("LayerNorm", "RMSNorm")):
