@@ -398,6 +398,7 @@ def test_the_chunks_of_a_prompt_are_one_step(steps, chunk):
     assert all(map(torch.equal, got, expected))
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_a_prompt_in_chunks_goes_on_from_a_full_cache():
     model, site = tiny("llama"), "model.layers.0"
     options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
