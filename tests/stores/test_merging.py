@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +160,12 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
         merge([], tmp_path / "all")
     with pytest.raises(hl.FolderError, match="missing is not a store"):
         merge([tmp_path / "missing"], tmp_path / "all")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_single_place_is_no_list_of_stores(tmp_path, kind):
+    with pytest.raises(hl.InputError, match=r"places must be a list of stores, got .*'q/e'"):
+        merge(kind("q/e"), tmp_path)
 
 
 def test_an_unfinished_store_is_not_put_behind_another(tmp_path):

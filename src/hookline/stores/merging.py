@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hookline.display.text import first_line, plural
-from hookline.errors import FolderError, StructureError
+from hookline.errors import FolderError, InputError, StructureError
 from hookline.files.place import LocalPlace, Place, as_place
 from hookline.files.reading import DamagedError
 from hookline.files.safetensors_file import head_size
@@ -60,7 +60,13 @@ def merge(
     Raises:
         FolderError: one is not a store, is damaged, or misses shards; `to` is not empty.
         StructureError: there is no store, or they differ in their model, sites or options.
+        InputError: one place is given in place of several.
     """
+    if isinstance(places, str | os.PathLike | Place):
+        raise InputError(
+            f"places must be a list of stores, got {places!r}."
+            f"\nGive all that belong together: [{str(places)!r}, ...]."
+        )
     sources, target = list(map(as_place, places)), as_place(to)
     if not sources:
         raise StructureError("merge must have one or more stores, got none.\nGive their folders.")
