@@ -54,6 +54,10 @@ def test_a_renamed_port_is_shadowed_by_its_names(model, fault):
     assert comparison[path].other == f"decoder.{path}"
 
 
+def test_a_batch_of_a_loader_is_its_tensor(model):
+    assert hl.shadow(model, copy.deepcopy(model), [IDS]).ok
+
+
 def test_modes_are_compared_by_names(model):
     port = copy.deepcopy(model)
     FAULTS["batch norm in training"][0](port)

@@ -29,7 +29,7 @@ from hookline.verbs.compare.measure import Measured, measured
 from hookline.verbs.compare.names import Names, paired
 from hookline.verbs.compare.sides import Entry
 from hookline.verbs.shared.rerun import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs
+from hookline.verbs.shared.run_model import Inputs, without_list
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 # The floor of a local error, in eps times the square root of the number of modules inside. Clean
@@ -105,6 +105,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
         )
     refuse_shapes_alone("hl.shadow", a, inputs)
     refuse_shapes_alone("hl.shadow", b, inputs)
+    inputs = without_list(a, inputs)
     runs, eps, remarks = run_both(a, b, inputs)
     sides = runs[0].side, runs[1].side
     pairing = paired(*sides, names)
