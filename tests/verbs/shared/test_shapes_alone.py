@@ -10,8 +10,8 @@ import hookline as hl
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 X = torch.ones(2, 1, 6, 6)
-MODEL = r"needs a model with numbers, got 0\.weight on the meta device"
-INPUTS = "needs inputs with numbers, got a tensor on the meta device"
+MODEL = r"must have a model with numbers, got 0\.weight on the meta device"
+INPUTS = "must have inputs with numbers, got a tensor on the meta device"
 
 
 def small(device="cpu"):

@@ -44,8 +44,9 @@ from hookline.verbs.check.finding import (
     users_frame,
 )
 
-# Operations whose memory is not written yet.
-_EMPTY = ("empty", "new_empty", "resize")
+# Operations that return memory that is not written yet; of a resized tensor, a part is.
+_NEW = ("empty", "new_empty")
+_EMPTY = (*_NEW, "resize")
 # Operations that move numbers and compute none, by parts of their names; views, too.
 _MOVING = (
     "copy", "clone", "cat", "stack", "index", "gather", "scatter", "select", "slice", "where",
@@ -213,7 +214,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # What is written to is read and copied before.
         before = {id(tensor): (self._read(tensor), tensor.clone()) for tensor in written}
         output = function(*args, **kwargs)
-        if _name(function).startswith(_EMPTY[:2]):
+        if _name(function).startswith(_NEW):
             _fill_with_nan(output)
         outputs = {id(tensor): tensor for tensor in (*_tensors_in(output), *written)}
         bad = [(tensor, kinds) for tensor in outputs.values() if (kinds := _kinds(tensor))]

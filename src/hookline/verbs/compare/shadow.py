@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.display.text import first_line, listed
 from hookline.engine import module_tree, path_text, require_model
@@ -29,7 +28,7 @@ from hookline.verbs.compare.measure import Measured, measured
 from hookline.verbs.compare.names import Names, paired
 from hookline.verbs.compare.sides import Entry
 from hookline.verbs.shared.rerun import eval_without_side_effects
-from hookline.verbs.shared.run_model import Inputs, without_list
+from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 # The floor of a local error, in eps times the square root of the number of modules inside. Clean
@@ -98,11 +97,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     """
     require_model(a, "hl.shadow(a, b, inputs)")
     require_model(b, "hl.shadow(a, b, inputs)")
-    if isinstance(inputs, Iterator) or (callable(inputs) and not isinstance(inputs, Tensor)):
-        raise InputError(
-            f"inputs must be the arguments of both models, got a {type(inputs).__name__}."
-            "\nGive a tensor, a tuple of arguments or a dict of keyword arguments."
-        )
+    check_arguments(inputs, "both models")
     refuse_shapes_alone("hl.shadow", a, inputs)
     refuse_shapes_alone("hl.shadow", b, inputs)
     inputs = without_list(a, inputs)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.display.text import first_line, listed, plural
 from hookline.engine import path_text, require_model
@@ -20,7 +20,7 @@ from hookline.verbs.invariance.result import Checked, Invariance, Outcome
 from hookline.verbs.invariance.trials import Trials, compared
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.rerun import lazy_name
-from hookline.verbs.shared.run_model import Inputs, without_list
+from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 _MOST_NAMED = 3
@@ -85,11 +85,7 @@ def invariance(
             the inputs are a function.
     """
     require_model(model, "hl.invariance(model, inputs)")
-    if isinstance(inputs, Iterator) or (callable(inputs) and not isinstance(inputs, Tensor)):
-        raise InputError(
-            f"inputs must be the arguments of the model, got a {type(inputs).__name__}."
-            "\nGive a tensor, a tuple of arguments or a dict of keyword arguments."
-        )
+    check_arguments(inputs, "the model")
     name = lazy_name(model)
     if name is not None:
         raise InputError(

@@ -208,9 +208,10 @@ class GatheredRanks:
         for name, holders in self._by_name.items():
             widths = holders[min(holders)].widths
             ranks = self._counted(name, holders, n_ranks)
-            entries += [Entry(name, number, width, ranks) for number, width in enumerate(widths)]
+            of_site = [Entry(name, number, width, ranks) for number, width in enumerate(widths)]
             if n_ranks > 1 and self._may_split_features(name, ranks):
-                entries = [self._unless_of_features(entry, name) for entry in entries]
+                of_site = [self._unless_of_features(entry) for entry in of_site]
+            entries += of_site
         return Layout(self._statistics, tuple(entries))
 
     def _may_split_features(self, name: str, ranks: tuple[int, ...] | None) -> bool:
@@ -224,13 +225,12 @@ class GatheredRanks:
         is_plain = {site.counts for site in holders.values()} == {ALL}
         return is_plain and self._copies.are_of_one_group(holders if ranks is None else ranks)
 
-    def _unless_of_features(self, entry: Entry, name: str) -> Entry:
-        """Return an entry for which no rank counts, if it is of features and of this site."""
-        statistic = self._statistics[entry.statistic]
-        if entry.site != name or not isinstance(statistic, CovarianceStatistic):
+    def _unless_of_features(self, entry: Entry) -> Entry:
+        """Return an entry for which no rank counts, if it is of features; else the entry."""
+        if not isinstance(self._statistics[entry.statistic], CovarianceStatistic):
             return entry
         self._slots.complain(
-            name, "has no covariance over all ranks, which may have parts of its features"
+            entry.site, "has no covariance over all ranks, which may have parts of its features"
         )
         return replace(entry, ranks=())
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from hookline.display.text import plural
 from hookline.engine.pytree import tree
+from hookline.errors import InputError
 from hookline.verbs.shared.failing_module import note_failing_module
 from hookline.verbs.shared.rerun import lazy_name, untouched
 
@@ -50,6 +51,23 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     if isinstance(inputs, tuple):
         return inputs, {}
     return ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
+
+
+def check_arguments(inputs: Any, of: str) -> None:
+    """Refuse a function or an iterator in place of the arguments of a model.
+
+    Args:
+        inputs: what was given.
+        of: whose arguments they should be, such as "the model".
+
+    Raises:
+        InputError: it is no value that a model can be run on twice.
+    """
+    if isinstance(inputs, Iterator) or (callable(inputs) and not isinstance(inputs, Tensor)):
+        raise InputError(
+            f"inputs must be the arguments of {of}, got a {type(inputs).__name__}."
+            "\nGive a tensor, a tuple of arguments or a dict of keyword arguments."
+        )
 
 
 def mean_squares(output: Any) -> Tensor | None:

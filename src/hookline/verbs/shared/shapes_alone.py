@@ -31,13 +31,13 @@ def refuse_shapes_alone(
     name = next((name for name, tensor in tensors if tensor.is_meta), None)
     if name is not None and (reads_weights or not _is_offloaded(model)):
         raise InputError(
-            f"{verb} needs a model with numbers, got {name} on the meta device, which holds"
+            f"{verb} must have a model with numbers, got {name} on the meta device, which holds"
             " shapes alone.\nLoad the weights, or fill them: model.to_empty(device='cpu'), then"
             " initialise."
         )
     if any(tensor.is_meta for _, tensor in tree.tensors(inputs)):
         raise InputError(
-            f"{verb} needs inputs with numbers, got a tensor on the meta device, which holds"
+            f"{verb} must have inputs with numbers, got a tensor on the meta device, which holds"
             " a shape alone.\nMake it on the device of the model."
         )
 
