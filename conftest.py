@@ -1,4 +1,9 @@
-"""What is collected, how many examples are tried, and what no process loads that runs no test."""
+"""What is collected, how many examples are tried, and what no process loads that runs no test.
+
+And what a run of tests says last when it breaks off.
+"""
+
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -34,3 +39,28 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("schedule")
         config.pluginmanager.import_plugin("shared_fixtures")
+
+
+_internal_errors: list[str] = []
+
+
+def pytest_internalerror(excrepr: object) -> None:
+    """Keep what broke the run off, of pytest itself or of a worker."""
+    _internal_errors.append(str(excrepr))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
+    """Say which tests failed before the run broke off: pytest keeps that to itself.
+
+    At the end, where someone looks first who has only the last lines of a log.
+    """
+    yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus != pytest.ExitCode.INTERNAL_ERROR or reporter is None:
+        return
+    reporter.summary_failures()
+    reporter.summary_errors()
+    reporter.section("what broke the run off first")
+    reporter.write_line("\n".join(_internal_errors[0].splitlines()[-10:]))
+    reporter.short_test_summary()
