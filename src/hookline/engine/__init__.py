@@ -54,7 +54,7 @@ from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
     select_in,
 )
-from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text
+from hookline.engine.selection.site import PORTS, ROOT, Site, glob, path_text, paths_above
 from hookline.engine.selection.targets import EVERYWHERE, Everywhere, Target
 from hookline.engine.taps.base import (
     AroundCall, HookSpec, Order, RootTap, Tap, call_frame, foreign_hooks, is_inert, is_reading,

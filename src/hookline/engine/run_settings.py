@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.selection.site import paths_above
 from hookline.engine.torch_private.modes import float32_precision
 
 _DEVICES = ("cpu", "cuda")
@@ -40,9 +41,7 @@ class Settings:
 
     def is_training(self, path: str) -> bool:
         """Tell whether a module was in training mode."""
-        while path and path not in self.training:
-            path = path.rpartition(".")[0]
-        return self.training.get(path, False)
+        return _first_known(self.training, [path, *paths_above(path)]) or False
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as `from_json` reads them."""
@@ -122,7 +121,11 @@ def settings_of(noted: Noted | Settings | None) -> Settings | None:
     flags, has_grad, is_inference, cpu, cuda, seed, is_deterministic, *precision = noted.state
     modes = dict(zip(noted.paths, flags, strict=True))
     return Settings(
-        {path: mode for path, mode in modes.items() if _mode_around(path, modes) is not mode},
+        {
+            path: mode
+            for path, mode in modes.items()
+            if _first_known(modes, paths_above(path)) is not mode
+        },
         {
             device: str(dtype).removeprefix("torch.")
             for device, dtype in zip(_DEVICES, (cpu, cuda), strict=True)
@@ -163,10 +166,6 @@ def ignores_mode(type_name: str) -> bool:
     return code is not None and "training" not in code.co_names
 
 
-def _mode_around(path: str, modes: Mapping[str, bool]) -> bool | None:
-    """Return the mode of the module around a module; None for the root."""
-    while path:
-        path = path.rpartition(".")[0]
-        if path in modes:
-            return modes[path]
-    return None
+def _first_known(modes: Mapping[str, bool], paths: list[str]) -> bool | None:
+    """Return the mode of the first of some paths that has one; None if none has."""
+    return next((modes[path] for path in paths if path in modes), None)

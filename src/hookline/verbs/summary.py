@@ -22,6 +22,7 @@ from hookline.engine import (
     Site,
     innermost,
     is_reading,
+    paths_above,
     require_model,
 )
 from hookline.engine.pytree import describe, tree
@@ -328,19 +329,13 @@ def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, R
 def _holders(table: Summary) -> set[str]:
     """Return the paths of the modules in which another module ran."""
     paths = [path for row in table.rows if row.calls for path in (row.path, *row.aliases)]
-    return {above for path in paths for above in _above(path)}
-
-
-def _above(path: str) -> Iterator[str]:
-    """Yield the paths of the modules that hold a module, the next one first.
-
-    A parametrization runs beside its module, not in it: it returns a weight.
-    """
-    while path:
-        path, _, name = path.rpartition(".")
-        if name == "parametrizations":
-            return
-        yield path
+    # A parametrization runs beside its module, not in it: it returns a weight.
+    return {
+        above
+        for path in paths
+        for above in paths_above(path)
+        if "parametrizations" not in path.removeprefix(above).split(".")
+    }
 
 
 def _to_meta_if(model: nn.Module, inputs: Any) -> Any:

@@ -17,7 +17,7 @@ from hookline.engine.compile.compiled_modules import has_fewer_guards
 from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, OperationNode, ParameterNode
-from hookline.engine.selection.site import path_text
+from hookline.engine.selection.site import path_text, paths_above
 from hookline.engine.taps.base import Tap
 from hookline.engine.torch_private.modules import is_scripted
 
@@ -195,7 +195,7 @@ def gathered(name: str, model_type: str, paths: list[str]) -> str | None:
         paths: the modules that were called more than once.
     """
     called = set(paths)
-    outermost = [path for path in dict.fromkeys(paths) if called.isdisjoint(_above(path))]
+    outermost = [path for path in dict.fromkeys(paths) if called.isdisjoint(paths_above(path))]
     if not outermost:
         return None
     names = listed([repr(path) for path in outermost], 3)
@@ -206,8 +206,3 @@ def gathered(name: str, model_type: str, paths: list[str]) -> str | None:
         f"hl.{name}: {model_type} itself was not called, only modules inside it ({names}), so all"
         f" their runs are one pass.\nGive the module that is called,{such_as} or call the model."
     )
-
-
-def _above(path: str) -> list[str]:
-    """Return the paths of the modules that a module is inside of."""
-    return [path[:end] for end, letter in enumerate(path) if letter == "."]

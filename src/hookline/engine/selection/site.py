@@ -95,6 +95,16 @@ def path_text(path: str) -> str:
     return _NAMED_ROOT if path == ROOT else path or ROOT
 
 
+def paths_above(path: str) -> list[str]:
+    """Return the paths of the modules that a module is inside of, the next one first.
+
+    >>> paths_above("layers.0.fc")
+    ['layers.0', 'layers', '']
+    """
+    names = path.split(".") if path else []
+    return [".".join(names[:end]) for end in reversed(range(len(names)))]
+
+
 @dataclass(frozen=True, slots=True)
 class SiteText:
     """The parts of a site or glob as text; `port` is None if the text has no port."""

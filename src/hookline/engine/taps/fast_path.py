@@ -18,7 +18,7 @@ from hookline.engine.compile.guards import has_own_forward
 from hookline.engine.operations.mode import PaddedMode
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, OperationNode
-from hookline.engine.selection.site import Site
+from hookline.engine.selection.site import Site, paths_above
 from hookline.engine.taps.base import (
     ON_INPUTS,
     HookSpec,
@@ -152,13 +152,9 @@ class FastPaths:
 
     def _around(self, node: ModuleNode, kind: type[nn.Module]) -> Iterator[ModuleNode]:
         """Yield the modules of a class that contain, or are, a module, at any of its paths."""
-        by_path = self._tree.by_path
         for path in (node.host if isinstance(node, OperationNode) else node).paths:
-            names = path.split(".")
-            for end in range(len(names), -1, -1):
-                above = by_path.get(".".join(names[:end]))
-                if above is not None and isinstance(above.module, kind):
-                    yield above
+            nodes = map(self._tree.by_path.get, [path, *paths_above(path)])
+            yield from (above for above in nodes if above and isinstance(above.module, kind))
 
     def _watch(self, node: ModuleNode | None) -> None:
         """Place a tap on a layer or an encoder, unless it has one."""
