@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ def alias_lasting_inputs(
     Returns:
         The new (args, kwargs); None if there was nothing to alias.
     """
-    candidates = flowing((args, tuple(kwargs.values())), fixed_only=True)
+    candidates = flowing((*args, *kwargs.values()), fixed_only=True)
     lasting = [tensor for tensor in candidates if not leaves_only or is_leaf_to(tensor, call)]
     if not lasting:
         return None
@@ -104,13 +104,13 @@ def instead_of(tensors: Sequence[Tensor], aliases: Sequence[Tensor]) -> Identity
 
 def flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
     """Return each tensor through which a gradient can flow, once."""
-    tensors: IdentityMap[None] = IdentityMap()
     if not torch.is_grad_enabled():
         return []
-    for tensor in _tensors(value, fixed_only):
+    tensors: list[Tensor] = []
+    for tensor in _tensors(value, fixed_only):  # dynamo inlines a comprehension as a call
         if tensor.requires_grad and has_aliases(tensor):
-            tensors[tensor] = None
-    return tensors.things()
+            tensors.append(tensor)
+    return tensors if len(tensors) < 2 else instead_of(tensors, tensors).things()
 
 
 def has_aliases(tensor: Tensor) -> bool:
@@ -136,9 +136,14 @@ def refuse_unaliased(name: str, values: tuple[Any, ...]) -> None:
             )
 
 
-def _tensors(value: Any, fixed_only: bool) -> Iterator[Tensor]:
+def _tensors(value: Any, fixed_only: bool) -> list[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple) or (not fixed_only and tree.is_container(value)):
+        return [value]
+    tensors: list[Tensor] = []
+    if isinstance(value, tuple) or (not fixed_only and tree.is_container(value)):
         for _, part in tree.items(value) or ():
-            yield from _tensors(part, fixed_only)
+            if isinstance(part, Tensor):
+                tensors.append(part)
+            else:
+                tensors += _tensors(part, fixed_only)
+    return tensors

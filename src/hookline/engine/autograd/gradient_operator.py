@@ -212,8 +212,8 @@ def settle_untraced_views() -> Iterator[HookedView]:
 
 def place_in(tensors: list[Tensor], tensor: Tensor) -> int:
     """Return the index of a tensor in a list; its length if it is not there."""
-    for index, other in enumerate(tensors):
-        if other is tensor:
+    for index in range(len(tensors)):  # not enumerate: dynamo traces each step of it
+        if tensors[index] is tensor:
             return index
     return len(tensors)
 

@@ -93,7 +93,7 @@ class GraphGradientTap(GradientTap):
         is_on = torch.is_grad_enabled()
         tensors: list[Tensor] = []
         slots: list[int | None] = []
-        for _, tensor in tree.tensors(value):
+        for tensor in _tensors(value):
             slot = None
             if tensor.requires_grad:
                 slot = place_in(tensors, tensor)
@@ -101,7 +101,7 @@ class GraphGradientTap(GradientTap):
                     tensors.append(tensor)
             slots.append(slot)
         if is_on and not tensors and runs_in_transform():
-            note_stand_ins([tensor for _, tensor in tree.tensors(value)])
+            note_stand_ins(_tensors(value))
             self._refuse_examples()
         outside = self._hook_traced(traced, tensors, is_on=is_on) if tensors else ()
         # The structure of a value with parts, with empty tensors.
@@ -118,7 +118,8 @@ class GraphGradientTap(GradientTap):
         call, of_run, owner = traced.n_calls(), traced.switch.number, self._owner()
         are_outside = come_from_outside(tensors)
         outside: Outside = ()
-        for slot, tensor in enumerate(tensors):
+        for slot in range(len(tensors)):  # not enumerate: dynamo traces each step of it
+            tensor = tensors[slot]
             if are_outside[slot] != "0":
                 number = next_hook() if are_outside[slot] == "1" else ""
                 outside = (*outside, (slot, tensor, number))
@@ -260,6 +261,11 @@ class GraphGradientTap(GradientTap):
         if reason == NO_BACKWARD and self.is_in_graph and has_compiled_backward():
             return f"{reason}; or {_COMPILED_AGAIN}"
         return reason
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    # A lone tensor without a walk: dynamo traces each step.
+    return [value] if isinstance(value, Tensor) else [tensor for _, tensor in tree.tensors(value)]
 
 
 def note_compiled_backward(taps: Iterable[Any], error: Exception) -> None:

@@ -41,6 +41,7 @@ ATOMS = (
     torch.Generator, nn.Module, slice, range,
 )
 # fmt: on
+_LISTS = (tuple, list)
 _SETS = (set, frozenset)
 _OTHERS: Any = (*_SETS, UserList, MappingView)  # a dict view shows its dict and cannot be copied
 PLAIN_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
@@ -53,6 +54,9 @@ _DEEPEST = 150  # levels of nesting, near Python's own limit; deeper values are 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
     """Return the parts of a value as (key, part), in order; None for a tensor or a number."""
+    if type(value) in _LISTS:
+        # Not enumerate: dynamo traces each step of it.
+        return list(zip(range(len(value)), value, strict=True))
     if isinstance(value, (Tensor, *ATOMS)):
         return None
     if isinstance(value, Mapping):
