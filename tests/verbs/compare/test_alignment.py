@@ -176,6 +176,7 @@ class Odd(nn.Module):
     [
         ((7,), "no dimensions of rows and tokens in [7]"),
         ((4, 4, 3), "[4, 4, 3] may be (rows, tokens, …) or (tokens, rows, …): compare runs whose"),
+        ((4, 3), "[4, 3] may be (tokens, …) or (rows, …): compare runs whose batch"),
     ],
 )
 def test_values_that_cannot_be_aligned_are_said(shape, why):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import listed, plural
-from hookline.verbs.compare.readings import HEADS, ORDER, PAIRS, ROW, Places, Reading, Span
+from hookline.verbs.compare.readings import HEADS, NO_ROW, ORDER, PAIRS, ROW, Places, Reading, Span
 from hookline.verbs.compare.tokens import ROWS, Grid, Tokens
 
 # The tensor of a site in each pass, by the number of the pass.
@@ -106,6 +106,8 @@ class Alignment:
         """Return the readings that fit all passes of both; those of rows if none of tokens does."""
         fitting = self._fitting(0, a) & self._fitting(1, b)
         of_tokens = {reading for reading in fitting if reading.axes != ROW}
+        if {reading.axes for reading in of_tokens} == {NO_ROW}:
+            of_tokens = fitting  # with as many rows as tokens, it may be a value a row
         n_keys = {
             self.places[side][number][reading.stream].keys.shape[1]
             for reading in of_tokens

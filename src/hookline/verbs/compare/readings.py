@@ -12,13 +12,13 @@ from hookline.verbs.compare.tokens import ROWS
 ROW = "(rows, …)"
 PAIRS = "(rows, heads, tokens, keys)"
 HEADS = "(rows, heads, tokens, …)"
+NO_ROW = "(tokens, …)"
 _BATCH = "(rows, tokens, …)"
 _FLAT = "(rows·tokens, …)"
 _TOKENS_FIRST = "(tokens, rows, …)"
 _ANY_ROW = "(1, tokens, …)"
-_NO_ROW = "(tokens, …)"
 # The likeliest first: of readings that give the same values, the first is taken.
-ORDER = (_BATCH, _FLAT, PAIRS, HEADS, _TOKENS_FIRST, _ANY_ROW, _NO_ROW, ROW)
+ORDER = (_BATCH, _FLAT, PAIRS, HEADS, _TOKENS_FIRST, _ANY_ROW, NO_ROW, ROW)
 
 
 class Reading(NamedTuple):
@@ -61,7 +61,7 @@ class Places(NamedTuple):
             HEADS: has_rows and sizes[2] in (n_tokens, n_keys),
             _TOKENS_FIRST: sizes[:2] == (n_tokens, n_rows),
             _ANY_ROW: sizes[:2] == (1, n_tokens) and not is_table,
-            _NO_ROW: sizes[0] == n_tokens and n_rows > 1 and not is_table,
+            NO_ROW: sizes[0] == n_tokens and n_rows > 1 and not is_table,
         }
         of_tokens = [axes for axes, does_fit in fits.items() if does_fit and n_tokens]
         return of_tokens + [ROW] * has_rows
@@ -87,7 +87,7 @@ class Places(NamedTuple):
             value = value.transpose(0, 1)
         elif axes == _ANY_ROW:
             value = value.expand(n_rows, *value.shape[1:])
-        elif axes == _NO_ROW:
+        elif axes == NO_ROW:
             value = value.expand(n_rows, *value.shape)
         is_placed = places >= 0
         return value[is_placed.to(value.device)], places[is_placed]
