@@ -257,6 +257,20 @@ def test_a_head_that_gets_the_last_token_alone_says_so():
         model.generate(IDS, max_new_tokens=2, do_sample=False)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_keys_of_the_cache_are_not_taken_for_the_new_token(part):
+    model = tiny("llama")
+    model.config.num_key_value_heads = 1
+    model = type(model)(model.config).eval()
+    site = f"model.layers.0.self_attn@{part}"
+    with (
+        hl.edit(model, site, hl.edits.scale(0), at=-1, steps=slice(1, None)),
+        pytest.raises(hl.StructureError, match=rf"got Tensor\[2, 1, {IDS.shape[1] + 1}, 8\]"),
+    ):
+        model.generate(IDS, max_new_tokens=2, do_sample=False)
+
+
 def test_a_token_of_the_input_is_changed(plain):
     with hl.edit(plain, "(root):input", lambda ids: ids * 0 + 9, at=-1):
         with hl.record(plain, "embedding:input") as run:

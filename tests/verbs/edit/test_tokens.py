@@ -192,6 +192,13 @@ def test_a_mask_fits_a_value_whose_tokens_are_clear(shape, dtype, expected):
     assert (None if mask is None else [*mask.shape]) == expected
 
 
+@pytest.mark.parametrize(("n_heads", "n_queries", "is_clear"), [(3, 5, False), (3, 1, True)])
+def test_all_keys_of_a_row_are_not_its_new_token(n_heads, n_queries, is_clear):
+    value = torch.zeros(1, n_heads, n_queries, 8)
+    mask = main(input_ids=IDS[:1, :1]).mask_for(value, indices("at", -1, allows_negative=True))
+    assert (mask is not None) is is_clear
+
+
 @pytest.mark.parametrize(("at", "is_clear"), [(slice(None), True), (9, True), (1, False)])
 def test_tokens_out_of_order_are_clear_if_all_or_none_are_chosen(at, is_clear):
     chosen = indices("at", at, allows_negative=True)

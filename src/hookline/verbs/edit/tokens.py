@@ -83,7 +83,9 @@ def _of_all_rows(mask: Tensor, value: Tensor, *, in_order: bool) -> Tensor | Non
     is_ordered = in_order or bool((mask == mask[:1, :1]).all())
     # Or the rows and heads in a row, as many as there are tokens.
     may_be_heads = value.dim() > 2 and n_tokens in value.shape[1:] and n_tokens > 1
-    is_clear = is_ordered and not may_be_heads
+    # Of one token, the heads and all keys of a row, those of the cache, too.
+    may_be_keys = value.dim() > 3 and n_tokens == 1 and 1 not in value.shape[1:3]
+    is_clear = is_ordered and not may_be_heads and not may_be_keys
     return mask.reshape(-1, *[1] * (value.dim() - 1)) if is_clear else None
 
 
