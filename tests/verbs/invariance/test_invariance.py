@@ -519,6 +519,17 @@ def test_checks_of_nothing_are_no_success(batch):
     assert not invariance.ok
 
 
+@torch.no_grad()
+def test_a_cache_of_earlier_tokens_is_refused():
+    net, tokens = model("gpt2"), ids(3, 6)
+    cache = net(tokens[:, :4]).past_key_values
+    with pytest.raises(hl.InputError, match=r"got past_key_values, which holds earlier ones"):
+        hl.invariance(net, {"input_ids": tokens[:, 4:], "past_key_values": cache}, only=["twice"])
+    empty = {"input_ids": tokens, "past_key_values": type(cache)()}
+    assert hl.invariance(net, empty, only=["twice"]).ok
+    assert cache.get_seq_length() == 4
+
+
 def test_a_model_without_numbers_is_refused():
     with pytest.raises(hl.InputError, match=r"got 0.weight on the meta device.*\nLoad the weights"):
         hl.invariance(nn.Sequential(nn.Linear(8, 2, device="meta")), X)
