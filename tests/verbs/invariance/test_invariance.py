@@ -407,6 +407,17 @@ def test_nested_outputs_are_compared_where_rows_stay_in_place(layout):
     assert alone.why == "(root): no dimensions of rows and tokens in nested tensors"
 
 
+def test_numbers_of_one_dtype_alone_are_the_reason():
+    class Narrow(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return x / ((x * 0 + 1 + 1e-3) - 1)  # which is 0 in bfloat16
+
+    (check,) = hl.invariance(Narrow(8, 2).eval(), X, only=["bfloat16"])
+    assert (check.outcome, check.relative, check.first) == ("differs", None, "(root)")
+    assert check.why == f"{2 * len(X)} elements NaN or infinite in one of the two"
+
+
 # -- the model afterwards ------------------------------------------------------------------------
 
 

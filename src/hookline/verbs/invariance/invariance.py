@@ -181,8 +181,14 @@ def _checked(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
     outcome: Outcome = "may differ" if reason is not None and reason.is_expected else "differs"
     located = comparison if outcome == "may differ" else _located(name, trials, comparison)
     site = "" if located.first is None else located.first.site
-    why = "" if reason is None else reason.text
+    why = _problem(located) if reason is None else reason.text
     return Checked(name, outcome, _largest(outputs), site, located.suspect, why, comparison), reason
+
+
+def _problem(comparison: Comparison) -> str:
+    """Say what differs at the first site where no number tells it, such as NaN."""
+    first = comparison.first
+    return first.why if first is not None and first.relative is None else ""
 
 
 def _largest(rows: list[ComparedSite]) -> float | None:
