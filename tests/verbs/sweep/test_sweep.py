@@ -591,6 +591,13 @@ class Mixing(nn.Module):
         return x - x.mean(0)
 
 
+class Attending(nn.Module):
+    """Rows of a batch see those that are like them."""
+
+    def forward(self, x):
+        return x + (x @ x.T).softmax(-1) @ x
+
+
 class Counting(nn.Module):
     """Each run changes the next."""
 
@@ -610,6 +617,15 @@ def test_rows_that_see_one_another_have_forwards_of_their_own():
     expected = loop(model, x, clean, [("0", "output"), ("2", "output")], metric, 1)
     np.testing.assert_array_equal(sweep.values, expected)
     assert any("whole forward" in note or "own forward" in note for note in sweep.notes)
+
+
+def test_rows_that_see_those_alike_have_forwards_of_their_own():
+    for seed in range(4):  # in half of them, the row is unlike one that is large
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 6), Attending(), nn.Linear(6, 2)).eval()
+        factors = [hl.edits.scale(factor) for factor in (0.5, 0.0, 2.0, -1.0, 10.0)]
+        sweep = hl.sweep(model, torch.randn(1, 4), {"0": factors}, metric)
+        assert any("own forward" in note for note in sweep.notes)
 
 
 def chain():

@@ -200,10 +200,11 @@ def stirred(value: Any, known: Any) -> Any:
     new = value.clone()
     first, middle, last = torch.unflatten(new, dim, (3, known.shape[dim])).unbind(dim)
     if is_near(middle, known):
-        for rows in (first, last):
+        # Against each other, so that a product with one of both is large, and neither sum is 0.
+        for rows, size in ((first, _LARGE), (last, -_LARGE / 2)):
             # Of both signs, and more of one, so that neither a maximum nor a sum misses them.
             signs = 1 - 2 * (torch.arange(rows.numel(), device=rows.device) % 3 == 2).to(rows.dtype)
-            rows.copy_(signs.view(rows.shape) * _LARGE * (rows.abs() + 1))
+            rows.copy_(signs.view(rows.shape) * size * (rows.abs() + 1))
     return new
 
 
