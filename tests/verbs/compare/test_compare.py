@@ -380,6 +380,19 @@ def test_other_shapes_dtypes_and_structures_are_said(mlp):
     assert hl.compare({"x": (X, None)}, {"x": X})["x:output[0]"].verdict == "identical"
 
 
+def test_what_could_not_be_compared_before_the_suspect_is_told():
+    runs = []
+    for n_hidden, factor in ((4, 1.0), (5, 2.0)):
+        net = nn.Sequential(nn.Linear(3, n_hidden), nn.Flatten(), nn.AdaptiveAvgPool1d(2))
+        with hl.record(net, copy=True) as run, torch.no_grad():
+            net(factor * torch.ones(2, 3))
+        runs.append(run)
+    comparison = hl.compare(*runs)
+    assert comparison.suspect == "2"
+    (said,) = text_of(comparison, "site")
+    assert said.endswith("; 2 values before it could not be compared")
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_on_one_side_alone_differs(bad):
     a, b = ({"x": torch.tensor([number, 1.0])} for number in (bad, 1.0))
