@@ -68,6 +68,31 @@ def test_passes_with_a_cache_are_compared_with_one_pass(gpt2):
     assert found["lm_head"].form == "[18, 50] float32"
 
 
+class Window(nn.Module):
+    """Returns a cache of the last two tokens, and its width."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 4)
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        return {"x": x, "past_key_values": [x[:, None, -2:], torch.tensor(2)]}
+
+
+def test_a_cache_of_the_last_tokens_is_not_that_of_padding():
+    model, rows = Window(), ids(3, 6)
+    alone, mask = {"input_ids": rows}, torch.ones_like(rows)
+    padded = {name: nn.functional.pad(t, (0, 1)) for name, t in
+              {**alone, "attention_mask": mask}.items()}  # fmt: skip
+    comparison = hl.compare(recorded(model, padded), recorded(model, alone))
+    assert comparison.first is None
+    cache = comparison["(root):output.past_key_values[0]"]
+    assert cache.why == "a cache of the last tokens, which are others in a than in b"
+    assert comparison["(root):output.past_key_values[1]"].verdict == "identical"
+    assert hl.compare(recorded(model, {"input_ids": rows.flip(0)}), recorded(model, alone)).ok
+
+
 def test_equal_layouts_are_compared_as_they_are(gpt2):
     run = recorded(gpt2, {"input_ids": ids(2, 5)})
     other = recorded(gpt2, {"input_ids": ids(2, 5, seed=9)})

@@ -31,6 +31,7 @@ from hookline.verbs.compare.readings import Places
 from hookline.verbs.compare.shards import Dims
 from hookline.verbs.compare.sides import Entry, Side, check_passes_of_ranks, with_rows_of_ranks
 from hookline.verbs.compare.tokens import Tokens, tokens_of
+from hookline.verbs.shared.token_inputs import CACHES
 
 _PASS = re.compile(r"#pass(\d+)$")
 # Inputs that say where tokens lie, and not what they are. The tokens themselves are matched.
@@ -266,7 +267,7 @@ def _measured(alignment: Alignment, leaf: Leaf, a: _ByPass, b: _ByPass) -> Measu
     first, second = next(iter(a.values())), next(iter(b.values()))
     n_alone = 0
     if not _are_nested(a, b):
-        pair = alignment.pair(a, b)
+        pair = alignment.pair(a, b, is_cache=bool(leaf) and leaf[0] in CACHES)
         n_alone = alignment.n_alone
     elif alignment.is_same and len(a) == len(b) == 1:
         pair = first, second

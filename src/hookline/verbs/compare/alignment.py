@@ -60,12 +60,13 @@ class Alignment:
             n_dims = len(next(iter(a.values())))
             self._seen.setdefault(n_dims, set()).update(readings)
 
-    def pair(self, a: ByPass, b: ByPass) -> tuple[Tensor, Tensor] | str:
+    def pair(self, a: ByPass, b: ByPass, *, is_cache: bool = False) -> tuple[Tensor, Tensor] | str:
         """Take the common tokens out of the values of a site, in one order.
 
         Args:
             a: the tensor of the first recording in each pass.
             b: the tensor of the second recording in each pass.
+            is_cache: whether they lie in a cache, which may hold the last tokens of each row alone.
 
         Returns:
             Two tensors of shape `(tokens, …)` or `(sequences, …)`, or the reason why the values
@@ -75,6 +76,8 @@ class Alignment:
         readings = self._common(*shapes)
         if not readings:
             return self._pair_of_two_kinds(a, b)
+        if is_cache and {reading.axes for reading in readings} == {ROW} and not self._end_alike():
+            return "a cache of the last tokens, which are others in a than in b"
         # Heads as wide as there are keys look like attention weights: other sites tell nothing.
         if len(readings) > 1 and not {PAIRS, HEADS} <= {reading.axes for reading in readings}:
             known = readings & self._seen.get(len(next(iter(shapes[0].values()))), set())
@@ -90,6 +93,15 @@ class Alignment:
             " width differ"
         )
 
+    def _end_alike(self) -> bool:
+        """Tell whether the rows of both recordings end with the same tokens, and no padding."""
+        of_passes = (places for side in self.places for places in side.values())
+        return self.covers_all and all(
+            bool((places.tokens[:, -1:] >= 0).all())
+            for streams in of_passes
+            for places in streams.values()
+        )
+
     def _pair_of_two_kinds(self, a: ByPass, b: ByPass) -> tuple[Tensor, Tensor] | str:
         """Take the common tokens where no reading fits both values."""
         shapes = _shapes(a), _shapes(b)
@@ -98,6 +110,10 @@ class Alignment:
         if len(streams) == 1 and all(len(of_side) == 1 for of_side in own):
             # such as (rows, tokens, …) in one and (rows·tokens, …) in the other
             return self._taken((a, b), (own[0].pop(), own[1].pop()))
+        first, *others = [*a.values(), *b.values()]
+        is_setting = not first.dim() and not first.is_floating_point()
+        if is_setting and all(torch.equal(first, other) for other in others):  # as of a cache
+            return first[None], first[None]
         if self.is_same and len({*shapes[0].values(), *shapes[1].values()}) == 1:
             return torch.stack([*a.values()]), torch.stack([*b.values()])
         return f"no dimensions of rows and tokens in {_texts(*shapes)}"
