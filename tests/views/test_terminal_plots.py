@@ -66,6 +66,19 @@ def test_in_a_narrow_terminal_bars_are_fewer_and_numbers_whole():
     assert set(row.split()[1]) == {"█"}
 
 
+def test_with_long_names_no_number_is_cut():
+    model = nn.Sequential()
+    model.add_module("a_layer_with_a_name_of_40_characters_or_so", nn.Identity())
+    with hl.record(model) as run:
+        model(torch.tensor([-1.234e-05, 5.678e-06, math.nan]))
+    ends = {40: "-1.234e-05 1", 60: "-1.234e-05 5.678e-06 1", 120: "-3.331e-06 0 % 1"}
+    for width, end in ends.items():
+        lines = printed(run, width=width).splitlines()
+        row = next(line for line in lines if "-1.234e-05" in line)
+        assert " ".join(row.split()).endswith(end)
+        assert ("Left out at" in " ".join(lines)) == (width < 120)
+
+
 def test_under_no_color_maps_are_shades_too(ramp):
     with_colours = {"force_terminal": True, "color_system": "truecolor"}
     assert printed(ramp, **with_colours, no_color=True).count("▀") == 0
@@ -101,7 +114,8 @@ def test_nan_is_counted_and_has_its_own_colour(ramp):
     value[0, 0, 0, 0] = math.nan
     with hl.record(model) as run:
         model(value)
-    assert "1 NaN or infinite" in printed(run)
+    header, _, row = printed(run).splitlines()[:3]
+    assert (header[-10:], row[-2:]) == ("not finite", " 1")
     assert "38;2;213;94;0" in printed(run, color_system="truecolor", force_terminal=True)
     assert "?" in printed(run, color_system=None)
 

@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from hookline.display.colours import BLUE_ORANGE, VIRIDIS, colour
-from hookline.display.text import shorten
+from hookline.display.results import Heading, Printout
+from hookline.display.text import plural
 from hookline.display.units import measure, share
 from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
@@ -35,6 +33,9 @@ _SHADES = " ░▒▓█"
 _ASCII_BARS = " _.-:=+*#"
 _ASCII_SHADES = " .:*#"
 _BINS = 32
+_LEAST_BARS = 8
+# The columns of numbers, and when each is left out where there is no room.
+_NUMBERS = {"least": 5, "greatest": 4, "mean": 2, "zeros": 1, "not finite": 0}
 _SIDE = 24  # the longest side of a map, in cells
 _MOST_MAPS = 3
 _MOST_SITES = 200
@@ -64,7 +65,7 @@ def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
         InputError: the recording has no value to draw, or several passes.
     """
     values, skipped = chosen_values(recording, None)
-    parts: list[RenderableType] = [_table(values[:_MOST_SITES])]
+    parts: list[RenderableType] = [_Rows(values[:_MOST_SITES])]
     if len(values) > _MOST_SITES:
         parts.append(Text(f"… and {len(values) - _MOST_SITES} more sites"))
     if skipped:
@@ -88,19 +89,43 @@ def spark(counts: Array, bars: str = _BARS) -> str:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Spark:
-    """Bars of counts, in characters that the output supports; fewer bars in a narrow column."""
+class _Rows:
+    """A histogram and numbers of each value, in characters that the output supports.
 
-    counts: Array
+    In a narrow terminal, bars are fewer, and then columns are left out: no number is cut.
+    """
+
+    values: list[Value]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        counts, rows = [], []
+        for value in self.values:
+            counted, _, numbers = histogram(value.tensor, _BINS)
+            counts.append(counted)
+            texts = *map(measure, (numbers.min, numbers.max, numbers.mean)), share(numbers.zeros)
+            rows.append([*texts, f"{numbers.non_finite:,}" if numbers.non_finite else ""])
+        columns = zip(_NUMBERS, zip(*rows, strict=True), strict=True)
+        taken = [2 + max(map(len, (name, *texts))) for name, texts in columns if any(texts)]
+        paths = [len(value.label) for value in self.values if len(value.label) <= width // 2]
+        room = width - sum(taken) - max(paths, default=0) - 2
         bars = _ASCII_BARS if options.ascii_only else _BARS
-        stride = math.ceil(len(self.counts) / max(1, options.max_width))
-        sums = np.add.reduceat(self.counts, range(0, len(self.counts), stride))
-        yield Text(spark(sums, bars), style="cyan")
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(min(8, options.max_width), len(self.counts))
+        stride = math.ceil(_BINS / max(room, _LEAST_BARS))
+        places = range(0, _BINS, stride)
+        printout = Printout(
+            headings=(
+                Heading("site", "path"),
+                Heading("log counts", gives_way=3),
+                *(Heading(name, "number", order) for name, order in _NUMBERS.items()),
+            ),
+            rows=[
+                [value.label, [(spark(np.add.reduceat(counted, places), bars), "cyan")],
+                 *texts, [(bad, "bold red")] * bool(bad)]
+                for value, counted, (*texts, bad) in zip(self.values, counts, rows, strict=True)
+            ],
+        )  # fmt: skip
+        for line in printout.lines(width):
+            yield Text.assemble(*line)
 
 
 @final
@@ -135,25 +160,6 @@ class _Maps:
             yield Segment.line()
 
 
-def _table(values: list[Value]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for name in ("site", "histogram, log counts", "least", "greatest", "mean", "zeros", ""):
-        is_number = name in ("least", "greatest", "mean", "zeros")
-        table.add_column(name, justify="right" if is_number else "left",
-                         no_wrap=not name.startswith("histogram"))  # fmt: skip
-    for value in values:
-        counts, _, numbers = histogram(value.tensor, _BINS)
-        bad = f"{numbers.non_finite:,} NaN or infinite" if numbers.non_finite else ""
-        table.add_row(
-            Text(shorten(value.label, 48)),
-            _Spark(counts),
-            *(Text(measure(number)) for number in (numbers.min, numbers.max, numbers.mean)),
-            Text(share(numbers.zeros)),
-            Text(bad, style="bold red"),
-        )
-    return table
-
-
 def _has_maps(value: Value) -> bool:
     try:
         tensor = drawable(value)
@@ -166,7 +172,7 @@ def _maps(value: Value) -> _Maps:
     arranged = arrange(value, None, 0)
     drawn = smaller(arranged.data[:16], _SIDE).numpy()
     form = "x".join(map(str, arranged.data.shape[1:]))
-    return _Maps(f"{value.label}: {arranged.data.shape[0]} channels of {form}", drawn)
+    return _Maps(f"{value.label}: {plural(len(arranged.data), 'channel')} of {form}", drawn)
 
 
 def _shares(numbers: Array, signed: bool) -> Array:
