@@ -48,6 +48,18 @@ def test_numbers_are_those_of_the_tensors(net, image):
         assert norm == pytest.approx(float(tensor.norm()), rel=1e-3)
 
 
+def test_a_share_of_zeros_is_1_only_where_all_are_zero():
+    ramp, zeros = torch.zeros(100_000), torch.zeros(4)
+    ramp[0] = 1
+    model = nn.ModuleList([nn.Identity(), nn.Identity()])
+    with hl.record(model, "*") as run:
+        model[0]((ramp, zeros))
+        model[1](zeros)
+    core, _ = data_of(run)
+    assert core["values"]["zeros"] == [0.9999, 1]
+    assert [part["zeros"] for part in core["values"]["parts"]["0"]] == [0.9999, 1]
+
+
 def test_histograms_are_24_levels_with_logarithmic_heights():
     with hl.record(model := nn.Identity()) as run:
         model(torch.tensor([0.0] * 7 + [1.0] + [float("nan")]))

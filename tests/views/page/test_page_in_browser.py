@@ -121,6 +121,11 @@ def test_a_number_beside_an_outlier_says_its_error(page, number, high, text):
     assert page.evaluate(script, [number, high]) == text
 
 
+def test_no_share_is_rounded_to_all_or_nothing(page):
+    texts = page.evaluate("[0.0001, 0.0123, 0.5, 0.9951, 0.99951, 1].map(shareText)")
+    assert texts == ["<0.1 %", "1.2 %", "50 %", "99.5 %", ">99.9 %", "100 %"]
+
+
 @pytest.mark.parametrize("ends", [(-1.7e308, 1.7e308), (0.0, 1e39), (1e-50, 2e-50)])
 def test_numbers_beyond_float32_are_read_from_a_map(page, ends):
     maps = coded([("row", torch.tensor([ends], dtype=torch.float64))], 16)

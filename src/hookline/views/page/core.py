@@ -34,6 +34,7 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import AmbiguousError, FolderError
 from hookline.findings import Finding, Findings
 from hookline.recordings import Recording
+from hookline.statistics.of_values import Statistics
 from hookline.views.page.entries import Part, ValueEntry
 from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.rows import Row, trunk_of
@@ -137,8 +138,7 @@ def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
     """Return the statistics of values as columns; keys of dicts are positions in firing order."""
     numbers = [entry.whole or entry.statistics for entry in entries]
     columns: dict[str, Any] = {
-        name: [_rounded(getattr(statistics, name, None), kept) for statistics in numbers]
-        for name, kept in _DIGITS_OF.items()
+        name: [_number_of(statistics, name) for statistics in numbers] for name in _DIGITS_OF
     }
     return columns | {
         "hist": "".join(_histogram_text(entry.counts) for entry in entries),
@@ -166,8 +166,7 @@ def _range_of_items(entry: ValueEntry) -> list[float | int | None] | None:
 
 def _part_data(part: Part) -> dict[str, Any]:
     statistics = part.statistics
-    numbers = {name: _rounded(getattr(statistics, name), kept) for name, kept in _DIGITS_OF.items()}
-    return numbers | {
+    return {name: _number_of(statistics, name) for name in _DIGITS_OF} | {
         "leaf": escape_invisible(part.leaf),
         "shape": statistics.shape,
         "dtype": statistics.dtype,
@@ -296,6 +295,13 @@ def _differences(numbers: Iterable[int]) -> list[int]:
         differences.append(number - before)
         before = number
     return differences
+
+
+def _number_of(statistics: Statistics | None, name: str) -> float | None:
+    """Round one of the numbers of a value. A share of zeros is 1 only where all elements are 0."""
+    number = _rounded(getattr(statistics, name, None), _DIGITS_OF[name])
+    is_rounded_up = name == "zeros" and number == 1 and getattr(statistics, name) < 1
+    return 1 - 10.0**-_DIGITS if is_rounded_up else number
 
 
 def _rounded(number: float | None, digits: int = _DIGITS) -> float | None:

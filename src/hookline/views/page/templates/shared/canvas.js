@@ -156,9 +156,9 @@ function shareText(share) {
   if (share === null || share === undefined) return "";
   if (share === 0) return "0";
   if (share === 1) return "100 %";
-  if (share > 0.9995) return ">99.9 %";
-  if (share < 0.0005) return "<0.1 %";
-  return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+  if (share > 0.999) return ">99.9 %";
+  if (share < 0.001) return "<0.1 %";
+  return `${(100 * share).toFixed(share < 0.1 || share > 0.99 ? 1 : 0)} %`;
 }
 
 // How far a key moves along an axis.
