@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hookline.cli.app import app
-from hookline.cli.wording import in_words_of_commands
+from hookline.cli.wording import PHRASES, in_words_of_commands
+from source import texts
 
 NETS = """
 from torch import nn
@@ -49,15 +50,22 @@ def test_calls_and_arguments_become_commands_and_options(text, words):
     assert in_words_of_commands(text) == words
 
 
+def test_phrases_that_are_replaced_stand_in_messages():
+    others = "".join(text for module, text in texts().items() if module != "hookline.cli.wording")
+    assert [part for phrase in PHRASES for part in phrase.split("…") if part not in others] == []
+
+
 @pytest.mark.parametrize(
     ("command", "advice"),
     [
         ("compare a.npz b.npz", "Map the names of b to those of a, such as --names q=p."),
-        ("compare a.npz b.npz --names q=z", "--names must have values that are names of a"),
+        ("compare a.npz b.npz --names q=z", "Give --names THEIRS=OURS; a has"),
         ("operations nets.py:one x.npy *", "hookline operations MODEL INPUT 0."),
         ("anatomy nets.py:one", "Write hookline anatomy MODEL INPUT."),
         ("inspect nets.py:two x.npy", "Give a file of arrays by these names"),
         ("inspect nets.py:one t.txt", "the texts of t.txt need a tokenizer"),
+        ("extract nets.py:one nope --at 0 --to s", "got 'nope'.\nCheck the path.\n"),
+        ("compare a.npz b.npz --dims 0", "Give the folder that all ranks saved.\n"),
     ],
 )  # fmt: skip
 def test_commands_advise_in_their_own_words(tmp_path, monkeypatch, command, advice):

@@ -14,7 +14,7 @@ _OPTIONS = {
     "backend": "NAME",
 }  # fmt: skip
 # The verbs that are commands, and the names of their arguments in advice.
-_COMMANDS = "anatomy|doctor|invariance|operations|profile|summary"
+_COMMANDS = "anatomy|doctor|invariance|inventory|operations|profile|summary"
 _ARGUMENTS = {"model": "MODEL", "x": "INPUT", "inputs": "INPUT", "batch": "INPUT"}
 
 _NAME = "|".join(_OPTIONS)
@@ -27,29 +27,20 @@ _OPTION = re.compile(
     r"(\{[^{}]*\}|\((?:[^()]|\([^()]*\))*\)|'[^']*'|\"[^\"]*\"|-?\w+(?:\.\w+)*(?:\([^()]*\))?)"
     r"(?![\w/]|\.\w)"
 )
-_PHRASES = [
-    (r": hl\.open\(folder\)", ""),
-    (r"hl\.inventory\(model\)", "hookline hooks MODEL"),
-    (r"two curves or two dicts of arrays", "two trainings or two files of arrays"),
-    (r"\{name of b: name of a\}", "--names THEIRS=OURS"),
-    (
-        r"a dict is given as keyword arguments, and the model's forward refuses them",
+# What messages say in Python's words, where … is any text, and what stands for it.
+PHRASES = {
+    "two curves or two dicts of arrays": "two trainings or two files of arrays",
+    "; texts of your own are given as a list: ['first', 'second']": "",
+    "a dict is given as keyword arguments, and the model's forward refuses them":
         "the model's forward refuses the names of these arrays",
-    ),
-    (
-        r"Give a dict that is one argument in a tuple: .*",
+    "Give a dict that is one argument in a tuple: …":
         "Give one array, or a file of arrays by the names that it takes.",
-    ),
-    (
-        r"Give its arguments as a tuple, or by name in a dict\.",
+    "Give its arguments as a tuple, or by name in a dict.":
         "Give a file of arrays by these names, .npz or .safetensors.",
-    ),
-    (
-        r"\Atokenize must convert the texts of (.+) to tensors, got None\.\n.*",
+    "tokenize must convert the texts of … to tensors, got…":
         r"the texts of \1 need a tokenizer, and the model has none."
         "\nGive a model with one, such as hf:NAME, or a file of arrays.",
-    ),
-]
+}  # fmt: skip
 
 
 def in_words_of_commands(text: str) -> str:
@@ -60,8 +51,8 @@ def in_words_of_commands(text: str) -> str:
     >>> in_words_of_commands("Write hl.anatomy(model, x).")
     'Write hookline anatomy MODEL INPUT.'
     """
-    for pattern, words in _PHRASES:
-        text = re.sub(pattern, words, text)
+    for phrase, words in PHRASES.items():
+        text = re.sub(re.escape(phrase).replace("…", "(.+)"), words, text, flags=re.DOTALL)
     text = _CALL.sub(_command, text)
     text = _SUBJECT.sub(r"--\1 must ", text)
     return _OPTION.sub(_option, text)
@@ -69,9 +60,10 @@ def in_words_of_commands(text: str) -> str:
 
 def _command(call: re.Match[str]) -> str:
     words = [_argument(word) for word in call[2].split(", ") if word]
+    command = "hooks" if call[1] == "inventory" else call[1]
     if call[1] == "doctor" and len(words) > 2:
         words.insert(2, "--at")
-    return " ".join(["hookline", call[1], *words])
+    return " ".join(["hookline", command, *words])
 
 
 def _argument(word: str) -> str:

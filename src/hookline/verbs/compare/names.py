@@ -127,7 +127,7 @@ def _check(names: Mapping[str, str], a: Side, b: Side) -> None:
             near = closest(str(unknown), sorted(known))[:_MOST_SHOWN]
             raise InputError(
                 f"names must have {'keys' if label == 'b' else 'values'} that are names of"
-                f" {label}, got {unknown!r}.\nGive {{name of b: name of a}};"
+                f" {label}, got {unknown!r}.\nGive names={{name of b: name of a}};"
                 f" {label} has {listed(list(map(repr, near or sorted(known))), _MOST_SHOWN)}."
             )
 

@@ -118,7 +118,7 @@ def check_dims_are_meant(dims: Dims | None, sites: Sequence[tuple[str, str]]) ->
     if dims is not None and not sites:
         raise InputError(
             f"dims must be left out where a and b are of one process, got dims={dims!r:.80}."
-            "\nGive the folder that all ranks saved: hl.open(folder)."
+            "\nGive the folder that all ranks saved."
         )
     for pattern in dims if isinstance(dims, Mapping) else ():
         if not any(_is_meant(pattern, path, port) for path, port in sites):
