@@ -102,6 +102,20 @@ def test_numbers_of_a_value_with_nan_say_that_they_leave_it_out(new_page, tmp_pa
     expect(page.locator("#pane .card")).not_to_contain_text("elements are")  # they differ
 
 
+def test_the_pane_of_a_single_number_and_of_huge_ones(new_page, tmp_path):
+    model = nn.ModuleList([nn.Identity(), nn.Identity()])
+    with hl.record(model, "*") as run:
+        model[0](torch.tensor([3.25, float("inf")]))
+        model[1](
+            torch.tensor([-1.7e308, 0.0, 1.7e308], dtype=torch.float64)
+        )  # the line at 0 is in the middle
+    address = hl.write_page(run, tmp_path / "huge.html").as_uri()
+    page = new_page(address, address)
+    expect(page.locator("#pane .card")).to_contain_text("The only finite element is 3.25.")
+    page = new_page(f"{address}#at=1", address)
+    expect(page.locator("#pane .histogram line")).to_have_attribute("x1", "120")
+
+
 def test_an_address_finds_a_name_with_a_colon(new_page, tmp_path):
     model = nn.Sequential()
     model.add_module("user:rates", nn.Identity())

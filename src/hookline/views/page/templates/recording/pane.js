@@ -165,10 +165,12 @@ function makePane(host, core, view, { onClose, onStale }) {
     if (low === high && isSame)
       return callout(
         "note",
-        `All ${(numel - bad).toLocaleString("en")} ${bad ? "finite " : ""}elements are ` +
-          `${numberText(low, 4)}.`,
+        numel - bad === 1
+          ? `The only ${bad ? "finite " : ""}element is ${numberText(low, 4)}.`
+          : `All ${(numel - bad).toLocaleString("en")} ${bad ? "finite " : ""}elements are ` +
+              `${numberText(low, 4)}.`,
       );
-    const zero = low < 0 && high > 0 ? (240 * -low) / (high - low) : null;
+    const zero = low < 0 && high > 0 ? 240 / (1 - high / low) : null;
     const ends = `from ${numberText(low, 4)} to ${numberText(high, 4)}`;
     const many = numel.toLocaleString("en");
     const words = `Histogram of ${many} elements ${ends}, heights logarithmic`;
