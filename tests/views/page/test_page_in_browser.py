@@ -146,6 +146,17 @@ def test_numbers_beyond_float32_are_read_from_a_map(page, ends):
     assert page.evaluate("(tile) => [...decoded(tile, 16)]", maps["tiles"][0]) == list(ends)
 
 
+def test_each_cell_that_is_nan_has_both_colours_of_nan(page):
+    script = """() => {
+      const picture = pixelsOf(new Float32Array([NaN, 0.5, NaN]), 1, 3, [0, 1], "signed");
+      const { width, height } = picture;
+      const { data } = picture.getContext("2d").getImageData(0, 0, width, height);
+      const colours = [...new Uint32Array(data.buffer)];
+      const ofCell = (k) => colours.filter((_, at) => Math.floor((3 * (at % width)) / width) === k);
+      return [0, 1, 2].map((k) => new Set(ofCell(k)).size); }"""
+    assert page.evaluate(script) == [2, 1, 2]
+
+
 def test_the_norm_of_huge_numbers_is_finite(page):
     script = "normOfNumbers({ numel: 4, bad: 0, std: 3e200, mean: 4e200 })"
     assert page.evaluate(script) == pytest.approx(1e201)

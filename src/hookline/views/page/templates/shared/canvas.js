@@ -58,7 +58,10 @@ function colourMap(kind) {
 const ZERO = -Infinity; // drawn grey: exactly zero where a map is logarithmic
 const NONE = Infinity; // left out
 function pixelsOf(numbers, height, width, [low, high], kind) {
-  const image = new ImageData(width, height);
+  // Each cell that is not finite is a checkerboard of its own: half of one could be a number.
+  const fine = numbers.some(Number.isNaN) ? 2 : 1;
+  const across = fine * width;
+  const image = new ImageData(across, fine * height);
   const colours = colourMap(kind);
   const dark = isDark();
   const broken = dark
@@ -71,25 +74,25 @@ function pixelsOf(numbers, height, width, [low, high], kind) {
         [226, 72, 28],
       ];
   const zero = dark ? [92, 96, 104] : [168, 172, 180];
-  for (let index = 0; index < width * height; index += 1) {
-    const number = numbers[index];
+  for (let pixel = 0; pixel < fine * across * height; pixel += 1) {
+    const [row, column] = [Math.floor(pixel / across), pixel % across];
+    const number = numbers[Math.floor(row / fine) * width + Math.floor(column / fine)];
     if (number === NONE) continue;
     let colour;
     if (number === ZERO) colour = zero;
-    else if (Number.isNaN(number))
-      colour = broken[((index % width) + Math.floor(index / width)) & 1];
+    else if (Number.isNaN(number)) colour = broken[(row + column) & 1];
     else {
       // Halved, because high - low could overflow.
       const share = (number / 2 - low / 2) / (high / 2 - low / 2 || 1);
       const place = 3 * Math.round(255 * clamp(share, 0, 1));
       colour = colours.subarray(place, place + 3);
     }
-    image.data.set(colour, 4 * index);
-    image.data[4 * index + 3] = 255;
+    image.data.set(colour, 4 * pixel);
+    image.data[4 * pixel + 3] = 255;
   }
   const canvas = document.createElement("canvas");
-  canvas.width = width;
-  canvas.height = height;
+  canvas.width = image.width;
+  canvas.height = image.height;
   canvas.getContext("2d").putImageData(image, 0, 0);
   return canvas;
 }
