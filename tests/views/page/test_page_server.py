@@ -328,10 +328,29 @@ def test_each_row_of_a_comparison_leads_to_the_page_of_its_value(served, tmp_pat
     data = json.loads(server.get("comparison").text)
     links = {row["site"]: link for row, link in zip(data["rows"], data["links"], strict=True)}
     assert links["0#pass1"] == "at=0&pass=1&call=0"
-    assert links["1:output[1][0]#pass0"] == "at=1&pass=0&call=0"
+    assert links["1:output[1][0]#pass0"] == "at=1&pass=0&call=0&leaf=%5B1%5D%5B0%5D"
     assert links["0:grad_output#pass1"] == "at=0%3Agrad_output&pass=1&call=0"
     assert all(links.values())
-    assert json.loads(server.get(f"maps?{links['1:output[1][0]#pass0']}&part=1").text)["other"]
+
+
+def test_each_tensor_of_a_tuple_is_compared_by_its_own_numbers(served, tmp_path):
+    parts = {"[0]": torch.zeros(2, 2), "[1].ids": torch.arange(6.0).view(2, 3).long()}
+    for name, step in (("a", 0), ("b", 1)):
+        model = nn.Identity()
+        with hl.record(model, copy=True) as run:
+            model((parts["[0]"], {"ids": parts["[1].ids"] + step}))
+        run.save(tmp_path / name)
+    server = served(tmp_path / "a", tmp_path / "b")
+    data = json.loads(server.get("comparison").text)
+    for row, link in zip(data["rows"], data["links"], strict=True):
+        tensor = parts[row["site"].removeprefix("(root):output")]
+        answer = json.loads(server.get(f"maps?{link}").text)
+        assert answer["numbers"][0]["Shape"] == str(list(tensor.shape))
+        assert answer["numbers"][0]["Mean"] == measure(float(tensor.double().mean()))
+        (tile,) = answer["difference"]["maps"]["tiles"]
+        assert tile["lo"] == tile["hi"] == -float("ids" in row["site"])
+    missing = json.loads(server.get("maps?at=(root)&leaf=[7]").text)["numbers"][0]
+    assert missing == {"Problem": "the value holds no such tensor"}
 
 
 def test_values_of_other_shapes_and_those_only_in_one_are_named(served, tmp_path):

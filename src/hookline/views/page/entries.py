@@ -17,7 +17,13 @@ from hookline.errors import FolderError, InputError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.statistics import measure
-from hookline.statistics.of_values import Statistics, histogram, main_tensor, measured_tensors
+from hookline.statistics.of_values import (
+    Statistics,
+    histogram,
+    main_tensor,
+    measured_tensors,
+    site_statistics,
+)
 from hookline.views.page.pictures import is_image_like
 
 OVERWRITTEN = "overwritten in place after it was recorded; record it with copy=True"
@@ -129,12 +135,12 @@ def twin_of(beside: Beside, entry: ValueEntry) -> ValueEntry | None:
     return None
 
 
-def tensor_of(entry: ValueEntry, part: int = 0, of: ValueEntry | None = None) -> Tensor:
+def tensor_of(entry: ValueEntry, part: int | str = 0, of: ValueEntry | None = None) -> Tensor:
     """Read one of the tensors of a value, the main one first.
 
     Args:
         entry: the value.
-        part: the number of the tensor.
+        part: the number of the tensor, or its leaf.
         of: the value in which it is counted, such as that of a gradient: where nothing flowed, the
             gradient has no tensor. None counts in the value itself.
 
@@ -152,9 +158,30 @@ def tensor_of(entry: ValueEntry, part: int = 0, of: ValueEntry | None = None) ->
     raise InputError(f"the value holds no {'such ' * bool(part)}tensor.")
 
 
-def _leaf_of(entry: ValueEntry, part: int) -> Leaf | None:
+def part_of(entry: ValueEntry, part: str, of: ValueEntry) -> ValueEntry:
+    """Return a value of which only the tensor at a leaf is described and measured.
+
+    Raises:
+        HooklineError: as `tensor_of`.
+        RuntimeError, TypeError: torch cannot read its numbers.
+    """
+    tensor = tensor_of(entry, part, of)
+    statistics = site_statistics(tensor)
+    return replace(
+        _with_main(entry, tensor),
+        shape=describe.shape(tensor),
+        n_bytes=describe.n_bytes(tensor),
+        statistics=statistics,
+        broken=() if statistics is None else (("", statistics.non_finite),),
+    )
+
+
+def _leaf_of(entry: ValueEntry, part: int | str) -> Leaf | None:
     if not part:
         return entry.main
+    if isinstance(part, str):
+        leaves = (leaf for leaf, _ in tree.tensors(entry.recorded.outline()))
+        return next((leaf for leaf in leaves if leaf_text(leaf) == part), None)
     tensors = measured_tensors(entry.recorded.read())
     return tensors[part][0] if part < len(tensors) else None
 

@@ -44,10 +44,19 @@ def _without_pass(key: str) -> str:
     return re.sub(r"#pass\d+", "", key)
 
 
+def leaf_of(site: str) -> str:
+    """Return the leaf of a site: `[1]` of `attn:output[1]`."""
+    parts = _LEAF.fullmatch(site)
+    return "" if parts is None else parts[3]
+
+
 def _without_leaf(key: str) -> str:
     """Return the key of the whole value: `attn` for `attn:output[1]`."""
-    parts = re.fullmatch(r"(.*?)(:\w+)((?:\[[^\]]*\]|\.\w+)+)((?:#\w+)*)", key, re.DOTALL)
+    parts = _LEAF.fullmatch(key)
     if parts is None:
         return key
     path, port, _, calls = parts.groups()
     return path + port * (port != ":output") + calls
+
+
+_LEAF = re.compile(r"(.*?)(:\w+)((?:\[[^\]]*\]|\.\w+)+)((?:#\w+)*)", re.DOTALL)

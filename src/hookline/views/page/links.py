@@ -15,15 +15,17 @@ _ERRORS = "surrogatepass"
 MOST_ITEMS = 64  # on one page
 
 
-def query_of(place: Place) -> str:
-    """Write a place as the query of an address.
+def query_of(place: Place, leaf: str = "") -> str:
+    """Write a place as the query of an address, with the leaf of one tensor of its value.
 
     >>> query_of(Place("layer1:grad_output", 0, 2))
     'at=layer1%3Agrad_output&pass=0&call=2'
     """
     at = quote_plus(place.at, errors=_ERRORS)
     text = f"at={at}&pass={place.pass_number}&call={place.call}"
-    return text if place.backward is None else f"{text}&backward={place.backward}"
+    if place.backward is not None:
+        text += f"&backward={place.backward}"
+    return text + f"&leaf={quote_plus(leaf, errors=_ERRORS)}" * bool(leaf)
 
 
 def parameters_of(query: bytes) -> dict[str, str]:
@@ -50,7 +52,7 @@ def choice_of(parameters: dict[str, str]) -> Choice:
     form = parameters.get("form", FORMS[0])
     one_of("form", form[:20], FORMS, f"Write form={FORMS[0]}.")
     sample, first, part = (number(parameters, name) or 0 for name in ("sample", "first", "part"))
-    return Choice(sample, order, first, part, form)
+    return Choice(sample, order, first, parameters.get("leaf") or part, form)
 
 
 def number(parameters: dict[str, str], name: str) -> int | None:

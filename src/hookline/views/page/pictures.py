@@ -32,7 +32,7 @@ class Choice:
     # the order of channels: by largest magnitude, mean, deviation or maximum, or by index
     order: str = "largest"
     first: int = 0  # the position in that order to start from
-    part: int = 0  # of a value with several tensors, which one
+    part: int | str = 0  # of a value with several tensors, which one: its number or its leaf
     # how tokens are drawn: as a table of tokens by features, or at the places of their patches
     form: str = "table"
     # if given, draw only these channels, so that pictures side by side match

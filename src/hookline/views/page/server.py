@@ -34,6 +34,7 @@ from hookline.views.page.check_page import check_data, title_of
 from hookline.views.page.core import core_data, measured_columns, pack, silent_data
 from hookline.views.page.curves_view import CurvePages
 from hookline.views.page.entries import ValueEntry
+from hookline.views.page.keys import leaf_of
 from hookline.views.page.links import choice_of, items_of, number, parameters_of, query_of, text_of
 from hookline.views.page.page_state import PageState, gaps_of, notices_of, totals_of
 from hookline.views.page.render import script_hashes, template_of
@@ -142,9 +143,7 @@ class Pages:
             made = self._shelf.comparison()
         except HooklineError as error:
             return _json({"problem": str(error).splitlines()})
-        entries = [page.entry_at(row.site) for row in made]
-        links = ["" if entry is None else query_of(entry.place) for entry in entries]
-        return _json(comparison_data(made, links))
+        return _json(comparison_data(made, [_link_of(page, row.site) for row in made]))
 
     def maps(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Return the maps of a value as JSON, and those that belong beside them."""
@@ -313,6 +312,14 @@ def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
         raise InputError(f"there are {len(page.values)} values.\nGo to the start page.")
     where = (number(parameters, name) for name in ("pass", "call", "backward"))
     return page.find(parameters.get("at", ""), *where)
+
+
+def _link_of(page: PageState, site: str) -> str:
+    """Return the query of the value that a row of a comparison is about; empty if it has none."""
+    entry = page.entry_at(site)
+    if entry is None:
+        return ""
+    return query_of(entry.place, "" if entry.site.leaf else leaf_of(site))
 
 
 def _passes_with_tokens(page: PageState) -> list[int]:

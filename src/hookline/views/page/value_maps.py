@@ -11,7 +11,7 @@ from hookline.display.text import first_line
 from hookline.display.units import measure, share, size
 from hookline.errors import HooklineError, InputError
 from hookline.views.page.class_scores import scores_of
-from hookline.views.page.entries import ValueEntry, gradient_of, tensor_of, twin_of
+from hookline.views.page.entries import ValueEntry, gradient_of, part_of, tensor_of, twin_of
 from hookline.views.page.over_images import (
     Images,
     class_maps,
@@ -49,7 +49,7 @@ def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, 
             answer["other"] = _maps_of(other, entry, same, images)
             answer["difference"] = _difference_of(entry, other, same, images)
             pair = [page.measure(entry), page.measure(other, of_other=True)]
-            answer["numbers"] = [dict(facts_of(value)) for value in pair]
+            answer["numbers"] = [_numbers_of(value, entry, choice) for value in pair]
         elif images is not None and own.get("maps", {}).get("kind") != "heads":
             answer["over"] = _over(page, entry, images, choice)
             answer["scores"] = scores_of(entry, images, choice.sample)
@@ -74,6 +74,16 @@ def tokens_of(page: PageState, number: int, sample: int) -> dict[str, Any]:
     ids = ids_of(page.values, number, chosen.n_tokens)
     with page.reading():
         return token_data(chosen, page.rows, others, ids, sample)
+
+
+def _numbers_of(entry: ValueEntry, of: ValueEntry, choice: Choice) -> dict[str, str]:
+    """Return the facts of a value, or of the tensor that is chosen of it by its leaf."""
+    if isinstance(choice.part, int):
+        return dict(facts_of(entry))
+    try:
+        return dict(facts_of(part_of(entry, choice.part, of)))
+    except (HooklineError, RuntimeError, TypeError) as error:
+        return {"Problem": first_line(error)}
 
 
 def facts_of(entry: ValueEntry) -> list[tuple[str, str]]:
