@@ -1331,3 +1331,11 @@ def test_a_folder_of_other_changes_or_files_is_refused(tmp_path):
     (tmp_path / "other" / "note.txt").write_text("mine")
     with pytest.raises(hl.FolderError, match="must be empty or hold a sweep"):
         hl.sweep(model, X, {"0": hl.edits.scale(2)}, metric, to=tmp_path / "other")
+
+
+def test_effects_on_an_infinite_metric_are_nan_without_a_warning():
+    model = nn.Sequential(nn.Identity(), nn.ReLU()).eval()
+    x = torch.ones(1, 2)
+    effects = hl.sweep(model, x, ["0"], lambda out: out.sum() * 1e39, clean=2 * x)
+    assert np.isnan(effects.effects).all()
+    assert "+nan" in str(effects)

@@ -174,7 +174,8 @@ class Sweep(Effects):
     @property
     def effects(self) -> Array:
         """The effect of each change: the metric less the baseline; NaN where there is no change."""
-        effects: Array = self.values - self.baseline
+        with np.errstate(invalid="ignore"):  # infinity less infinity is NaN
+            effects: Array = self.values - self.baseline
         return effects
 
     def _is_there(self, index: tuple[int, ...]) -> bool:
