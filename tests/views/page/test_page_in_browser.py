@@ -116,6 +116,14 @@ def test_the_pane_of_a_single_number_and_of_huge_ones(new_page, tmp_path):
     expect(page.locator("#pane .histogram line")).to_have_attribute("x1", "120")
 
 
+def test_of_a_volume_the_slice_that_is_drawn_is_named(new_page, tmp_path):
+    with hl.record(model := nn.Identity()) as run:
+        model(torch.rand(1, 2, 9, 4, 4))
+    address = hl.write_page(run, tmp_path / "volume.html").as_uri()
+    page = new_page(address, address)
+    expect(page.locator("#pane .maps-bar")).to_contain_text("largest first; slice D = 4 of 9")
+
+
 def test_an_address_finds_a_name_with_a_colon(new_page, tmp_path):
     model = nn.Sequential()
     model.add_module("user:rates", nn.Identity())

@@ -72,6 +72,8 @@ def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -
         "of": of, "sample": choice.sample, "samples": n_samples,
         "down": "sample" if made.space == "N" else "row",
         "order": choice.order, "first": first,
+        # A volume is drawn as one slice of it: `slice D = 4 of 9`.
+        "slice": ", ".join(part for part in made.text.split(", ") if part.startswith("slice ")),
     }  # fmt: skip
 
 

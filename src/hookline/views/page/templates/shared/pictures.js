@@ -23,6 +23,7 @@ function barOf(base, view, redraw, hasChoices) {
   ];
   if (base.samples > 1 && !hasChoices)
     about.push(`sample ${base.sample} of ${base.samples.toLocaleString("en")}`);
+  if (base.slice) about.push(base.slice);
   if (base.h !== base.rows || base.w !== base.columns) about.push(`means, ${base.h} × ${base.w}`);
   const bar = element(
     "div",
