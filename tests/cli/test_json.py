@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import hookline as hl
 from hookline.cli.app import app
 from small_stores import write_store
+from source import SRC
 
 FAILING = """
 from torch import nn
@@ -24,6 +27,27 @@ def make():
 
 def run(*arguments):
     return CliRunner().invoke(app, [*map(str, arguments), "--json"])
+
+
+def commands_below(command, name=""):
+    """Each command with its whole name."""
+    parts = getattr(command, "commands", {})
+    below = [each for part in parts for each in commands_below(parts[part], f"{name} {part}")]
+    return below or [(name.strip(), command)]
+
+
+def test_the_docs_list_the_commands_that_give_json():
+    text = (SRC.parents[1] / "docs/command-line.md").read_text("utf-8")
+    (sentence,) = re.findall(r"(.*) take the option `--json`", text)
+    commands = commands_below(typer.main.get_command(app))
+    have = [name for name, command in commands if "as_json" in {p.name for p in command.params}]
+    assert sorted(re.findall("`(.*?)`", sentence)) == sorted(have)
+
+
+def test_usage_brackets_what_may_be_left_out_once():
+    for name, command in commands_below(typer.main.get_command(app)):
+        usage = command.get_usage(command.context_class(command, info_name=name))
+        assert "[[" not in usage
 
 
 @pytest.mark.parametrize(

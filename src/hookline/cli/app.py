@@ -254,7 +254,7 @@ def extract_command(
 def summary(
     model: ModelName,
     source: Annotated[
-        str | None, typer.Argument(metavar="[INPUT]", help="as for inspect; none: parameters only")
+        str | None, typer.Argument(metavar="INPUT", help="as for inspect; none: parameters only")
     ] = None,
     weights: Weights = "default",
     meta: Annotated[
@@ -288,7 +288,7 @@ def summary(
 def anatomy(
     model: ModelName,
     source: Annotated[
-        str | None, typer.Argument(metavar="[INPUT]", help="as for inspect; none: random texts")
+        str | None, typer.Argument(metavar="INPUT", help="as for inspect; none: random texts")
     ] = None,
     weights: Weights = "default",
     as_json: AsJson = False,
@@ -378,7 +378,7 @@ def view(
         ),
     ],
     other: Annotated[
-        Path | None, typer.Argument(metavar="[DIR2]", help="a second folder to compare with")
+        Path | None, typer.Argument(metavar="DIR2", help="a second folder to compare with")
     ] = None,
     port: Annotated[int, typer.Option(help="the port; if it is taken, the next free one")] = 8765,
     host: Annotated[
@@ -545,7 +545,7 @@ def hooks(model: ModelName, weights: Weights = "none", as_json: AsJson = False) 
 def doctor_command(
     model: ModelName,
     source: Annotated[
-        str | None, typer.Argument(metavar="[INPUT]", help="as for inspect; none: a guess")
+        str | None, typer.Argument(metavar="INPUT", help="as for inspect; none: a guess")
     ] = None,
     at: Annotated[
         list[str] | None,
@@ -575,7 +575,7 @@ def doctor_command(
 def replay_command(
     file: Annotated[str, typer.Argument(metavar="FILE", help="a file that hl.check(keep=) wrote")],
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="as for inspect: run its module again")
+        str | None, typer.Argument(metavar="MODEL", help="as for inspect: run its module again")
     ] = None,
     weights: Weights = "none",
 ) -> None:

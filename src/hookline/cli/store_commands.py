@@ -69,7 +69,7 @@ def repair_command(folder: Folder) -> None:
 @store_app.command("merge")
 def merge_command(
     folders: Annotated[
-        list[str], typer.Argument(metavar="DIR ...", help="the stores, in the order of their rows")
+        list[str], typer.Argument(metavar="DIR", help="the stores, in the order of their rows")
     ],
     to: Annotated[str, typer.Option("--to", metavar="DIR", help="a new folder or URL")],
 ) -> None:
