@@ -295,3 +295,17 @@ def test_numbers_that_json_lacks_are_strings():
     assert json.loads(json_text(data)) == {
         "a": ["NaN", "Infinity", "-Infinity", 1.5], "3": {"site": "fc"}, "b": [None, True]
     }  # fmt: skip
+
+
+def test_prose_without_room_beside_stands_below_its_row():
+    headings = Heading("site", "path"), Heading("n", "number"), Heading("why", "prose")
+    rows = [["a" * 16, "1234567890", "one two three four five six seven eight"], ["b", "1", ""]]
+    assert Printout(headings=headings, rows=rows).text(40).splitlines() == [
+        "site                       n",
+        "    why",
+        "----------------------------",
+        "aaaaaaaaaaaaaaaa  1234567890",
+        "    one two three four five six seven",
+        "    eight",
+        "b                          1",
+    ]

@@ -41,7 +41,8 @@ class Heading:
     Args:
         name: the text in the header.
         kind: a "number" stands on the right. A "path" is never cut. A
-            "structure", such as a shape, is wrapped between its parts, and "prose" between words.
+            "structure", such as a shape, is wrapped between its parts, and "prose" between words;
+            where there is no room beside the others, prose stands below the row.
         gives_way: the order in which columns are left out where there is no room for all; 1 goes
             first, columns of one number go together, named by the first of them, and 0 stays.
     """
@@ -277,6 +278,7 @@ class _Table:
         self._width = width
         self._columns = {place: column for place, column in enumerate(columns) if column}
         self._left_out: dict[str, None] = {}
+        self._below: list[int] = []  # columns whose cells have lines of their own
         self._cells = [{place: _lines_of(row[place]) for place in self._columns} for row in rows]
         self._widths = self._fit()
 
@@ -310,6 +312,10 @@ class _Table:
         while sum(least.values()) + len(_GAP) * (len(least) - 1) > self._width and len(least) > 1:
             order = self._columns[places[0]].gives_way if places else 0
             going = [place for place in places if self._columns[place].gives_way == order]
+            if not going and self._columns[max(least)].kind == "prose":  # it says what matters
+                self._below.append(max(least))
+                del least[max(least)]
+                continue
             going = going or [max(least)]
             self._left_out[self._columns[going[0]].name] = None
             for place in going:
@@ -367,6 +373,9 @@ class _Table:
             else:
                 whole = _wrapped(cells[place], self._width - 4)
                 below += [[("    ", ""), *line] for line in whole]
+        for place in self._below:
+            whole = _wrapped(cells[place], self._width - 4)
+            below += [[("    ", ""), *line] for line in whole]
         yield from above
         for number in range(max((len(lines) for lines in beside.values()), default=0)):
             yield self._beside(beside, number)
