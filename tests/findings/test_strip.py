@@ -64,6 +64,32 @@ def test_each_output_tells_its_numbers_in_firing_order():
     assert shown == measure(float(shown))
 
 
+@pytest.mark.parametrize(
+    ("unit", "dtype"),
+    [(1e-24, torch.float32), (1e-40, torch.float32), (1e38, torch.float32),
+     (1e-300, torch.float64), (1e300, torch.float64)],
+)  # fmt: skip
+def test_the_norm_of_tiny_and_huge_gradients_is_right(unit, dtype):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    x = torch.ones(64, dtype=dtype, requires_grad=True)
+    with hl.record(model, ports=("output", "grad_output"), copy=True) as run:
+        model(x).backward(torch.tensor([0.3, -0.4] * 32, dtype=dtype) * unit)
+    shown = titles(drawn(run))[0].partition("gradient ")[2]
+    assert float(shown) == pytest.approx(0.5 * 32**0.5 * unit, rel=1e-3, abs=0)
+
+
+def test_integers_and_what_is_not_finite_leave_gaps():
+    model = nn.Sequential(*[nn.Identity() for _ in range(5)])
+    values = [[0.0, 2.0], [0.0, 3.0], [math.nan, math.nan], [0.0, 4.0], [False, True]]
+    with hl.record(model, "*") as run:
+        for module, numbers in zip(model, values, strict=True):
+            module(torch.tensor(numbers))
+    picture = drawn(run)
+    (line,) = paths(picture, stroke=INKS["fwd"], fill="none")
+    assert re.findall("[ML]", line.get("d")) == ["M", "L", "M"]
+    assert titles(picture)[-1] == "4 (Identity): "
+
+
 def test_the_blocks_are_joined_by_a_line_and_named():
     picture = drawn(recorded())
     (line,) = paths(picture, stroke=INKS["fwd"], fill="none")

@@ -16,6 +16,7 @@ from hookline.statistics.finiteness import flat
 
 _N_SAMPLED = 1024  # elements, at least, whose quartiles tell the spread without outliers
 _COARSE = 1e-3  # of the squared mean
+_TINY = 1e-30  # a mean of squares, of which float32 has all digits
 _QUARTILES = 1.349  # the distance of the quartiles of normal numbers, in standard deviations
 _PRIMES = (1999, 997, 499, 251, 127, 61, 31, 17, 7, 3)  # strides of samples
 _LEAST_ROWS = 8  # rows of an attention map; with fewer, one key takes all by chance
@@ -182,11 +183,14 @@ def _mean_and_std(flat: Tensor) -> tuple[float, float]:
     torch.var_mean takes twenty times as long on the CPU.
     """
     count, mean = len(flat), float(flat.mean())
-    variance = float(torch.dot(flat, flat)) / count - mean * mean
-    if not math.isfinite(variance):  # the squares overflow
-        flat = flat.double()
-        mean = float(flat.mean())
-        variance = float(torch.dot(flat, flat)) / count - mean * mean
+    squares = float(torch.dot(flat, flat)) / count
+    if not _TINY < squares < math.inf:  # they overflow or vanish
+        unit = float(flat.abs().max())
+        if not unit:
+            return 0.0, 0.0
+        mean, std = _mean_and_std(flat.double() / unit)
+        return mean * unit, std * unit
+    variance = squares - mean * mean
     if variance <= _COARSE * mean * mean:  # the difference of squares has few digits
         deviations = flat - mean
         variance = float(torch.dot(deviations, deviations)) / count

@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 from hookline.display.text import escape_html, plural
 from hookline.display.units import measure, share
 from hookline.findings.finding import Finding
-from hookline.findings.reading import Reading
+from hookline.findings.reading import Numbers, Reading
 from hookline.findings.survey import Survey
 
 # Legible on a light and on a dark ground. The page has the same lanes in the same order.
@@ -79,8 +79,7 @@ def _lanes(outputs: Sequence[Reading], twins: Sequence[Reading | None]) -> list[
         ),
         _Lane(
             "Zeros", "", "", 26,
-            [r.numbers.zeros / r.numbers.numel if r.numbers.numel else None for r in outputs],
-            [False] * len(outputs), is_log=False,
+            [_zeros(r.numbers) for r in outputs], [False] * len(outputs), is_log=False,
         ),
     ]  # fmt: skip
     if any(twin is not None for twin in twins):
@@ -90,6 +89,12 @@ def _lanes(outputs: Sequence[Reading], twins: Sequence[Reading | None]) -> list[
         broken = [t is not None and t.numbers.n_bad > 0 for t in twins]
         lanes.append(_Lane("Gradient", "norm, backward", "bwd", 48, norms, broken))
     return lanes
+
+
+def _zeros(numbers: Numbers) -> float | None:
+    """Return the share of zeros; None of integers, which are not read, and without elements."""
+    is_read = numbers.dtype.is_floating_point or numbers.dtype.is_complex
+    return numbers.zeros / numbers.numel if is_read and numbers.numel else None
 
 
 def _trunk(survey: Survey, outputs: Sequence[Reading]) -> list[int]:
@@ -139,11 +144,12 @@ class _Drawing:
             f'<path d="{dots}" stroke="{ink}" stroke-width="3" stroke-linecap="round"'
             ' opacity=".45"/>'
         )
-        line = ""
+        line, pen = "", "M"
         for place in self._trunk:
             y = heights[place]
             if y is not None:
-                line += f"{'L' if line else 'M'}{self._x(place):.1f} {y:.1f}"
+                line += f"{pen}{self._x(place):.1f} {y:.1f}"
+            pen = "M" if y is None else "L"
         yield f'<path d="{line}" fill="none" stroke="{ink}" stroke-width="1.6"/>' * bool(line)
 
     def _bars(self, heights: Sequence[float | None], bottom: float) -> Iterator[str]:
