@@ -137,6 +137,16 @@ def test_a_gradient_much_larger_than_others_is_exploding(x):
     assert run.gradients().exploding == ["0:grad_output"]
 
 
+@pytest.mark.parametrize("unit", [1e-24, 1e-40, 1e30])
+def test_norms_of_tiny_and_huge_gradients_are_right(unit):
+    model = nn.Sequential(nn.Identity())
+    x = torch.ones(64, requires_grad=True)
+    with hl.record(model, "0", ports="grad_output") as run:
+        model(x).backward(torch.tensor([0.3, -0.4] * 32) * unit)
+    (row,) = run.gradients()
+    assert row.norm == pytest.approx(0.5 * 32**0.5 * unit, rel=1e-3, abs=0)
+
+
 def test_half_precision_does_not_overflow(x):
     model = nn.Linear(4, 4).half()
     with hl.record(model, "", ports="grad_output") as run:

@@ -24,6 +24,9 @@ from hookline.recordings.log_entries import Entry
 _TOO_LARGE_FOR_THE_WEIGHT = 100.0
 _TOO_LARGE_AMONG_OTHERS = 1000.0
 
+# Between these magnitudes float32 has the squares.
+_SMALL, _LARGE = 1e-15, 1e15
+
 
 @final
 @dataclass(frozen=True)
@@ -205,10 +208,18 @@ def _measure(value: Any) -> tuple[float, float, int, int]:
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return 0.0, 0.0, 0, 0
-    norm = math.sqrt(sum(float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in tensors))
+    norm = math.hypot(*map(_norm, tensors))
     largest = max((float(tensor.max()) for tensor in tensors), key=_nan_last)
     zeros = sum(int((tensor == 0).sum()) for tensor in tensors)
     return norm, largest, zeros, sum(tensor.numel() for tensor in tensors)
+
+
+def _norm(tensor: Tensor) -> float:
+    """Return the norm of absolute values, also where their squares overflow or vanish."""
+    unit = float(tensor.max())
+    if not 0 < unit < math.inf or _SMALL < unit < _LARGE:
+        unit = 1.0
+    return unit * float(torch.linalg.vector_norm(tensor if unit == 1 else tensor / unit))
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
