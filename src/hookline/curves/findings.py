@@ -361,7 +361,7 @@ def _dead(training: _Training) -> list[Finding]:
     is_meant = not is_late and _is_usual(training, first, since)
     what = "is all zero" if first.port == "value" else "passes nothing"
     text = f"{first.site} {what} since step {first.step:,}."
-    why = f"Every element is 0. {plural(len(since), 'site')} are so."
+    why = f"Every element is 0. {plural(len(since), 'site is so', 'sites are so')}."
     advice = "Look at the learning rate and the biases: an activation with negative inputs is dead."
     return [
         Finding(

@@ -370,7 +370,7 @@ def dtypes(survey: Survey) -> list[Finding]:
             first.site,
             "warning",
             got,
-            f"{plural(len(odd), 'value')} differ so.",
+            f"{plural(len(odd), 'value differs so', 'values differ so')}.",
             "Look for a cast, or for a module that was converted alone.",
             follow([r for r, _ in odd], first),
         )

@@ -254,7 +254,9 @@ def test_batch_norm_in_training_mode_is_named():
 
 def test_a_batch_norm_that_refuses_one_row_is_named():
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    row = hl.invariance(net, X, only=["alone"]).rows[0]
+    invariance = hl.invariance(net, X, only=["alone"])
+    assert str(invariance).startswith("0 of 1 check holds")
+    row = invariance.rows[0]
     assert row.outcome == "fails"
     assert row.why.startswith("batch norm in training mode: 1; call model.eval(); ValueError in 1:")
 

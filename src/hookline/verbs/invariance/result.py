@@ -110,7 +110,7 @@ class Invariance(Result):
     def _printout(self) -> Printout:
         made = [row for row in self.rows if row.outcome != "not applicable"]
         n_held = sum(row.outcome == "holds" for row in made)
-        lines = [f"{n_held} of {plural(len(made), 'check')} hold"]
+        lines = [f"{n_held} of {plural(len(made), 'check holds', 'checks hold')}"]
         lines += [f"- {finding.text}" for finding in self.findings if not finding.site]
         reasons: dict[str, list[str]] = {}
         for row in self.rows:
