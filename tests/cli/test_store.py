@@ -50,6 +50,15 @@ def test_info_says_what_is_in_it_and_how_it_was_made(folder):
     assert "of 4, 1 in a shard" in done.out
 
 
+def test_info_is_wrapped_and_escapes_what_does_not_print(tmp_path):
+    odd = type("Net\x1b[2J", (nn.Linear,), {})
+    hl.extract(odd(3, 2), ROWS, "", tmp_path / "s")
+    text = run("info", "s", cwd=tmp_path).out
+    assert "Net\\x1b[2J" in text
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_a_damaged_store_is_verified_repaired_and_made_whole(folder):
     assert run("verify", "s", cwd=folder).out == "s is whole.\n"
     before = {path.name: path.read_bytes() for path in folder.glob("s/shard-*")}

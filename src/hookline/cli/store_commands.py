@@ -7,6 +7,7 @@ from typing import Annotated, get_args
 import typer
 
 from hookline.cli.terminal import AsJson, Busy, complaints, out, print_json, say, show
+from hookline.display.results import Printout
 from hookline.display.text import plural
 from hookline.display.units import size
 from hookline.errors import InputError
@@ -36,8 +37,7 @@ def info(folder: Folder, as_json: AsJson = False) -> None:
         return
     show(store)
     out.print()
-    for name, text in lines:
-        out.print(f"  {name:12} {text}", markup=False, soft_wrap=True)
+    show(Printout(totals=lines))
 
 
 @store_app.command("verify")

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from hookline.cli.wording import in_words_of_commands
-from hookline.display.results import Result, json_text, printout_of, terminal_width
+from hookline.display.results import Printout, Result, json_text, printout_of, terminal_width
 from hookline.errors import HooklineError, HooklineWarning
 
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and only that")]
@@ -59,14 +59,14 @@ def said_warnings() -> Iterator[None]:
         yield
 
 
-def show(result: Result, *, failure: bool = True) -> None:
+def show(result: Result | Printout, *, failure: bool = True) -> None:
     """Print a result as wide as the terminal, or 80 characters wide.
 
     Args:
         result: the result.
         failure: whether to print its failure; False where a caller does so itself.
     """
-    printout = printout_of(result)
+    printout = printout_of(result) if isinstance(result, Result) else result
     printout = printout if failure else replace(printout, failure=())
     for line in printout.lines(out.width if out.is_terminal else terminal_width()):
         text = Text.assemble(*line)
