@@ -66,6 +66,7 @@ def test_phrases_that_are_replaced_stand_in_messages():
         ("inspect nets.py:one t.txt", "the texts of t.txt need a tokenizer"),
         ("extract nets.py:one nope --at 0 --to s", "got 'nope'.\nCheck the path.\n"),
         ("compare a.npz b.npz --dims 0", "Give the folder that all ranks saved.\n"),
+        ("findings no\x1b[2J", "hookline: no\\x1b[2J is not a recording"),
     ],
 )  # fmt: skip
 def test_commands_advise_in_their_own_words(tmp_path, monkeypatch, command, advice):

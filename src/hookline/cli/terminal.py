@@ -17,6 +17,7 @@ from rich.text import Text
 
 from hookline.cli.wording import in_words_of_commands
 from hookline.display.results import Printout, Result, json_text, printout_of, terminal_width
+from hookline.display.text import escape_invisible
 from hookline.errors import HooklineError, HooklineWarning
 
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and only that")]
@@ -81,7 +82,7 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 def say(message: str) -> None:
     """Print a message to stderr, in the command line's words, without markup and folding."""
-    err.print(f"hookline: {in_words_of_commands(message)}", markup=False)
+    err.print(f"hookline: {escape_invisible(in_words_of_commands(message))}", markup=False)
 
 
 @final
