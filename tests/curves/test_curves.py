@@ -192,3 +192,11 @@ def test_an_update_without_its_weight_has_no_ratio():
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert "ratio" not in seen["weight:update"].names
+
+
+def test_a_module_that_is_named_like_a_port_has_its_curve():
+    model = nn.Sequential()
+    model.add_module("a:output", nn.Linear(2, 3))
+    with hl.monitor(model, ports="output") as seen:
+        model(torch.ones(4, 2))
+    assert seen["a:output"].count.tolist() == [12]

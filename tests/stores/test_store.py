@@ -13,7 +13,7 @@ import hookline as hl
 from hookline.files.place import place_of
 from hookline.files.safetensors_file import DTYPES
 from hookline.files.sealed_json import MANIFEST
-from hookline.stores import open_store
+from hookline.stores import excerpt, open_store
 from small_stores import write_store
 
 VALUES = torch.arange(80.0).reshape(20, 4)
@@ -50,6 +50,18 @@ def test_what_a_store_says_of_itself(store, tmp_path):
 def test_a_site_is_found_however_it_is_written(store, written, name):
     assert store[written].name == name
     assert written in store
+
+
+def test_modules_with_a_colon_in_their_names_are_read(tmp_path):
+    heads = torch.nn.ModuleDict({"a:b": torch.nn.Linear(2, 3), "c:output": torch.nn.Linear(2, 3)})
+    net = torch.nn.Sequential(heads)
+    net.forward = lambda x: sum(head(x) for head in heads.values())
+    rows = torch.randn(5, 2)
+    store = hl.extract(net, rows, "**", tmp_path / "s")
+    for name, head in heads.items():
+        assert torch.equal(store[f"0.{name}"][:], head(rows))
+    assert store[hl.Site("0.a:b")].name == "0.a:b"
+    assert torch.equal(excerpt(store, [0, 1])["0.a:b"], heads["a:b"](rows[:2]))
 
 
 @pytest.mark.parametrize(

@@ -426,6 +426,8 @@ class Curves(Result):
 
     @staticmethod
     def _find(text: str, sites: Sequence[str]) -> str | None:
+        if text in sites:  # also of a module that is named like a port, `heads.a:output`
+            return text
         text = as_written(text).removesuffix(":output")
         under = [site for site in sites if site.startswith((f"{text}:output[", f"{text}:output."))]
         names = [name for name in (text, f"{text}:value") if name in sites]

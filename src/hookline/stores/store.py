@@ -108,7 +108,7 @@ class Store(Result):
                 (int(item), str(text)) for item, text in manifest["skipped"]
             ]
             self._begin(shards)
-        except (*DAMAGE, SelectionError) as error:
+        except DAMAGE as error:
             raise _damaged(place, f"its {MANIFEST}: {first_line(error)}") from error
 
     def _begin(self, shards: Shards) -> None:
@@ -117,7 +117,7 @@ class Store(Result):
             form.name for form in self._forms if form.name not in OWN
         )
         self._columns = {form.name: Column(shards, form) for form in self._forms}
-        self._by_site = {parse_site(name): name for name in self.sites}
+        self._by_site = {site_of(name): name for name in self.sites}
 
     @property
     def place(self) -> Place:
@@ -655,6 +655,14 @@ def open_store(where: str | os.PathLike[str] | Place, *, verify: bool = False) -
     if verify:
         store.verify()
     return store
+
+
+def site_of(name: str) -> Site:
+    """Return the site of a column. A module whose name has a colon, `d.a:b`, is its own site."""
+    try:
+        return parse_site(name)
+    except SelectionError:
+        return Site(name)
 
 
 def _forms(job: Mapping[str, Any]) -> Iterator[ColumnForm]:
