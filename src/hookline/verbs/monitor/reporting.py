@@ -12,7 +12,7 @@ from torch import nn
 from hookline.curves import Reports, StepReport
 from hookline.display.text import type_and_line
 from hookline.engine.model_fingerprint import recorded_model
-from hookline.errors import HooklineWarning, warn
+from hookline.errors import FolderError, HooklineWarning, warn
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
 from hookline.verbs.monitor.sinks.files import RunWriter
@@ -113,7 +113,7 @@ class _Guarded:
         try:
             self.write(is_last=True)
         finally:
-            self._guard(self._writer.close)
+            self._guard(self._writer.close, is_last=True)
         n_left = len(self._waiting) + max(self._n_left_out - 1, 0)
         if n_left:
             warn(
@@ -172,13 +172,14 @@ class _Guarded:
             )
         return True
 
-    def _guard(self, act: Callable[[], None]) -> None:
+    def _guard(self, act: Callable[[], None], *, is_last: bool = False) -> None:
         try:
             act()
         except HooklineWarning:
             raise  # the user has made warnings errors
         except Exception as error:
-            if not self._has_told:
+            # What a file of hookline's own lacks at its end is told, whatever was told before.
+            if not self._has_told or (is_last and isinstance(error, FolderError)):
                 self._has_told = True
                 warn(
                     f"hl.monitor: {name_of(self._writer)} raised {type_and_line(error)}."

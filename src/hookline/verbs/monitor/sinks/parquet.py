@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from hookline.curves import StepReport
+from hookline.display.text import first_line
 from hookline.errors import AttachError, FolderError
 from hookline.util.optional import how_to_install
 from hookline.util.own_process import OwnProcess
@@ -53,13 +54,15 @@ class ParquetWriter:
         import pyarrow
         from pyarrow import parquet
 
+        if self._disk is None:
+            self._disk = _OwnFile(self._path)
         kinds = {"i": pyarrow.int64(), "f": pyarrow.float64(), "s": pyarrow.string()}
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])
-        self._disk = _OwnFile(self._path)
         self._file = parquet.ParquetWriter(self._disk, schema)
 
     def write(self, report: StepReport) -> None:
         """Add the rows of a report."""
+        self._disk.drain()
         if self._begun[0] is report:  # an interrupt came, and part of the rows may be there
             for column in self._rows.values():
                 del column[self._begun[1] :]
@@ -76,37 +79,64 @@ class ParquetWriter:
 
         self._file.write_table(pyarrow.table(self._rows, self._file.schema))
         self._rows = _no_rows()
+        self._disk.drain()
 
     def close(self) -> None:
-        """Write the rest and close the file."""
-        if self._file is not None:
-            try:
-                self._flush()
-            finally:  # the rows before a full disk stay readable
-                file, self._file = self._file, None
-                try:
-                    file.close()
-                finally:
-                    self._disk.close()
-            if not self._path.exists():
-                raise FolderError(
-                    f"{self._path} was deleted or moved while the monitor wrote to it."
-                )
+        """Write the rest and close the file.
+
+        Raises:
+            FolderError: the file has no end, so it cannot be read, or it was deleted.
+        """
+        if self._file is None:
+            return
+        try:
+            self._flush()
+            self._file.close()
+            self._disk.drain()
+        except OSError as error:
+            raise FolderError(
+                f"{self._path} cannot be read, for its end could not be written:"
+                f" {first_line(error)}."
+            ) from error
+        finally:
+            self._file = None
+            self._disk.close()
+        if not self._path.exists():
+            raise FolderError(f"{self._path} was deleted or moved while the monitor wrote to it.")
 
 
 @final
 class _OwnFile(FileIO):
-    """A file that a forked child never writes: pyarrow ends it when the child drops its writer."""
+    """A file that holds what the disk does not take, for pyarrow cannot go on after an error.
+
+    A forked child never writes: pyarrow ends the file when the child drops its writer.
+    """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "wb")
+        super().__init__(path, "xb")
         self._process = OwnProcess()
+        self._waiting = bytearray()
+        self._size = 0
 
     def write(self, data: Any) -> int:
-        left = memoryview(data if self._process.is_here else b"")
-        while left:
-            left = left[super().write(left) :]
+        """Have bytes wait for `drain`."""
+        if self._process.is_here:
+            self._waiting += data
+        self._size += len(data)
         return len(data)
+
+    def tell(self) -> int:
+        """Return the position of the next byte, counted with those that wait."""
+        return self._size
+
+    def drain(self) -> None:
+        """Write what waits.
+
+        Raises:
+            OSError: the disk is full or gone. What it did not take waits.
+        """
+        while self._waiting:
+            del self._waiting[: super().write(self._waiting)]
 
 
 _COLUMNS = {"step": "i", "seconds": "f", "site": "s", "name": "s", "number": "f"}
