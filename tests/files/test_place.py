@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import hookline as hl
 from hookline.files import place as place_module
 from hookline.files.place import LocalPlace, place_of
+from hookline.views.page.single_file import target_of
 
 
 def test_many_buffers_of_all_sizes_are_written_in_order(tmp_path):
@@ -85,6 +87,23 @@ def test_a_url_that_lost_a_slash_is_refused(tmp_path, monkeypatch, to):
         place_of(to)
     assert str(caught.value).count("\n") == 1
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("to", ["s3://bucket/x", Path("s3://bucket/x"), "memory://x"])
+def test_what_is_written_here_alone_refuses_a_url(tmp_path, monkeypatch, to):
+    monkeypatch.chdir(tmp_path)
+    net = torch.nn.Linear(2, 2)
+    store = hl.extract(net, torch.ones(3, 2), "", tmp_path / "store")
+    for write in (
+        lambda: store.export(to, "npy"),
+        lambda: hl.monitor(net, to=to),
+        lambda: hl.monitor(net, to=f"{to}.jsonl"),
+        lambda: hl.check(net, keep=to),
+        lambda: target_of(to),
+    ):
+        with pytest.raises(hl.FolderError, match=r"must be a path on this machine.*\nGive a path"):
+            write()
+    assert os.listdir() == ["store"]
 
 
 def test_a_place_stays_where_it_is_when_the_directory_changes(tmp_path, monkeypatch):

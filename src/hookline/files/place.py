@@ -67,6 +67,22 @@ def as_place(where: str | os.PathLike[str] | Place) -> Place:
     return place_of(where) if isinstance(where, str | os.PathLike) else where
 
 
+def local_path(to: str | os.PathLike[str]) -> Path:
+    """Return the path of what can be written on this machine alone.
+
+    Raises:
+        FolderError: it is a URL.
+    """
+    text = os.fspath(to)
+    path = Path(text.removeprefix(_LOCAL))
+    if "://" in text.removeprefix(_LOCAL) or _is_broken_url(path):
+        raise FolderError(
+            f"{text} must be a path on this machine: at URLs, hookline writes stores, recordings"
+            " and sweeps alone.\nGive a path here, and copy to the URL what was written."
+        )
+    return path
+
+
 def _is_broken_url(folder: Path) -> bool:
     """Tell whether a path is a URL that lost a slash, as `Path("s3://bucket")` does."""
     first = folder.parts[:1]

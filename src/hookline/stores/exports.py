@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError, InputError, StructureError, one_of
+from hookline.files.place import local_path
 from hookline.stores.column import Column
 from hookline.stores.shard_file import LENGTH, numpy_dtype
 from hookline.util.optional import how_to_install, load
@@ -65,7 +66,7 @@ def export(source: ExportedColumns, to: str | os.PathLike[str], format: Format) 
     one_of("format", format, _PACKAGES, fix)
     for module, package, install in _PACKAGES[format]:
         load(module, f"{package} must be installed to export to {format}", install, InputError)
-    path = Path(to)
+    path = local_path(to)
     if path.exists():
         raise FolderError(f"{path} must not exist yet to export to it.\nGive a new name.")
     try:

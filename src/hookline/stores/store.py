@@ -479,7 +479,7 @@ class Store(Result):
         Raises:
             InputError: there is no such format, or its package is not installed.
             StructureError: the format cannot hold a column's dtype.
-            FolderError: `to` exists or cannot be written; a shard is gone or damaged.
+            FolderError: `to` exists, is a URL or cannot be written; a shard is gone or damaged.
             NotRecordedError: the store has no such site.
         """
         columns, _ = self._columns_of(sites)

@@ -24,6 +24,7 @@ from hookline.display.text import first_line, type_and_line
 from hookline.engine import module_tree, path_text
 from hookline.engine.pytree import tree
 from hookline.errors import FolderError, ModelError, NonFiniteError
+from hookline.files.place import local_path
 from hookline.recordings.encoding import decode, encode
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.shared.rerun import Autocast, autocast_as
@@ -202,8 +203,10 @@ def folder_for(keep: str | os.PathLike[str]) -> Path:
         FolderError: the folder cannot be made.
     """
     try:
-        folder = Path(keep)
+        folder = local_path(keep)
         folder.mkdir(parents=True, exist_ok=True)
+    except FolderError:
+        raise
     except (TypeError, ValueError, OSError) as error:
         raise FolderError(
             f"keep= must be a folder that can be written, got {keep!r} ({first_line(error)})."

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hookline.display.units import count, size
 from hookline.errors import FolderError, HooklineError
+from hookline.files.place import local_path
 from hookline.files.replace_text import replace_text
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
@@ -299,7 +300,8 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     """Return the file to write: the path, or `report.html` in it if it is a folder."""
     # `Path.is_dir` raises where a name is too long, or a folder is closed to this user.
     is_folder = os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep))
-    return Path(path) / _FILE_NAME if is_folder else Path(path)
+    target = local_path(path)
+    return target / _FILE_NAME if is_folder else target
 
 
 def replace_file(target: Path, text: str) -> Path:

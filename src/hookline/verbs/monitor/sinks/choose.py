@@ -10,6 +10,7 @@ from typing import Any
 
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError
+from hookline.files.place import local_path
 from hookline.verbs.monitor.sinks.files import FunctionWriter, JsonLinesWriter, RunWriter
 from hookline.verbs.monitor.sinks.lightning import writer_of_lightning
 from hookline.verbs.monitor.sinks.mlflow import MlflowWriter
@@ -58,7 +59,7 @@ def writers_for(to: Any) -> list[ReportWriter]:
 
 def _writer_for(to: Any) -> ReportWriter:
     if isinstance(to, str | os.PathLike):
-        return _file_writer(Path(to))
+        return _file_writer(local_path(to))
     make = _maker_for(to)
     if make is not None:
         return make(to)
