@@ -168,6 +168,15 @@ def test_a_single_place_is_no_list_of_stores(tmp_path, kind):
         merge(kind("q/e"), tmp_path)
 
 
+def test_opened_stores_are_merged_like_their_folders(tmp_path):
+    for name, rows in (("a", VALUES), ("b", VALUES + 1)):
+        write_store(tmp_path / name, {"x": rows}, batch_size=4 if name == "a" else 5)
+    merged = merge([open_store(tmp_path / "a"), tmp_path / "b"], tmp_path / "all")
+    assert torch.equal(merged["x"][:], torch.cat([VALUES, VALUES + 1]))
+    with pytest.raises(hl.InputError, match=r"places must be folders, URLs or stores, got int"):
+        merge([3], tmp_path / "more")
+
+
 def test_an_unfinished_store_is_not_put_behind_another(tmp_path):
     place = part(tmp_path / "a", [0, 1, 2])
     other = write_store(tmp_path / "b", {"x": VALUES[:8]})

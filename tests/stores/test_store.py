@@ -218,6 +218,7 @@ def test_stores_of_the_same_sites_are_read_as_one(tmp_path):
     assert joined.parts == tuple(stores)
     assert "20 items in 5 shards" in repr(joined)
     assert "3 stores" in repr(joined)
+    assert joined.to_dict()["job"] is None
     again = hl.Store.cat([joined, stores[1]])
     assert torch.equal(again["x"][18:], VALUES[[18, 19, 9, 10]])
     copied = pickle.loads(pickle.dumps(again))

@@ -28,7 +28,7 @@ _OF_THE_DATA = frozenset({"data", "n_items", "batch_size", "shard_batches"})
 
 
 def merge(
-    places: Sequence[str | os.PathLike[str] | Place], to: str | os.PathLike[str] | Place
+    places: Sequence[str | os.PathLike[str] | Place | Store], to: str | os.PathLike[str] | Place
 ) -> Store:
     """Make one store of several.
 
@@ -45,13 +45,14 @@ def merge(
 
     If the stores are of different data, or of loops of `hl.record(to=)`, they must be finished, and
     have the same model, sites and options. The rows of the new store are theirs, one store behind
-    the other. `hl.Store.cat` reads such stores as one without writing anything.
+    the other; it has no `files` and `labels`. `hl.Store.cat` reads such stores as one without
+    writing anything.
 
     The shards of one job become hard links if they lie on the disk of the new store. All other
     shards are copied. The checksum of each column is verified.
 
     Args:
-        places: the folders or URLs, in the order of their rows.
+        places: the folders or URLs, or the opened stores, in the order of their rows.
         to: a new folder or URL.
 
     Returns:
@@ -60,14 +61,14 @@ def merge(
     Raises:
         FolderError: one is not a store, is damaged, or misses shards; `to` is not empty.
         StructureError: there is no store, or they differ in their model, sites or options.
-        InputError: one place is given in place of several.
+        InputError: one place is given in place of several, or something else than a place.
     """
-    if isinstance(places, str | os.PathLike | Place):
+    if isinstance(places, str | os.PathLike | Place | Store):
         raise InputError(
             f"places must be a list of stores, got {places!r}."
             f"\nGive all that belong together: [{str(places)!r}, ...]."
         )
-    sources, target = list(map(as_place, places)), as_place(to)
+    sources, target = list(map(_source, places)), as_place(to)
     if not sources:
         raise StructureError("merge must have one or more stores, got none.\nGive their folders.")
     target.again = "Merge again, into a new folder."
@@ -88,6 +89,17 @@ def merge(
             job = {**job, "data": data, "n_items": n_items}
         write_manifest(target, job, made_on, shards)
     return open_store(target)
+
+
+def _source(place: str | os.PathLike[str] | Place | Store) -> Place:
+    if isinstance(place, Store):
+        return place.place
+    if isinstance(place, str | os.PathLike | Place):
+        return as_place(place)
+    raise InputError(
+        f"places must be folders, URLs or stores, got {type(place).__name__}."
+        "\nGive those that hl.extract wrote: ['features/a', 'features/b']."
+    )
 
 
 def _manifest_of(place: Place) -> dict[str, Any]:

@@ -581,7 +581,10 @@ class Store(Result):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sites with their forms and statistics, the shards and the job."""
+        """Return the sites with their forms and statistics, the shards and the job.
+
+        Joined stores have no job in common: it is None.
+        """
         return {
             "folder": self._where(),
             "items": self.n_items,
@@ -589,7 +592,7 @@ class Store(Result):
             "bytes": self.nbytes,
             "skipped": self.skipped,
             "shards": self._shards.to_dicts(),
-            "job": self.job,
+            "job": self._manifest.get("job"),
             "sites": self._table_rows(),
         }
 
