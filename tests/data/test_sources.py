@@ -179,11 +179,12 @@ def column_of_pandas(**options):
         list,
         np.array,
         lambda texts: np.array(texts, object),
+        lambda texts: [{"text": text, "label": 1} for text in texts],
         column_of_pandas(),
         column_of_pandas(dtype="string"),
         column_of_pandas(dtype="category"),
     ],
-    ids=["list", "array", "objects", "series", "strings", "categories"],
+    ids=["list", "array", "objects", "rows", "series", "strings", "categories"],
 )
 def test_texts_of_a_list_or_column_are_tokenized_together(column):
     def tokenize(texts):

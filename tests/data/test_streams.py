@@ -90,6 +90,17 @@ def test_batches_of_texts_are_tokenized():
     assert [batch.items for batch in run(source, [0, 1])] == [[0, 1], [2]]
 
 
+def test_the_texts_of_streamed_rows_are_tokenized():
+    class Streamed(IterableDataset):
+        def __iter__(self):
+            return ({"text": text, "label": 1} for text in ("a", "b", "c"))
+
+    source = source_of(
+        Streamed(), batch_size=2, tokenize=lambda texts: {"n": torch.ones(len(texts))}
+    )
+    assert [batch.data["n"].tolist() for batch in run(source, [0, 1])] == [[1, 1], [1]]
+
+
 class Noisy(Dataset):
     def __len__(self):
         return 8

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.data.batches import NumberedBatch
 from hookline.data.loading import Failure, Refusal
 from hookline.data.seeding import seeded
+from hookline.data.texts import text_in
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import tensors
 from hookline.errors import InputError
@@ -29,7 +30,8 @@ class IterableSource:
 
     Args:
         iterable: the iterable; each batch holds a tensor, whose first dimension counts the items.
-        tokenize: makes a dict of tensors of a batch that is a list of texts; None refuses texts.
+        tokenize: makes a dict of tensors of a batch that is a list of texts, or has one at the key
+            "text"; None refuses texts.
     """
 
     batch_size = 0
@@ -132,8 +134,10 @@ class IterableSource:
         if self._rest is None:
             self._rest = iter(self._iterable)
         data = next(self._rest)
-        if self._tokenize is not None and isinstance(data, list | tuple) and _is_text(data):
-            return self._tokenize(list(data))
+        if self._tokenize is not None:
+            texts = text_in(data)
+            if isinstance(texts, list | tuple) and _is_text(texts):
+                return self._tokenize(list(texts))
         return data
 
 

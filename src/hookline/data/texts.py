@@ -74,6 +74,12 @@ class TextItems(SingleItems):
         return self.tokenize(values)
 
 
+def text_in(data: Any) -> Any:
+    """Return the text, or the list of texts, at the key "text" of an item or batch; else these."""
+    texts = data.get(KEY, data) if isinstance(data, Mapping) else data
+    return texts if texts is None or isinstance(texts, str | list) else data
+
+
 def text_or_skip(text: Any) -> str | Skip:
     """Return a text, or the mark of one that cannot be run because it is blank.
 

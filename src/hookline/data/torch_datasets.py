@@ -8,7 +8,7 @@ from typing import Any, final
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from hookline.data.loading import SingleItems
-from hookline.data.texts import text_or_skip
+from hookline.data.texts import text_in, text_or_skip
 
 # Data sets that hold their items: to load them draws no random numbers.
 _PLAIN = frozenset({TensorDataset, list, range})
@@ -60,7 +60,8 @@ class DatasetItems(SingleItems):
             items = [self.dataset[index] for index in indices]
         if self._tokenize is None:
             return items
-        return [text_or_skip(item) if isinstance(item, str) else item for item in items]
+        texts = map(text_in, items)
+        return [text_or_skip(text) if isinstance(text, str | None) else text for text in texts]
 
     def collate(self, values: list[Any], indices: list[int]) -> Any:
         """Tokenize texts; collate other items."""

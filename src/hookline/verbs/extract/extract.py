@@ -115,13 +115,15 @@ def extract(
             tokens, too, "decoder_attention_mask" stores those, with the ids "decoder_input_ids".
         inputs: a function of a batch that returns what the model takes; None, the default, takes
             the whole batch. A batch that is a list of one tensor is that tensor.
-        workers: the number of processes that load data; 0, the default, loads it in this one.
+        workers: the number of processes that load data; 0, the default, loads it in this one, as
+            does data without a length.
         on_error: "raise", the default, stops at an item that cannot be loaded. "skip" leaves it
             out, and lists it in `store.skipped`.
         preprocess: for images: a function that makes a tensor of a picture.
-        tokenize: for texts: a function that takes a list of strings and returns a dict of tensors,
-            padded to one length. Or a tokenizer of transformers: it pads to the longest text of the
-            batch, and cuts texts at its `model_max_length`. For one length in all batches give
+        tokenize: for texts, or rows with the key "text": a function that takes a list of strings
+            and returns a dict of tensors, padded to one length. Or a tokenizer of transformers: it
+            pads to the longest text of the batch, and cuts texts at its `model_max_length`. For one
+            length in all batches give
             `functools.partial(tokenizer, max_length=128, padding="max_length", truncation=True,
             return_tensors="pt")`.
         eval: True, the default, runs the model in eval mode. False leaves each module in its mode.
