@@ -267,7 +267,7 @@ class RunReader:
     def __init__(self, folder: Path) -> None:
         self.has_ended: bool = False
         self.model: RecordedModel | None = None
-        self._path = folder / FILE
+        self._path = folder.absolute() / FILE  # the working directory may change
         self._reports: list[StepReport] = []
         self._logged: list[StepReport] = []
         self._layout: Layout | None = None

@@ -56,6 +56,16 @@ def kept(model, folder, x=None):
     return caught.value.finding
 
 
+def test_a_relative_folder_is_of_where_it_was_given(net, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    model = net["make"]()
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model, keep="nan"):
+        monkeypatch.chdir(tmp_path / "other")
+        model(torch.randn(3, 4))
+    assert os.path.dirname(caught.value.finding.file) == str(tmp_path / "nan")
+
+
 def test_the_module_runs_again_with_the_same_numbers(net, tmp_path):
     finding = kept(net["make"](), tmp_path / "nan")
     assert finding.file == str(tmp_path / "nan" / "step0-1.safetensors")

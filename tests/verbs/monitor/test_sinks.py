@@ -441,6 +441,22 @@ def test_a_run_has_every_report_when_the_disk_has_space_again(tmp_path, n_bytes)
     assert found.steps.tolist() == seen.steps.tolist() == list(range(6))
 
 
+@pytest.mark.parametrize("name", ["run", "run.jsonl", "run.parquet"])
+def test_a_relative_path_is_of_the_folder_where_it_was_given(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    model = nn.Linear(2, 2)
+    with hl.monitor(model, to=name):
+        monkeypatch.chdir(tmp_path / "other")
+        model(torch.ones(1, 2))
+    assert os.listdir() == []
+    monkeypatch.chdir(tmp_path)
+    if name == "run":
+        curves = hl.open(name)
+        monkeypatch.chdir(tmp_path / "other")
+        assert curves.steps.tolist() == [0]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted")
 @pytest.mark.parametrize("name", ["run", "run.jsonl", "run.parquet"])
 @pytest.mark.parametrize("is_moved", [False, True])

@@ -203,7 +203,7 @@ def folder_for(keep: str | os.PathLike[str]) -> Path:
         FolderError: the folder cannot be made.
     """
     try:
-        folder = local_path(keep)
+        folder = local_path(keep).absolute()  # the working directory may change
         folder.mkdir(parents=True, exist_ok=True)
     except FolderError:
         raise

@@ -59,7 +59,7 @@ def writers_for(to: Any) -> list[ReportWriter]:
 
 def _writer_for(to: Any) -> ReportWriter:
     if isinstance(to, str | os.PathLike):
-        return _file_writer(local_path(to))
+        return _file_writer(local_path(to).absolute())  # the working directory may change
     make = _maker_for(to)
     if make is not None:
         return make(to)
