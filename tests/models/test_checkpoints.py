@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 
 import pytest
@@ -122,6 +123,16 @@ def test_nothing_in_a_pickle_is_run(tmp_path):
     with pytest.raises(ModelError):
         read_state_dict(tmp_path / "evil.pt")
     assert not (tmp_path / "was_run").exists()
+
+
+def test_a_file_that_would_run_a_command_is_not_called_broken(tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return (os.system, ("true",))
+
+    torch.save({"a": Payload()}, tmp_path / "evil.pt")
+    with pytest.raises(ModelError, match=r"needs unpickling \((posix|nt)\.system\)"):
+        read_state_dict(tmp_path / "evil.pt")
 
 
 @pytest.mark.parametrize("name", ["short.pt", "text.pt", "empty.pt", "text.safetensors"])

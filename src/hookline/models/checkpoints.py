@@ -19,6 +19,8 @@ from hookline.util.local_paths import absence, is_file, printable
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
+# A module such as os is refused in other words than a class that is not known.
+_REFUSED = re.compile(r"(?:Unsupported (?:global|class): ?\w*|unsupported GLOBAL) (\S+)")
 _WRAPPERS = ("module.", "_orig_mod.")
 _N_KEYS_NAMED = 3
 
@@ -95,7 +97,7 @@ def read_tensors(path: Path, error_type: type[HooklineError]) -> Any:
         return torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         # torch names the class that it refused; for a file of another format it names none.
-        refused = re.search(r"(?:Unsupported global|Unsupported class): ?\w* (\S+)", str(error))
+        refused = _REFUSED.search(str(error))
         if refused is None:
             raise error_type(_say_broken(path, "torch.save did not write it")) from error
         raise error_type(
