@@ -92,7 +92,7 @@ def test_passes_without_rows_are_told_by_their_numbers(tmp_path):
 
 def test_a_pass_with_one_of_two_sites_is_told_as_such(tmp_path):
     model = Branching()
-    with pytest.raises(hl.NotRecordedError, match=r"deep was selected.*did not fire in this pass"):
+    with pytest.raises(hl.NotRecordedError, match=r"none in pass 1: deep was selected.*not fire"):
         with hl.record(model, ["first", "deep"], to=tmp_path / "s"):
             model(torch.ones(2, 4))
             model(-torch.ones(2, 4))
@@ -184,7 +184,7 @@ def test_gradients_of_parameters_need_rows_by_keep(net, tmp_path):
 
 
 def test_a_gradient_that_comes_too_late_is_named(net, tmp_path):
-    with pytest.raises(hl.HooklineError, match="2:grad_output"):
+    with pytest.raises(hl.NotRecordedError, match=r"(?s)none in pass 0: 2:grad.*runs again"):
         with hl.record(net, "2", ports=("output", "grad_output"), to=tmp_path / "s"):
             first = net(X)
             net(X)

@@ -9,11 +9,18 @@ from typing import Never, final
 import torch
 from torch import nn
 
-from hookline.display.text import listed, plural
+from hookline.display.text import first_line, listed, plural
 from hookline.engine import Line, Pass, Report
 from hookline.engine.model_fingerprint import function_identity, model_identity
 from hookline.engine.pytree import describe, tree
-from hookline.errors import AttachError, FolderError, HooklineError, StructureError, warn
+from hookline.errors import (
+    AttachError,
+    FolderError,
+    HooklineError,
+    NotRecordedError,
+    StructureError,
+    warn,
+)
 from hookline.files.place import Place, place_of
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
@@ -162,7 +169,15 @@ class StoreSink:
                 why = "the model raised" if record.failed else "no selected site had a value"
                 self._left_out.setdefault(why, []).append(number)
                 continue
-            self._chunks.append(self._chunk(record))
+            try:
+                chunk = self._chunk(record)
+            except NotRecordedError as error:
+                raise NotRecordedError(
+                    f"each pass must have a value at each site for to=, got none in pass {number}:"
+                    f" {first_line(error)}.\nCall backward() for gradients before the model runs"
+                    " again, and record sites that not each pass reaches in a store of their own."
+                ) from error
+            self._chunks.append(chunk)
             if len(self._chunks) == self._job.shard_batches:
                 self._put()
 
