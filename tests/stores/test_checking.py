@@ -213,6 +213,25 @@ def test_a_recorded_loop_keeps_what_is_whole(tmp_path):
     assert sorted(os.listdir(tmp_path / "s")) == before
 
 
+def test_a_loop_whose_process_was_killed_keeps_its_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr("hookline.verbs.record.to_store.SHARD_BYTES", 100)
+    with hl.record(MODEL, to=tmp_path / "s"):
+        for rows in VALUES.split(4):
+            MODEL(rows)
+        # What a kill leaves: whole shards, and a manifest without them.
+        before = (tmp_path / "s" / MANIFEST).read_bytes()
+    place, whole = place_of(tmp_path / "s"), hl.open(tmp_path / "s")
+    place.write(MANIFEST, [before])
+    with pytest.raises(hl.FolderError, match=r"process was killed, keep .* hookline store repair"):
+        hl.open(tmp_path / "s")
+    assert verify(place) == []
+    assert "made again from the shards" in str(repair(place))
+    store = hl.open(tmp_path / "s")
+    assert torch.equal(store[""][:], whole[""][:])
+    assert store.job == whole.job
+    assert str(repair(place)) == "Nothing is damaged."
+
+
 def test_an_unfinished_store_is_not_damaged_for_that(tmp_path):
     place = write_store(tmp_path / "s", {"a": VALUES}, is_finished=False)
     place.remove(name_of(1))

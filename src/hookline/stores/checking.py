@@ -96,7 +96,7 @@ def verify(where: str | os.PathLike[str] | Place) -> list[Damage]:
 
 
 def repair(where: str | os.PathLike[str] | Place) -> Repair:
-    """Mend a store: remove damaged shards, and make a missing manifest again.
+    """Mend a store: remove damaged shards, make a missing manifest again, end a killed loop.
 
         >>> from hookline.stores import repair
         >>> print(repair(tmp_path / "features"))
@@ -107,6 +107,9 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
     shards are whole, it is made from the descriptions in the shards. A store whose manifest was
     made again can be read, but `hl.extract` cannot resume it, because its job is not known any
     more. `repair` cannot notice then that the last shards are missing, too.
+
+    A store of `hl.record(to=)` whose process was killed can be read afterwards: it has the passes
+    of the complete shards.
 
     Args:
         where: the folder or URL.
@@ -134,14 +137,19 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
             _check_all_there(place, shards, damaged)
             write_manifest(place, _job_of(shards).as_json(), {}, shards)
             return Repair([], manifest=True)
+        is_loop = manifest["job"]["data"].get("kind") == LOOP
         if damaged:
-            if manifest["job"].get("data", {}).get("kind") == LOOP:
+            if is_loop:
                 raise FolderError(
                     f"{place} was recorded in a loop that cannot be run again, and is damaged:"
                     f" {damaged[0]}.\nRead the other shards: hl.open reads all that are whole."
                 )
             _remove(place, damaged)
             write_manifest(place, manifest["job"], manifest["environment"])
+        elif is_loop and manifest["shards"] is None and shards:  # its process was killed
+            _check_all_there(place, shards, damaged)
+            write_manifest(place, manifest["job"], manifest["environment"], shards)
+            return Repair([], manifest=True)
         return Repair(damaged, manifest=False)
 
 

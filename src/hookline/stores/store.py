@@ -35,7 +35,7 @@ from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
 from hookline.stores.exports import ExportedColumns, Format, export
 from hookline.stores.findings import findings_of_store
-from hookline.stores.job import read_manifest
+from hookline.stores.job import LOOP, read_manifest
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, ColumnForm, number_of
 from hookline.stores.shards import Shards
 
@@ -96,7 +96,7 @@ class Store(Result):
         self._manifest = manifest
         self.parts: tuple[Store, ...] = ()
         if manifest.get("shards") is None:
-            raise _unfinished(place)
+            raise _unfinished(place, manifest["job"])
         try:
             shards = Shards(place, manifest["shards"])
             self._forms = tuple(_forms(manifest["job"]))
@@ -699,10 +699,15 @@ def _n_shards(place: Place) -> int:
     return sum(number_of(name) is not None for name in place.names())
 
 
-def _unfinished(place: Place) -> FolderError:
+def _unfinished(place: Place, job: Mapping[str, Any]) -> FolderError:
+    advice = "Start the same hl.extract again: it keeps the complete shards."
+    if job["data"].get("kind") == LOOP:
+        advice = (
+            "End the block of hl.record(to=). If its process was killed, keep the complete shards:"
+            f" hookline store repair {place}"
+        )
     return FolderError(
-        f"{place} is not finished: it holds {plural(_n_shards(place), 'shard')} so far."
-        "\nStart the same hl.extract again: it keeps the complete shards."
+        f"{place} is not finished: it holds {plural(_n_shards(place), 'shard')} so far.\n{advice}"
     )
 
 
