@@ -175,6 +175,21 @@ def test_a_recording_is_opened_under_another_default_device(model, tmp_path):
         assert opened.stack("1").device.type == "cpu"
 
 
+def test_stores_are_written_and_read_under_a_default_device(model, tmp_path):
+    whole = hl.extract(model, X, "1", tmp_path / "whole")
+    ids, embed = torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.nn.Embedding(9, 4)
+    with torch.device("meta"):
+        store = hl.extract(model, X, "1", tmp_path / "s")
+        assert torch.equal(store["1"][:], whole["1"][:])
+        assert sum(map(len, store.shuffled("1", batch_size=3))) == len(X)
+        tokens = hl.extract(embed, ids, "", tmp_path / "t", mask=lambda ids: ids != 0)
+        assert tokens.tokens[:].tolist() == [1, 2, 3]
+        assert tokens[""].padded([0, 1])[1].tolist() == [[True, True], [True, False]]
+        with hl.record(model, "1", to=tmp_path / "loop") as line:
+            model(X)
+        assert len(line.store["1"]) == len(X)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("mode", ["default device", "default dtype"])
 @pytest.mark.compiles

@@ -332,7 +332,9 @@ class IndexedSource:
             # Its own generator: the default one would draw from the user's.
             generator=torch.Generator(),
         )
-        for loaded in loader:
+        with torch.device("cpu"):  # where the generator is, whatever the default device
+            batches = iter(loader)
+        for loaded in batches:
             yield self._checked(loaded)
 
     def _in_range(self, numbers: Iterable[int]) -> Iterator[int]:

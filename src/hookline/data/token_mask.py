@@ -74,7 +74,7 @@ def tokens_of(given: Given, mask: Mask) -> Tokens | None:
     if value is None:
         return None
     try:
-        marks = torch.as_tensor(value).detach().cpu()
+        marks = torch.as_tensor(value, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
         raise _no_mask(value) from None
     if marks.is_complex() or marks.ndim not in (1, 2):
@@ -169,7 +169,7 @@ def _mask_of(lengths: Tensor, longest: int | None) -> Tensor:
             f"mask must give lengths from 0 to {most}, the tokens of the batch, got"
             f" {int(bad[0])}.\nGive the number of tokens of each item."
         )
-    return torch.arange(most) < lengths[:, None]
+    return torch.arange(most, device=lengths.device) < lengths[:, None]
 
 
 def _check_mask(mask: Tensor, ids: Tensor | None) -> None:

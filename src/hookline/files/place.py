@@ -232,7 +232,7 @@ class LocalPlace:
         path = self.folder / name
         # Unlike np.memmap, torch's mapping keeps no file open; a private one is never written back.
         storage = torch.UntypedStorage.from_file(str(path), False, os.stat(path).st_size)
-        mapped = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+        mapped = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[arg-type]
         data: NDArray[np.uint8] = mapped.numpy()[start:stop]
         return data
 

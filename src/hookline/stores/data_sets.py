@@ -264,7 +264,7 @@ class Epochs:
 
     def __init__(self) -> None:
         # In the lower half of an entry the count of begun epochs, in the upper the loader's number.
-        self._begun = torch.zeros(1 + _N_WORKERS, _N_KEPT, dtype=torch.int64)
+        self._begun = torch.zeros(1 + _N_WORKERS, _N_KEPT, dtype=torch.int64, device="cpu")
         self._begun.share_memory_()  # type: ignore[no-untyped-call]
         self._n_begun_here = 0
 

@@ -86,7 +86,7 @@ class ColumnForm:
 
     def empty(self) -> Tensor:
         """Return a column without rows."""
-        return torch.empty(0, *self.shape, dtype=DTYPES[self.dtype])
+        return torch.empty(0, *self.shape, dtype=DTYPES[self.dtype], device="cpu")
 
 
 class Chunk(NamedTuple):
@@ -218,9 +218,9 @@ def _n_rows(chunk: Chunk) -> int:
 def _columns(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
     """Return the parts of each column, the store's own included."""
     parts = {name: [chunk.columns[name] for chunk in chunks] for name in chunks[0].columns}
-    parts[ITEM] = [torch.tensor(chunk.items, dtype=torch.int64) for chunk in chunks]
+    parts[ITEM] = [torch.tensor(chunk.items, dtype=torch.int64, device="cpu") for chunk in chunks]
     per_item = [chunk.lengths for chunk in chunks if chunk.lengths is not None]
-    lengths = [torch.tensor(of_chunk, dtype=torch.int64) for of_chunk in per_item]
+    lengths = [torch.tensor(of_chunk, dtype=torch.int64, device="cpu") for of_chunk in per_item]
     tokens = [chunk.tokens for chunk in chunks if chunk.tokens is not None]
     return {
         **parts,
@@ -303,7 +303,7 @@ def array_of(span: Span, data: NDArray[np.uint8]) -> NDArray[Any]:
 def numpy_dtype(dtype: torch.dtype) -> Any:
     """Return the dtype of arrays that hold a torch dtype's bytes."""
     try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     except TypeError:
         return np.dtype(_UNSIGNED[dtype.itemsize])
 
