@@ -175,6 +175,20 @@ def test_a_recording_is_opened_under_another_default_device(model, tmp_path):
         assert opened.stack("1").device.type == "cpu"
 
 
+def test_tokens_are_edited_by_number_under_a_default_device():
+    embed = torch.nn.Embedding(9, 4)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 0]])
+    model = torch.nn.Sequential(embed)
+    model.forward = lambda input_ids, attention_mask=None: embed(input_ids)
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    with hl.edit(model, "0", hl.edits.scale(0), at=-1):
+        plain = model(**inputs)
+        with torch.device("meta"):
+            assert torch.equal(model(**inputs), plain)
+    assert plain[1, 1].eq(0).all()
+    assert plain[1, 2].ne(0).all()
+
+
 def test_stores_are_written_and_read_under_a_default_device(model, tmp_path):
     whole = hl.extract(model, X, "1", tmp_path / "whole")
     ids, embed = torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.nn.Embedding(9, 4)

@@ -82,7 +82,7 @@ class Indices:
 
     def has(self, number: int) -> bool:
         """Tell whether a step is chosen, and note that it has occurred."""
-        return bool(self.chosen(torch.tensor(number), torch.tensor(number + 1)))
+        return bool(self.chosen(*torch.tensor([number, number + 1], device="cpu")))
 
     def missing(self) -> str:
         """Write the numbers that have not occurred; an empty text if there are none."""

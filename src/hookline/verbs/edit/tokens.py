@@ -74,7 +74,8 @@ class Tokens:
     @property
     def is_plain(self) -> bool:
         """Tell whether each column is the token of that number, in every row."""
-        return bool((self.positions == torch.arange(self.positions.shape[1])).all())
+        columns = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return bool((self.positions == columns).all())
 
 
 def _of_all_rows(mask: Tensor, value: Tensor, *, in_order: bool) -> Tensor | None:
@@ -96,7 +97,7 @@ def with_features(mask: Tensor, value: Tensor) -> Tensor:
 
 def of_index(n_rows: int, n_tokens: int) -> Tokens:
     """Return the tokens of a value whose columns are numbered from 0 and have no padding."""
-    positions = torch.arange(n_tokens).expand(n_rows, n_tokens)
+    positions = torch.arange(n_tokens, device="cpu").expand(n_rows, n_tokens)
     return Tokens(positions, torch.full_like(positions, n_tokens))
 
 
@@ -190,13 +191,14 @@ def _positions_and_lengths(given: TokenInputs) -> tuple[Tensor, Tensor]:
     is_present, starts = given.is_present, given.starts
     positions = given.position_ids
     if positions is None:
-        columns = torch.ones(n_rows, (given.n_cached or 0) + n_tokens, dtype=torch.bool)
+        shape = n_rows, (given.n_cached or 0) + n_tokens
+        columns = torch.ones(shape, dtype=torch.bool, device="cpu")
         is_token = columns if given.is_token is None else given.is_token
         positions = (is_token.cumsum(1) - 1)[:, is_token.shape[1] - n_tokens :]
         if given.borders is not None:
             positions = positions - positions.where(starts, 0).cummax(1).values
     sequence = starts.cumsum(1) - 1
-    ends = torch.zeros(given.shape, dtype=torch.long)
+    ends = torch.zeros(given.shape, dtype=torch.long, device="cpu")
     ends.scatter_reduce_(1, sequence, (positions + 1).where(is_present, 0), "amax")
     return positions.where(is_present, -1), ends.gather(1, sequence)
 

@@ -43,7 +43,7 @@ class TokenInputs:
     def is_present(self) -> Tensor:
         """Which of the tokens of this pass are no padding, `(rows, tokens)`."""
         if self.is_token is None:
-            return torch.ones(self.shape, dtype=torch.bool)
+            return torch.ones(self.shape, dtype=torch.bool, device="cpu")
         return self.is_token[:, self.is_token.shape[1] - self.shape[1] :]
 
     @property
@@ -53,7 +53,7 @@ class TokenInputs:
         Raises:
             StructureError: `cu_seqlens` does not cover the tokens.
         """
-        starts = torch.zeros(self.shape, dtype=torch.bool)
+        starts = torch.zeros(self.shape, dtype=torch.bool, device="cpu")
         starts[:, :1] = True
         if self.borders is not None:
             if int(self.borders[0]) != 0 or int(self.borders[-1]) != starts.numel():
