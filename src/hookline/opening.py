@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hookline.curves import Curves, is_run, open_run
-from hookline.files.place import Place
+from hookline.files.place import LocalPlace, Place
 from hookline.files.sealed_json import MANIFEST
 from hookline.recordings import Recording, open_recording, place_of_recording
 from hookline.stores.job import STORE
@@ -63,9 +63,9 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
         FolderError: the folder holds none of these, or one that is damaged, of another version of
             the format, or (a store) not finished.
     """
-    if is_run(folder):
-        return open_run(folder)
     place = place_of_recording(folder)
+    if isinstance(place, LocalPlace) and is_run(place.folder):
+        return open_run(place.folder)
     if _holds_a_store(place):
         return open_store(place, verify=verify)
     return open_recording(place, verify=verify)

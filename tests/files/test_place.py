@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,21 @@ def test_what_is_written_here_alone_refuses_a_url(tmp_path, monkeypatch, to):
         with pytest.raises(hl.FolderError, match=r"must be a path on this machine.*\nGive a path"):
             write()
     assert os.listdir() == ["store"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of bytes that are no UTF-8")
+def test_a_store_is_read_in_a_folder_of_any_name(tmp_path):
+    folder = tmp_path / os.fsdecode(b"a\xff:\n")
+    store = hl.extract(torch.nn.ReLU(), torch.ones(3, 2), "", folder)
+    assert torch.equal(store[""][:], torch.ones(3, 2))
+    assert torch.equal(hl.Store.cat([store, store])[""][[5, 0]], torch.ones(2, 2))
+
+
+def test_a_run_is_opened_by_the_url_of_its_folder(tmp_path):
+    net = torch.nn.Linear(2, 2)
+    with hl.monitor(net, to=f"file://{tmp_path / 'run'}"):
+        net(torch.ones(1, 2))
+    assert len(hl.open(f"file://{tmp_path / 'run'}").steps) == 1
 
 
 def test_a_place_stays_where_it_is_when_the_directory_changes(tmp_path, monkeypatch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -233,6 +235,13 @@ def test_a_package_that_is_missing_is_named(store, tmp_path, monkeypatch, format
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(hl.InputError, match=f"{package} must be installed to export to {format}"):
         store.export(tmp_path / "x", format)
+
+
+@pytest.mark.parametrize("format", [*TABLES, *ARRAYS])
+def test_a_relative_name_with_a_colon_is_no_url(store, tmp_path, monkeypatch, format):
+    monkeypatch.chdir(tmp_path)
+    assert store.export("a:b", format) == Path("a:b")
+    assert os.path.exists("a:b")
 
 
 def test_an_unknown_format_and_a_file_that_is_there_are_refused(store, tmp_path):

@@ -49,9 +49,13 @@ def place_of(to: str | os.PathLike[str]) -> Place:
     """
     if isinstance(to, str) and "://" in to and not to.startswith(_LOCAL):
         return RemotePlace(to)
+    return LocalPlace(_checked_path(to))
+
+
+def _checked_path(to: str | os.PathLike[str]) -> Path:
     try:
-        folder = Path(to.removeprefix(_LOCAL) if isinstance(to, str) else to)
-        if to == "" or "\0" in str(folder) or _is_broken_url(folder):
+        path = Path(to.removeprefix(_LOCAL) if isinstance(to, str) else to)
+        if to == "" or "\0" in str(path) or _is_broken_url(path):
             raise ValueError(to)
     except (TypeError, ValueError) as error:
         actual = repr(str(error)) if isinstance(error, ValueError) else type(to).__name__
@@ -59,7 +63,7 @@ def place_of(to: str | os.PathLike[str]) -> Place:
             f"the place of files must be a folder or a URL, got {actual}."
             "\nGive a name such as 'features/' or 's3://bucket/features'."
         ) from None
-    return LocalPlace(folder)
+    return path
 
 
 def as_place(where: str | os.PathLike[str] | Place) -> Place:
@@ -73,14 +77,13 @@ def local_path(to: str | os.PathLike[str]) -> Path:
     Raises:
         FolderError: it is a URL.
     """
-    text = os.fspath(to)
-    path = Path(text.removeprefix(_LOCAL))
-    if "://" in text.removeprefix(_LOCAL) or _is_broken_url(path):
+    text = os.fspath(to).removeprefix(_LOCAL)
+    if "://" in text or _is_broken_url(Path(text)):
         raise FolderError(
             f"{text} must be a path on this machine: at URLs, hookline writes stores, recordings"
             " and sweeps alone.\nGive a path here, and copy to the URL what was written."
         )
-    return path
+    return _checked_path(to)
 
 
 def _is_broken_url(folder: Path) -> bool:
@@ -231,7 +234,10 @@ class LocalPlace:
         """Return a range of a file's bytes, memory-mapped. The file does not stay open."""
         path = self.folder / name
         # Unlike np.memmap, torch's mapping keeps no file open; a private one is never written back.
-        storage = torch.UntypedStorage.from_file(str(path), False, os.stat(path).st_size)
+        try:
+            storage = torch.UntypedStorage.from_file(str(path), False, os.stat(path).st_size)
+        except UnicodeEncodeError:  # torch opens names of UTF-8 alone
+            return np.memmap(path, np.uint8, "c")[start:stop]
         mapped = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[arg-type]
         data: NDArray[np.uint8] = mapped.numpy()[start:stop]
         return data

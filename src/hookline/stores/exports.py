@@ -71,14 +71,15 @@ def export(source: ExportedColumns, to: str | os.PathLike[str], format: Format) 
         raise FolderError(f"{path} must not exist yet to export to it.\nGive a new name.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _WRITERS[format](source, path)
+        _WRITERS[format](source, path.absolute())  # Arrow takes "a:b" for a URL
     except BaseException as error:
         # What is half written looks like a smaller export.
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not isinstance(error, FolderError):
+        is_refused = isinstance(error, OSError | UnicodeEncodeError)
+        if is_refused and not isinstance(error, FolderError):
             raise FolderError(
                 f"cannot write {path}: {first_line(error)}.\nGive another name, or free space."
             ) from error
