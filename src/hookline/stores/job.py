@@ -268,6 +268,16 @@ def write_manifest(
     place.write(MANIFEST, [sealed({**STORE.head(), **body})])
 
 
+def is_finished(place: Place) -> bool:
+    """Tell whether a place holds a store that has all its shards.
+
+    Raises:
+        FolderError: as `read_manifest`.
+    """
+    manifest = read_manifest(place)
+    return manifest is not None and manifest["shards"] is not None
+
+
 def read_manifest(place: Place) -> dict[str, Any] | None:
     """Read a store's manifest and verify its checksum; None if there is none.
 

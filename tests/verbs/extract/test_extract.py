@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -410,6 +411,17 @@ def test_of_a_finished_store_only_the_first_batch_runs(whole, model):
         handle.remove()
     assert len(store) == 100
     assert runs == [7]
+
+
+def test_a_finished_store_may_be_closed_to_writing(whole, model, tmp_path, monkeypatch):
+    def refused(lock):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("hookline.files.folder_lock.FolderLock.acquire", refused)
+    store = hl.extract(model, ROWS, ["stem", "layer1.0.relu:input"], whole, **SMALL)
+    assert len(store) == 100
+    with pytest.raises(hl.FolderError, match="Give a folder that you may write to"):
+        hl.extract(model, ROWS, "stem", tmp_path / "other")
 
 
 @pytest.mark.slow

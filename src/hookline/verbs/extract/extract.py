@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,9 +13,10 @@ from torch import nn
 from hookline.data.batches import Loading
 from hookline.data.sources import source_of
 from hookline.engine import Selector, require_model, sharding, unwrapped
-from hookline.errors import HooklineError, InputError, one_of
+from hookline.errors import FolderError, HooklineError, InputError, one_of
 from hookline.files.place import Place, place_of
 from hookline.stores import Store, open_store
+from hookline.stores.job import is_finished
 from hookline.verbs.extract.call_hint import noting_list
 from hookline.verbs.extract.collective_steps import Ranks
 from hookline.verbs.extract.engines import Apart, Engine
@@ -24,6 +26,9 @@ from hookline.verbs.extract.on_sharded_ranks import OnShardedRanks
 from hookline.verbs.extract.options import Extracting, check_options
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.worker import Worker
+
+# A finished store is only read, so it may lie where this process may not write.
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def extract(
@@ -181,7 +186,12 @@ def extract(
 
         def lock() -> None:
             check_free(place)
-            stack.enter_context(place.locked())
+            try:
+                stack.enter_context(place.locked())
+            except FolderError as error:
+                is_read_only = getattr(error.__cause__, "errno", None) in _READ_ONLY
+                if not (is_read_only and is_finished(place)):
+                    raise
 
         ranks.first(lock)
         with _started_threads(), noting_list(data):
