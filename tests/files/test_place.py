@@ -102,7 +102,7 @@ def test_what_is_written_here_alone_refuses_a_url(tmp_path, monkeypatch, to):
         lambda: hl.check(net, keep=to),
         lambda: target_of(to),
     ):
-        with pytest.raises(hl.FolderError, match=r"must be a path on this machine.*\nGive a path"):
+        with pytest.raises(hl.FolderError, match="must be a path on this machine"):
             write()
     assert os.listdir() == ["store"]
 

@@ -332,9 +332,7 @@ class IndexedSource:
             # Its own generator: the default one would draw from the user's.
             generator=torch.Generator(),
         )
-        with torch.device("cpu"):  # where the generator is, whatever the default device
-            batches = iter(loader)
-        for loaded in batches:
+        for loaded in _begun(loader):  # no local: a kept traceback would keep the workers
             yield self._checked(loaded)
 
     def _in_range(self, numbers: Iterable[int]) -> Iterator[int]:
@@ -366,6 +364,11 @@ class IndexedSource:
         if loaded.items:
             _check_first_dimension(loaded, self._items.fix)
         return NumberedBatch(loaded.number, loaded.items, loaded.data, sorted(skipped))
+
+
+def _begun(loader: DataLoader[RawBatch]) -> Iterator[RawBatch]:
+    with torch.device("cpu"):  # where the loader's generator is, whatever the default device
+        return iter(loader)
 
 
 def _as_it_is(loaded: Any) -> Any:

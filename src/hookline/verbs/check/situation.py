@@ -205,8 +205,6 @@ def folder_for(keep: str | os.PathLike[str]) -> Path:
     try:
         folder = local_path(keep).absolute()  # the working directory may change
         folder.mkdir(parents=True, exist_ok=True)
-    except FolderError:
-        raise
     except (TypeError, ValueError, OSError) as error:
         raise FolderError(
             f"keep= must be a folder that can be written, got {keep!r} ({first_line(error)})."
