@@ -1,9 +1,10 @@
-"""What makes a test slow, which come first, and when garbage is collected."""
+"""What makes a test slow, which come first, what they draw, and when garbage is collected."""
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from functools import cache, wraps
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 
 import hookline as hl
@@ -85,7 +88,8 @@ def pytest_make_collect_report(
     """
     report = yield
     worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
-    if isinstance(collector, pytest.Session | pytest.Directory) and int(worker[2:]) % 2:
+    is_of_tests = collector.path.is_relative_to(Path(__file__).parent)
+    if isinstance(collector, pytest.Directory) and is_of_tests and int(worker[2:]) % 2:
         report.result.reverse()
     return report
 
@@ -143,6 +147,14 @@ def pytest_collection_finish() -> None:
             # It formats a stack for each change of an object, for its log.
             config.side_effect_replay_policy = "silent"
         sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Draw the same numbers in a test whatever ran before it, so that a failure comes again."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.hookimpl(trylast=True)
