@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -158,10 +159,11 @@ def findings_of_steps(
     training = _Training(reports, table)
     findings = [*_non_finite(training), *_jumps(training)]
     findings.sort(key=lambda finding: finding.step or 0)
+    moved = [finding.step for finding in findings if finding.level != "note"]
     findings += [*_dead(training), *_frozen(training), *_still(training)]
     findings += [*_vanishing(training), *_dead_units(training)]
     is_blamed = any(finding.level == "error" for finding in findings)
-    findings = [*([] if is_blamed else _ratio(training)), *findings]
+    findings = [*([] if is_blamed else _ratio(training, *moved[:1])), *findings]
     is_fine = all(finding.kind in _OF_NOW for finding in findings)
     findings += _drifts(training) if is_fine else []
     findings = [_with_loss(finding, logged) for finding in findings]
@@ -506,13 +508,14 @@ def _drifts(training: _Training) -> list[Finding]:
     ]
 
 
-def _ratio(training: _Training) -> list[Finding]:
-    """Tell that updates are large beside their weights."""
+def _ratio(training: _Training, end: int | None = None) -> list[Finding]:
+    """Tell that updates are large beside their weights, before a step: a jump makes large ones."""
     numbers = training.numbers("ratio")
     if numbers is None or len(training.steps) < RECENT:
         return []
     weights = [k for k in training.ports("update") if not training.sites[k].endswith("bias:update")]
-    by_column = numbers[0][:, weights]
+    n_columns = len(training.steps) if end is None else bisect_left(training.steps, end)
+    by_column = numbers[0][:n_columns, weights]
     # Of a weight that begins at 0, as that of a new head, the first updates are large.
     early = np.where(np.isnan(by_column[0]), math.nan, _median(by_column[: RECENT // 2]))
     ratio = np.fmax(early, _median(by_column[-RECENT:]))
