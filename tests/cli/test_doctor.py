@@ -143,7 +143,8 @@ def test_what_can_be_mended_exits_2(doctor, args, said):
 def test_an_input_is_guessed_from_the_first_layer(tmp_path, name, shape, dtype):
     (tmp_path / "mine.py").write_text(MODELS)
     loaded = load_model(f"{tmp_path}/mine.py:{name}")
-    batch = guess_input(loaded)
+    with torch.device("meta"):  # the input is on the CPU, where the model is
+        batch = guess_input(loaded)
     assert list(batch.args[0].shape) == shape
     assert batch.args[0].dtype is dtype
     loaded.model(*batch.args)

@@ -39,6 +39,14 @@ def test_the_type_can_be_given(name, dtype):
     assert load_input(f"random:4x1000:{name}", LINEAR).args[0].dtype is dtype
 
 
+@pytest.mark.parametrize("kind", ["", ":int64"])
+def test_a_default_device_changes_no_number(kind):
+    spec = f"random:2x3{kind}"
+    with torch.device("meta"):
+        drawn = load_input(spec, LINEAR).args[0]
+    assert torch.equal(drawn, load_input(spec, LINEAR).args[0])
+
+
 def test_integers_are_from_0_to_99():
     tokens = load_input("random:100x100:int64", LINEAR).args[0]
     assert (tokens.min(), tokens.max()) == (0, 99)

@@ -65,11 +65,13 @@ def _for_layer(module: nn.Module) -> Tensor | None:
     # A separate generator: torch's global random state is not consumed.
     generator = torch.Generator().manual_seed(0)
     if isinstance(module, nn.Embedding):
-        return torch.randint(0, module.num_embeddings, (1, _N_TOKENS), generator=generator)
+        high = module.num_embeddings
+        return torch.randint(0, high, (1, _N_TOKENS), generator=generator, device="cpu")
     if isinstance(module, nn.Linear):
-        return torch.randn(1, module.in_features, generator=generator)
+        return torch.randn(1, module.in_features, generator=generator, device="cpu")
     for kind, n_sides in _CONVOLUTIONS.items():
         if type(module) is kind:
             side = _SIDE if n_sides < 3 else _SIDE // 4
-            return torch.randn(1, module.in_channels, *[side] * n_sides, generator=generator)
+            shape = (1, module.in_channels, *[side] * n_sides)
+            return torch.randn(shape, generator=generator, device="cpu")
     return None

@@ -64,9 +64,9 @@ def _draw(shape: list[int], dtype: torch.dtype, model: nn.Module) -> Tensor:
     # A separate generator: torch's global random state is not consumed.
     generator = torch.Generator().manual_seed(_SEED)
     if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
     high = 2 if dtype is torch.bool else min(_N_TOKENS, _vocabulary(model))
-    return torch.randint(0, high, shape, generator=generator).to(dtype)
+    return torch.randint(0, high, shape, generator=generator, device="cpu").to(dtype)
 
 
 def _vocabulary(model: nn.Module) -> int:

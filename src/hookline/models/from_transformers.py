@@ -224,7 +224,7 @@ def _tokenize(tokenizer: Any, name: str, start: int | None, texts: list[str]) ->
         )
     tokens: dict[str, Tensor] = dict(tokenizer(texts, padding=len(texts) > 1, return_tensors="pt"))
     if start is not None:
-        tokens["decoder_input_ids"] = torch.full((len(texts), 1), start)
+        tokens["decoder_input_ids"] = torch.full((len(texts), 1), start, device="cpu")
     return tokens
 
 

@@ -102,7 +102,8 @@ def is_readable(tensor: Tensor) -> bool:
 @functools.cache
 def _has_numbers(dtype: torch.dtype) -> bool:
     try:
-        torch.empty(1, dtype=dtype).to(torch.complex128 if dtype.is_complex else torch.float64)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        torch.empty(1, dtype=dtype, device="cpu").to(wide)
     except RuntimeError:
         return False
     return True

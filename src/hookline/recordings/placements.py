@@ -123,7 +123,7 @@ class Layout:
 
     def rows(self) -> list[Tensor]:
         """The indices in the whole of this rank's part, for each dimension of the tensor."""
-        rows = [torch.arange(size) for size in self.shape]
+        rows = [torch.arange(size, device="cpu") for size in self.shape]
         for at, n, row in zip(self.at, self.mesh, self.placements, strict=True):
             if row[0] == "shard":
                 rows[row[1]] = _chunk(rows[row[1]], n, at)

@@ -288,7 +288,8 @@ def _reduced_number(values: list[Any], op: str) -> float | complex:
     is_complex = any(isinstance(value, list) for value in values)
     numbers = [complex(*v) if isinstance(v, list) else float(v) for v in values]
     dtype = torch.complex128 if is_complex else torch.float64
-    total: float | complex = _combine([torch.tensor(n, dtype=dtype) for n in numbers], op).item()
+    parts = [*torch.tensor(numbers, dtype=dtype, device="cpu")]
+    total: float | complex = _combine(parts, op).item()
     return total
 
 

@@ -133,11 +133,11 @@ class MomentsStatistic:
             return None
         native = self._native(sum(map(Tensor.numel, tensors)))
         if native is not None and all(tensor.dtype is torch.float32 for tensor in tensors):
-            slots = torch.tensor([_EMPTY] * len(tensors), dtype=torch.float64)
+            slots = torch.tensor([_EMPTY] * len(tensors), dtype=torch.float64, device="cpu")
             native.measure_many(tensors, slots)
         elif 0 < self._until_native < math.inf and not _COMPILED.reductions:
             rows = map(_fields, moments_of_each([tensor.numpy() for tensor in tensors]))
-            slots = torch.tensor(list(rows), dtype=torch.float64)
+            slots = torch.tensor(list(rows), dtype=torch.float64, device="cpu")
         else:
             return None
         return list(slots.unbind())

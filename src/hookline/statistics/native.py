@@ -190,9 +190,9 @@ def _compiled(compiler: Sequence[str], source: Path, folder: Path) -> str:
 def _is_right(native: NativeMoments) -> bool:
     """Tell whether the functions give the known moments of small numbers."""
     for dtype in (torch.float32, torch.float64):
-        numbers = torch.arange(-3.0, 1027.0, dtype=dtype)
+        numbers = torch.arange(-3.0, 1027.0, dtype=dtype, device="cpu")
         numbers[20] = torch.nan
-        slots = torch.zeros(_N_SLOTS, dtype=torch.float64)
+        slots = torch.zeros(_N_SLOTS, dtype=torch.float64, device="cpu")
         native.add(slots, numbers)
         finite = numbers[numbers.isfinite()].double()
         powers = [float((finite**power).sum()) for power in (1, 2, 4)]
@@ -204,7 +204,7 @@ def _is_right(native: NativeMoments) -> bool:
 def _tells_apart(native: NativeDifference) -> bool:
     """Tell whether the functions give the known differences of small numbers."""
     for dtype in READ_BY_C:
-        b = torch.ones(3, 289, dtype=dtype)
+        b = torch.ones(3, 289, dtype=dtype, device="cpu")
         a = b.clone()
         a[1] += 1.0
         a[2, 288] = 4.0

@@ -215,6 +215,11 @@ def test_an_input_of_ones_own_is_taken(model):
     assert parts.to_dict()["parts"][1]["shape"] == [3, 8, 16]
 
 
+def test_a_default_device_changes_no_part(model, parts):
+    with torch.device("meta"):
+        assert hl.anatomy(model).to_dict() == parts.to_dict()
+
+
 class WrongName(nn.Module):
     """What its second part adds also depends on the token before: a convolution."""
 

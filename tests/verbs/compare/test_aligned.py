@@ -243,6 +243,16 @@ def test_flat_tokens_of_one_engine_are_the_rows_of_another():
     assert found["head"].form == "[12, 5] float32"
 
 
+def test_tokens_are_aligned_under_a_default_device():
+    model, rows = nn.Sequential(nn.Embedding(50, 8)), ids(3, 4)
+    with hl.record(model) as run:
+        model(rows)
+        model(rows[[2, 0, 1]])
+    found = hl.compare(*run.passes)
+    with torch.device("meta"):
+        assert hl.compare(*run.passes).to_dict() == found.to_dict()
+
+
 def test_gradients_of_parameters_are_over_the_same_tokens(gpt2):
     def trained(rows):
         gpt2.zero_grad()

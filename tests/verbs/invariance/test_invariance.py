@@ -667,3 +667,14 @@ def test_chunks_are_checked_with_a_mask():
 def test_a_compiled_model_is_not_compiled_again():
     net = torch.compile(nn.Linear(8, 8), backend="eager")
     assert hl.invariance(net, X, only="compiled")["compiled"].why == "the model is compiled"
+
+
+def test_a_default_device_changes_no_check():
+    class Positioned(Encoder):
+        def forward(self, input_ids, attention_mask=None, position_ids=None):
+            return super().forward(input_ids, attention_mask)
+
+    net, rows = Positioned().eval(), ids(3, 7)
+    with torch.device("meta"):
+        found = hl.invariance(net, rows, only=["padded with positions", "alone", "reordered"])
+    assert [row.outcome for row in found] == ["holds"] * 3

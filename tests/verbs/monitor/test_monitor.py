@@ -21,6 +21,7 @@ import hookline as hl
 from thoroughness import tries
 from zoo import Looped, Nested, SmallNet
 
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 OPTIMIZER = importlib.import_module("torch.optim.optimizer")
 EVERYTHING = ("input", "output", "grad_input", "grad_output", "value", "grad", "update")
 
@@ -77,6 +78,20 @@ def test_values_at_each_port_are_those_that_a_recording_has():
     assert set(seen.sites) == {str(site) for site in run.sites}
     for site in seen.sites:
         assert seen[site].results == [moments_of(run[site])]
+
+
+def test_steps_are_measured_under_a_default_device():
+    curves = []
+    for device in ("cpu", "meta"):
+        model = net()
+        with torch.device(device), hl.monitor(model) as seen:
+            optimizer = sgd(model)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(X).square().sum().backward()
+                optimizer.step()
+        curves.append(seen)
+    assert_equal_curves(*curves)
 
 
 def test_weights_gradients_and_updates_are_those_of_the_step():

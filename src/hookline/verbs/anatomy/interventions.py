@@ -165,16 +165,16 @@ def _is_changed(stream: Tensor) -> Tensor:
     the numbers of a token, one that is changed is followed by one that is not, and the reverse:
     along each dimension they are a Thue-Morse sequence.
     """
-    places = torch.zeros(stream.shape[:-1], dtype=torch.long)
+    places = torch.zeros(stream.shape[:-1], dtype=torch.long, device=stream.device)
     for dim, size in enumerate(places.shape):
         shape = [1] * dim + [size] + [1] * (places.dim() - dim - 1)
-        places += torch.arange(size).reshape(shape)
+        places += torch.arange(size, device=stream.device).reshape(shape)
     n_ones = sum((places >> bit) & 1 for bit in range(int(places.max()).bit_length()))
-    return (torch.as_tensor(n_ones) % 2 == 0).expand(places.shape).to(stream.device)
+    return (torch.as_tensor(n_ones, device=stream.device) % 2 == 0).expand(places.shape)
 
 
 def _noise(numbers: Tensor) -> Tensor:
     """Return noise of the size of some numbers."""
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(numbers.shape, generator=generator).to(numbers)
+    noise = torch.randn(numbers.shape, generator=generator, device="cpu").to(numbers)
     return noise * numbers.std().clamp(min=1e-3)

@@ -355,7 +355,7 @@ def replay_tokens(
     n_slots = next(iter(given.values()))[0].tensor.shape[:-1].numel()
     results = []
     for start in range(0, n_rows, n_slots):
-        slots = torch.arange(start, start + n_slots) % n_rows
+        slots = torch.arange(start, start + n_slots, device="cpu") % n_rows
         parts = {key: rows[key][slots].reshape(given[key][0].tensor.shape) for key in given}
         result = replay(calls, {**(weights or {}), **parts}, wanted)
         places = next(iter(given.values()))[0].tensor.shape[:-1]

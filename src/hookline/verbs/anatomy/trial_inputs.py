@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def trial_inputs(model: nn.Module, given: Any = None) -> list[Any]:
         return [given, tree.map_tensors(_data if is_one else _data_or_mask, given)]
     size = _picture_size(model)
     if size is not None:
-        return [torch.randn(2, *size, generator=_generator(seed)) for seed in (0, 1)]
+        return [_drawn((2, *size), seed) for seed in (0, 1)]
     words = _words(model)
     if words is None:
         raise InputError(
@@ -40,11 +40,16 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def _drawn(shape: Sequence[int], seed: int) -> Tensor:
+    return torch.randn(shape, generator=_generator(seed), device="cpu")
+
+
 def _texts(model: nn.Module, words: nn.Embedding, seed: int, n_tokens: int) -> Any:
     def draw(more: int) -> Tensor:
         high = words.num_embeddings
         shape = (_ROWS, n_tokens)
-        ids = torch.randint(min(3, high - 1), high, shape, generator=_generator(seed + more))
+        low, own = min(3, high - 1), _generator(seed + more)
+        ids = torch.randint(low, high, shape, generator=own, device="cpu")
         return ids.to(words.weight.device)
 
     signature = signature_of(model)
@@ -102,7 +107,7 @@ def _data_or_mask(tensor: Tensor) -> Tensor:
 def _data(tensor: Tensor) -> Tensor:
     """Return another tensor of the same form: moved by one token, or with noise."""
     if tensor.is_floating_point():
-        noise = torch.randn(tensor.shape, generator=_generator(1)).to(tensor)
+        noise = _drawn(tensor.shape, 1).to(tensor)
         return tensor.flip(0) + 0.1 * noise * tensor.std().clamp(min=1e-3)
     is_mask = tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
     return tensor if is_mask or tensor.dim() < 1 else tensor.roll(1, -1)

@@ -245,7 +245,7 @@ def measured_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Meas
     n_tokens = sum(len(span.sequence) for span in alignment.spans.values())
     n_matched = n_tokens or alignment.n_sequences
     form = f"{n_matched} {'tokens' if n_tokens else 'rows'}"
-    nothing = torch.zeros(1, dtype=torch.long)
+    nothing = torch.zeros(1, dtype=torch.long, device="cpu")
     yield Measured((), (form, form), (torch.long, torch.long), difference(nothing, nothing))
     ours, theirs = _leaves(a), _leaves(b)
     for leaf, leaf_b in _paired(ours, theirs).items():

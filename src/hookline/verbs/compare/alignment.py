@@ -200,7 +200,7 @@ class Alignment:
             n_places = len(self.spans[reading.stream].sequence)
         first = parts[0][0]
         joined = first.new_zeros(n_places, *first.shape[1:])
-        is_there = torch.zeros(n_places, dtype=torch.bool)
+        is_there = torch.zeros(n_places, dtype=torch.bool, device="cpu")
         for values, at in parts:
             joined[at.to(joined.device)] = values.to(joined.device)
             is_there[at] = True
@@ -319,7 +319,8 @@ def _origins(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
         of_sides.append([firsts.setdefault(pair[side], n) for n, pair in enumerate(pairs)])
     if all(origins == [*range(len(pairs))] for origins in of_sides):
         return None
-    return torch.tensor(of_sides[0]), torch.tensor(of_sides[1])
+    first, second = torch.tensor(of_sides, device="cpu")
+    return first, second
 
 
 def _are_known(tokens: Tokens) -> bool:
@@ -384,8 +385,8 @@ def _n_passes(tokens: Tokens) -> int:
 
 
 def _span(counts: list[int], *, is_cut: bool) -> Span:
-    lengths = torch.tensor(counts, dtype=torch.long)
-    sequence = torch.arange(len(counts)).repeat_interleave(lengths)
+    lengths = torch.tensor(counts, dtype=torch.long, device="cpu")
+    sequence = torch.arange(len(counts), device="cpu").repeat_interleave(lengths)
     starts = lengths.cumsum(0) - lengths
     return Span(sequence, starts, max(counts, default=0), is_cut)
 
@@ -395,10 +396,10 @@ def _places(grid: Grid, sequences: list[int], counts: list[int] | None) -> Place
     most = max([int(grid.row_owner.max()) if len(grid.row_owner) else 0, *sequences, 0])
     if grid.key_owner.numel():
         most = max(most, int(grid.key_owner.max()))
-    number = torch.full((most + 2,), -1)  # the last is for padding, whose owner is -1
+    number = torch.full((most + 2,), -1, device="cpu")  # the last is for padding, whose owner is -1
     for place, sequence in reversed([*enumerate(sequences)]):  # of copies, the first
         number[sequence] = place
-    lengths = torch.tensor([*(counts or [0] * len(sequences)), 0])
+    lengths = torch.tensor([*(counts or [0] * len(sequences)), 0], device="cpu")
     starts = lengths.cumsum(0) - lengths
 
     def placed(owner: Tensor, order: Tensor) -> Tensor:
@@ -451,7 +452,7 @@ def _in_order(
     tokens: Tokens, places: Mapping[int, Mapping[str, Places]], stream: str, n_places: int
 ) -> Tensor:
     """Return the positions of a stream's tokens in the common order; -1 where there is none."""
-    positions = torch.full((n_places,), -1)
+    positions = torch.full((n_places,), -1, device="cpu")
     for number, grids in tokens.grids.items():
         if stream in grids:
             at = places[number][stream].tokens

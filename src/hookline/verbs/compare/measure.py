@@ -155,7 +155,7 @@ def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
         yield leaf, value
     elif isinstance(value, bool | int | float | complex):
         dtype = torch.float64 if isinstance(value, float) else None
-        yield leaf, torch.tensor(value, dtype=dtype)
+        yield leaf, torch.tensor(value, dtype=dtype, device="cpu")
     elif hasattr(value, "__array__") and not isinstance(value, type):
         array = _tensor(value)
         if array is not None:

@@ -136,5 +136,6 @@ class Span(NamedTuple):
         Args:
             sequences: for each sequence the other one, which has the same tokens.
         """
-        tokens = torch.arange(len(self.sequence)) - self.starts[self.sequence]
+        places = torch.arange(len(self.sequence), device=self.starts.device)
+        tokens = places - self.starts[self.sequence]
         return self.starts[sequences][self.sequence] + tokens

@@ -172,7 +172,7 @@ class _Reader:
         for sequence in sorted(set(owner[is_present].tolist())):
             mine = owner == sequence
             n_before = 0 if before is None else int((before.key_owner == sequence).sum())
-            order[mine] = torch.arange(int(mine.sum())) + n_before
+            order[mine] = torch.arange(int(mine.sum()), device=mine.device) + n_before
             known = self.tokens.contents[sequence]
             known[stream.prefix] = [*known.get(stream.prefix, ()), *stream.contents(mine)]
         return Grid(
@@ -207,8 +207,9 @@ class _Reader:
         for row in range(n_rows):
             digests: list[Hashable] = [_digest(tensor[row]) for tensor in of_rows]
             self.tokens.contents.append({ROWS: digests})
-        none = torch.zeros(n_rows, 0, dtype=torch.long)
-        return Grid(none, none, none, none, none, torch.arange(n_rows) + first)
+        none = torch.zeros(n_rows, 0, dtype=torch.long, device="cpu")
+        rows = torch.arange(first, first + n_rows, device="cpu")
+        return Grid(none, none, none, none, none, rows)
 
 
 class _Stream:
@@ -270,7 +271,9 @@ class _Stream:
     def positions(self, past: int) -> Tensor:
         """Return the position of each token as given, or as a model counts that is given none."""
         shape, given = self.tokens.shape, self.tokens.position_ids
-        return given if given is not None else (torch.arange(shape[1]) + past).expand(shape)
+        if given is not None:
+            return given
+        return torch.arange(past, past + shape[1], device="cpu").expand(shape)
 
     def contents(self, mine: Tensor) -> list[Hashable]:
         """Return what tells the tokens at some places from others: their ids, or digests."""

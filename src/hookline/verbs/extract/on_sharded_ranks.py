@@ -176,7 +176,7 @@ class _Steps:
             module.reshard()
 
     def _meet(self, state: int) -> int:
-        highest = torch.tensor(state)
+        highest = torch.tensor(state, device="cpu")
         try:
             dist.all_reduce(highest, dist.ReduceOp.MAX, self._group)
         except RuntimeError as error:

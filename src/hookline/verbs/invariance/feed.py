@@ -131,6 +131,12 @@ class Feed:
         return int(self.named[self.ids].shape[1])
 
     @property
+    def positions(self) -> Tensor:
+        """The numbers of the tokens in their rows, `(rows, tokens)`."""
+        numbers = torch.arange(self.n_tokens, device=self.named[self.ids].device)
+        return numbers.expand(self.n_rows, -1)
+
+    @property
     def decoded(self) -> Feed:
         """The arguments with the ids of the decoder as the ids; those of a lone decoder as is."""
         return replace(self, ids=DECODED) if isinstance(self.named.get(DECODED), Tensor) else self
@@ -167,7 +173,7 @@ class Feed:
         fills = {self.ids: self.pad_id or 0, "labels": _IGNORED_LABEL}
         added: dict[str, Any] = {MASK: self.mask}
         if has_positions and POSITIONS not in self.named:
-            added[POSITIONS] = torch.arange(n_tokens).expand(self.n_rows, -1)
+            added[POSITIONS] = self.positions
         shape = self.named[self.ids].shape
 
         def pad(name: str, value: Any) -> Any:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from hookline.display.text import listed
@@ -109,8 +108,7 @@ def _of_own_positions(name: str, trials: Trials) -> Reason | None:
     """Say that a model does not count positions from 0 itself."""
     if POSITIONS in trials.feed.named or name != "padded with positions":
         return None
-    places = torch.arange(trials.feed.n_tokens).expand(trials.feed.n_rows, -1)
-    given = trials.run(trials.feed.with_named(**{POSITIONS: places}))
+    given = trials.run(trials.feed.with_named(**{POSITIONS: trials.feed.positions}))
     if not differs(compared(given, trials.base)):
         return None
     text = f"the model counts positions otherwise than {POSITIONS} 0, 1, 2 … do"

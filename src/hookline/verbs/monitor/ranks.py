@@ -251,7 +251,8 @@ class GatheredRanks:
 
     def _placed(self, packed_slots: Tensor, *, is_new: bool) -> Tensor:
         """Put this rank's slots at their places in the layout; `ABSENT` stands for missing ones."""
-        placed = torch.full((1 + self._layout.width,), ABSENT, dtype=torch.float64)
+        size = 1 + self._layout.width
+        placed = torch.full((size,), ABSENT, dtype=torch.float64, device="cpu")
         placed[0] = float(is_new)
         packed_slots = packed_slots.cpu()
         if not is_new:

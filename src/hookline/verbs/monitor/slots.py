@@ -498,7 +498,7 @@ def _named(complaints: list[tuple[str, str]]) -> str:
 def packed(sites: list[SiteSlots], slots_by_site: dict[str, list[Tensor]]) -> Tensor:
     """Pack the slots of all sites into one float64 tensor; `ABSENT` stands for missing values."""
     if not sites:
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     device = next((slots[0].device for slots in slots_by_site.values()), torch.device("cpu"))
     parts = []
     for site in sites:
