@@ -68,6 +68,20 @@ def test_json_lines(tmp_path):
     assert_equal(lines, seen)
 
 
+def test_a_number_after_the_step_is_a_line_of_its_own(tmp_path):
+    model, calls = nn.Linear(4, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    to = [tmp_path / "run.jsonl", lambda step, numbers: calls.append((step, "logged/x" in numbers))]
+    with hl.monitor(model, ports="output", to=to) as seen:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            seen.log(x=1.0)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [(line["step"], "logged/x" in line) for line in lines] == calls
+    assert calls == [(0, False), (0, True), (1, False), (1, True)]
+
+
 def test_parquet(tmp_path):
     from pyarrow import parquet
 
