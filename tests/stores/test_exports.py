@@ -79,6 +79,15 @@ def arrays(path, format):
 
 
 @pytest.mark.slow
+def test_zarr_has_an_array_for_each_name(tmp_path):
+    names = ["a/b", "a\\b", "a%2Fb", ".", "..", "é.x"]
+    columns = {name: torch.full((2, 3), float(n)) for n, name in enumerate(names)}
+    written = open_store(write_store(tmp_path / "store", columns))
+    found = arrays(written.export(tmp_path / "zarr", "zarr"), "zarr")
+    texts = ["a%2Fb", "a%5Cb", "a%252Fb", "%2E", "%2E%2E", "é.x"]
+    assert [int(found[text][0, 0]) for text in texts] == [*range(len(names))]
+
+
 @pytest.mark.parametrize("format", TABLES)
 def test_a_table_has_a_row_for_each_item(store, tmp_path, format):
     path = store.export(tmp_path / "new" / f"x.{format}", format)

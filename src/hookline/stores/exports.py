@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,7 +141,7 @@ def _write_zarr(source: ExportedColumns, path: Path) -> None:
     for column in _with_lengths(source.columns):
         n_rows = max(1, min(len(column), _CHUNK_BYTES // max(_row_bytes(column), 1)))
         array = group.create_array(
-            column.name.replace("/", "%2F"),
+            _array_name(column.name),
             shape=column.shape,
             dtype=numpy_dtype(_dtype(column)),
             chunks=(n_rows, *(max(size, 1) for size in column.shape[1:])),
@@ -148,6 +149,12 @@ def _write_zarr(source: ExportedColumns, path: Path) -> None:
         for start in range(0, len(column), n_rows):
             rows = slice(start, min(start + n_rows, len(column)))
             array[rows] = _numbers(column, rows)
+
+
+def _array_name(column: str) -> str:
+    """Return the name of a Zarr array: one with slashes is a path, and dots alone name none."""
+    name = re.sub(r"[%/\\]", lambda match: quote(match[0], safe=""), column)
+    return name if name.strip(".") else "%2E" * len(name)
 
 
 def _with_lengths(columns: Sequence[Column]) -> list[Column]:
