@@ -72,3 +72,15 @@ def test_a_store_from_a_gpu_holds_the_models_values(tmp_path):
             values.append(model[2](values[1]))
             for site, value in zip(("0", "1", "2"), values, strict=True):
                 assert torch.equal(store[site][start : start + 50], value.cpu()), (site, start)
+
+
+@pytest.mark.parametrize("name", ["@item", "@length", "@token", "__metadata__"])
+def test_a_module_named_like_what_a_store_writes_is_refused(tmp_path, name):
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(2, 2))
+    with pytest.raises(hl.StructureError) as told:
+        hl.extract(model, torch.ones(3, 2), model[0], tmp_path / "store")
+    assert str(told.value) == (
+        f"a site must not have the name of what the store itself writes, got {name!r}."
+        "\nGive the module another name, or leave it out."
+    )

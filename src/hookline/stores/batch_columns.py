@@ -14,7 +14,7 @@ from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, StructureError, warn
 from hookline.files.safetensors_file import DTYPE_NAMES
-from hookline.stores.shard_file import ColumnForm
+from hookline.stores.shard_file import METADATA, OWN, ColumnForm
 
 
 @final
@@ -64,7 +64,8 @@ def columns_of(
 
     Raises:
         AmbiguousError: a module ran several times.
-        StructureError: a value has no row an item or token, or another form than before.
+        StructureError: a value has no row an item or token, or another form than before; or the
+            store itself has a column of the name.
     """
     columns: dict[str, Tensor] = {}
     forms_here: dict[str, ColumnForm] = {}
@@ -75,6 +76,7 @@ def columns_of(
             without.append(str(site))
         for leaf, tensor in tensors:
             name = str(replace(site, leaf=site.leaf + leaf))
+            _check_name(name)
             _check_dense(name, tensor)
             form_before = None if forms is None else forms.get(name)
             rows, per = _rows(name, tensor, n_items, tokens, form_before)
@@ -96,6 +98,15 @@ def columns_of(
     if without and forms is None:
         warn(f"{listed(without, 3)} has no tensor in the first batch, so it gets no column.")
     return columns, forms_here
+
+
+def _check_name(name: str) -> None:
+    """Check that a name is free in a shard, beside the columns of the store itself."""
+    if name in (*OWN, METADATA):
+        raise StructureError(
+            f"a site must not have the name of what the store itself writes, got {name!r}."
+            "\nGive the module another name, or leave it out."
+        )
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:

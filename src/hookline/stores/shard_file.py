@@ -41,6 +41,7 @@ from hookline.statistics.to_numbers import real
 # Columns of the store itself. "@" begins no path of a module.
 ITEM, LENGTH, TOKEN = "@item", "@length", "@token"
 OWN = (ITEM, LENGTH, TOKEN)
+METADATA = "__metadata__"  # what safetensors calls the description of a file
 
 _NAME = re.compile(r"shard-(\d{8})\.safetensors")
 _BLANK = b"0" * 32
@@ -231,7 +232,7 @@ def _columns(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
 
 def _sealed(description: Mapping[str, Any], entries: Mapping[str, Any]) -> bytes:
     """Return the 8 bytes of length and the header, with its checksum filled in."""
-    head = framed(json.dumps({"__metadata__": {"hookline": json.dumps(description)}, **entries}))
+    head = framed(json.dumps({METADATA: {"hookline": json.dumps(description)}, **entries}))
     at = head.index(_BLANK)
     return head[:at] + xxh3_128_hexdigest(head).encode() + head[at + len(_BLANK) :]
 
@@ -252,7 +253,7 @@ def decode(head: bytes, size: int) -> Shard:
     if seal.encode() != match[1]:
         raise ValueError(f"the checksum of its header must be {match[1].decode()}, got {seal}")
     header = json.loads(head[8:])
-    description = json.loads(header.pop("__metadata__")["hookline"])
+    description = json.loads(header.pop(METADATA)["hookline"])
     spans = {}
     for name, entry in header.items():
         start, stop = (len(head) + offset for offset in entry["data_offsets"])
@@ -279,7 +280,7 @@ def renumbered(head: bytes, size: int, number: int, first_batch: int) -> tuple[b
         The new header, and the description of the shard with it.
     """
     header = json.loads(head[8:])
-    description = json.loads(header.pop("__metadata__")["hookline"])
+    description = json.loads(header.pop(METADATA)["hookline"])
     first, last = description["batches"]
     batches = [first_batch, first_batch + last - first]
     description.update(seal=_BLANK.decode(), job="", number=number, batches=batches)
