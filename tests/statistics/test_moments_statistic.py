@@ -282,6 +282,14 @@ def test_under_vmap_all_examples_are_measured():
     assert found == [measure(torch.arange(6.0))]
 
 
+def test_no_finite_number_has_no_greatest_magnitude():
+    model = torch.nn.Identity()
+    with hl.monitor(model, ports="output") as seen:
+        model(torch.tensor([torch.nan]))
+    assert math.isnan(measure(torch.tensor([torch.nan])).max_abs)
+    assert all(math.isnan(getattr(seen[""], name)[0]) for name in ("max_abs", "min", "max"))
+
+
 def test_the_numbers_of_moments_are_those_of_torch():
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
     found = measure(x)

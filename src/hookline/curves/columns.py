@@ -54,7 +54,7 @@ def of_moments(slots: Array) -> dict[str, Array]:
             "rms": np.where(is_any, np.sqrt(square), math.nan),
             "norm": np.where(is_any, np.sqrt(sum2), math.nan),
             "kurtosis": np.where(has_squares, kurtosis, math.nan),
-            "max_abs": np.where(is_any, np.maximum(np.abs(least), np.abs(greatest)), 0.0),
+            "max_abs": np.where(is_any, np.maximum(np.abs(least), np.abs(greatest)), math.nan),
         }  # fmt: skip
 
 

@@ -126,8 +126,8 @@ class Moments:
 
     @property
     def max_abs(self) -> float:
-        """The greatest magnitude; 0 without finite numbers."""
-        return max(abs(self.min), abs(self.max)) if self.finite else 0.0
+        """The greatest magnitude of the finite numbers; NaN without any."""
+        return max(abs(self.min), abs(self.max)) if self.finite else math.nan
 
     def __str__(self) -> str:
         text = f"{self.count:,} elements, {self.zeros:,} zeros, {self.non_finite:,} non-finite"

@@ -425,7 +425,7 @@ def _suspect(parts: Sequence[Measured], node: ModuleNode) -> str | None:
     entries = [(part.name, part.moments) for part in parts if part.moments is not None]
     bad = [name for name, moments in entries if moments.non_finite]
     size, largest = max(
-        ((moments.max_abs, name) for name, moments in entries), default=(0.0, ""),
+        ((moments.max_abs, name) for name, moments in entries if moments.finite), default=(0.0, ""),
         key=lambda entry: entry[0],
     )  # fmt: skip
     name = bad[0] if bad else largest if size > _LARGE else None
