@@ -290,6 +290,12 @@ def test_no_finite_number_has_no_greatest_magnitude():
     assert all(math.isnan(getattr(seen[""], name)[0]) for name in ("max_abs", "min", "max"))
 
 
+def test_squares_beyond_float64_leave_the_extremes_right():
+    for size, norm in ((1e200, math.inf), (1e-200, 0.0)):
+        found = measure(torch.tensor([size, -size], dtype=torch.float64))
+        assert (found.norm, found.rms, found.max_abs, found.min) == (norm, norm, size, -size)
+
+
 def test_the_numbers_of_moments_are_those_of_torch():
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
     found = measure(x)

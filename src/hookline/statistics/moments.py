@@ -35,6 +35,10 @@ class Moments:
     count minus 1. `rms` is the root of the mean square, and `norm` the L2 norm. `kurtosis` is the
     mean of the fourth powers over the squared mean of the squares: 3 for normal numbers of mean 0.
 
+    Sums are in float64. So of float64 numbers above 1.3e154 the squares overflow, and `norm` and
+    `rms` are inf; of those below 2e-162 the squares vanish, and both are 0. `min`, `max` and
+    `max_abs` are right.
+
     Args:
         count: how many numbers there are.
         non_finite: how many of them are NaN or infinite. The fields below leave these out.
