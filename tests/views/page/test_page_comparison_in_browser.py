@@ -178,6 +178,8 @@ def test_an_address_names_the_site_that_it_shows(open_file, comparison):
     expect(chosen(page)).to_have_text("0.1")
     page.get_by_role("slider").press("ArrowRight")
     expect(page).to_have_url(re.compile(r"#at=0$"))
+    page.evaluate("location.hash = '#at=0.1'")
+    expect(chosen(page)).to_have_text("0.1")
 
 
 def test_local_errors_stand_beside_those_of_all_before(models, open_file):

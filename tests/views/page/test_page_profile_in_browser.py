@@ -91,6 +91,8 @@ def test_the_pane_has_times_with_and_without_those_inside(visit, prof):
     assert flops.first.inner_text() == count(row.flops.backward)
     page.locator("#numbers").select_option("0")  # sums over all passes
     assert flops.first.inner_text() == count(prof["1.0"].flops.backward)
+    page.evaluate("location.hash = '#at=1.1'")
+    expect(page.locator("#pane-heading")).to_have_text("1.1")
 
 
 def test_bars_are_read_by_keyboard_and_zoomed(visit, prof):

@@ -303,6 +303,14 @@
       history.replaceState(null, "", `#at=${encodeURIComponent(rows[view.row].site)}`);
     }
 
+    // The index of the row that the address names. A link may have the pass and the call, too.
+    function fromAddress() {
+      const linked = links.indexOf(location.hash.slice(1) || "none");
+      const wanted = new URLSearchParams(location.hash.slice(1)).get("at");
+      return linked < 0 ? indexOf(wanted) : linked;
+    }
+    addEventListener("hashchange", () => fromAddress() >= 0 && choose(fromAddress()));
+
     const close = () => closeDrawer(grid.grid);
     const curve = makeDepthCurve(byId("curve"), rows, (index) => choose(index));
     byId("local-key").hidden = !hasLocal;
@@ -364,10 +372,7 @@
 
     showWhatDiffers();
     if (tokens?.length) offerTokens(tokens.at(-1));
-    // A link may have the pass and the call, too.
-    const linked = links.indexOf(location.hash.slice(1) || "none");
-    const wanted = new URLSearchParams(location.hash.slice(1)).get("at");
-    const named = linked < 0 ? indexOf(wanted) : linked;
+    const named = fromAddress();
     const start = named >= 0 ? named : indexOf(first);
     if (start >= 0) choose(start);
     else {

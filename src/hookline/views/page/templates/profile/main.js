@@ -132,6 +132,14 @@
     history.replaceState(null, "", `${location.pathname}#at=${encodeURIComponent(paths[row])}`);
   }
 
+  const fromAddress = () => rowOf.get(new URLSearchParams(location.hash.slice(1)).get("at"));
+  addEventListener("hashchange", () => {
+    const row = fromAddress();
+    if (row === undefined) return;
+    table.choose(row, false);
+    chosen(row);
+  });
+
   function drawPane() {
     const { row } = view;
     const { rows } = view.table;
@@ -290,8 +298,7 @@
 
   showCosts();
   table.layOut();
-  const wanted = new URLSearchParams(location.hash.slice(1)).get("at");
-  const start = rowOf.get(wanted) ?? costly()[0] ?? 0;
+  const start = fromAddress() ?? costly()[0] ?? 0;
   table.choose(start, false);
   chosen(start);
   document.body.dataset.ready = "1";
