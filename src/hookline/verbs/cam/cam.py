@@ -34,6 +34,7 @@ from hookline.verbs.cam.layers import (
 )
 from hookline.verbs.cam.methods import Method, method_named, scaled
 from hookline.verbs.cam.targets import ClassTarget, Goal, goal
+from hookline.verbs.shared.inference_tensors import savable_weights
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import call, without_list
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
@@ -131,6 +132,7 @@ def cam(
         torch.inference_mode(mode=False),
         torch.set_grad_enabled(way.needs == "gradients"),
         eval_without_side_effects(model),
+        savable_weights("hl.cam", model),
     ):
         inputs = without_list(model, inputs)
         return _CamRunner(model, inputs, target, way, reshape).maps(layer, batch_size)

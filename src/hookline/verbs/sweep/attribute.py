@@ -111,9 +111,9 @@ def attribute(
         SelectionError: a selector matches nothing.
         NotRecordedError: the model does not reach one of the sites.
         AmbiguousError: a module runs several times; name the call, as in `"block#2"`.
-        InputError: the model is in training mode; the metric gives no number or no gradient; a
-            value is not one floating tensor; there is no line between values at `along`; or an
-            argument is invalid.
+        InputError: the model is in training mode, or its weights were made in inference mode; the
+            metric gives no number or no gradient; a value is not one floating tensor; there is no
+            line between values at `along`; or an argument is invalid.
         StructureError: the values of the clean run have other shapes.
         TypeError: there is no such option.
     """

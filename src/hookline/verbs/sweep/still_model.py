@@ -11,6 +11,7 @@ from torch import nn
 
 from hookline.engine import is_compiled, path_text, require_model
 from hookline.errors import InputError
+from hookline.verbs.shared.inference_tensors import savable_weights
 from hookline.verbs.shared.rerun import RandomStates, lazy_name, untouched
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 from hookline.verbs.sweep.agreement import is_same
@@ -27,12 +28,14 @@ def undisturbed(model: nn.Module, verb: str, *inputs: Any) -> Iterator[None]:
         inputs: what the model will be run on.
 
     Raises:
-        InputError: the model is in training mode, holds shapes alone, or has lazy parameters.
+        InputError: the model is in training mode, holds shapes alone, or has lazy parameters; or
+            the block needs gradients, and a weight was made in inference mode.
     """
     require_model(model, verb)
     modules = list(model.modules())
     _check_model(model, modules)
-    refuse_shapes_alone(verb.partition("(")[0], model, inputs)
+    name = verb.partition("(")[0]
+    refuse_shapes_alone(name, model, inputs)
     with ExitStack() as stack:
         if any(map(is_compiled, modules)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -40,6 +43,7 @@ def undisturbed(model: nn.Module, verb: str, *inputs: Any) -> Iterator[None]:
         # Inference tensors have no versions, which tell of writes in place.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(savable_weights(name, model))
         yield
 
 

@@ -1,0 +1,35 @@
+"""Tell of weights that were made in inference mode, which autograd cannot save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+from torch import nn
+
+from hookline.errors import InputError
+
+
+@contextmanager
+def savable_weights(verb: str, model: nn.Module) -> Iterator[None]:
+    """Run the block, and name the weight that autograd cannot save where torch refuses one.
+
+    Args:
+        verb: the name of the verb, as in "hl.cam".
+        model: the model that runs in the block.
+
+    Raises:
+        InputError: autograd needs a parameter or buffer that was made in inference mode.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        name = next((name for name, tensor in tensors if tensor.is_inference()), None)
+        if name is None or "nference tensor" not in str(error):
+            raise
+        raise InputError(
+            f"{verb} must have weights that autograd can save, got {name}, which was made in"
+            " inference mode.\nGive copy.deepcopy(model), made outside torch.inference_mode()."
+        ) from error
