@@ -271,6 +271,29 @@ def test_keys_of_the_cache_are_not_taken_for_the_new_token(part):
         model.generate(IDS, max_new_tokens=2, do_sample=False)
 
 
+class OneHead(nn.Module):
+    """Attention without heads, whose keys are (rows, tokens, features)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 4)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        return nn.functional.scaled_dot_product_attention(x, x + 1, x, is_causal=True)
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_keys_without_heads_have_tokens_in_dimension_1(part):
+    model, site = OneHead(), f"@{part}"
+    with hl.record(model, site) as clean:
+        model(IDS)
+    with hl.edit(model, site, hl.edits.scale(0), at=-1), hl.record(model, site) as run:
+        model(IDS)
+    assert torch.equal(run[site][:, :-1], clean[site][:, :-1])
+    assert not run[site][:, -1].any()
+
+
 def test_a_token_of_the_input_is_changed(plain):
     with hl.edit(plain, "(root):input", lambda ids: ids * 0 + 9, at=-1):
         with hl.record(plain, "embedding:input") as run:

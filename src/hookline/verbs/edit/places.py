@@ -33,7 +33,7 @@ from hookline.verbs.shared.root_call import root_call
 
 # Why compiled code cannot tell the tokens where no run of the root has begun.
 _OUTSIDE = "it runs outside a run of the edited model"
-# Parts of attention that hold the tokens of the cache, too, whatever their dimension 1 is.
+# Parts of attention that hold the tokens of the cache, too, in the last dimension but one.
 _OF_ALL_KEYS = ("@k", "@v")
 
 
@@ -319,7 +319,10 @@ class SitePlaces:
         # An expert gets the tokens that chose it, in the order of their choices.
         in_order = "experts" not in self._site.path.split(".")[:-1]
         mask = tokens.mask_for(value, at, in_order=in_order)
-        if mask is None or self._site.path.endswith(_OF_ALL_KEYS):
+        if self._site.path.endswith(_OF_ALL_KEYS):  # which may be as many heads as tokens
+            is_clear = value.dim() < 4 and value.shape[-2] == tokens.positions.shape[1]
+            mask = mask if is_clear else None
+        if mask is None:
             raise self._without_tokens(describe.in_words(value), tokens)
         return mask
 
