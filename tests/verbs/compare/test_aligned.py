@@ -93,6 +93,15 @@ def test_a_cache_of_the_last_tokens_is_not_that_of_padding():
     assert hl.compare(recorded(model, {"input_ids": rows.flip(0)}), recorded(model, alone)).ok
 
 
+def test_caches_of_rows_with_the_same_padding_are_compared():
+    model, rows, mask = Window(), ids(3, 6), torch.ones(3, 6, dtype=torch.long)
+    mask[0, -2:] = 0
+    run = recorded(model, {"input_ids": rows, "attention_mask": mask})
+    assert hl.compare(run, recorded(model, {"input_ids": rows, "attention_mask": mask})).ok
+    turned = {"input_ids": rows.flip(0), "attention_mask": mask.flip(0)}
+    assert hl.compare(run, recorded(model, turned)).ok
+
+
 def test_equal_layouts_are_compared_as_they_are(gpt2):
     run = recorded(gpt2, {"input_ids": ids(2, 5)})
     other = recorded(gpt2, {"input_ids": ids(2, 5, seed=9)})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import dropwhile
 from typing import final
 
 import torch
@@ -76,7 +78,7 @@ class Alignment:
         readings = self._common(*shapes)
         if not readings:
             return self._pair_of_two_kinds(a, b)
-        if is_cache and {reading.axes for reading in readings} == {ROW} and not self._end_alike():
+        if is_cache and {reading.axes for reading in readings} == {ROW} and not self._end_alike:
             return "a cache of the last tokens, which are others in a than in b"
         # Heads as wide as there are keys look like attention weights: other sites tell nothing.
         if len(readings) > 1 and not {PAIRS, HEADS} <= {reading.axes for reading in readings}:
@@ -93,14 +95,20 @@ class Alignment:
             " width differ"
         )
 
+    @cached_property
     def _end_alike(self) -> bool:
-        """Tell whether the rows of both recordings end with the same tokens, and no padding."""
-        of_passes = (places for side in self.places for places in side.values())
-        return self.covers_all and all(
-            bool((places.tokens[:, -1:] >= 0).all())
-            for streams in of_passes
-            for places in streams.values()
-        )
+        """Tell whether each row ends with the same tokens and padding in both recordings."""
+        return self._ends(0) == self._ends(1)
+
+    def _ends(self, side: int) -> dict[tuple[str, int], list[int]]:
+        """Return the places of the tokens of each row from its first token on; -1 for padding."""
+        rows: dict[tuple[str, int], list[int]] = {}
+        of_passes = [item for streams in self.places[side].values() for item in streams.items()]
+        for stream, places in of_passes:
+            for row, tokens in zip(places.rows.tolist(), places.tokens.tolist(), strict=True):
+                if row >= 0:
+                    rows.setdefault((stream, row), []).extend(tokens)
+        return {row: [*dropwhile(lambda at: at < 0, tokens)] for row, tokens in rows.items()}
 
     def _pair_of_two_kinds(self, a: ByPass, b: ByPass) -> tuple[Tensor, Tensor] | str:
         """Take the common tokens where no reading fits both values."""
