@@ -68,6 +68,24 @@ def test_passes_with_a_cache_are_compared_with_one_pass(gpt2):
     assert found["lm_head"].form == "[18, 50] float32"
 
 
+class Pooled(nn.Module):
+    """Returns a value for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.embed(input_ids)[:, 0])
+
+
+def test_values_of_rows_are_compared_where_one_batch_is_square():
+    model, rows = Pooled(), ids(5, 5)
+    longer = {"input_ids": nn.functional.pad(rows, (0, 2)),
+              "attention_mask": nn.functional.pad(torch.ones_like(rows), (0, 2))}  # fmt: skip
+    assert hl.compare(recorded(model, longer), recorded(model, {"input_ids": rows})).ok
+
+
 class Window(nn.Module):
     """Returns a cache of the last two tokens, and its width."""
 

@@ -141,7 +141,11 @@ class Alignment:
         }
         if len(n_keys) > 1:  # the last dimension follows the number of keys
             return {reading for reading in of_tokens if reading.axes == PAIRS}
-        has_tokens = any(self._of_side(side, shapes) for side, shapes in ((0, a), (1, b)))
+        has_tokens = any(
+            reading.axes != NO_ROW
+            for side, shapes in ((0, a), (1, b))
+            for reading in self._of_side(side, shapes)
+        )
         return of_tokens if of_tokens or has_tokens else fitting
 
     def _of_side(self, side: int, shapes: Shapes) -> set[Reading]:
