@@ -208,18 +208,18 @@ def _measure(value: Any) -> tuple[float, float, int, int]:
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return 0.0, 0.0, 0, 0
-    norm = math.hypot(*map(_norm, tensors))
-    largest = max((float(tensor.max()) for tensor in tensors), key=_nan_last)
+    maxima = [float(tensor.max()) for tensor in tensors]
+    norm = math.hypot(*map(_norm, tensors, maxima))
+    largest = max(maxima, key=_nan_last)
     zeros = sum(int((tensor == 0).sum()) for tensor in tensors)
     return norm, largest, zeros, sum(tensor.numel() for tensor in tensors)
 
 
-def _norm(tensor: Tensor) -> float:
+def _norm(tensor: Tensor, largest: float) -> float:
     """Return the norm of absolute values, also where their squares overflow or vanish."""
-    unit = float(tensor.max())
-    if not 0 < unit < math.inf or _SMALL < unit < _LARGE:
-        unit = 1.0
-    return unit * float(torch.linalg.vector_norm(tensor if unit == 1 else tensor / unit))
+    is_plain = not 0 < largest < math.inf or _SMALL < largest < _LARGE
+    unit = 1.0 if is_plain else largest
+    return unit * float(torch.linalg.vector_norm(tensor if is_plain else tensor / unit))
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
