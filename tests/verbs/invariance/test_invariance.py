@@ -536,11 +536,27 @@ def test_checks_of_nothing_are_no_success(batch):
 def test_a_cache_of_earlier_tokens_is_refused():
     net, tokens = model("gpt2"), ids(3, 6)
     cache = net(tokens[:, :4]).past_key_values
-    with pytest.raises(hl.InputError, match=r"got past_key_values, which holds earlier ones"):
+    with pytest.raises(hl.InputError, match=r"got a cache of 4 earlier tokens"):
         hl.invariance(net, {"input_ids": tokens[:, 4:], "past_key_values": cache}, only=["twice"])
     empty = {"input_ids": tokens, "past_key_values": type(cache)()}
     assert hl.invariance(net, empty, only=["twice"]).ok
     assert cache.get_seq_length() == 4
+
+
+class Switched(nn.Module):
+    """Takes a flag by the name of a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 4)
+
+    def forward(self, input_ids, cache):
+        return self.embed(input_ids)
+
+
+def test_an_argument_cache_without_tokens_is_no_cache():
+    inputs = {"input_ids": ids(2, 4), "cache": False}
+    assert hl.invariance(Switched(), inputs, only=["twice"]).ok
 
 
 def test_a_model_without_numbers_is_refused():

@@ -23,7 +23,7 @@ from hookline.verbs.edit.indices import Indices
 from hookline.verbs.edit.tokens import (
     PassTokens,
     Tokens,
-    has_empty_cache,
+    n_cached,
     of_index,
     pass_tokens,
     with_features,
@@ -127,7 +127,7 @@ class Places:
         if call is not None:
             bound = self._arguments.bind(call.root, call.args, call.kwargs)
             inputs = call.kwargs or {"": bound} if isinstance(bound, Tensor) else bound
-        number, step = self._counts(chunk, is_prompt=has_empty_cache(inputs))
+        number, step = self._counts(chunk, is_prompt=n_cached(inputs) == 0)
         # Compiled code cannot note which steps and positions have occurred.
         is_chosen = self.steps is None or self.steps.has(step)
         if self.at is not None and self.at.counts_from_end and is_chosen and not chunk.is_whole:

@@ -130,10 +130,12 @@ def pass_tokens(inputs: Mapping[str, Any]) -> PassTokens:
     return PassTokens(main, _tokens(named, sizes, "decoder_", has_cache=True))
 
 
-def has_empty_cache(inputs: Mapping[str, Any]) -> bool:
-    """Tell whether the root gets a cache without tokens: `generate` begins."""
-    cache = _cache(inputs)
-    return cache is not None and _n_cached(cache) == 0
+def n_cached(inputs: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens in the cache that the root gets; None if it does not tell.
+
+    `generate` begins with a cache of 0.
+    """
+    return _n_cached(_cache(inputs))
 
 
 def _cache(named: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from hookline.engine import path_text, require_model
 from hookline.errors import InputError
 from hookline.findings import Finding
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
-from hookline.verbs.edit.tokens import has_empty_cache
+from hookline.verbs.edit.tokens import n_cached
 from hookline.verbs.invariance.checks import CHECKS
 from hookline.verbs.invariance.feed import NotApplicable, feed_of
 from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of, reason_of
@@ -23,7 +23,6 @@ from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.rerun import lazy_name
 from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
-from hookline.verbs.shared.token_inputs import CACHES
 
 _MOST_NAMED = 3
 _UNLOCATED = ("checkpointed",)  # whose sites are compared with gradients
@@ -96,10 +95,11 @@ def invariance(
     refuse_shapes_alone("hl.invariance", model, inputs)
     names = _chosen(only)
     feed = feed_of(model, without_list(model, inputs))
-    cache = next((name for name in CACHES if feed.named.get(name) is not None), None)
-    if feed.ids and cache is not None and not has_empty_cache(feed.named):
+    n_earlier = n_cached(feed.named)
+    if feed.ids and n_earlier:
         raise InputError(
-            f"inputs must have all tokens of each row, got {cache}, which holds earlier ones."
+            "inputs must have all tokens of each row, got a cache of"
+            f" {plural(n_earlier, 'earlier token')}."
             '\nGive the whole rows without it: the check "chunks" runs them with a cache.'
         )
     if "use_cache" in feed.accepted and "use_cache" not in feed.named:
