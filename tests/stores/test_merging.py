@@ -173,6 +173,10 @@ def test_opened_stores_are_merged_like_their_folders(tmp_path):
         write_store(tmp_path / name, {"x": rows}, batch_size=4 if name == "a" else 5)
     merged = merge([open_store(tmp_path / "a"), tmp_path / "b"], tmp_path / "all")
     assert torch.equal(merged["x"][:], torch.cat([VALUES, VALUES + 1]))
+    joined = hl.Store.cat([open_store(tmp_path / name) for name in "ab"])
+    assert merge([joined, tmp_path / "b"], tmp_path / "both").n_items == 3 * len(VALUES)
+    with pytest.raises(hl.InputError, match=r"got '[^\n]*'.\nGive .*/b', \.\.\.\]"):
+        merge(joined, tmp_path / "more")
     with pytest.raises(hl.InputError, match=r"places must be folders, URLs or stores, got int"):
         merge([3], tmp_path / "more")
 

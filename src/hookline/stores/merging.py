@@ -64,11 +64,13 @@ def merge(
         InputError: one place is given in place of several, or something else than a place.
     """
     if isinstance(places, str | os.PathLike | Place | Store):
+        names = ", ".join(repr(str(place)) for place in _places(places))
         raise InputError(
-            f"places must be a list of stores, got {places!r}."
-            f"\nGive all that belong together: [{str(places)!r}, ...]."
+            f"places must be a list of stores, got {names}."
+            f"\nGive all that belong together: [{names}, ...]."
         )
-    sources, target = list(map(_source, places)), as_place(to)
+    sources = [place for given in places for place in _places(given)]
+    target = as_place(to)
     if not sources:
         raise StructureError("merge must have one or more stores, got none.\nGive their folders.")
     target.again = "Merge again, into a new folder."
@@ -91,13 +93,14 @@ def merge(
     return open_store(target)
 
 
-def _source(place: str | os.PathLike[str] | Place | Store) -> Place:
-    if isinstance(place, Store):
-        return place.place
-    if isinstance(place, str | os.PathLike | Place):
-        return as_place(place)
+def _places(given: str | os.PathLike[str] | Place | Store) -> list[Place]:
+    """Return the place of a store; of one that joins several, the places of these."""
+    if isinstance(given, Store):
+        return [place for part in given.parts for place in _places(part)] or [given.place]
+    if isinstance(given, str | os.PathLike | Place):
+        return [as_place(given)]
     raise InputError(
-        f"places must be folders, URLs or stores, got {type(place).__name__}."
+        f"places must be folders, URLs or stores, got {type(given).__name__}."
         "\nGive those that hl.extract wrote: ['features/a', 'features/b']."
     )
 
