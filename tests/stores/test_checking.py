@@ -230,6 +230,11 @@ def test_a_loop_whose_process_was_killed_keeps_its_shards(tmp_path, monkeypatch)
     assert torch.equal(store[""][:], whole[""][:])
     assert store.job == whole.job
     assert str(repair(place)) == "Nothing is damaged."
+    for name in [name for name in place.names() if name != MANIFEST]:
+        place.remove(name)
+    place.write(MANIFEST, [before])
+    with pytest.raises(hl.FolderError, match=r"0 shards so far.*\n.*killed, record again"):
+        hl.open(tmp_path / "s")
 
 
 def test_an_unfinished_store_is_not_damaged_for_that(tmp_path):

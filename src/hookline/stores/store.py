@@ -700,14 +700,15 @@ def _n_shards(place: Place) -> int:
 
 
 def _unfinished(place: Place, job: Mapping[str, Any]) -> FolderError:
+    n_shards = _n_shards(place)
     advice = "Start the same hl.extract again: it keeps the complete shards."
     if job["data"].get("kind") == LOOP:
-        advice = (
-            "End the block of hl.record(to=). If its process was killed, keep the complete shards:"
-            f" hookline store repair {place}"
-        )
+        way = "record again, into a new folder."
+        if n_shards:
+            way = f"keep the complete shards: hookline store repair {place}"
+        advice = f"End the block of hl.record(to=). If its process was killed, {way}"
     return FolderError(
-        f"{place} is not finished: it holds {plural(_n_shards(place), 'shard')} so far.\n{advice}"
+        f"{place} is not finished: it holds {plural(n_shards, 'shard')} so far.\n{advice}"
     )
 
 
