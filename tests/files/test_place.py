@@ -107,6 +107,10 @@ def test_what_is_written_here_alone_refuses_a_url(tmp_path, monkeypatch, to):
     assert os.listdir() == ["store"]
 
 
+def test_a_page_goes_into_a_folder_that_is_given_as_a_url(tmp_path):
+    assert target_of(f"file://{tmp_path}") == target_of(tmp_path) == tmp_path / "report.html"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="names of bytes that are no UTF-8")
 def test_a_store_is_read_in_a_folder_of_any_name(tmp_path):
     folder = tmp_path / os.fsdecode(b"a\xff:\n")

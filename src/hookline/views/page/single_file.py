@@ -298,9 +298,9 @@ def _view_command(target: Path, contents: FolderContents) -> str:
 
 def target_of(path: str | os.PathLike[str]) -> Path:
     """Return the file to write: the path, or `report.html` in it if it is a folder."""
-    # `Path.is_dir` raises where a name is too long, or a folder is closed to this user.
-    is_folder = os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep))
     target = local_path(path)
+    # `Path.is_dir` raises where a name is too long, or a folder is closed to this user.
+    is_folder = os.path.isdir(target) or os.fspath(path).endswith(("/", os.sep))
     return target / _FILE_NAME if is_folder else target
 
 
