@@ -189,6 +189,11 @@ def test_tokens_are_edited_by_number_under_a_default_device():
     assert plain[1, 2].ne(0).all()
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(X)
+
+
 def test_stores_are_written_and_read_under_a_default_device(model, tmp_path):
     whole = hl.extract(model, X, "1", tmp_path / "whole")
     ids, embed = torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.nn.Embedding(9, 4)
@@ -196,6 +201,8 @@ def test_stores_are_written_and_read_under_a_default_device(model, tmp_path):
         store = hl.extract(model, X, "1", tmp_path / "s")
         assert torch.equal(store["1"][:], whole["1"][:])
         assert sum(map(len, store.shuffled("1", batch_size=3))) == len(X)
+        stream = hl.extract(model, Stream(), "1", tmp_path / "stream")
+        assert torch.equal(stream["1"][:], whole["1"][:])
         tokens = hl.extract(embed, ids, "", tmp_path / "t", mask=lambda ids: ids != 0)
         assert tokens.tokens[:].tolist() == [1, 2, 3]
         assert tokens[""].padded([0, 1])[1].tolist() == [[True, True], [True, False]]

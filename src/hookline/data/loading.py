@@ -332,7 +332,7 @@ class IndexedSource:
             # Its own generator: the default one would draw from the user's.
             generator=torch.Generator(),
         )
-        for loaded in _begun(loader):  # no local: a kept traceback would keep the workers
+        for loaded in begun(loader):  # no local: a kept traceback would keep the workers
             yield self._checked(loaded)
 
     def _in_range(self, numbers: Iterable[int]) -> Iterator[int]:
@@ -366,9 +366,11 @@ class IndexedSource:
         return NumberedBatch(loaded.number, loaded.items, loaded.data, sorted(skipped))
 
 
-def _begun(loader: DataLoader[RawBatch]) -> Iterator[RawBatch]:
-    with torch.device("cpu"):  # where the loader's generator is, whatever the default device
-        return iter(loader)
+def begun(data: Iterable[Any]) -> Iterator[Any]:
+    """Begin to iterate. A loader draws on the device of its generator, whatever the default one."""
+    generator = getattr(data, "generator", None)
+    with generator.device if isinstance(generator, torch.Generator) else nullcontext():
+        return iter(data)
 
 
 def _as_it_is(loaded: Any) -> Any:

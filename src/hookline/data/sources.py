@@ -68,8 +68,7 @@ def source_of(data: Any, loading: Loading) -> DataSource:
         return _of_loader(data, loading)
     if isinstance(data, IterableDataset):
         # Its own generator: the default one would draw from the user's.
-        own = torch.Generator(torch.get_default_device())
-        loader = DataLoader(data, loading.batch_size or _BATCH_SIZE, generator=own)
+        loader = DataLoader(data, loading.batch_size or _BATCH_SIZE, generator=torch.Generator())
         return _of_iterable(loader, loading._replace(batch_size=None))
     if isinstance(data, str | os.PathLike):
         return _indexed(items_of_path(path_of(data, "data", _PATH_FIX), loading), loading)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.data.batches import NumberedBatch
-from hookline.data.loading import Failure, Refusal
+from hookline.data.loading import Failure, Refusal, begun
 from hookline.data.seeding import seeded
 from hookline.data.texts import text_in
 from hookline.engine.pytree import describe
@@ -132,7 +132,7 @@ class IterableSource:
 
     def _take(self) -> Any:
         if self._rest is None:
-            self._rest = iter(self._iterable)
+            self._rest = begun(self._iterable)
         data = next(self._rest)
         if self._tokenize is not None:
             texts = text_in(data)
