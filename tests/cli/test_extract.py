@@ -72,7 +72,7 @@ def test_warnings_are_said_without_code(tmp_path):
     np.save(tmp_path / "rows.npy", rows)
     done = run("demo:digits", "rows.npy", "--at", "stem", "--to", "s", cwd=tmp_path)
     assert done.code == 0
-    assert "hookline: 1280 numbers at stem are NaN or infinite" in done.err
+    assert "hookline: 1,280 numbers at stem are NaN or infinite" in done.err
     assert ".py" not in done.err
 
 

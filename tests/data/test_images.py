@@ -141,7 +141,7 @@ def test_rows_of_a_store_know_their_files_and_labels(folder, tmp_path):
         return torch.tensor(np.asarray(picture.convert("L")), dtype=torch.float32).mean().reshape(1)
 
     given = {"preprocess": mean, "on_error": "skip", "batch_size": 2}
-    with pytest.warns(hl.HooklineWarning, match="1 items could not be loaded"):
+    with pytest.warns(hl.HooklineWarning, match="1 item could not be loaded"):
         store = hl.extract(nn.Identity(), folder, "", tmp_path / "s", **given)
     assert len(store.files) == len(store.labels) == len(store) == len(store.names) - 1
     for row, file in enumerate(store.files):

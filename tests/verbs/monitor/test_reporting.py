@@ -173,7 +173,7 @@ def test_a_short_run_has_every_step_but_the_refused_one():
     with pytest.warns(hl.HooklineWarning) as told:
         train(writer, 2)
     assert writer.steps == [1]
-    assert "1 reports never reached a server" in str(told[-1].message)
+    assert "1 report never reached a server" in str(told[-1].message)
 
 
 def test_a_writer_that_is_down_is_not_tried_for_each_report():

@@ -445,10 +445,12 @@ def _say(shards: Sequence[Shard]) -> None:
             if moments.non_finite:
                 bad[name] = bad.get(name, 0) + moments.non_finite
     for name, n_bad in bad.items():
+        numbers = plural(n_bad, f"number at {name} is", f"numbers at {name} are")
         warn(
-            f"{n_bad} numbers at {name} are NaN or infinite. They are stored as they are."
-            f"\nFind them: store.statistics[{name!r}], or hl.watch(model) to see where they begin."
+            f"{numbers} NaN or infinite, and stored so."
+            f"\nFind which: store.statistics[{name!r}], or hl.watch(model) to see where they begin."
         )
     n_skipped = sum(len(shard.skipped) for shard in shards)
     if n_skipped:
-        warn(f"{n_skipped} items could not be loaded.\nLook them up: store.skipped lists them.")
+        items = plural(n_skipped, "item")
+        warn(f"{items} could not be loaded.\nRead which, and why: store.skipped.")

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import nn
 
 from hookline.curves import Reports, StepReport
-from hookline.display.text import type_and_line
+from hookline.display.text import plural, type_and_line
 from hookline.engine.model_fingerprint import recorded_model
 from hookline.errors import FolderError, HooklineWarning, warn
 from hookline.util.own_process import OwnProcess
@@ -117,7 +117,7 @@ class _Guarded:
         n_left = len(self._waiting) + max(self._n_left_out - 1, 0)
         if n_left:
             warn(
-                f"hl.monitor: {n_left} reports never reached {name_of(self._writer)}."
+                f"hl.monitor: {plural(n_left, 'report')} never reached {name_of(self._writer)}."
                 "\nRead them from the curves that the monitor gave: seen."
             )
 
