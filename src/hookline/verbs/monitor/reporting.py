@@ -181,8 +181,8 @@ class _Guarded:
             # What a file of hookline's own lacks at its end is told, whatever was told before.
             if not self._has_told or (is_last and isinstance(error, FolderError)):
                 self._has_told = True
+                then = "" if is_last else "; each report tries again"
                 warn(
                     f"hl.monitor: {name_of(self._writer)} raised {type_and_line(error)}."
-                    " The training goes on, and the numbers are kept."
-                    "\nRead them from seen; each report tries again."
+                    f" The training goes on, and the numbers are kept.\nRead them from seen{then}."
                 )
