@@ -309,6 +309,24 @@ def test_without_ids_a_position_is_an_index(plain):
     assert (edited != clean).any(-1).nonzero().tolist() == [[0, 1], [0, 4], [1, 1], [1, 4]]
 
 
+class Heads(nn.Module):
+    """Attention of features, with two heads."""
+
+    def forward(self, x):
+        x = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("part", ["q", "k", "pattern", "z"])
+def test_without_ids_heads_are_not_taken_for_tokens(part):
+    model, x = Heads(), torch.randn(2, 5, 4)
+    with (
+        hl.edit(model, f"@{part}", hl.edits.scale(0), at=-1),
+        pytest.raises(hl.StructureError, match="tokens .*, with heads"),
+    ):
+        model(x)
+
+
 def test_a_call_outside_a_run_of_the_model_is_refused(plain):
     for places in ({"at": 0}, {"steps": 0}):
         with hl.edit(plain, "block", hl.edits.scale(0), **places):

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from hookline.display.text import plural
-from hookline.engine import Arguments, Pass, Site, path_text
+from hookline.engine import PARTS, Arguments, Pass, Site, path_text
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import in_graph
@@ -35,6 +35,7 @@ from hookline.verbs.shared.root_call import root_call
 _OUTSIDE = "it runs outside a run of the edited model"
 # Parts of attention that hold the tokens of the cache, too, in the last dimension but one.
 _OF_ALL_KEYS = ("@k", "@v")
+_OF_ATTENTION = tuple(f"@{part}" for part in PARTS)  # with heads in dimension 1, or without
 
 
 class Moment(NamedTuple):
@@ -313,6 +314,8 @@ class SitePlaces:
             raise self._outside("at")
         tokens = self._stack(place.tokens, value)
         if tokens is None:
+            if value.dim() > 3 and self._site.path.endswith(_OF_ATTENTION):
+                raise self._without_tokens(f"{describe.in_words(value)}, with heads")
             if value.is_nested or value.dim() < 3:
                 raise self._without_tokens(describe.in_words(value))
             return with_features(self._places.by_index(at, value), value)
