@@ -11,7 +11,7 @@ from hookline.engine.pytree import tree
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.compare.alignment import align
 from hookline.verbs.compare.tokens import tokens_of
-from hookline.verbs.shared.token_inputs import CACHES
+from hookline.verbs.shared.caches import CACHES
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
 

@@ -12,7 +12,7 @@ import torch
 
 import hookline as hl
 from hookline.files import place as place_module
-from hookline.files.place import LocalPlace, place_of
+from hookline.files.place import LocalPlace, local_path, place_of
 from hookline.views.page.single_file import target_of
 
 
@@ -105,6 +105,13 @@ def test_what_is_written_here_alone_refuses_a_url(tmp_path, monkeypatch, to):
         with pytest.raises(hl.FolderError, match="must be a path on this machine"):
             write()
     assert os.listdir() == ["store"]
+
+
+@pytest.mark.parametrize(("to", "got"), [("", "''"), ("a\0b", "'a.*b'"), (3, "int")])
+def test_a_path_here_is_advised_where_urls_are_refused(to, got):
+    with pytest.raises(hl.FolderError, match=f"path on this machine, got {got}") as caught:
+        local_path(to)
+    assert "://" not in str(caught.value)
 
 
 def test_a_page_goes_into_a_folder_that_is_given_as_a_url(tmp_path):

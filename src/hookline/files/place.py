@@ -49,10 +49,12 @@ def place_of(to: str | os.PathLike[str]) -> Place:
     """
     if isinstance(to, str) and "://" in to and not to.startswith(_LOCAL):
         return RemotePlace(to)
-    return LocalPlace(_checked_path(to))
+    return LocalPlace(
+        _checked_path(to, "a folder or a URL", "'features/' or 's3://bucket/features'")
+    )
 
 
-def _checked_path(to: str | os.PathLike[str]) -> Path:
+def _checked_path(to: str | os.PathLike[str], kind: str, example: str) -> Path:
     try:
         path = Path(to.removeprefix(_LOCAL) if isinstance(to, str) else to)
         if to == "" or "\0" in str(path) or _is_broken_url(path):
@@ -60,8 +62,7 @@ def _checked_path(to: str | os.PathLike[str]) -> Path:
     except (TypeError, ValueError) as error:
         actual = repr(str(error)) if isinstance(error, ValueError) else type(to).__name__
         raise FolderError(
-            f"the place of files must be a folder or a URL, got {actual}."
-            "\nGive a name such as 'features/' or 's3://bucket/features'."
+            f"the place of files must be {kind}, got {actual}.\nGive a name such as {example}."
         ) from None
     return path
 
@@ -77,13 +78,13 @@ def local_path(to: str | os.PathLike[str]) -> Path:
     Raises:
         FolderError: it is a URL.
     """
-    text = os.fspath(to).removeprefix(_LOCAL)
+    text = str(to).removeprefix(_LOCAL)
     if "://" in text or _is_broken_url(Path(text)):
         raise FolderError(
             f"{text} must be a path on this machine: at URLs, hookline writes stores, recordings"
             " and sweeps alone.\nGive a path here, and copy to the URL what was written."
         )
-    return _checked_path(to)
+    return _checked_path(to, "a path on this machine", "'runs/a'")
 
 
 def _is_broken_url(folder: Path) -> bool:

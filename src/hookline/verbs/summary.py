@@ -237,8 +237,8 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     table.flops = counted.flops
     table.without_formula = tuple(counted.without_formula)
     holders = _holders(table)
-    innermost = [row for row in table.rows if row.path not in holders]
-    table.activation_bytes = sum(row.output_bytes for row in innermost)
+    leaves = [row for row in table.rows if row.path not in holders]
+    table.activation_bytes = sum(row.output_bytes for row in leaves)
     return table
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.verbs.edit.indices import indices
-from hookline.verbs.edit.tokens import n_cached, pass_tokens
+from hookline.verbs.edit.tokens import pass_tokens
 
 IDS = torch.ones(2, 4, dtype=torch.long)
 
@@ -152,17 +152,8 @@ class States(Cache):
 
 def test_a_cache_of_states_tells_only_whether_it_is_empty():
     assert main(input_ids=IDS, cache_params=States(0)).is_plain
-    assert n_cached({"cache_params": States(0)}) == 0
-    assert n_cached({"cache_params": States(3)}) is None
     with pytest.raises(hl.StructureError, match=r"got a States .*\n.*choose the prompt: steps=0"):
         main(input_ids=IDS, cache_params=States(3))
-
-
-def test_an_empty_cache_begins_a_generation():
-    assert n_cached({"past_key_values": Cache(0)}) == 0
-    assert n_cached({"past_key_values": ()}) == 0
-    assert n_cached({"past_key_values": Cache(3)}) == 3
-    assert n_cached({"past_key_values": None}) is None
 
 
 @pytest.mark.parametrize(

@@ -543,6 +543,16 @@ def test_a_cache_of_earlier_tokens_is_refused():
     assert cache.get_seq_length() == 4
 
 
+def test_a_cache_of_a_fixed_length_is_no_fault_of_the_model():
+    from transformers import StaticCache
+
+    net = model("llama")
+    cache = StaticCache(config=net.config, max_cache_len=16)
+    (row,) = hl.invariance(net, {"input_ids": ids(2, 6), "past_key_values": cache}, only=["chunks"])
+    assert row.outcome == "not applicable"
+    assert "16 tokens of each row" in row.why
+
+
 class Switched(nn.Module):
     """Takes a flag by the name of a cache."""
 

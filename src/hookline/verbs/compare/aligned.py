@@ -31,7 +31,7 @@ from hookline.verbs.compare.readings import Places
 from hookline.verbs.compare.shards import Dims
 from hookline.verbs.compare.sides import Entry, Side, check_passes_of_ranks, with_rows_of_ranks
 from hookline.verbs.compare.tokens import Tokens, tokens_of
-from hookline.verbs.shared.token_inputs import CACHES
+from hookline.verbs.shared.caches import CACHES
 
 _PASS = re.compile(r"#pass(\d+)$")
 # Inputs that say where tokens lie, and not what they are. The tokens themselves are matched.

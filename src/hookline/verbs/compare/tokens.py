@@ -16,7 +16,8 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.recordings import PassRecord, Recording
 from hookline.verbs.compare.groups import INPUT, Group, passes_with_values
-from hookline.verbs.shared.token_inputs import CACHES, token_inputs
+from hookline.verbs.shared.caches import CACHES
+from hookline.verbs.shared.token_inputs import token_inputs
 
 ROWS = "rows"  # the stream of inputs that are rows without tokens, such as images
 _PREFIXES = ("", "decoder_")

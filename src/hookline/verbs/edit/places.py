@@ -23,11 +23,11 @@ from hookline.verbs.edit.indices import Indices
 from hookline.verbs.edit.tokens import (
     PassTokens,
     Tokens,
-    n_cached,
     of_index,
     pass_tokens,
     with_features,
 )
+from hookline.verbs.shared.caches import cache_in, n_cached
 from hookline.verbs.shared.generation import Chunk, is_assisted, prompt_chunk
 from hookline.verbs.shared.root_call import root_call
 
@@ -128,7 +128,7 @@ class Places:
         if call is not None:
             bound = self._arguments.bind(call.root, call.args, call.kwargs)
             inputs = call.kwargs or {"": bound} if isinstance(bound, Tensor) else bound
-        number, step = self._counts(chunk, is_prompt=n_cached(inputs) == 0)
+        number, step = self._counts(chunk, is_prompt=n_cached(cache_in(inputs)) == 0)
         # Compiled code cannot note which steps and positions have occurred.
         is_chosen = self.steps is None or self.steps.has(step)
         if self.at is not None and self.at.counts_from_end and is_chosen and not chunk.is_whole:

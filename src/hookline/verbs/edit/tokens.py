@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -12,12 +11,8 @@ from torch import Tensor
 
 from hookline.errors import StructureError
 from hookline.verbs.edit.indices import Indices
-from hookline.verbs.shared.token_inputs import CACHES, MASKS, TokenInputs, token_inputs
-
-# The arguments that hold a cache; a `state` only beside token ids, as in RWKV.
-_CACHES = (*CACHES, "cache_params", "mems", "past_buckets_states")
-# The method by which a cache of states tells whether it is in use.
-_STATE = "has_previous_state"
+from hookline.verbs.shared.caches import cache_in, n_cached
+from hookline.verbs.shared.token_inputs import MASKS, TokenInputs, token_inputs
 
 
 @final
@@ -130,21 +125,6 @@ def pass_tokens(inputs: Mapping[str, Any]) -> PassTokens:
     return PassTokens(main, _tokens(named, sizes, "decoder_", has_cache=True))
 
 
-def n_cached(inputs: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens in the cache that the root gets; None if it does not tell.
-
-    `generate` begins with a cache of 0.
-    """
-    return _n_cached(_cache(inputs))
-
-
-def _cache(named: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments; None without one."""
-    names = (*_CACHES, "state") if "input_ids" in named or "inputs_embeds" in named else _CACHES
-    caches = [named[name] for name in names if named.get(name) is not None]
-    return caches[0] if caches else None
-
-
 def _sizes(named: Mapping[str, Any], *names: str) -> tuple[int, int] | None:
     """Return (rows, tokens) of the first argument that is given."""
     for name in names:
@@ -171,9 +151,8 @@ def _tokens(
 ) -> Tokens | None:
     if sizes is None:
         return None
-    cache = _cache(named) if has_cache else ()  # an encoder has none
-    n_cached = None if cache is None else _n_cached(cache)
-    given = token_inputs(named, sizes, prefix, n_cached)
+    cache = cache_in(named) if has_cache else ()  # an encoder has none
+    given = token_inputs(named, sizes, prefix, n_cached(cache))
     if given.n_cached is None and cache is not None and given.is_token is None:
         raise StructureError(
             f"at must know how many tokens are cached, got a {type(cache).__name__} that does not"
@@ -203,20 +182,3 @@ def _positions_and_lengths(given: TokenInputs) -> tuple[Tensor, Tensor]:
     ends = torch.zeros(given.shape, dtype=torch.long, device="cpu")
     ends.scatter_reduce_(1, sequence, (positions + 1).where(is_present, 0), "amax")
     return positions.where(is_present, -1), ends.gather(1, sequence)
-
-
-def _n_cached(cache: Any) -> int | None:
-    """Return the number of tokens in a cache; None if it does not tell."""
-    count, has_state = (getattr(cache, name, None) for name in ("get_seq_length", _STATE))
-    if callable(count):
-        with suppress(Exception):  # a cache of states alone has no length
-            return int(count())
-        with suppress(Exception):
-            return None if has_state is None or has_state() else 0
-    if isinstance(cache, tuple | list):
-        if not cache:
-            return 0
-        layer = cache[0]
-        keys = layer[0] if isinstance(layer, tuple | list) and layer else None
-        return int(keys.shape[-2]) if isinstance(keys, Tensor) and keys.dim() == 4 else None
-    return None

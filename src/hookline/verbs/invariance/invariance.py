@@ -13,12 +13,12 @@ from hookline.engine import path_text, require_model
 from hookline.errors import InputError
 from hookline.findings import Finding
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
-from hookline.verbs.edit.tokens import n_cached
 from hookline.verbs.invariance.checks import CHECKS
 from hookline.verbs.invariance.feed import NotApplicable, feed_of
 from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of, reason_of
 from hookline.verbs.invariance.result import Checked, Invariance, Outcome
 from hookline.verbs.invariance.trials import Trials, compared
+from hookline.verbs.shared.caches import cache_in, n_cached
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.rerun import lazy_name
 from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
@@ -95,7 +95,7 @@ def invariance(
     refuse_shapes_alone("hl.invariance", model, inputs)
     names = _chosen(only)
     feed = feed_of(model, without_list(model, inputs))
-    n_earlier = n_cached(feed.named)
+    n_earlier = n_cached(cache_in(feed.named))
     if feed.ids and n_earlier:
         raise InputError(
             "inputs must have all tokens of each row, got a cache of"
@@ -163,12 +163,16 @@ def _checked(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
     """Make a check; if it does not hold, find the first site and the reason."""
     trials.base  # noqa: B018  # an error of the batch as given is the caller's
     try:
-        comparison = compared(*CHECKS[name](trials))
+        runs = CHECKS[name](trials)
     except NotApplicable as error:
         return Checked(name, "not applicable", why=str(error)), None
     except Exception as error:  # whatever the user's model raises
         reason = reason_of(name, trials, None)
         return Checked(name, "fails", why=_why_it_fails(trials, error, reason)), reason
+    try:
+        comparison = compared(*runs)
+    except InputError as error:  # no fault of the model: its tokens cannot be told apart
+        return Checked(name, "not applicable", why=first_line(error)), None
     outputs = outputs_of(comparison)
     if not holds(comparison) and not differs(comparison):
         texts = [f"{row.site}: {row.why}" for row in outputs if row.verdict == "not comparable"]

@@ -12,8 +12,6 @@ from torch import Tensor
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
 
-# The argument and the output of transformers that hold a cache; 5.24 has renamed them.
-CACHES = ("cache", "past_key_values")
 # The masks of one number for each token; whether a number other than 0 means a token.
 MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
 _BORDERS = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens", "cu_seq_lens")
