@@ -17,6 +17,7 @@ Run as a script, this file is the process that waits.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import os
@@ -113,6 +114,7 @@ def _waiting(modules: str, number: int) -> Connection:
 
 def _wait(address: str, modules: str) -> list[str]:
     """Fork a process for each request; give that process its arguments, and exit in the other."""
+    faulthandler.enable()  # a process that C code ends says where it was
     gc.disable()  # imports leave no garbage, and are slower by a third where it is looked for
     for module in modules.split():
         importlib.import_module(module)
