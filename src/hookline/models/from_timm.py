@@ -11,13 +11,7 @@ from torch import nn
 from hookline.errors import ModelError
 from hookline.models.from_torchvision import unknown_name
 from hookline.models.loaded import LoadedModel
-from hookline.models.packages import (
-    RANDOM,
-    cannot_fetch,
-    import_package,
-    in_short,
-    is_reachable,
-)
+from hookline.models.packages import RANDOM, cannot_fetch, import_package, in_short, is_reachable
 from hookline.models.preprocessing import in_mode
 
 # In timm's own order of preference.

@@ -13,13 +13,7 @@ import torch
 from hookline.errors import ModelError
 from hookline.models.checkpoints import read_tensors
 from hookline.models.loaded import LoadedModel, Preprocess
-from hookline.models.packages import (
-    RANDOM,
-    cannot_fetch,
-    import_package,
-    in_short,
-    is_reachable,
-)
+from hookline.models.packages import RANDOM, cannot_fetch, import_package, in_short, is_reachable
 from hookline.models.preprocessing import in_mode
 
 

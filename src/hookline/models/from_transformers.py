@@ -13,13 +13,7 @@ from torch import Tensor
 
 from hookline.errors import InputError, ModelError
 from hookline.models.loaded import LoadedModel, Preprocess, Tokenize
-from hookline.models.packages import (
-    RANDOM,
-    cannot_fetch,
-    import_package,
-    in_short,
-    is_reachable,
-)
+from hookline.models.packages import RANDOM, cannot_fetch, import_package, in_short, is_reachable
 from hookline.util.local_paths import is_file, is_folder, printable
 
 if TYPE_CHECKING:

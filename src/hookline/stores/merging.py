@@ -14,13 +14,7 @@ from hookline.files.reading import DamagedError
 from hookline.files.safetensors_file import head_size
 from hookline.stores.first_batch import difference
 from hookline.stores.job import LOOP, UNKNOWN, exact, read_manifest, write_manifest
-from hookline.stores.shard_file import (
-    Shard,
-    name_of,
-    number_of,
-    read_shard,
-    renumbered,
-)
+from hookline.stores.shard_file import Shard, name_of, number_of, read_shard, renumbered
 from hookline.stores.store import NAMES, Store, open_store
 
 # What stores of other data may differ in.

@@ -28,13 +28,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from hookline.display.text import first_line
 from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, DamagedError, reading
-from hookline.files.safetensors_file import (
-    DTYPE_NAMES,
-    DTYPES,
-    flat_bytes,
-    framed,
-    head_size,
-)
+from hookline.files.safetensors_file import DTYPE_NAMES, DTYPES, flat_bytes, framed, head_size
 from hookline.statistics import Moments
 from hookline.statistics.to_numbers import real
 
