@@ -41,74 +41,47 @@ def findings_of_store(
         and site not in zero
         and not dtypes[site].is_complex  # of one magnitude, which has many phases
     ]
-    one_value = measure(measured[constant[0]].min) if constant else ""
-    rows = [
-        *_non_finite(broken, measured, dtypes),
-        *_alike("dead", "is zero in every item", zero, "warning", "100 % zero"),
-        *_alike("constant", "has one number in every item", constant, "note", one_value),
-        *_skipped(skipped, n_items),
-    ]
+    rows = []
+    if broken:
+        rows.append(_non_finite(broken, measured[broken[0]], dtypes[broken[0]]))
+    if zero:
+        rows.append(_alike(zero, "dead", "is zero in every item", "warning", "100 % zero"))
+    if constant:
+        number = measure(measured[constant[0]].min)
+        rows.append(_alike(constant, "constant", "has one number in every item", "note", number))
+    if skipped:
+        rows.append(_skipped(skipped, n_items))
     facts = f"{plural(len(statistics), 'site')}, {plural(n_items, 'item')}"
     empty = listed([site for site in statistics if site not in measured], _MOST_NAMED)
     notes = [f"Not judged, because they hold no numbers: {empty}."] if empty else []
     return Findings(in_order(rows), facts, notes)
 
 
-def _non_finite(
-    sites: Sequence[str], statistics: Mapping[str, Moments], dtypes: Mapping[str, torch.dtype]
-) -> list[Finding]:
-    if not sites:
-        return []
-    first = statistics[sites[0]]
-    # torch has no isfinite of most dtypes of 8 bits.
-    cast = ".float()" * (dtypes[sites[0]].itemsize == 1)
-    return [
-        Finding(
-            "non-finite",
-            f"{sites[0]} has {first.non_finite:,} NaN or infinite of"
-            f" {plural(first.count, 'element')}.",
-            sites[0],
-            "error",
-            f"{share(first.non_finite / first.count)} NaN, inf",
-            _others(sites),
-            f"Find the items: store[{sites[0]!r}][:]{cast}.isfinite() tells them.",
-            tuple(sites[1:]),
-        )
-    ]
+def _non_finite(sites: Sequence[str], first: Moments, dtype: torch.dtype) -> Finding:
+    text = f"has {first.non_finite:,} NaN or infinite of {plural(first.count, 'element')}"
+    number = f"{share(first.non_finite / first.count)} NaN, inf"
+    cast = ".float()" * (dtype.itemsize == 1)  # torch has no isfinite of most dtypes of 8 bits
+    advice = f"Find the items: store[{sites[0]!r}][:]{cast}.isfinite() tells them."
+    return _alike(sites, "non-finite", text, "error", number, advice)
 
 
-def _alike(kind: str, what: str, sites: Sequence[str], level: Level, number: str) -> list[Finding]:
-    if not sites:
-        return []
-    return [
-        Finding(
-            kind,
-            f"{sites[0]} {what}.",
-            sites[0],
-            level,
-            number,
-            _others(sites),
-            follows=tuple(sites[1:]),
-        )
-    ]
+def _alike(
+    sites: Sequence[str], kind: str, text: str, level: Level, number: str, advice: str = ""
+) -> Finding:
+    """Tell of the first of the sites what holds at all of them."""
+    first, *rest = sites
+    why = f"So it is at {listed(rest, _MOST_NAMED)}." if rest else ""
+    return Finding(kind, f"{first} {text}.", first, level, number, why, advice, tuple(rest))
 
 
-def _others(sites: Sequence[str]) -> str:
-    return f"So it is at {listed(sites[1:], _MOST_NAMED)}." if len(sites) > 1 else ""
-
-
-def _skipped(skipped: Sequence[tuple[int, str]], n_items: int) -> list[Finding]:
-    if not skipped:
-        return []
+def _skipped(skipped: Sequence[tuple[int, str]], n_items: int) -> Finding:
     number, reason = skipped[0]
     verb = "has" if len(skipped) == 1 else "have"
-    return [
-        Finding(
-            "skipped",
-            f"{plural(len(skipped), 'item')} of the data set {verb} no row.",
-            level="warning",
-            number=f"{len(skipped):,} of {n_items + len(skipped):,}",
-            why=f"The first is item {number:,}: {reason}",
-            advice="store.skipped lists them.",
-        )
-    ]
+    return Finding(
+        "skipped",
+        f"{plural(len(skipped), 'item')} of the data set {verb} no row.",
+        level="warning",
+        number=f"{len(skipped):,} of {n_items + len(skipped):,}",
+        why=f"The first is item {number:,}: {reason}",
+        advice="store.skipped lists them.",
+    )
