@@ -36,17 +36,6 @@ _EXACT = {
 }  # fmt: skip
 
 
-# What is imported, what is installed, and how.
-_PYARROW = "pyarrow", "pyarrow", how_to_install("store")
-_PACKAGES = {
-    "parquet": (_PYARROW,),
-    "datasets": (_PYARROW, ("datasets", "datasets", "Run pip install datasets")),
-    "zarr": (("zarr", "zarr", "Run pip install zarr"),),
-    "lance": (_PYARROW, ("lance", "pylance", "Run pip install pylance")),
-    "npy": (),
-}
-
-
 class ExportedColumns(NamedTuple):
     """Hold the columns to export.
 
@@ -64,15 +53,16 @@ class ExportedColumns(NamedTuple):
 def export(source: ExportedColumns, to: str | os.PathLike[str], format: Format) -> Path:
     """Write columns to a new file or folder in another format; `Store.export` says how."""
     fix = "Give one of them: store.export('features.parquet', 'parquet')."
-    one_of("format", format, _PACKAGES, fix)
-    for module, package, install in _PACKAGES[format]:
+    one_of("format", format, _FORMATS, fix)
+    write, packages = _FORMATS[format]
+    for module, package, install in packages:
         load(module, f"{package} must be installed to export to {format}", install, InputError)
     path = local_path(to)
     if path.exists():
         raise FolderError(f"{path} must not exist yet to export to it.\nGive a new name.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _WRITERS[format](source, path.absolute())  # Arrow takes "a:b" for a URL
+        write(source, path.absolute())  # Arrow takes "a:b" for a URL
     except BaseException as error:
         # What is half written looks like a smaller export.
         if path.is_dir():
@@ -102,14 +92,18 @@ def _numbers(column: Column, rows: slice) -> NDArray[Any]:
     return column.numpy(rows)
 
 
-def _parts(n_rows: int, row_bytes: int) -> Iterator[slice]:
-    step = max(1, _PART_BYTES // max(row_bytes, 1))
+def _slices(n_rows: int, step: int) -> Iterator[slice]:
     for start in range(0, n_rows, step):
         yield slice(start, min(start + step, n_rows))
 
 
 def _row_bytes(column: Column) -> int:
     return column.nbytes // max(len(column), 1)
+
+
+def _n_rows(row_bytes: int, most_bytes: int = _PART_BYTES) -> int:
+    """Return how many rows fit into so many bytes, and at least one."""
+    return max(1, most_bytes // max(row_bytes, 1))
 
 
 # -- arrays ---------------------------------------------------------------------------------------
@@ -128,7 +122,7 @@ def _write_npy(source: ExportedColumns, path: Path) -> None:
         }
         with (path / names[column.name]).open("xb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            for rows in _parts(len(column), _row_bytes(column)):
+            for rows in _slices(len(column), _n_rows(_row_bytes(column))):
                 file.write(np.ascontiguousarray(_numbers(column, rows)).data)
     (path / "columns.json").write_text(json.dumps(names, indent=1))
 
@@ -139,15 +133,14 @@ def _write_zarr(source: ExportedColumns, path: Path) -> None:
 
     group = zarr.open_group(str(path), mode="w-")
     for column in _with_lengths(source.columns):
-        n_rows = max(1, min(len(column), _CHUNK_BYTES // max(_row_bytes(column), 1)))
+        n_rows = min(max(len(column), 1), _n_rows(_row_bytes(column), _CHUNK_BYTES))
         array = group.create_array(
             _array_name(column.name),
             shape=column.shape,
             dtype=numpy_dtype(_dtype(column)),
             chunks=(n_rows, *(max(size, 1) for size in column.shape[1:])),
         )
-        for start in range(0, len(column), n_rows):
-            rows = slice(start, min(start + n_rows, len(column)))
+        for rows in _slices(len(column), n_rows):
             array[rows] = _numbers(column, rows)
 
 
@@ -232,17 +225,16 @@ def _schema(source: ExportedColumns, *, is_flat: bool = False) -> Any:
 
 def _arrow_dtype(column: Column) -> np.dtype[Any]:
     if column.dtype.is_complex:
-        raise StructureError(
-            f"{column.name} must have a dtype that Arrow has, got {column.dtype}."
-            "\nExport to 'npy' or 'zarr', or leave the site out: store.export(to, format, 'fc')."
-        )
-    if 0 in column.shape[1:]:
-        raise StructureError(
-            f"{column.name} must have rows of one or more numbers, got {list(column.shape[1:])}."
-            "\nExport to 'npy' or 'zarr', or leave the site out: store.export(to, format, 'fc')."
-        )
-    dtype: np.dtype[Any] = numpy_dtype(_dtype(column))
-    return dtype
+        expected = f"a dtype that Arrow has, got {column.dtype}"
+    elif 0 in column.shape[1:]:
+        expected = f"rows of one or more numbers, got {list(column.shape[1:])}"
+    else:
+        dtype: np.dtype[Any] = numpy_dtype(_dtype(column))
+        return dtype
+    raise StructureError(
+        f"{column.name} must have {expected}."
+        "\nExport to 'npy' or 'zarr', or leave the site out: store.export(to, format, 'fc')."
+    )
 
 
 def _batches(source: ExportedColumns, schema: Any) -> Iterator[Any]:
@@ -296,27 +288,32 @@ def _items(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, sli
     per_token = sum(_row_bytes(column) for column in columns if column.is_ragged)
     lengths = next((column.lengths for column in columns if column.is_ragged), None)
     before = 0
-    for items in _parts(n_items, max(per_item, 8)):
+    for items in _slices(n_items, _n_rows(max(per_item, 8))):
         if lengths is None:
             yield items, items
             continue
         stops = np.cumsum(lengths.numpy(items)) + before
         first, start = 0, before
         while first < len(stops):
-            most = start + max(1, _PART_BYTES // max(per_token, 1))
+            most = start + _n_rows(per_token)
             last = max(int(np.searchsorted(stops, most, "right")), first + 1)
-            yield (
-                slice(items.start + first, items.start + last),
-                slice(start, int(stops[last - 1])),
-            )
-            first, start = last, int(stops[last - 1])
+            stop = int(stops[last - 1])
+            yield slice(items.start + first, items.start + last), slice(start, stop)
+            first, start = last, stop
         before = start
 
 
-_WRITERS: dict[str, Callable[[ExportedColumns, Path], None]] = {
-    "parquet": _write_parquet,
-    "datasets": _write_datasets,
-    "npy": _write_npy,
-    "zarr": _write_zarr,
-    "lance": _write_lance,
+# Of each package: what is imported, what is installed, and how.
+_PYARROW = "pyarrow", "pyarrow", how_to_install("store")
+_DATASETS = "datasets", "datasets", "Run pip install datasets"
+_ZARR = "zarr", "zarr", "Run pip install zarr"
+_LANCE = "lance", "pylance", "Run pip install pylance"
+_Package = tuple[str, str, str]
+
+_FORMATS: dict[str, tuple[Callable[[ExportedColumns, Path], None], tuple[_Package, ...]]] = {
+    "parquet": (_write_parquet, (_PYARROW,)),
+    "datasets": (_write_datasets, (_PYARROW, _DATASETS)),
+    "zarr": (_write_zarr, (_ZARR,)),
+    "lance": (_write_lance, (_PYARROW, _LANCE)),
+    "npy": (_write_npy, ()),
 }
