@@ -11,6 +11,7 @@ much a tensor and does not expose the bytes for checksums.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -179,9 +180,7 @@ class TensorFile:
         entry = self._head[name]
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
         start, end = (self._start + offset for offset in entry["data_offsets"])
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
+        size = math.prod(shape, start=dtype.itemsize)
         is_sound = (
             all(type(number) is int and number >= 0 for number in (*shape, start, end))
             and self._start <= start

@@ -207,13 +207,7 @@ class Index:
             for recorded_key, recorded in zip(self.keys, self._sites, strict=True)
             if path in (recorded.path, *recorded.aliases)
         ]
-        names = list(self._by_text)
-        if same_path:
-            hint = f"; recorded there: {quoted(same_path)}."
-        elif close := closest(text, names):
-            hint = f". Did you mean {quoted(close)}?"
-        else:
-            hint = f"; recorded: {plural(len(names), 'site')}, such as {quoted(names)}."
+        hint = where_else(text, same_path, list(self._by_text), "recorded")
         return (
             f"{text!r} was never selected{hint}"
             "\nLook up one that was, or select this one too when recording."
@@ -234,6 +228,18 @@ def only_site(selection: Selection) -> Site:
             " each: [run[site] for site in selection]."
         )
     return selection.sites[0]
+
+
+def where_else(text: str, same_path: list[str], names: list[str], kept: str) -> str:
+    """Continue "... was never selected" by the sites that may be meant.
+
+    `same_path` are those of the same module, `names` all, and `kept` says how they are there.
+    """
+    if same_path:
+        return f"; {kept} there: {quoted(same_path)}."
+    if close := closest(text, names):
+        return f". Did you mean {quoted(close)}?"
+    return f"; {kept}: {plural(len(names), 'site')}, such as {quoted(names)}."
 
 
 def _leaf_key(name: str) -> str | int:

@@ -278,11 +278,7 @@ class Offload:
     def ready(self) -> Callable[[], None]:
         """Return a function that waits until the values copied so far are on the CPU."""
         if self._stream is None:
-            return _nothing
+            return lambda: None  # the values are on the CPU already
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event.synchronize
-
-
-def _nothing() -> None:
-    """Wait for nothing: the values are on the CPU already."""

@@ -101,7 +101,7 @@ def _row_bytes(column: Column) -> int:
     return column.nbytes // max(len(column), 1)
 
 
-def _n_rows(row_bytes: int, most_bytes: int = _PART_BYTES) -> int:
+def _n_rows(row_bytes: int, most_bytes: int) -> int:
     """Return how many rows fit into so many bytes, and at least one."""
     return max(1, most_bytes // max(row_bytes, 1))
 
@@ -122,7 +122,7 @@ def _write_npy(source: ExportedColumns, path: Path) -> None:
         }
         with (path / names[column.name]).open("xb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            for rows in _slices(len(column), _n_rows(_row_bytes(column))):
+            for rows in _slices(len(column), _n_rows(_row_bytes(column), _PART_BYTES)):
                 file.write(np.ascontiguousarray(_numbers(column, rows)).data)
     (path / "columns.json").write_text(json.dumps(names, indent=1))
 
@@ -288,14 +288,14 @@ def _items(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, sli
     per_token = sum(_row_bytes(column) for column in columns if column.is_ragged)
     lengths = next((column.lengths for column in columns if column.is_ragged), None)
     before = 0
-    for items in _slices(n_items, _n_rows(max(per_item, 8))):
+    for items in _slices(n_items, _n_rows(max(per_item, 8), _PART_BYTES)):
         if lengths is None:
             yield items, items
             continue
         stops = np.cumsum(lengths.numpy(items)) + before
         first, start = 0, before
         while first < len(stops):
-            most = start + _n_rows(per_token)
+            most = start + _n_rows(per_token, _PART_BYTES)
             last = max(int(np.searchsorted(stops, most, "right")), first + 1)
             stop = int(stops[last - 1])
             yield slice(items.start + first, items.start + last), slice(start, stop)

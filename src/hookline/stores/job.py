@@ -13,7 +13,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, final
 
@@ -26,7 +26,7 @@ from hookline.errors import FolderError
 from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.sealed_json import MANIFEST, FolderFormat, sealed, unsealed
-from hookline.statistics import Moments
+from hookline.statistics import merged
 from hookline.stores.manifest_form import check_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard
 
@@ -104,9 +104,7 @@ class Job:
         row = {**asdict(self), "columns": [column.as_json() for column in self.columns]}
         if self.first_batch is None:
             del row["first_batch"]
-        row_as_read: dict[str, Any] = json.loads(
-            json.dumps(row)
-        )  # as it will be read: lists, no tuples
+        row_as_read: dict[str, Any] = json.loads(json.dumps(row))  # lists, no tuples
         return row_as_read
 
     @staticmethod
@@ -259,10 +257,7 @@ def write_manifest(
             "sizes": [shard.size for shard in shards],
             "seals": [shard.seal for shard in shards],
         }
-        statistics: dict[str, Any] = {}
-        for shard in shards:
-            for name, moments in shard.statistics.items():
-                statistics[name] = statistics.get(name, Moments()) + moments
+        statistics = reduce(merged, (shard.statistics for shard in shards), {})
         body["statistics"] = {name: moments.as_json() for name, moments in statistics.items()}
         body["skipped"] = [list(item) for shard in shards for item in shard.skipped]
     place.write(MANIFEST, [sealed({**STORE.head(), **body})])

@@ -178,14 +178,16 @@ def _of_one_job(
                     " values.\nLeave one of the stores out. If they are of different data,"
                     " hl.Store.cat joins them."
                 )
-    _check_complete(manifests, [by_number[number][1] for number in sorted(by_number)])
-    for number, (place, _) in sorted(by_number.items()):
+    by_number = dict(sorted(by_number.items()))
+    shards = [shard for _, shard in by_number.values()]
+    _check_complete(manifests, shards)
+    for number, (place, _) in by_number.items():
         _link(place, target, name_of(number))
     for place in places:
         if NAMES in place.names():
             _link(place, target, NAMES)
             break
-    return [by_number[number][1] for number in sorted(by_number)]
+    return shards
 
 
 def _check_complete(manifests: Sequence[Mapping[str, Any]], shards: Sequence[Shard]) -> None:

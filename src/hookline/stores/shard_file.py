@@ -216,12 +216,11 @@ def _columns(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
     parts[ITEM] = [torch.tensor(chunk.items, dtype=torch.int64, device="cpu") for chunk in chunks]
     per_item = [chunk.lengths for chunk in chunks if chunk.lengths is not None]
     lengths = [torch.tensor(of_chunk, dtype=torch.int64, device="cpu") for of_chunk in per_item]
-    tokens = [chunk.tokens for chunk in chunks if chunk.tokens is not None]
-    return {
-        **parts,
-        **({LENGTH: lengths} if lengths else {}),
-        **({TOKEN: tokens} if tokens else {}),
-    }
+    if lengths:
+        parts[LENGTH] = lengths
+    if tokens := [chunk.tokens for chunk in chunks if chunk.tokens is not None]:
+        parts[TOKEN] = tokens
+    return parts
 
 
 def _sealed(description: Mapping[str, Any], entries: Mapping[str, Any]) -> bytes:

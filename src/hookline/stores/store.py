@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, final
 
@@ -28,7 +28,7 @@ from hookline.files.place import Place, as_place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.sealed_json import MANIFEST
 from hookline.findings import Findings
-from hookline.recordings.index import closest, quoted
+from hookline.recordings.index import where_else
 from hookline.statistics import Moments, merged
 from hookline.statistics.by_site import BySite
 from hookline.stores.column import Column
@@ -186,9 +186,7 @@ class Store(Result):
         for shard in range(len(self._shards)):
             if self._shards.n_rows[shard]:
                 span = self._shards.describe(shard).spans.get(TOKEN)
-                return (
-                    None if span is None else ColumnForm(TOKEN, span.dtype, span.shape[1:], "token")
-                )
+                return span and ColumnForm(TOKEN, span.dtype, span.shape[1:], "token")
         return None
 
     @property
@@ -366,10 +364,7 @@ class Store(Result):
         joined = Store.__new__(Store)
         joined._place, joined._manifest, joined.parts = stores[0]._place, {}, stores
         joined._forms = stores[0]._forms
-        numbers: dict[str, Moments] = {}
-        for store in stores:
-            numbers = merged(numbers, store.statistics)
-        joined.statistics = BySite(numbers)
+        joined.statistics = BySite(reduce(merged, (store.statistics for store in stores), {}))
         joined.skipped = [item for store in stores for item in store.skipped]
         joined._begin(Shards.joined(store._shards for store in stores))
         return joined
@@ -549,13 +544,7 @@ class Store(Result):
 
     def _not_stored(self, site: Site) -> str:
         same_path = [name for stored, name in self._by_site.items() if stored.path == site.path]
-        if same_path:
-            hint = f"; stored there: {quoted(same_path)}."
-        elif close := closest(str(site), list(self.sites)):
-            hint = f". Did you mean {quoted(close)}?"
-        else:
-            n_sites = plural(len(self.sites), "site")
-            hint = f"; stored: {n_sites}, such as {quoted(list(self.sites))}."
+        hint = where_else(str(site), same_path, list(self.sites), "stored")
         return (
             f"{str(site)!r} was never selected{hint}"
             "\nLook up one that was, or select this one too when extracting."
