@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_high
 from typing import Any, final
 
 import torch
@@ -153,22 +154,15 @@ def gradient_flow(log: Log, report: Report) -> GradientFlow:
             ]
     ran = any(by_site.values())
     rows = [_row(log, number, by_site[number], report, ran) for number in numbers]
-    usual = {
-        port: sorted(norms)[len(norms) // 2]
-        for port in ("grad", "grad_input", "grad_output")
-        if (norms := _norms(rows, [log.sites[number].port == port for number in numbers]))
-    }
+    ports = [log.sites[number].port for number in numbers]
+    norms: dict[str, list[float]] = {port: [] for port in ports}
+    for row, port in zip(rows, ports, strict=True):
+        if 0 < row.norm < math.inf:
+            norms[port].append(row.norm)
+    usual = {port: median_high(of_port or [0.0]) for port, of_port in norms.items()}
     return GradientFlow(
-        tuple(
-            _judged(row, usual.get(log.sites[number].port, 0.0))
-            for row, number in zip(rows, numbers, strict=True)
-        )
+        tuple(_judged(row, usual[port]) for row, port in zip(rows, ports, strict=True))
     )
-
-
-def _norms(rows: list[GradientRow], chosen: list[bool]) -> list[float]:
-    pairs = zip(rows, chosen, strict=True)
-    return [row.norm for row, is_chosen in pairs if is_chosen and 0 < row.norm < math.inf]
 
 
 def _row(log: Log, number: int, entries: list[Entry], report: Report, ran: bool) -> GradientRow:
@@ -181,19 +175,18 @@ def _row(log: Log, number: int, entries: list[Entry], report: Report, ran: bool)
     if not all(has_numbers(tensor) for value in values for _, tensor in tree.tensors(value)):
         why = "the gradients are meta or fake tensors, which have no numbers"
         return GradientRow(str(site), count=len(entries), state="none", why=why)
-    measured = [_measure(value) for value in values]
-    n_elements = sum(n for _, _, _, n in measured)
+    norms, maxima, zeros, sizes = zip(*map(_measure, values), strict=True)
     ratios = [
         norm / float(entry.weight)
-        for entry, (norm, _, _, _) in zip(entries, measured, strict=True)
+        for entry, norm in zip(entries, norms, strict=True)
         if entry.weight is not None and float(entry.weight) > 0
     ]
     return GradientRow(
         str(site),
         count=len(entries),
-        norm=sum(norm for norm, _, _, _ in measured) / len(measured),
-        largest=max((largest for _, largest, _, _ in measured), key=_nan_last),
-        zeros=sum(zeros for _, _, zeros, _ in measured) / max(n_elements, 1),
+        norm=sum(norms) / len(norms),
+        largest=max(maxima, key=_nan_last),
+        zeros=sum(zeros) / max(sum(sizes), 1),
         ratio=sum(ratios) / len(ratios) if ratios else None,
     )
 
@@ -236,13 +229,12 @@ def _plain(tensor: Tensor) -> Tensor:
 def _judged(row: GradientRow, usual: float) -> GradientRow:
     if not row.count or row.why:
         return row
-    state = ""
-    if not math.isfinite(row.norm) or not math.isfinite(row.largest):
-        state = "exploding"
-    elif row.largest == 0:
-        state = "dead"
-    elif (row.ratio or 0) > _TOO_LARGE_FOR_THE_WEIGHT or (
-        usual and row.norm > _TOO_LARGE_AMONG_OTHERS * usual
-    ):
-        state = "exploding"
-    return GradientRow(**{**row.__dict__, "state": state})
+    if row.largest == 0:
+        return replace(row, state="dead")
+    is_exploding = (
+        not math.isfinite(row.norm)
+        or not math.isfinite(row.largest)
+        or (row.ratio or 0) > _TOO_LARGE_FOR_THE_WEIGHT
+        or 0 < _TOO_LARGE_AMONG_OTHERS * usual < row.norm
+    )
+    return replace(row, state="exploding") if is_exploding else row
