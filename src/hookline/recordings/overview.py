@@ -72,8 +72,7 @@ def site_rows(
     log: Log, numbers: Sequence[int], passes: Sequence[tuple[Noted, ...]]
 ) -> list[dict[str, Any]]:
     """Describe the values at sites by a dict of plain values for each of the sites."""
-    calls: dict[int, set[int]] = {number: set() for number in numbers}
-    n_passes: Counter[int] = Counter()
+    calls: dict[int, list[int]] = {number: [] for number in numbers}  # in each pass that has any
     back = {number for number, site in enumerate(log.sites) if site.is_gradient}
     for noted in passes:
         n_calls = Counter([entry[0] for entry in noted if entry[0] not in back])
@@ -82,8 +81,7 @@ def site_rows(
             [number for number, _ in {entry[0:4:3] for entry in noted if entry[0] in back}]
         )
         for number in n_calls.keys() & calls.keys():
-            calls[number].add(n_calls[number])
-            n_passes[number] += 1
+            calls[number].append(n_calls[number])
     forms = _forms(log, numbers, passes[:MOST_PASSES])
     return [
         {
@@ -92,7 +90,7 @@ def site_rows(
             "shape": forms[number][0],
             "dtype": forms[number][1],
             "calls": _range_text(calls[number]),
-            "passes": n_passes[number],
+            "passes": len(calls[number]),
         }
         for number in numbers
     ]
@@ -154,7 +152,7 @@ def _forms_text(texts: Collection[str]) -> str:
     return text if len(text) <= _MOST_SIGNS else f"{text[: _MOST_SIGNS - 1]}…"
 
 
-def _range_text(counts: set[int]) -> str:
+def _range_text(counts: Sequence[int]) -> str:
     if not counts:
         return "0"
     least, most = min(counts), max(counts)
