@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -349,26 +349,32 @@ def write_ranks(
     """
     question = f"run.save({os.fspath(folder)!r})"
     meeting = _Meeting(question, ranks_of(group, question), timeout)
-    contents, error = None, None
     place = target_of(folder)
     draft = Draft(place, leads=dist.get_rank() == meeting.ranks[0])
-    try:
+    contents: Contents
+
+    def begin() -> dict[str, Any]:
+        nonlocal contents
         check_target(folder)
         contents = find()
-    except Exception as caught:
-        error = caught
-    answer = {
-        "sites": [str(site) for site in sites],
-        "model": "" if contents is None else _digest(contents),
-        "token": draft.token,
-    }
-    answers = meeting.share(answer, error)
+        texts = [str(site) for site in sites]
+        return {"sites": texts, "model": _digest(contents), "token": draft.token}
+
+    answers = meeting.share(begin)
     _check_sites(meeting, answers)
-    assert contents is not None
     draft.token = answers[0]["token"]
     with ExitStack() as stack:
-        sums = _write_part(meeting, stack, draft, place, contents)
-        _commit(meeting, draft, place, sums)
+
+        def write_part() -> dict[str, Any]:
+            stack.enter_context(draft)
+            part = place / _name_of(dist.get_rank(), draft)
+            manifest = write_contents(part, draft.token, contents)
+            part.write(MANIFEST, [manifest])
+            return {"checksum": checksum_of(manifest)}
+
+        sums = [answer["checksum"] for answer in meeting.share(write_part)]
+        # The first rank writes the manifest of all parts; all ranks learn whether that worked.
+        meeting.share(partial(_commit, meeting.ranks, draft, place, sums))
     return path_of(place), contents
 
 
@@ -381,9 +387,13 @@ class _Meeting:
     ranks: list[int]
     timeout: float
 
-    def share(self, answer: dict[str, Any], error: Exception | None) -> list[dict[str, Any]]:
-        """Exchange a dict between all ranks. A collective."""
-        answer = {**answer, "error": None if error is None else _line(error)}
+    def share(self, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Exchange what each rank's work returns; raise on all if one raises. A collective."""
+        error = None
+        try:
+            answer = {**work(), "error": None}
+        except Exception as caught:
+            answer, error = {"error": first_line(caught)}, caught
         answers = gather_json(self.question, answer, self.ranks, self.timeout, is_of_a_step=True)
         if any(answer["error"] for answer in answers):
             texts = [answer["error"] or "is ready" for answer in answers]
@@ -394,40 +404,18 @@ class _Meeting:
         return answers
 
 
-def _write_part(
-    meeting: _Meeting, stack: ExitStack, draft: Draft, place: Place, contents: Contents
-) -> list[str]:
-    """Write this rank's part, wait for the other ranks, and return all manifests' checksums."""
-    error: Exception | None = None
-    checksum = ""
-    try:
-        stack.enter_context(draft)
-        part = place / _name_of(dist.get_rank(), draft)
-        manifest = write_contents(part, draft.token, contents)
-        part.write(MANIFEST, [manifest])
-        checksum = checksum_of(manifest)
-    except Exception as caught:
-        error = caught
-    return [answer["checksum"] for answer in meeting.share({"checksum": checksum}, error)]
-
-
-def _commit(meeting: _Meeting, draft: Draft, place: Place, sums: list[str]) -> None:
-    """Write the manifest of all parts on the first rank; all ranks learn whether that worked."""
-    error: Exception | None = None
-    first = meeting.ranks[0]
-    if dist.get_rank() == first:
-        parts = dict(zip([_name_of(rank, draft) for rank in meeting.ranks], sums, strict=True))
-        try:
-            unseen = [name for name in parts if name not in place.names()]
-            if unseen:
-                raise FolderError(
-                    f"rank {first} does not see the folders of other ranks"
-                    f" ({listed(unseen, 4)}): the folder must be on a disk that all ranks share"
-                )
-            draft.commit(manifest_bytes({"ranks": parts}))
-        except Exception as caught:
-            error = caught
-    meeting.share({}, error)
+def _commit(ranks: Sequence[int], draft: Draft, place: Place, sums: list[str]) -> dict[str, Any]:
+    """Write the manifest of all parts, on the first rank."""
+    if dist.get_rank() == ranks[0]:
+        parts = dict(zip([_name_of(rank, draft) for rank in ranks], sums, strict=True))
+        unseen = [name for name in parts if name not in place.names()]
+        if unseen:
+            raise FolderError(
+                f"rank {ranks[0]} does not see the folders of other ranks"
+                f" ({listed(unseen, 4)}): the folder must be on a disk that all ranks share"
+            )
+        draft.commit(manifest_bytes({"ranks": parts}))
+    return {}
 
 
 def _name_of(rank: int, draft: Draft) -> str:
@@ -462,7 +450,3 @@ def read_ranks(manifest: Any) -> dict[str, str]:
 
 def _digest(contents: Contents) -> str:
     return hashlib.sha256(json.dumps(list(contents.modules.items())).encode()).hexdigest()[:12]
-
-
-def _line(error: BaseException) -> str:
-    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
