@@ -40,6 +40,9 @@ class Lookups(Mapping[str, Any]):
     def _name(self) -> str:
         """The code that names these values in messages: `run`, `run.passes[0]`."""
 
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
     def _resolve(self, key: Key) -> Lookup:
         return self._log.index.find(key)
 

@@ -125,9 +125,6 @@ class PassRecord(Lookups, Result):
         )
         return iter(dict.fromkeys(self._keys(fired)))
 
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the printed table as plain values: `sites` has a dict for each site that fired."""
         return {"number": self.number, "failed": self.failed, "sites": self._table_rows()}

@@ -141,7 +141,7 @@ def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
     """Gather a value of which each rank has a part. A collective."""
     value, nodes = ask.check_ranks_match(find, compares_copies=True)
     check_same(ask.question, ranks_of(ask.group, ask.question), nodes, "number")
-    _check_dim(ask, columns(nodes, "plain", "array"), dim)
+    _check_dim(ask.question, columns(nodes, "plain", "array"), dim)
     wholes = []
     for tensor, column in zip(value.tensors, columns(nodes), strict=True):
         if is_dtensor(tensor):
@@ -189,7 +189,7 @@ def joined(
     plain = [
         column for column, whole in zip(columns(nodes), of_dtensors, strict=True) if whole is None
     ]
-    _check_dim(Collective(question, (), None, 0.0), plain, dim)
+    _check_dim(question, plain, dim)
     for parts in filter(None, of_dtensors):
         texts = [copy_text(layout, tensor) for layout, tensor in parts]
         warn_of_unlike_copies(question, ranks, [[text] for text in texts])
@@ -344,13 +344,13 @@ def _wide(tensor: Tensor, op: str) -> Tensor:
     return tensor.to(torch.float64 if op == "mean" else torch.int64)
 
 
-def _check_dim(ask: Collective, plain: list[tuple[Node, ...]], dim: int | None) -> None:
+def _check_dim(question: str, plain: list[tuple[Node, ...]], dim: int | None) -> None:
     for column in plain:
         shapes = [node["shape"] for node in column]
         texts = " and ".join(dict.fromkeys(str(shape) for shape in shapes))
         if dim is None:
             raise AmbiguousError(
-                f"{ask.question}: each rank has a plain tensor, {texts}, so dim must say how to"
+                f"{question}: each rank has a plain tensor, {texts}, so dim must say how to"
                 " join them.\nWrite dim=0 if each rank has a part of the batch (DDP, FSDP), or the"
                 " dimension that tensor parallelism splits, such as dim=-1.\nIf all ranks have the"
                 " same tensor, look it up on one rank."
@@ -358,13 +358,13 @@ def _check_dim(ask: Collective, plain: list[tuple[Node, ...]], dim: int | None) 
         n_dims = len(shapes[0])
         if not -n_dims <= dim < n_dims:
             raise ValueError(
-                f"{ask.question}: dim must be a dimension of {texts}, got {dim}."
+                f"{question}: dim must be a dimension of {texts}, got {dim}."
                 "\nReduce a number of each rank instead: run.reduced(..., op='mean')."
             )
         rest = [[n for k, n in enumerate(shape) if k != dim % n_dims] for shape in shapes]
         if any(sizes != rest[0] for sizes in rest):
             raise ValueError(
-                f"{ask.question}: {texts} cannot be joined along dimension {dim}: they also differ"
+                f"{question}: {texts} cannot be joined along dimension {dim}: they also differ"
                 " in other dimensions."
             )
 

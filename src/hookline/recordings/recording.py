@@ -216,9 +216,7 @@ class Recording(Lookups, Result):
         return PassList(self._log)
 
     def __getitem__(self, key: Key) -> Any:
-        if self.ranks:
-            return self._of_rank(key)[key]
-        return self._only(key)
+        return self._holder(key)._only(key)
 
     def _only(self, key: Key, read: Read | None = None) -> Any:
         lookup = self._log.index.find(key)
@@ -245,9 +243,6 @@ class Recording(Lookups, Result):
             for key, site in pairs
         )
 
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
     def __contains__(self, key: object) -> bool:
         """Return whether a site has one or more values."""
         if self.ranks:
@@ -261,7 +256,7 @@ class Recording(Lookups, Result):
             NotRecordedError: the site did not fire.
             AmbiguousError: the site has values on several ranks.
         """
-        log = self._log_with(key)
+        log = self._holder(key)._log
         lookup = log.index.find(key)
         (current, entries), *later = log.find(lookup)
         code = f".passes[{current.number}]" if later else ""
@@ -288,17 +283,16 @@ class Recording(Lookups, Result):
             AmbiguousError: the site has values of several passes, or gradients of several backward
                 passes. For one pass, write `run.passes[1].calls(key)`.
         """
-        if self.ranks:
-            return self._of_rank(key).calls(key)
-        lookup = self._log.index.find(key)
-        passes = self._log.find(lookup)
+        log = self._holder(key)._log
+        lookup = log.index.find(key)
+        passes = log.find(lookup)
         if len(passes) > 1:
             raise AmbiguousError(
                 f"{str(lookup)!r} ran in {len(passes)} passes.\nWrite"
                 f" run.passes[{passes[0][0].number}].calls({str(lookup)!r}) for one of them, or"
                 f" run.cat({str(lookup)!r}, dim=None) for a list of all values."
             )
-        return self._log.values(lookup, *passes[0])
+        return log.values(lookup, *passes[0])
 
     def stack(self, key: Key) -> Tensor:
         """Stack a site's values along a new first dimension, one value for each pass.
@@ -323,7 +317,7 @@ class Recording(Lookups, Result):
             AmbiguousError: the module ran several times in a pass.
             StructureError: the values are not tensors of one shape.
         """
-        log = self._log_with(key)
+        log = self._holder(key)._log
         return stacked(log, log.index.find(key))
 
     @overload
@@ -360,7 +354,7 @@ class Recording(Lookups, Result):
             StructureError: the values are not tensors, have no dimension `dim`, or differ in
                 another dimension.
         """
-        log = self._log_with(key)
+        log = self._holder(key)._log
         lookup = log.index.find(key)
         if dim is None:
             return [value for calls in log.by_pass(lookup) for value in calls]
@@ -582,10 +576,7 @@ class Recording(Lookups, Result):
         return self.ranks
 
     def _resolve(self, key: Key) -> Lookup:
-        return self._log_with(key).index.find(key)
-
-    def _log_with(self, key: Key) -> Log:
-        return self._of_rank(key)._log if self.ranks else self._log
+        return self._holder(key)._log.index.find(key)
 
     def _in_pass(self, lookup: Lookup, current: Pass, entries: list[Entry]) -> str:
         """Return the code that looks up a site's first value in a pass."""
@@ -598,8 +589,10 @@ class Recording(Lookups, Result):
         except AmbiguousError:  # several backward passes cannot be joined
             return ""
 
-    def _of_rank(self, key: Key) -> Recording:
+    def _holder(self, key: Key) -> Recording:
         """Return the recording of the only rank on which a site has a value."""
+        if not self.ranks:
+            return self
         having = [rank for rank, recording in enumerate(self.ranks) if key in recording]
         if len(having) > 1:
             raise AmbiguousError(
