@@ -164,7 +164,7 @@ class SingleItems(ABC):
         except _FATAL:
             raise
         except Exception:
-            pairs = self._read_one_by_one(indices, batch.failures)
+            pairs = self._each_alone(batch, indices, self._read_alone)
         for index, item in pairs:
             if isinstance(item, Skip):
                 batch.skipped.append((index, item.reason))
@@ -175,20 +175,9 @@ class SingleItems(ABC):
             self._collate(batch, values)
         return batch
 
-    def _read_one_by_one(
-        self, indices: Iterable[int], failures: list[Failure]
-    ) -> list[tuple[int, Any]]:
-        pairs = []
-        for index in indices:
-            try:
-                (item,) = self.read([index])
-            except _FATAL:
-                raise
-            except Exception as error:
-                failures.append(Failure(index, error, self.root))
-            else:
-                pairs.append((index, item))
-        return pairs
+    def _read_alone(self, index: int) -> Any:
+        (item,) = self.read([index])
+        return item
 
     def _collate(self, batch: RawBatch, values: list[Any]) -> None:
         """Make one value of items; leave out those that fail alone, and try the rest again."""
@@ -198,25 +187,29 @@ class SingleItems(ABC):
             raise
         except Exception as error:
             problem = Failure(batch.items[0], error, self.root)
-            good = self._collate_one_by_one(batch, values)
+            by_index = dict(zip(batch.items, values, strict=True))
+            good = self._each_alone(
+                batch, batch.items, lambda index: self.collate([by_index[index]], [index])
+            )
             batch.items = [index for index, _ in good]
             if len(good) == len(values):
                 batch.problem = problem
             elif good:
-                self._collate(batch, [value for _, value in good])
+                self._collate(batch, [by_index[index] for index in batch.items])
 
-    def _collate_one_by_one(self, batch: RawBatch, values: list[Any]) -> list[tuple[int, Any]]:
-        good = []
-        for index, value in zip(batch.items, values, strict=True):
+    def _each_alone(
+        self, batch: RawBatch, indices: Iterable[int], work: Callable[[int], Any]
+    ) -> list[tuple[int, Any]]:
+        """Return what the work makes of each item, without the items for which it fails."""
+        pairs = []
+        for index in indices:
             try:
-                self.collate([value], [index])
+                pairs.append((index, work(index)))
             except _FATAL:
                 raise
             except Exception as error:
                 batch.failures.append(Failure(index, error, self.root))
-            else:
-                good.append((index, value))
-        return good
+        return pairs
 
 
 class LoaderOptions(NamedTuple):
