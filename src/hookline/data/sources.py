@@ -78,10 +78,11 @@ def source_of(data: Any, loading: Loading) -> DataSource:
         data = np.asarray(data).tolist()
     if is_array(data) or isinstance(data, tuple | Mapping):
         return _indexed(array_items(data), loading)
-    if _is_map_style(data):
-        return _indexed(DatasetItems(data, default_collate, loading.tokenize), loading)
-    if isinstance(data, Iterable) and not _is_misplaced(data):
-        return _of_iterable(data, loading)
+    if not _is_misplaced(data):
+        if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+            return _indexed(DatasetItems(data, default_collate, loading.tokenize), loading)
+        if isinstance(data, Iterable):
+            return _of_iterable(data, loading)
     raise InputError(
         "data must be a Dataset, a DataLoader, an iterable of batches, an array, a dict or tuple of"
         f" arrays, or a path, got {_in_words(data)}."
@@ -164,39 +165,28 @@ def _check_order(loader: DataLoader[Any]) -> None:
     order: Any = loader.sampler
     if loader.batch_size is None and loader.batch_sampler is not None:
         order = loader.batch_sampler
-    size = "" if loader.batch_size is None else f", batch_size={loader.batch_size}"
-    remedy = f"Give DataLoader(dataset{size}), so that each run and each resume has the same rows."
     if not is_iterable and type(order) is not SequentialSampler:
-        shuffles = "one that shuffles" if type(order).__name__ == "RandomSampler" else "one with a"
-        name = shuffles if shuffles.endswith("shuffles") else f"{shuffles} {type(order).__name__}"
-        raise InputError(
-            f"data must be a DataLoader that goes through its data set in order, got {name}."
-            f"\n{remedy}"
-        )
-    if not is_iterable and len(order) != len(loader.dataset):  # type: ignore[arg-type]
-        raise InputError(
-            f"data must be a DataLoader of its whole data set, got {len(order)} of"
-            f" {len(loader.dataset)} items.\n{remedy}"  # type: ignore[arg-type]
-        )
-    if loader.drop_last:
-        raise InputError(
-            "data must be a DataLoader that keeps its last batch, got one with drop_last=True."
-            f"\n{remedy}"
-        )
+        name = type(order).__name__
+        what = "that shuffles" if name == "RandomSampler" else f"with a {name}"
+        expected = f"that goes through its data set in order, got one {what}"
+    elif not is_iterable and len(order) != len(loader.dataset):  # type: ignore[arg-type]
+        n_items = len(loader.dataset)  # type: ignore[arg-type]
+        expected = f"of its whole data set, got {len(order)} of {n_items} items"
+    elif loader.drop_last:
+        expected = "that keeps its last batch, got one with drop_last=True"
+    else:
+        return
+    size = "" if loader.batch_size is None else f", batch_size={loader.batch_size}"
+    raise InputError(
+        f"data must be a DataLoader {expected}."
+        f"\nGive DataLoader(dataset{size}), so that each run and each resume has the same rows."
+    )
 
 
 def _is_column_of_texts(data: Any) -> bool:
     """Tell whether data is an array or a column of a table that may hold texts, by its dtype."""
     kind = getattr(data.dtype, "kind", None) if is_array(data) else None
     return kind in ("O", "T", "U") and len(data.shape) == 1
-
-
-def _is_map_style(data: Any) -> bool:
-    return (
-        hasattr(data, "__len__")
-        and hasattr(data, "__getitem__")
-        and not _is_misplaced(data)
-    )  # fmt: skip
 
 
 def _is_misplaced(data: Any) -> bool:
