@@ -68,8 +68,8 @@ class ArrayPart(NamedTuple):
         return np.ndarray(self.shape, np.dtype(self.dtype), data.data, self.offset, self.strides)
 
 
-def part_of(array: NDArray[Any]) -> ArrayPart | None:
-    """Find the file of a memory-mapped array, or of a view of one; None for memory."""
+def part_of(array: Any) -> ArrayPart | None:
+    """Find the file of a memory-mapped array, or of a view of one; None for anything else."""
     base: Any = array
     while isinstance(base, np.ndarray):
         top, base = base, base.base
@@ -123,10 +123,9 @@ class ArrayRows:
     """
 
     def __init__(self, array: Any, to: torch.dtype | None = None) -> None:
-        self._array: Any = None if isinstance(array, ArrayPart) else array
-        self._part = part_of(array) if isinstance(array, np.ndarray) else None
-        if isinstance(array, ArrayPart):
-            self._part = array
+        is_part = isinstance(array, ArrayPart)
+        self._array: Any = None if is_part else array
+        self._part: ArrayPart | None = array if is_part else part_of(array)
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dtype: Any = array.dtype
         self._to = to

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from hookline.data.named_input import load_input, picture_batch
+from hookline.data.random_batch import integers, normal
 from hookline.errors import InputError
 from hookline.models.loaded import Batch, LoadedModel, describe
 from hookline.models.packages import import_package
@@ -39,13 +39,10 @@ def guess_input(loaded: LoadedModel) -> Batch | None:
         return load_input("demo", loaded)
     if loaded.tokenize is not None:
         return load_input(_TEXT, loaded)
-    if not loaded.name.startswith(("torchvision:", "timm:", "hf:")):
-        return _by_first_layer(loaded)  # its preparation of pictures is a guess itself
-    return _by_first_layer(loaded) if loaded.preprocess is None else _grey_picture(loaded)
-
-
-def _grey_picture(loaded: LoadedModel) -> Batch | None:
-    assert loaded.preprocess is not None
+    # For other models, the preparation of pictures is a guess itself.
+    is_of_library = loaded.name.startswith(("torchvision:", "timm:", "hf:"))
+    if loaded.preprocess is None or not is_of_library:
+        return _by_first_layer(loaded)
     image_module = import_package("PIL.Image", loaded.name, InputError)
     picture = image_module.new("RGB", (256, 256), (128, 128, 128))
     return picture_batch(loaded.preprocess(picture).unsqueeze(0), "a grey picture", loaded)
@@ -62,16 +59,12 @@ def _by_first_layer(loaded: LoadedModel) -> Batch | None:
 
 
 def _for_layer(module: nn.Module) -> Tensor | None:
-    # A separate generator: torch's global random state is not consumed.
-    generator = torch.Generator().manual_seed(0)
     if isinstance(module, nn.Embedding):
-        high = module.num_embeddings
-        return torch.randint(0, high, (1, _N_TOKENS), generator=generator, device="cpu")
+        return integers((1, _N_TOKENS), module.num_embeddings)
     if isinstance(module, nn.Linear):
-        return torch.randn(1, module.in_features, generator=generator, device="cpu")
+        return normal((1, module.in_features))
     for kind, n_sides in _CONVOLUTIONS.items():
         if type(module) is kind:
             side = _SIDE if n_sides < 3 else _SIDE // 4
-            shape = (1, module.in_channels, *[side] * n_sides)
-            return torch.randn(shape, generator=generator, device="cpu")
+            return normal((1, module.in_channels, *[side] * n_sides))
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,17 +57,28 @@ def make_random(spec: str, loaded: LoadedModel) -> Batch:
             f"the shape must have at most {_MAX_ELEMENTS:,} numbers and {_MAX_DIMENSIONS}"
             f" dimensions, got {printable(spec)}.\nGive a smaller shape."
         )
-    tensor = _draw(shape, getattr(torch, name), loaded.model)
+    dtype = getattr(torch, name)
+    if dtype.is_floating_point:
+        tensor = normal(shape).to(dtype)
+    else:
+        high = 2 if dtype is torch.bool else min(_N_TOKENS, _vocabulary(loaded.model))
+        tensor = integers(shape, high).to(dtype)
     return Batch((tensor,), {}, f"random, {describe(tensor)}")
 
 
-def _draw(shape: list[int], dtype: torch.dtype, model: nn.Module) -> Tensor:
-    # A separate generator: torch's global random state is not consumed.
-    generator = torch.Generator().manual_seed(_SEED)
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
-    high = 2 if dtype is torch.bool else min(_N_TOKENS, _vocabulary(model))
-    return torch.randint(0, high, shape, generator=generator, device="cpu").to(dtype)
+def normal(shape: Sequence[int]) -> Tensor:
+    """Draw floats from the normal distribution, from a fixed seed."""
+    return torch.randn(shape, generator=_generator(), device="cpu")
+
+
+def integers(shape: Sequence[int], high: int) -> Tensor:
+    """Draw integers from 0 to below `high`, from a fixed seed."""
+    return torch.randint(0, high, shape, generator=_generator(), device="cpu")
+
+
+def _generator() -> torch.Generator:
+    """Return a separate generator: torch's global random state is not consumed."""
+    return torch.Generator().manual_seed(_SEED)
 
 
 def _vocabulary(model: nn.Module) -> int:
