@@ -72,17 +72,16 @@ def load_module_factory(module_name: str, factory: str) -> LoadedModel:
     with _importable_from(Path.cwd()):
         try:
             module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise _failed(
-                    f"the module {module_name} cannot be imported", error, _MEND
-                ) from error
-            raise ModelError(
-                f"{module_name}:{factory}: the module {error.name!r} must be importable, and is"
-                " not.\nCheck the spelling, install it, or give the file: path/to/file.py:FACTORY."
-            ) from error
         except (Exception, SystemExit) as error:
-            raise _failed(f"the module {module_name} cannot be imported", error, _MEND) from error
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+                raise ModelError(
+                    f"{module_name}:{factory}: the module {missing!r} must be importable, and is"
+                    " not.\nCheck the spelling, install it, or give the file:"
+                    " path/to/file.py:FACTORY."
+                ) from error
+            fix = "Mend the module, or name another one."
+            raise _failed(f"the module {module_name} cannot be imported", error, fix) from error
         return _make(module, module_name, factory)
 
 
@@ -147,20 +146,14 @@ def _is_own(value: object, module: ModuleType) -> bool:
     return is_model or getattr(value, "__module__", "") == module.__name__
 
 
-_MEND = "Mend the module, or name another one."
-
-
 def _failed(event: str, error: BaseException, fix: str) -> ModelError:
     """Return an error that says what failed, in which file and line, and how to mend it."""
     frames = traceback.extract_tb(error.__traceback__)
     # A call that does not fit the factory's signature fails here, not in the user's file.
     frame = frames[-1] if frames and frames[-1].filename != __file__ else None
-    if isinstance(error, SyntaxError):
-        place = ""  # its text has the file and the line
-    elif frame is not None:
+    place = ""
+    if frame is not None and not isinstance(error, SyntaxError):  # its text has file and line
         place = f" ({Path(frame.filename).name}, line {frame.lineno})"
-    else:
-        place = ""
     return ModelError(f"{event}: {in_short(error)}{place}.\n{fix}")
 
 

@@ -49,7 +49,7 @@ def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
         model = timm.create_model(model_name, pretrained=default_weights)
     except Exception as error:  # errors of the hub, the network and timm have no common base
         if default_weights:
-            raise cannot_fetch(name, "its weights", in_short(error)) from error
+            raise cannot_fetch(name, in_short(error)) from error
         raise ModelError(f"{name} cannot be built: {in_short(error)}.") from error
     config = timm.data.resolve_model_data_config(model)
     mode = "L" if config["input_size"][0] == 1 else "RGB"
@@ -69,13 +69,13 @@ def _check_source(timm: Any, model_name: str, name: str) -> None:
         if any(isinstance(hub.try_to_load_from_cache(repository, file), str) for file in files):
             return
         if hub.constants.HF_HUB_OFFLINE:
-            raise cannot_fetch(name, "its weights", f"{repository} is not cached: HF_HUB_OFFLINE")
+            raise cannot_fetch(name, f"{repository} is not cached: HF_HUB_OFFLINE")
         if not is_reachable(hub.constants.ENDPOINT):
-            raise cannot_fetch(name, "its weights", f"no connection to {hub.constants.ENDPOINT}")
+            raise cannot_fetch(name, f"no connection to {hub.constants.ENDPOINT}")
     elif url:
         cached = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
         if not cached.is_file() and not is_reachable(url):
-            raise cannot_fetch(name, "its weights", f"no connection to {url}")
+            raise cannot_fetch(name, f"no connection to {url}")
     else:
         tags = ", ".join(timm.list_pretrained(f"{model_name}.*")[:3])
         raise ModelError(

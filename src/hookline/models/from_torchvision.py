@@ -79,11 +79,11 @@ def _fetch_safely(weights: Any, name: str) -> None:
     path = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
     if not path.is_file():
         if not is_reachable(weights.url):
-            raise cannot_fetch(name, "its weights", f"no connection to {weights.url}")
+            raise cannot_fetch(name, f"no connection to {weights.url}")
         path.parent.mkdir(parents=True, exist_ok=True)
         digest = path.stem.rpartition("-")[2]
         try:
             torch.hub.download_url_to_file(weights.url, str(path), hash_prefix=digest)
         except (urllib.error.URLError, OSError, RuntimeError) as error:
-            raise cannot_fetch(name, "its weights", in_short(error)) from error
+            raise cannot_fetch(name, in_short(error)) from error
     read_tensors(path, ModelError)

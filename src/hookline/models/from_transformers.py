@@ -70,7 +70,7 @@ def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
             model = model_class(config)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         if isinstance(error, OSError) and not is_local:
-            raise cannot_fetch(name, "its weights", in_short(error)) from error
+            raise cannot_fetch(name, in_short(error)) from error
         raise ModelError(
             f"{name} cannot be built as {model_class.__name__}: {in_short(error)}.\n"
             "Its config.json and its weights must be those of one model."
@@ -163,7 +163,7 @@ def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, A
     try:
         has_weights = any(hub.file_exists(place, file) for file in files)
     except Exception as error:  # errors of the hub's client have no stable common base
-        raise cannot_fetch(name, "its weights", in_short(error)) from error
+        raise cannot_fetch(name, in_short(error)) from error
     if not has_weights:
         raise ModelError(
             f"{name} has no weights as .safetensors on the hub, the only kind read from there.\n"
@@ -172,11 +172,17 @@ def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, A
 
 
 def _load_preprocess(transformers: Any, place: str, options: dict[str, Any]) -> Preprocess | None:
+    processor = _published(transformers.AutoImageProcessor, place, options)
+    # It pickles, for processes that load pictures.
+    return None if processor is None else partial(_preprocess, processor)
+
+
+def _published(kind: Any, place: str, options: dict[str, Any]) -> Any:
+    """Return what is published with a model; None without it, which transformers finds an error."""
     try:
-        processor = transformers.AutoImageProcessor.from_pretrained(place, **options)
+        return kind.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, ImportError):
-        return None  # most models take no pictures, which transformers reports as an error
-    return partial(_preprocess, processor)  # it pickles, for processes that load pictures
+        return None
 
 
 def _preprocess(processor: Any, picture: Image) -> Tensor:
@@ -188,13 +194,10 @@ def _preprocess(processor: Any, picture: Image) -> Tensor:
 def _load_tokenize(
     transformers: Any, place: str, name: str, config: Any, options: dict[str, Any]
 ) -> Tokenize | None:
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
-    except (OSError, ValueError, KeyError, ImportError):
-        return None  # the model has no tokenizer, which transformers reports as an error
+    tokenizer = _published(transformers.AutoTokenizer, place, options)
     # If the tokenizer's files are missing, transformers may build an empty tokenizer, which would
     # turn every word into the unknown token.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         return None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -122,16 +121,10 @@ def _of_factory(
 
 
 def _seeded(load: Callable[..., LoadedModel], rest: str, *, default_weights: bool) -> LoadedModel:
-    with _own_randomness():
-        return load(rest, default_weights=default_weights)
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
     # torch.manual_seed would also reseed the accelerators, which are not used here.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        yield
+        return load(rest, default_weights=default_weights)
 
 
 _LIBRARIES: dict[str, Callable[..., LoadedModel]] = {

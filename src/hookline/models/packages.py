@@ -103,10 +103,10 @@ def is_reachable(url: str) -> bool:
         return False
 
 
-def cannot_fetch(name: str, subject: str, reason: str) -> ModelError:
-    """Return the error for weights or a configuration that cannot be downloaded."""
+def cannot_fetch(name: str, reason: str) -> ModelError:
+    """Return the error for weights that cannot be downloaded."""
     return ModelError(
-        f"{name}: {subject} cannot be fetched ({reason}).\n"
+        f"{name}: its weights cannot be fetched ({reason}).\n"
         f"Use {RANDOM}, or --weights FILE for a checkpoint on this disk."
     )
 
