@@ -259,22 +259,14 @@ def _arrow(numbers: NDArray[Any], kind: Any, lengths: NDArray[np.int64] | None) 
     """Return rows as an Arrow array; with lengths, as lists of rows."""
     import pyarrow as pa
 
-    kinds = []
     if lengths is not None:
-        kinds.append(kind)
-        kind = kind.value_type
-    while pa.types.is_fixed_size_list(kind):
-        kinds.append(kind)
-        kind = kind.value_type
-    array = pa.array(numbers.reshape(-1), kind)
-    while kinds:
-        outer = kinds.pop()
-        if pa.types.is_fixed_size_list(outer):
-            array = pa.FixedSizeListArray.from_arrays(array, type=outer)
-        elif lengths is not None:
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            array = pa.ListArray.from_arrays(offsets, array, type=outer)
-    return array
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        rows = _arrow(numbers, kind.value_type, None)
+        return pa.ListArray.from_arrays(offsets, rows, type=kind)
+    if pa.types.is_fixed_size_list(kind):
+        parts = _arrow(numbers, kind.value_type, None)
+        return pa.FixedSizeListArray.from_arrays(parts, type=kind)
+    return pa.array(numbers.reshape(-1), kind)
 
 
 def _printable(text: str) -> str:
