@@ -55,6 +55,7 @@ class HuggingFaceItems(SingleItems):
         columns = self.dataset.column_names
         self._preprocess = preprocess if _IMAGE in columns else None
         self._tokenize = tokenize if KEY in columns else None
+        self._column = KEY if self._tokenize else _IMAGE if self._preprocess else None
         self._rows: Any = None
 
     @property
@@ -104,10 +105,8 @@ class HuggingFaceItems(SingleItems):
         return list(rows)
 
     def _selected(self) -> Any:
-        if self._tokenize is not None:
-            return self.dataset.with_format(None).select_columns([KEY])
-        if self._preprocess is not None:
-            return self.dataset.with_format(None).select_columns([_IMAGE])
+        if self._column is not None:
+            return self.dataset.with_format(None).select_columns([self._column])
         # Python lists would be collated a position at a time.
         is_set = self.dataset.format["type"] is not None
         return self.dataset if is_set else self.dataset.with_format("torch")

@@ -117,11 +117,12 @@ def _overwritten(sites: Mapping[str, str]) -> list[Finding]:
 def _notes(reader: _Reader) -> list[str]:
     if not reader.n_values:
         return ["The model has not run, so nothing was judged. print(run.report()) says more."]
-    notes = []
-    if reader.empty:
-        names = listed([*dict.fromkeys(reader.empty)], _MOST_NAMED)
-        notes.append(f"Not judged, because they hold no numbers: {names}.")
-    if reader.unread:
-        names = listed(reader.unread, _MOST_NAMED)
-        notes.append(f"Not judged, because torch cannot read the numbers: {names}.")
-    return notes
+    reasons = {
+        "they hold no numbers": dict.fromkeys(reader.empty),
+        "torch cannot read the numbers": reader.unread,
+    }
+    return [
+        f"Not judged, because {why}: {listed(keys, _MOST_NAMED)}."
+        for why, keys in reasons.items()
+        if keys
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -20,6 +21,7 @@ def stamp(value: Any) -> tuple[int | None, ...]:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Beside:
     """The stamp of a value that is kept with its graph and whose versions do not show all writes.
 
@@ -28,14 +30,12 @@ class Beside:
         copies: each tensor whose version does not show all writes, with a copy of it.
     """
 
-    __slots__ = ("copies", "versions")
-
-    def __init__(self, versions: Any, copies: list[tuple[Tensor, Tensor]]) -> None:
-        self.versions: Any = versions
-        self.copies: list[tuple[Tensor, Tensor]] = copies
+    versions: Any
+    copies: list[tuple[Tensor, Tensor]]
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Unknowable:
     """The stamp of a value that cannot be copied and whose changes cannot be detected.
 
@@ -43,10 +43,7 @@ class Unknowable:
         kind: the type of the object that holds its tensors.
     """
 
-    __slots__ = ("kind",)
-
-    def __init__(self, kind: str) -> None:
-        self.kind: str = kind
+    kind: str
 
 
 def is_as_stamped(tensors: Sequence[Tensor], was: Any) -> bool:
