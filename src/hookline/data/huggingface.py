@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from torch import Tensor
 from torch.utils.data import default_collate
 
+from hookline.data.batches import Loading
 from hookline.data.fingerprints import files_fingerprint
 from hookline.data.images import prepared
 from hookline.data.loading import SingleItems
 from hookline.data.texts import KEY, text_or_skip
 from hookline.display.text import listed
 from hookline.errors import InputError
-from hookline.models.loaded import Preprocess
 from hookline.models.packages import import_package, in_short
 from hookline.util.local_paths import is_file
 from hookline.util.optional import imported
@@ -35,8 +34,7 @@ class HuggingFaceItems(SingleItems):
 
     Args:
         data: the folder that `save_to_disk` wrote, which is what is pickled; or the data set.
-        preprocess: converts a picture to a tensor, or None.
-        tokenize: converts texts to a dict of tensors, or None.
+        loading: its preprocessing is for pictures, its tokenizer for texts.
 
     Raises:
         InputError: datasets is not installed, or the folder cannot be read.
@@ -44,17 +42,12 @@ class HuggingFaceItems(SingleItems):
 
     fix = "Give columns that fit together: dataset.select_columns([...])."
 
-    def __init__(
-        self,
-        data: Any,
-        preprocess: Preprocess | None,
-        tokenize: Callable[[list[str]], dict[str, Tensor]] | None,
-    ) -> None:
+    def __init__(self, data: Any, loading: Loading) -> None:
         self._path: Path | None = data if isinstance(data, Path) else None
         self._dataset = None if self._path is not None else data
         columns = self.dataset.column_names
-        self._preprocess = preprocess if _IMAGE in columns else None
-        self._tokenize = tokenize if KEY in columns else None
+        self._preprocess = loading.preprocess if _IMAGE in columns else None
+        self._tokenize = loading.tokenize if KEY in columns else None
         self._column = KEY if self._tokenize else _IMAGE if self._preprocess else None
         self._rows: Any = None
 

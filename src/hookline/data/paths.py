@@ -65,7 +65,7 @@ def items_of_path(path: Path, loading: Loading) -> Items:
     """
     suffix = path.suffix.lower()
     if is_folder(path) and is_huggingface_folder(path):
-        return HuggingFaceItems(path, loading.preprocess, loading.tokenize)
+        return HuggingFaceItems(path, loading)
     if is_folder(path) or suffix in images.SUFFIXES:
         return images.ImageItems(path, loading.preprocess)
     if suffix in npy_files.SUFFIXES:

@@ -73,7 +73,7 @@ def source_of(data: Any, loading: Loading) -> DataSource:
     if isinstance(data, str | os.PathLike):
         return _indexed(items_of_path(path_of(data, "data", _PATH_FIX), loading), loading)
     if is_huggingface(data):
-        return _indexed(HuggingFaceItems(data, loading.preprocess, loading.tokenize), loading)
+        return _indexed(HuggingFaceItems(data, loading), loading)
     if loading.tokenize is not None and _is_column_of_texts(data):
         data = np.asarray(data).tolist()
     if is_array(data) or isinstance(data, tuple | Mapping):
