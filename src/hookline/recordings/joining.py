@@ -28,9 +28,7 @@ def stacked(log: Log, lookup: Lookup) -> Tensor:
         AmbiguousError: a pass has several calls.
         StructureError: the values are not tensors of one shape.
     """
-    passes = log.by_pass(lookup)
-    _refuse_several_calls(log, lookup, passes, "stacked")
-    values = [calls[0] for calls in passes]
+    values = _one_a_pass(log, lookup, "stacked")
     shapes = _shapes(values)
     if shapes is None or len(shapes) > 1:
         raise StructureError(
@@ -53,9 +51,7 @@ def concatenated(log: Log, lookup: Lookup, dim: int) -> Tensor:
             f"dim must be the number of a dimension or None, got {dim!r}."
             f"\nWrite run.cat({str(lookup)!r}, dim=0)."
         )
-    passes = log.by_pass(lookup)
-    _refuse_several_calls(log, lookup, passes, "concatenated", dim)
-    values = [calls[0] for calls in passes]
+    values = _one_a_pass(log, lookup, "concatenated", dim)
     shapes = _shapes(values)
     if shapes is not None and _fits(shapes, dim):
         return _joined(lookup, values, dim if shapes[0] else None)
@@ -118,16 +114,19 @@ def _code(lookup: Lookup, values: Sequence[Any], dim: int | None) -> tuple[str, 
     return "", False
 
 
-def _refuse_several_calls(
-    log: Log, lookup: Lookup, passes: Sequence[Sequence[Any]], how: str, dim: int | None = None
-) -> None:
-    """Refuse to join the calls of one pass: the rows would not match the rows of the inputs."""
+def _one_a_pass(log: Log, lookup: Lookup, how: str, dim: int | None = None) -> list[Any]:
+    """Return the value of each pass.
+
+    Several calls of one pass are refused: the rows would not match the rows of the inputs.
+    """
+    passes = log.by_pass(lookup)
     most = max(map(len, passes))
     if most > 1:
         raise AmbiguousError(
             f"{str(lookup)!r} must have one call in each pass to be {how}, got {most} in a pass."
             f"\nWrite {way_to_join(log, lookup, dim=dim)}."
         )
+    return [calls[0] for calls in passes]
 
 
 def _joined(lookup: Lookup, values: list[Tensor], dim: int | None) -> Tensor:

@@ -107,8 +107,7 @@ class PassRecord(Lookups, Result):
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        lookup = self._resolve(key)
-        return self._log.values(lookup, *self._found(lookup))
+        return self._values(key)
 
     def calls_as_placed(self, key: Key) -> list[Any]:
         """Return what `calls` does, with each DTensor as it is and not this rank's shard of it.
@@ -116,8 +115,11 @@ class PassRecord(Lookups, Result):
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
+        return self._values(key, self._log.whole)
+
+    def _values(self, key: Key, read: Read | None = None) -> list[Any]:
         lookup = self._resolve(key)
-        return self._log.values(lookup, *self._found(lookup), self._log.whole)
+        return self._log.values(lookup, *self._found(lookup), read)
 
     def __iter__(self) -> Iterator[str]:
         fired = sorted(

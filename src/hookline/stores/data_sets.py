@@ -141,6 +141,7 @@ class ShuffledRows(IterableDataset[Any]):
                     f"{name} must be {expected}, got {number!r}.\nGive {name}={example}."
                 )
         self._columns, self._how = tuple(columns), how
+        self._batch_rows = how.batch_size or 1
         self._dataset = StoreDataset(store_shards, columns, is_single=is_single)
         per_token = any(column.is_ragged for column in columns)
         self._sizes = store_shards.n_rows if per_token else store_shards.n_items
@@ -165,7 +166,7 @@ class ShuffledRows(IterableDataset[Any]):
     def __len__(self) -> int:
         """Return the number of batches of this rank."""
         first, last = self._share(*self._rank_and_world())
-        return math.ceil((last - first) / (self._how.batch_size or 1))
+        return math.ceil((last - first) / self._batch_rows)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned, not forked, does not know the ranks.
@@ -178,7 +179,7 @@ class ShuffledRows(IterableDataset[Any]):
         number, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         first, last = self._share(rank, world)
         # Workers share whole batches, so that only the last batch of a rank is shorter.
-        size = self._how.batch_size or 1
+        size = self._batch_rows
         n_batches = -(-(last - first) // size)
         start = first + n_batches * number // n_workers * size
         stop = min(first + n_batches * (number + 1) // n_workers * size, last)
@@ -197,12 +198,11 @@ class ShuffledRows(IterableDataset[Any]):
         n_rows = sum(self._sizes)
         first, last = n_rows * rank // world, n_rows * (rank + 1) // world
         if self._how.drop_last:
-            size = self._how.batch_size or 1
-            last = first + n_rows // world // size * size
+            last = first + n_rows // world // self._batch_rows * self._batch_rows
         return first, last
 
     def _batches(self, pieces: Sequence[_Piece], numbers: np.random.Generator) -> Iterator[Rows]:
-        size = self._how.batch_size or 1
+        size = self._batch_rows
         rest = np.empty(0, np.int64)
         for group in _grouped(pieces, self._how.shards):
             # Held while rows of them are read, so that nothing is downloaded twice.
