@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OverwrittenError
-from hookline.files.mapped_file import State
 from hookline.files.place import OpenFile
 from hookline.files.sealed_json import checksum
 
@@ -33,8 +32,8 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The dtypes whose memoryview can be cast to bytes; others are read through a uint8 view.
-_IN_NUMPY = frozenset({
+# The real dtypes that NumPy has. Only their memoryviews can be cast to bytes.
+IN_NUMPY = frozenset({
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16,
     torch.int8, torch.uint8, torch.bool,
 })  # fmt: skip
@@ -93,7 +92,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    if tensor.dtype not in _IN_NUMPY:
+    if tensor.dtype not in IN_NUMPY:
         tensor = flat_bytes(tensor)
     return tensor.numpy().data
 
@@ -110,10 +109,10 @@ class TensorFile:
         ValueError: the file is damaged. UnreadableError: it cannot be downloaded now.
     """
 
-    __slots__ = ("_file", "_head", "_start", "_sums", "_tensors", "verified")
+    __slots__ = ("_head", "_start", "_sums", "_tensors", "file", "verified")
 
     def __init__(self, file: OpenFile, sums: Sequence[str]) -> None:
-        self._file, self._sums = file, sums
+        self.file, self._sums = file, sums
         self._start = head_size(file.read(0, 8))
         if self._start > file.size:
             raise ValueError(f"{file.name} must be as long as its header says")
@@ -122,15 +121,6 @@ class TensorFile:
         self._head: dict[str, Any] = json.loads(bytes(head[8:]))
         self._tensors: dict[str, tuple[Tensor, int]] = {}
         self.verified: set[str] = set()
-
-    @property
-    def state(self) -> State | None:
-        """The state that changes with the bytes of the file; None where it is not known."""
-        return self._file.state
-
-    def is_current(self) -> bool:
-        """Return whether the file is unchanged since it was opened."""
-        return self._file.is_current()
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor, verified on first read; repeated calls return the same tensor.
@@ -162,8 +152,8 @@ class TensorFile:
             KeyError, ValueError: the tensor is missing or damaged.
         """
         _, _, start, stop = self._entry(name)
-        data = self._file.read(start, stop)
-        if name not in self.verified or self._file.state is None:
+        data = self.file.read(start, stop)
+        if name not in self.verified or self.file.state is None:
             self._check(data, self._sums[1 + int(name)])
             self.verified.add(name)
         return data
@@ -172,7 +162,7 @@ class TensorFile:
         actual = checksum(data)
         if actual != expected:
             raise ValueError(
-                f"{self._file.name} is damaged: a checksum must be {expected}, got {actual}"
+                f"{self.file.name} is damaged: a checksum must be {expected}, got {actual}"
             )
 
     def _entry(self, name: str) -> tuple[torch.dtype, list[int], int, int]:
@@ -185,10 +175,10 @@ class TensorFile:
             all(type(number) is int and number >= 0 for number in (*shape, start, end))
             and self._start <= start
             and start % dtype.itemsize == 0
-            and end == start + size <= self._file.size
+            and end == start + size <= self.file.size
         )
         if not is_sound:
-            raise ValueError(f"{self._file.name} must hold {name!r} where its header says")
+            raise ValueError(f"{self.file.name} must hold {name!r} where its header says")
         return dtype, shape, start, end
 
 

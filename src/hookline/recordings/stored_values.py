@@ -67,7 +67,7 @@ class Files:
     def _place(self, name: str) -> tuple[TensorFile, str]:
         file, _, key = str(name).partition("/")
         opened = self._opened.get(file)
-        if opened is None or not opened.is_current():
+        if opened is None or not opened.file.is_current():
             opened = self._opened[file] = self._open(file)
         return opened, key
 
@@ -77,9 +77,9 @@ class Files:
         with reading(f"{self.place}/{file}"):
             opened = TensorFile(self.place.open(file), self._sums[file])
         state, verified = self._verified.get(file, (None, opened.verified))
-        if state == opened.state:
+        if state == opened.file.state:
             opened.verified = verified
-        self._verified[file] = opened.state, opened.verified
+        self._verified[file] = opened.file.state, opened.verified
         return opened
 
 

@@ -28,7 +28,14 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from hookline.display.text import first_line
 from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, DamagedError, reading
-from hookline.files.safetensors_file import DTYPE_NAMES, DTYPES, flat_bytes, framed, head_size
+from hookline.files.safetensors_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    IN_NUMPY,
+    flat_bytes,
+    framed,
+    head_size,
+)
 from hookline.statistics import Moments
 from hookline.statistics.to_numbers import real
 
@@ -42,10 +49,6 @@ _BLANK = b"0" * 32
 _SEAL = re.compile(rb'seal\\": \\"([0-9a-f]{32})')
 # NumPy has no such dtypes: their bytes are unsigned integers there.
 _UNSIGNED = {1: np.uint8, 2: np.uint16}
-_MEASURED_AS_IT_IS = frozenset({
-    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.bool,
-})  # fmt: skip
 
 
 @final
@@ -315,7 +318,7 @@ def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
 def _moments(tensors: Sequence[Tensor]) -> Moments:
     moments = Moments()
     for tensor in tensors:
-        plain = tensor if tensor.dtype in _MEASURED_AS_IT_IS else real(tensor)
+        plain = tensor if tensor.dtype in IN_NUMPY else real(tensor)
         moments = moments + Moments.of(plain.numpy())
     return moments
 
