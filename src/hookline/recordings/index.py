@@ -116,24 +116,26 @@ class Index:
         Raises:
             SelectionError: the key is malformed. AmbiguousError: it names several sites.
         """
-        named, runs = self._split(key)
-        index = named if isinstance(named, int) else self._covering(named, runs)
-        return None if index is None else self._lookup(index, named, runs)
+        index, site, runs = self._split(key)
+        if index is None:
+            index = self._covering(site, runs)
+        return None if index is None else self._lookup(index, site, runs)
 
-    def _split(self, key: Key) -> tuple[int | Site, dict[str, int]]:
-        """Split a key into the index of a recorded site, or a site, and its run suffixes."""
+    def _split(self, key: Key) -> tuple[int | None, Site, dict[str, int]]:
+        """Split a key into a site, with its index if it is written as recorded, and the runs."""
         if isinstance(key, Selection):
             key = only_site(key)
         if isinstance(key, Site):
-            return key, {}
+            return None, key, {}
         text, runs = key, dict[str, int]()
         # The text is first tried as it is, because a module's name may contain `#`.
         while text not in self._by_text:
             match = _RUN.fullmatch(text)
             if match is None or match["kind"] in runs:
-                return parse_site(self._site_of_part(text), self._paths), runs
+                return None, parse_site(self._site_of_part(text), self._paths), runs
             text, runs[match["kind"]] = match["rest"], int(match["number"])
-        return self._by_text[text], runs
+        index = self._by_text[text]
+        return index, self._sites[index], runs
 
     def _site_of_part(self, text: str) -> str:
         """Return the site that a text such as `.resid_post.3` names; other texts themselves."""
@@ -158,9 +160,8 @@ class Index:
         at_grad = self._by_place.get((site.path, "grad"), ())
         return at_grad[0] if at_grad and site == Site(site.path) else None
 
-    def _lookup(self, index: int, named: int | Site, runs: dict[str, int]) -> Lookup:
+    def _lookup(self, index: int, site: Site, runs: dict[str, int]) -> Lookup:
         recorded = self._sites[index]
-        site = recorded if isinstance(named, int) else named
         if "" in runs:
             site = replace(site, call=runs[""])
         if site.port != recorded.port:  # a tensor by name, whose key omits the port
@@ -194,9 +195,8 @@ class Index:
 
     def _not_selected(self, key: Key) -> str:
         text = str(only_site(key) if isinstance(key, Selection) else key)
-        named, runs = self._split(key)
-        path = named.path if isinstance(named, Site) else ""
-        part = self._part(named, runs) if isinstance(named, Site) else None
+        _, named, runs = self._split(key)
+        part = self._part(named, runs)
         if part is not None:
             return (
                 f"{text!r} was never selected, but {path_text(part.site.path)} has a part of this"
@@ -205,7 +205,7 @@ class Index:
         same_path = [
             recorded_key
             for recorded_key, recorded in zip(self.keys, self._sites, strict=True)
-            if path in (recorded.path, *recorded.aliases)
+            if named.path in (recorded.path, *recorded.aliases)
         ]
         hint = where_else(text, same_path, list(self._by_text), "recorded")
         return (
