@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -83,37 +83,9 @@ def part_of(array: Any) -> ArrayPart | None:
     return ArrayPart(Path(top.filename), offset, array.dtype.str, array.shape, array.strides)
 
 
-class Rows(Protocol):
-    """Rows that are read by a range."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    def read(self, start: int | None = None, stop: int | None = None) -> Tensor:
-        """Copy rows into a tensor; all of them without a range."""
-
-
-@final
-class TensorRows:
-    """The rows of a tensor.
-
-    Args:
-        tensor: the tensor.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        self.shape: tuple[int, ...] = tuple(tensor.shape)
-        self.dtype: torch.dtype = tensor.dtype
-
-    def read(self, start: int | None = None, stop: int | None = None) -> Tensor:
-        """Copy rows: a model that changes its input in place must not change the data."""
-        return self._tensor[start:stop].clone() if self.shape else self._tensor.clone()
-
-
 @final
 class ArrayRows:
-    """The rows of an array: of NumPy, or anything that gives an array when it is sliced.
+    """The rows of a tensor, an array of NumPy, or anything that gives one when it is sliced.
 
     It pickles as the place in its file where it is memory-mapped.
 
@@ -143,7 +115,7 @@ class ArrayRows:
             assert self._part is not None
             self._array = self._part.mapped()
         rows = self._array[slice(start, stop) if self.shape else ()]
-        if isinstance(rows, Tensor):  # as a column of a store gives them
+        if isinstance(rows, Tensor):  # copied: a model may change its input in place
             return rows.detach().clone()
         rows = np.asarray(rows)
         copy = np.array(rows, rows.dtype.newbyteorder("="), order="C", copy=True)
@@ -243,7 +215,7 @@ def array_items(data: Any, argument: str = "data") -> ArrayItems:
     return ArrayItems(rows if isinstance(data, Mapping) else tuple(rows.values()), argument)
 
 
-def read_numbers(rows: Rows, name: str, *bounds: int) -> Tensor:
+def read_numbers(rows: ArrayRows, name: str, *bounds: int) -> Tensor:
     """Copy rows; all of them without bounds.
 
     Raises:
@@ -258,7 +230,7 @@ def read_numbers(rows: Rows, name: str, *bounds: int) -> Tensor:
         ) from error
 
 
-def _rows(array: Any, name: str) -> Rows:
+def _rows(array: Any, name: str) -> ArrayRows:
     """Return the rows of an array.
 
     Raises:
@@ -278,10 +250,10 @@ def _rows(array: Any, name: str) -> Rows:
             f"{name} must be a dense tensor, whose rows can be cut out, got a {kind} one."
             f"\nGive what its {dense} returns, or a list of tensors, one for each item."
         )
-    return TensorRows(array)
+    return ArrayRows(array.detach())
 
 
-def _named(arrays: Any) -> list[tuple[str, Rows]]:
+def _named(arrays: Any) -> list[tuple[str, ArrayRows]]:
     if isinstance(arrays, dict):
         return [(f"[{key!r}]", rows) for key, rows in arrays.items()]
     if isinstance(arrays, tuple):
@@ -289,7 +261,7 @@ def _named(arrays: Any) -> list[tuple[str, Rows]]:
     return [("", arrays)]
 
 
-def _check(rows: Rows, name: str) -> None:
+def _check(rows: ArrayRows, name: str) -> None:
     """Check that an array has rows, in a dtype that torch has.
 
     Raises:
@@ -303,7 +275,7 @@ def _check(rows: Rows, name: str) -> None:
     read_numbers(rows, name, 0, 1)
 
 
-def _identity(rows: Rows) -> dict[str, Any]:
+def _identity(rows: ArrayRows) -> dict[str, Any]:
     """Return shape, dtype and a fingerprint: of all rows, or of a large array's 1,024."""
     first = rows.read(0, 1)
     n, row_bytes = rows.shape[0], max(first.nbytes, 1)
