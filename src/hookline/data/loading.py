@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final
@@ -212,15 +212,6 @@ class SingleItems(ABC):
         return pairs
 
 
-class LoaderOptions(NamedTuple):
-    """Options of DataLoader beyond `Loading`, as a user's own loader has them."""
-
-    worker_init_fn: Callable[[int], None] | None = None
-    timeout: float = 0
-    multiprocessing_context: Any = None
-    prefetch_factor: int | None = None
-
-
 @final
 @dataclass(eq=False)
 class _Batches(Dataset[RawBatch]):
@@ -277,16 +268,16 @@ class IndexedSource:
     Args:
         items: the data set.
         loading: how it is loaded; `batch_size` is set.
-        options: what else DataLoader is given.
+        options: what else DataLoader is given for worker processes.
     """
 
     def __init__(
-        self, items: Items, loading: Loading, options: LoaderOptions | None = None
+        self, items: Items, loading: Loading, options: Mapping[str, Any] | None = None
     ) -> None:
         assert loading.batch_size is not None
         self._items = items
         self._loading = loading
-        self._options = options or LoaderOptions()
+        self._options = options or {}
         self.batch_size: int = loading.batch_size
         self.n_items: int = len(items)
 
@@ -306,9 +297,11 @@ class IndexedSource:
 
     def batches(self, numbers: Iterable[int]) -> Iterator[NumberedBatch]:
         """Load batches, in the order in which they are asked for."""
-        workers, options = self._loading.workers, self._options
+        workers = self._loading.workers
         if isinstance(numbers, Sized):  # a process that has nothing to load is not started
             workers = min(workers, max(len(numbers), 1))
+        options = dict(self._options) if workers else {}
+        dataset = getattr(self._items, "dataset", None)
         loader: DataLoader[RawBatch] = DataLoader(
             _Batches(self._items, self.n_items, self.batch_size),
             batch_size=None,  # each item of the data set is a batch
@@ -316,14 +309,10 @@ class IndexedSource:
             collate_fn=_as_it_is,
             num_workers=workers,
             pin_memory=self._loading.pin_memory and torch.accelerator.is_available(),
-            worker_init_fn=_StartWorker(
-                getattr(self._items, "dataset", None), options.worker_init_fn
-            ),
-            timeout=options.timeout if workers else 0,
-            multiprocessing_context=options.multiprocessing_context if workers else None,
-            prefetch_factor=options.prefetch_factor if workers else None,
+            worker_init_fn=_StartWorker(dataset, options.pop("worker_init_fn", None)),
             # Its own generator: the default one would draw from the user's.
             generator=torch.Generator(),
+            **options,
         )
         for loaded in begun(loader):  # no local: a kept traceback would keep the workers
             yield self._checked(loaded)

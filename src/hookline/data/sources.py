@@ -20,7 +20,7 @@ from torch.utils.data import (
 from hookline.data.arrays import array_items, is_array
 from hookline.data.batches import DataSource, Loading, OnError
 from hookline.data.huggingface import HuggingFaceItems, is_huggingface
-from hookline.data.loading import IndexedSource, Items, LoaderOptions
+from hookline.data.loading import IndexedSource, Items
 from hookline.data.paths import items_of_path, path_of
 from hookline.data.streams import IterableSource
 from hookline.data.texts import tokenizer_of
@@ -28,6 +28,8 @@ from hookline.data.torch_datasets import DatasetItems
 from hookline.errors import InputError, one_of, positive_integer
 
 _BATCH_SIZE = 32
+# The options of a user's own DataLoader that are kept, beyond those of `Loading`.
+_OF_WORKERS = ("worker_init_fn", "timeout", "multiprocessing_context", "prefetch_factor")
 _PATH_FIX = "Check the path; texts of your own are given as a list: ['first', 'second']."
 
 
@@ -103,7 +105,9 @@ def _check_options(loading: Loading) -> None:
     one_of("on_error", loading.on_error, get_args(OnError), fix)
 
 
-def _indexed(items: Items, loading: Loading, options: LoaderOptions | None = None) -> DataSource:
+def _indexed(
+    items: Items, loading: Loading, options: Mapping[str, Any] | None = None
+) -> DataSource:
     if not len(items):
         raise InputError(
             "data must have at least one item, got an empty"
@@ -144,12 +148,7 @@ def _of_loader(loader: DataLoader[Any], loading: Loading) -> DataSource:
     # A subclass may change the batches on their way, such as by moving them to a device.
     if not is_indexed or type(loader).__iter__ is not DataLoader.__iter__:
         return _of_iterable(loader, loading._replace(batch_size=None))
-    options = LoaderOptions(
-        loader.worker_init_fn,
-        loader.timeout,
-        loader.multiprocessing_context,
-        loader.prefetch_factor,
-    )
+    options = {name: getattr(loader, name) for name in _OF_WORKERS}
     loading = loading._replace(
         batch_size=loader.batch_size,
         workers=loading.workers or loader.num_workers,
