@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hookline.display.results import Heading, Printout, Result
+from hookline.display.text import listed
 from hookline.engine import Report, as_written, has_numbers
 from hookline.engine.pytree import tree
 from hookline.errors import NotRecordedError
@@ -88,7 +89,7 @@ class GradientFlow(Result):
                 return row
         raise NotRecordedError(
             f"the site must be a row of this table, got {site!r}.\nGive one of its sites:"
-            f" {', '.join(row.site for row in self.rows[:8])}{', …' * (len(self.rows) > 8)}."
+            f" {listed([row.site for row in self.rows], 8)}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def _verdict(flow: GradientFlow) -> str:
     if flow.rows and not any(row.count for row in flow.rows):
         return "no gradient was seen: call backward() inside the block, on the model's output"
     parts = [
-        f"{len(sites)} {name}: {', '.join(sites[:4])}{', …' if len(sites) > 4 else ''}"
+        f"{len(sites)} {name}: {listed(sites, 4)}"
         for name, sites in (("exploding", flow.exploding), ("dead", flow.dead))
         if sites
     ]

@@ -172,13 +172,12 @@ def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of a named site.
         InputError: no value can be drawn.
     """
-    if sites is not None:
-        keys = [sites] if isinstance(sites, str | Site) else list(sites)
-        entries: list[Value | Skipped] = []
-        for key in keys:
-            entries += look_up_all(source, key)
-    else:
+    entries: list[Value | Skipped]
+    if sites is None:
         entries = [value for _, value in tensors_of(one_pass(source))]
+    else:
+        keys = [sites] if isinstance(sites, str | Site) else sites
+        entries = [value for key in keys for value in look_up_all(source, key)]
     values = [value for value in entries if isinstance(value, Value)]
     skipped = [value for value in entries if isinstance(value, Skipped)]
     if not values:
