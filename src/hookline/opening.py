@@ -6,13 +6,10 @@ import os
 
 from hookline.curves import Curves, is_run, open_run
 from hookline.files.place import LocalPlace, Place
-from hookline.files.sealed_json import MANIFEST
 from hookline.recordings import Recording, open_recording, place_of_recording
 from hookline.stores.job import STORE
 from hookline.stores.shard_file import number_of
 from hookline.stores.store import Store, open_store
-
-_HEAD_BYTES = 200  # the format is among the first keys
 
 
 def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording | Store | Curves:
@@ -73,8 +70,7 @@ def open(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording |
 
 def _holds_a_store(place: Place) -> bool:
     try:
-        head = place.read(MANIFEST, 0, min(_HEAD_BYTES, place.size(MANIFEST)))
-        return f'"{STORE.name}"'.encode() in head
+        return STORE.is_of(place)
     except FileNotFoundError:
         # The manifest of a store may be lost; its shards are known by their names.
         return any(number_of(name) is not None for name in place.names())

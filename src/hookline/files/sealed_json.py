@@ -14,13 +14,14 @@ from typing import Any, final
 from xxhash import xxh3_64_hexdigest
 
 from hookline.errors import FolderError
+from hookline.files.place import Place
 from hookline.util.version import VERSION
 
 MANIFEST = "manifest.json"
 
 _BLANK = b"0" * 16
 _CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"')
-_HEAD_BYTES = 200  # the checksum is within the first 200 bytes
+_HEAD_BYTES = 200  # the format and the checksum are within the first 200 bytes
 
 
 @final
@@ -48,6 +49,15 @@ class FolderFormat:
             "format": self.name, "version": self.version, "checksum": _BLANK.decode(),
             "hookline": VERSION,
         }  # fmt: skip
+
+    def is_of(self, place: Place) -> bool:
+        """Tell whether the manifest of a place names this format among its first keys.
+
+        Raises:
+            FileNotFoundError: the place has no manifest.
+        """
+        head = place.read(MANIFEST, 0, min(_HEAD_BYTES, place.size(MANIFEST)))
+        return f'"{self.name}"'.encode() in head
 
     def check(self, manifest: Any, place: object) -> None:
         """Refuse a manifest of another format or version."""

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import final
 
-from hookline.display.text import first_line
+from hookline.display.text import first_line, listed
 from hookline.errors import FolderError
 from hookline.files.folder_lock import flock
 from hookline.files.mapped_file import State
@@ -36,7 +36,6 @@ _OURS = re.compile(
     rf"manifest\.json|values-[\w-]+\.safetensors|report\.html|{RANK.pattern}"
     r"|\.[0-9a-f]{8}\.(writing|page|manifest)|\.manifest\.json\.\d+\.[0-9a-f]{8}\.part"
 )
-_HEAD_BYTES = 200  # the format is among the first keys
 
 
 def place_of_recording(folder: str | os.PathLike[str]) -> Place:
@@ -93,7 +92,7 @@ def _check(place: Place) -> None:
         raise _unusable(place, error) from error
     if foreign:
         raise FolderError(
-            f"{place} holds other files ({', '.join(foreign[:3])}{', …' * (len(foreign) > 3)})."
+            f"{place} holds other files ({listed(foreign, 3)})."
             "\nName a new folder, an empty one, or an older recording to replace."
         )
 
@@ -115,10 +114,9 @@ def _foreign_names(place: Place) -> list[str]:
 
 def _is_manifest(place: Place) -> bool:
     try:
-        head = place.read(MANIFEST, 0, min(_HEAD_BYTES, place.size(MANIFEST)))
+        return RECORDING.is_of(place)
     except ValueError:  # a pipe, a device or a folder
         return False
-    return RECORDING.name.encode() in head
 
 
 @final

@@ -92,7 +92,7 @@ class Shuffle(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A range of a shard's rows."""
+    """A range of the store's rows, which lie in one shard."""
 
     shard: int
     start: int
@@ -144,8 +144,7 @@ class ShuffledRows(IterableDataset[Any]):
         self._batch_rows = how.batch_size or 1
         self._dataset = StoreDataset(store_shards, columns, is_single=is_single)
         per_token = any(column.is_ragged for column in columns)
-        self._sizes = store_shards.n_rows if per_token else store_shards.n_items
-        self._stops = store_shards.bounds_of(per_token=per_token).stops
+        self._starts = store_shards.bounds_of(per_token=per_token).starts
         self._epochs = Epochs()
         self._rank: tuple[int, int] | None = None
 
@@ -183,8 +182,8 @@ class ShuffledRows(IterableDataset[Any]):
         n_batches = -(-(last - first) // size)
         start = first + n_batches * number // n_workers * size
         stop = min(first + n_batches * (number + 1) // n_workers * size, last)
-        order = np.random.default_rng([self._how.seed, epoch]).permutation(len(self._sizes))
-        pieces = _cut(order, self._sizes, start, stop)
+        order = np.random.default_rng([self._how.seed, epoch]).permutation(len(self._starts) - 1)
+        pieces = _cut(order, self._starts, start, stop)
         numbers = np.random.default_rng([self._how.seed, epoch, rank, number])
         return self._batches(pieces, numbers)
 
@@ -195,7 +194,7 @@ class ShuffledRows(IterableDataset[Any]):
 
     def _share(self, rank: int, world: int) -> tuple[int, int]:
         """Return the first row of a rank, and the one after its last, in the order of an epoch."""
-        n_rows = sum(self._sizes)
+        n_rows = self._starts[-1]
         first, last = n_rows * rank // world, n_rows * (rank + 1) // world
         if self._how.drop_last:
             last = first + n_rows // world // self._batch_rows * self._batch_rows
@@ -207,7 +206,7 @@ class ShuffledRows(IterableDataset[Any]):
         for group in _grouped(pieces, self._how.shards):
             # Held while rows of them are read, so that nothing is downloaded twice.
             arrays = [column.array(piece.shard) for piece in group for column in self._columns]
-            rows = np.concatenate([self._rows_of(piece) for piece in group])
+            rows = np.concatenate([np.arange(piece.start, piece.stop) for piece in group])
             numbers.shuffle(rows)
             rows = np.concatenate([rest, rows])
             whole = len(rows) - len(rows) % size
@@ -218,24 +217,22 @@ class ShuffledRows(IterableDataset[Any]):
         if len(rest):
             yield self._batch(rest)
 
-    def _rows_of(self, piece: _Piece) -> NDArray[np.int64]:
-        before = self._stops[piece.shard] - self._sizes[piece.shard]
-        return np.arange(before + piece.start, before + piece.stop)
-
     def _batch(self, rows: NDArray[np.int64]) -> Rows:
         return self._dataset[rows if self._how.batch_size else int(rows[0])]
 
 
-def _cut(order: NDArray[np.int64], sizes: Sequence[int], start: int, stop: int) -> list[_Piece]:
+def _cut(order: NDArray[np.int64], starts: Sequence[int], start: int, stop: int) -> list[_Piece]:
     """Return the pieces of shards between two rows of an epoch's order of shards."""
     pieces, before = [], 0
     for shard in order.tolist():
-        first, last = max(start - before, 0), min(stop - before, sizes[shard])
+        start_of_shard, stop_of_shard = starts[shard : shard + 2]
+        first = start_of_shard + max(start - before, 0)
+        last = min(start_of_shard + stop - before, stop_of_shard)
         pieces += [
             _Piece(shard, begin, min(begin + _MOST_ROWS, last))
             for begin in range(first, last, _MOST_ROWS)
         ]
-        before += sizes[shard]
+        before += stop_of_shard - start_of_shard
     return pieces
 
 
