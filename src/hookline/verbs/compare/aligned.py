@@ -17,7 +17,7 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.statistics.difference import difference
-from hookline.verbs.compare.alignment import Alignment, align
+from hookline.verbs.compare.alignment import Alignment, Layout, align, are_alike
 from hookline.verbs.compare.groups import Group, groups_of
 from hookline.verbs.compare.measure import (
     Measured,
@@ -27,10 +27,9 @@ from hookline.verbs.compare.measure import (
     measured_pair,
     paired_leaves,
 )
-from hookline.verbs.compare.readings import Places
 from hookline.verbs.compare.shards import Dims
 from hookline.verbs.compare.sides import Entry, Side, check_passes_of_ranks, with_rows_of_ranks
-from hookline.verbs.compare.tokens import Tokens, tokens_of
+from hookline.verbs.compare.tokens import tokens_of
 from hookline.verbs.shared.caches import CACHES
 
 _PASS = re.compile(r"#pass(\d+)$")
@@ -107,7 +106,7 @@ def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None
     has_groups = any(len(of_side) > 1 for of_side in groups)
     alignment = align(ours, theirs, with_copies=has_groups)
     n_matched = 0 if isinstance(alignment, str) else alignment.n_sequences
-    if n_matched < len(ours.contents) and _are_alike(ours, theirs):
+    if n_matched < len(ours.contents) and are_alike(ours.grids, theirs.grids, "owner", "row_owner"):
         return ""  # one layout: the inputs differ, which the findings say
     if isinstance(alignment, str):
         return alignment
@@ -122,9 +121,7 @@ def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None
     return Aligned((a, b), alignment)
 
 
-def _unmatched(
-    other: str, places: Mapping[int, Mapping[str, Places]], groups: Sequence[Group]
-) -> list[str]:
+def _unmatched(other: str, places: Layout, groups: Sequence[Group]) -> list[str]:
     """Say of which ranks no row is on the other side, so that no value of theirs is compared."""
     numbers = [group.numbers for group in groups for _ in group.passes] if len(groups) > 1 else []
     matched = {
@@ -169,18 +166,6 @@ def _given(tokens: Any) -> tuple[Any, Any]:
 def _is_inputs(given: Any) -> bool:
     several = isinstance(given, Sequence) and not isinstance(given, str)
     return given is None or isinstance(given, Mapping) or several
-
-
-def _are_alike(a: Tokens, b: Tokens) -> bool:
-    """Tell whether two recordings have as many rows and tokens, with the same padding."""
-    if a.grids.keys() != b.grids.keys():
-        return False
-    return all(
-        ours.keys() == theirs.keys()
-        and all(torch.equal(ours[stream].owner, theirs[stream].owner) for stream in ours)
-        and all(torch.equal(ours[stream].row_owner, theirs[stream].row_owner) for stream in ours)
-        for ours, theirs in zip(a.grids.values(), b.grids.values(), strict=True)
-    )
 
 
 def _is_padded(alignment: Alignment) -> bool:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import dropwhile
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from hookline.display.text import listed, plural
 from hookline.verbs.compare.readings import HEADS, NO_ROW, ORDER, PAIRS, ROW, Places, Reading, Span
-from hookline.verbs.compare.tokens import ROWS, Grid, Tokens
+from hookline.verbs.compare.tokens import ROWS, Tokens
 
 # The tensor of a site in each pass, by the number of the pass.
 ByPass = Mapping[int, Tensor]
 Shapes = Mapping[int, tuple[int, ...]]
+# The places of a recording's tokens, by pass and stream.
+Layout = Mapping[int, Mapping[str, Places]]
 _Streams = dict[str, list[Hashable]]
 _MOST_SHOWN = 3
 
@@ -41,7 +43,7 @@ class Alignment:
             the sequences that are the same one of the recording.
     """
 
-    places: tuple[dict[int, dict[str, Places]], dict[int, dict[str, Places]]]
+    places: tuple[Layout, Layout]
     spans: dict[str, Span]
     n_sequences: int
     is_same: bool
@@ -113,7 +115,10 @@ class Alignment:
     def _pair_of_two_kinds(self, a: ByPass, b: ByPass) -> tuple[Tensor, Tensor] | str:
         """Take the common tokens where no reading fits both values."""
         shapes = _shapes(a), _shapes(b)
-        own = [self._of_side(side, shapes[side]) for side in (0, 1)]
+        own = [
+            {reading for reading in self._fitting(side, shapes[side]) if reading.axes != ROW}
+            for side in (0, 1)
+        ]
         streams = {reading.stream for of_side in own for reading in of_side}
         if len(streams) == 1 and all(len(of_side) == 1 for of_side in own):
             # such as (rows, tokens, …) in one and (rows·tokens, …) in the other
@@ -128,29 +133,22 @@ class Alignment:
 
     def _common(self, a: Shapes, b: Shapes) -> set[Reading]:
         """Return the readings that fit all passes of both; those of rows if none of tokens does."""
-        fitting = self._fitting(0, a) & self._fitting(1, b)
+        of_sides = self._fitting(0, a), self._fitting(1, b)
+        fitting = of_sides[0] & of_sides[1]
         of_tokens = {reading for reading in fitting if reading.axes != ROW}
         if {reading.axes for reading in of_tokens} == {NO_ROW}:
             of_tokens = fitting  # with as many rows as tokens, it may be a value a row
         n_keys = {
-            self.places[side][number][reading.stream].keys.shape[1]
+            places[number][reading.stream].keys.shape[1]
             for reading in of_tokens
             if reading.axes == PAIRS
-            for side, shapes in ((0, a), (1, b))
+            for places, shapes in zip(self.places, (a, b), strict=True)
             for number in shapes
         }
         if len(n_keys) > 1:  # the last dimension follows the number of keys
             return {reading for reading in of_tokens if reading.axes == PAIRS}
-        has_tokens = any(
-            reading.axes != NO_ROW
-            for side, shapes in ((0, a), (1, b))
-            for reading in self._of_side(side, shapes)
-        )
+        has_tokens = any(reading.axes not in (ROW, NO_ROW) for reading in set.union(*of_sides))
         return of_tokens if of_tokens or has_tokens else fitting
-
-    def _of_side(self, side: int, shapes: Shapes) -> set[Reading]:
-        """Return the readings with tokens that fit all passes of one recording."""
-        return {reading for reading in self._fitting(side, shapes) if reading.axes != ROW}
 
     def _fitting(self, side: int, shapes: Shapes) -> set[Reading]:
         sets = [
@@ -247,20 +245,12 @@ def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str
         notes.append("the ids of tokens are not known: sequences are matched in their order")
     alone = [*_alone("a", a, 0, pairs), *_alone("b", b, 1, pairs)]
     notes += alone
-    n_passes = [_n_passes(tokens) for tokens in (a, b)]
-    spans = {stream: _span(counts, is_cut=max(n_passes) > 1) for stream, counts in lengths.items()}
-    places = tuple(
-        {
-            number: {
-                stream: _places(grid, [pair[side] for pair in pairs], lengths.get(stream))
-                for stream, grid in grids.items()
-            }
-            for number, grids in tokens.grids.items()
-        }
-        for side, tokens in ((0, a), (1, b))
-    )
+    is_cut = any(_goes_on(tokens) for tokens in (a, b))
+    spans = {stream: Span.of(counts, is_cut=is_cut) for stream, counts in lengths.items()}
+    ours, theirs = zip(*pairs, strict=True)
+    places = _places(a, ours, spans), _places(b, theirs, spans)
     alignment = Alignment(
-        (places[0], places[1]), spans, len(pairs), _are_alike(*places), notes=notes,
+        places, spans, len(pairs), are_alike(*places, "tokens", "rows"), notes=notes,
         covers_all=not lengths_differ and not alone, origins=_origins(pairs),
     )  # fmt: skip
     alignment.positions = _positions(a, b, alignment)
@@ -362,7 +352,7 @@ def _lengths(
     n_tokens = [_n_tokens(tokens) for tokens in (a, b)]
     for pair in pairs:
         for stream in streams:
-            counts = [n_tokens[side].get((pair[side], stream), 0) for side in (0, 1)]
+            counts = [n_tokens[side][pair[side], stream] for side in (0, 1)]
             lengths[stream].append(min(counts))
             if counts[0] != counts[1] and min(counts):
                 longer.append((pair, counts))
@@ -376,69 +366,62 @@ def _lengths(
     return lengths, [text]
 
 
-def _n_tokens(tokens: Tokens) -> dict[tuple[int, str], int]:
+def _n_tokens(tokens: Tokens) -> Counter[tuple[int, str]]:
     """Count the tokens of each sequence and stream."""
-    counts: dict[tuple[int, str], int] = {}
-    for grids in tokens.grids.values():
-        for stream, grid in grids.items():
-            for owner, number in Counter(grid.owner[grid.owner >= 0].tolist()).items():
-                counts[owner, stream] = counts.get((owner, stream), 0) + number
-    return counts
-
-
-def _n_passes(tokens: Tokens) -> int:
-    """Return over how many passes a sequence goes at most."""
-    passes: dict[int, int] = {}
-    for grids in tokens.grids.values():
-        owners = {owner for grid in grids.values() for owner in grid.owner.flatten().tolist()}
-        for owner in owners - {-1}:
-            passes[owner] = passes.get(owner, 0) + 1
-    return max(passes.values(), default=1)
-
-
-def _span(counts: list[int], *, is_cut: bool) -> Span:
-    lengths = torch.tensor(counts, dtype=torch.long, device="cpu")
-    sequence = torch.arange(len(counts), device="cpu").repeat_interleave(lengths)
-    starts = lengths.cumsum(0) - lengths
-    return Span(sequence, starts, max(counts, default=0), is_cut)
-
-
-def _places(grid: Grid, sequences: list[int], counts: list[int] | None) -> Places:
-    """Return where the tokens of a grid go in the common order."""
-    most = max([int(grid.row_owner.max()) if len(grid.row_owner) else 0, *sequences, 0])
-    if grid.key_owner.numel():
-        most = max(most, int(grid.key_owner.max()))
-    number = torch.full((most + 2,), -1, device="cpu")  # the last is for padding, whose owner is -1
-    for place, sequence in reversed([*enumerate(sequences)]):  # of copies, the first
-        number[sequence] = place
-    lengths = torch.tensor([*(counts or [0] * len(sequences)), 0], device="cpu")
-    starts = lengths.cumsum(0) - lengths
-
-    def placed(owner: Tensor, order: Tensor) -> Tensor:
-        sequence = number[owner]
-        is_common = (sequence >= 0) & (order >= 0) & (order < lengths[sequence])
-        return torch.where(is_common, starts[sequence] + order, -1)
-
-    return Places(
-        placed(grid.owner, grid.order),
-        placed(grid.key_owner, grid.key_order),
-        number[grid.row_owner],
-        grid.n_kept,
+    return Counter(
+        (owner, stream)
+        for grids in tokens.grids.values()
+        for stream, grid in grids.items()
+        for owner in grid.owner[grid.owner >= 0].tolist()
     )
 
 
-def _are_alike(
-    a: Mapping[int, Mapping[str, Places]], b: Mapping[int, Mapping[str, Places]]
+def _goes_on(tokens: Tokens) -> bool:
+    """Tell whether a sequence lies in several passes."""
+    of_passes = [
+        {owner for grid in grids.values() for owner in grid.owner[grid.owner >= 0].tolist()}
+        for grids in tokens.grids.values()
+    ]
+    return sum(map(len, of_passes)) > len(set[int]().union(*of_passes))
+
+
+def _places(tokens: Tokens, sequences: Sequence[int], spans: Mapping[str, Span]) -> Layout:
+    """Return where the tokens of a recording go in the common order of its sequences."""
+    number = torch.full((len(tokens.contents) + 1,), -1, device="cpu")  # the last is for padding
+    for place, sequence in reversed([*enumerate(sequences)]):  # of copies, the first
+        number[sequence] = place
+
+    def placed(owner: Tensor, order: Tensor, span: Span) -> Tensor:
+        sequence = number[owner]
+        is_common = (sequence >= 0) & (order >= 0) & (order < span.lengths[sequence])
+        return torch.where(is_common, span.starts[sequence] + order, -1)
+
+    return {
+        in_pass: {
+            stream: Places(
+                placed(grid.owner, grid.order, spans[stream]),
+                placed(grid.key_owner, grid.key_order, spans[stream]),
+                number[grid.row_owner],
+                grid.n_kept,
+            )
+            for stream, grid in grids.items()
+        }
+        for in_pass, grids in tokens.grids.items()
+    }
+
+
+def are_alike(
+    a: Mapping[int, Mapping[str, Any]], b: Mapping[int, Mapping[str, Any]], *names: str
 ) -> bool:
-    """Tell whether two recordings have the same tokens at the same places of the same passes."""
-    if a.keys() != b.keys() or any(a[number].keys() != b[number].keys() for number in a):
-        return False
-    return all(
-        mine.tokens.shape == yours.tokens.shape
-        and torch.equal(mine.tokens, yours.tokens)
-        and torch.equal(mine.rows, yours.rows)
+    """Tell whether two recordings have equal tensors of these names in all passes and streams."""
+    return a.keys() == b.keys() and all(
+        a[number].keys() == b[number].keys()
+        and all(
+            torch.equal(getattr(mine, name), getattr(b[number][stream], name))
+            for stream, mine in a[number].items()
+            for name in names
+        )
         for number in a
-        for mine, yours in zip(a[number].values(), b[number].values(), strict=True)
     )
 
 
@@ -460,9 +443,7 @@ def _positions(a: Tokens, b: Tokens, alignment: Alignment) -> str:
     return ""
 
 
-def _in_order(
-    tokens: Tokens, places: Mapping[int, Mapping[str, Places]], stream: str, n_places: int
-) -> Tensor:
+def _in_order(tokens: Tokens, places: Layout, stream: str, n_places: int) -> Tensor:
     """Return the positions of a stream's tokens in the common order; -1 where there is none."""
     positions = torch.full((n_places,), -1, device="cpu")
     for number, grids in tokens.grids.items():

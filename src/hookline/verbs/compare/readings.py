@@ -102,7 +102,7 @@ class Places(NamedTuple):
         value = value.movedim(2, 1)
         is_placed = self.tokens >= 0
         places = self.tokens[is_placed]
-        pairs = value.new_zeros(len(places), value.shape[2], span.longest)
+        pairs = value.new_zeros(len(places), value.shape[2], int(span.lengths.max()))
         for number, (row, token) in enumerate(is_placed.nonzero().tolist()):
             sequence = int(span.sequence[places[number]])
             keys = self.keys[row]
@@ -121,14 +121,21 @@ class Span(NamedTuple):
     Args:
         sequence: the number of the sequence of each place.
         starts: the first place of each sequence.
-        longest: the number of tokens of the longest sequence.
+        lengths: the number of tokens of each sequence.
         is_cut: whether a sequence lies in several passes, so that a token has no later keys.
     """
 
     sequence: Tensor
     starts: Tensor
-    longest: int
+    lengths: Tensor
     is_cut: bool
+
+    @classmethod
+    def of(cls, counts: list[int], *, is_cut: bool) -> Span:
+        """Lay sequences of so many tokens one behind the other."""
+        lengths = torch.tensor(counts, dtype=torch.long, device="cpu")
+        sequence = torch.arange(len(counts), device="cpu").repeat_interleave(lengths)
+        return cls(sequence, lengths.cumsum(0) - lengths, lengths, is_cut)
 
     def places_at(self, sequences: Tensor) -> Tensor:
         """Return for each place that of the same token of another sequence.
