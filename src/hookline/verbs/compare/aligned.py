@@ -17,13 +17,21 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.statistics.difference import difference
-from hookline.verbs.compare.alignment import Alignment, Layout, align, are_alike
+from hookline.verbs.compare.alignment import (
+    Alignment,
+    ByPass,
+    Layout,
+    align,
+    are_alike,
+    shapes_of,
+)
 from hookline.verbs.compare.groups import Group, groups_of
 from hookline.verbs.compare.measure import (
     Measured,
     arrays_in,
     is_number,
     measured,
+    measured_alone,
     measured_pair,
     paired_leaves,
 )
@@ -48,13 +56,20 @@ class Passes(NamedTuple):
 
 
 class Aligned(NamedTuple):
-    """Two sides with one entry a site for all passes, and where their tokens lie."""
+    """Two sides, with one entry a site for all passes where their tokens are aligned.
+
+    Args:
+        sides: the sides.
+        alignment: where their tokens lie; None if values are compared as they are.
+        why: the reason why there is no alignment; empty if none is needed.
+    """
 
     sides: tuple[Side, Side]
-    alignment: Alignment
+    alignment: Alignment | None = None
+    why: str = ""
 
 
-def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned | str:
+def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned:
     """Align two recordings by their tokens.
 
     Args:
@@ -62,9 +77,6 @@ def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned 
         b: the second side.
         tokens: "auto"; None; or what `hl.compare` takes.
         dims: how the values of several ranks are joined, as `hl.compare` takes it.
-
-    Returns:
-        The aligned sides; or the reason why there are none, empty if none are needed.
 
     Raises:
         InputError: tokens are given, and invalid or of no use for what is compared.
@@ -76,23 +88,23 @@ def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned 
                 f"tokens must be left out for {a.noun} and {b.noun}: they tell which tokens"
                 " recordings hold.\nLeave tokens out."
             )
-        return ""
+        return Aligned((a, b))
     by_token = _aligned((a, b), given, dims)
-    if isinstance(by_token, Aligned):
+    if by_token.alignment is not None:
         return by_token
-    if given != (None, None) and by_token:
+    if given != (None, None) and by_token.why:
         raise InputError(
-            f"tokens must tell which token lies where, got: {by_token}."
+            f"tokens must tell which token lies where, got: {by_token.why}."
             '\nGive the inputs of both: tokens=({"input_ids": …}, {"input_ids": …}).'
         )
     check_passes_of_ranks(a, "a")
     check_passes_of_ranks(b, "b")
-    is_unrecorded = "were not recorded" in by_token  # which the findings say anyway
-    is_told = not by_token or is_unrecorded
-    return "" if is_told else f"rows and tokens are not aligned: {by_token}"
+    if not by_token.why or "were not recorded" in by_token.why:  # which the findings say anyway
+        return Aligned((a, b))
+    return Aligned((a, b), why=f"rows and tokens are not aligned: {by_token.why}")
 
 
-def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None) -> Aligned | str:
+def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None) -> Aligned:
     """Align two recordings by their tokens, which are read from the inputs, or are given."""
     groups = [_groups(side) for side in sides]
     tokens = [
@@ -102,18 +114,19 @@ def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None
     ]
     ours, theirs = tokens
     if isinstance(ours, str) or isinstance(theirs, str):
-        return next(why for why in tokens if isinstance(why, str))
+        return Aligned(sides, why=next(why for why in tokens if isinstance(why, str)))
     has_groups = any(len(of_side) > 1 for of_side in groups)
     alignment = align(ours, theirs, with_copies=has_groups)
     n_matched = 0 if isinstance(alignment, str) else alignment.n_sequences
     if n_matched < len(ours.contents) and are_alike(ours.grids, theirs.grids, "owner", "row_owner"):
-        return ""  # one layout: the inputs differ, which the findings say
+        return Aligned(sides)  # one layout: the inputs differ, which the findings say
     if isinstance(alignment, str):
-        return alignment
-    if alignment.is_same and not _is_padded(alignment) and not has_groups:
-        return ""
-    for side, of_side in enumerate(groups):
-        alignment.notes += _unmatched("ba"[side], alignment.places[side], of_side)
+        return Aligned(sides, why=alignment)
+    if alignment.is_same and not alignment.is_padded and not has_groups:
+        return Aligned(sides)
+    if has_groups:
+        for other, layout, of_side in zip("ba", alignment.places, groups, strict=True):
+            alignment.notes += _unmatched(other, layout, of_side)
     a, b = (
         _joined(with_rows_of_ranks(side, of_side, dims), list(of_tokens.grids))
         for side, of_side, of_tokens in zip(sides, groups, (ours, theirs), strict=True)
@@ -121,22 +134,17 @@ def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None
     return Aligned((a, b), alignment)
 
 
-def _unmatched(other: str, places: Layout, groups: Sequence[Group]) -> list[str]:
+def _unmatched(other: str, layout: Layout, groups: Sequence[Group]) -> list[str]:
     """Say of which ranks no row is on the other side, so that no value of theirs is compared."""
-    numbers = [group.numbers for group in groups for _ in group.passes] if len(groups) > 1 else []
+    numbers = [group.numbers for group in groups for _ in group.passes]
     matched = {
         ranks
-        for ranks, streams in zip(numbers, places.values(), strict=False)
-        if any(bool((at >= 0).any()) for stream in streams.values() for at in stream[:3])
+        for ranks, streams in zip(numbers, layout.values(), strict=False)
+        if any(bool((at >= 0).any()) for places in streams.values() for at in places[:3])
     }
-    ranks = [
-        str(rank)
-        for group in groups
-        if numbers and group.numbers not in matched
-        for rank in group.numbers
-    ]
+    ranks = [rank for group in groups if group.numbers not in matched for rank in group.numbers]
     text = f"no row of rank{'s' * (len(ranks) > 1)} {listed(ranks, 4)} is in {other}"
-    return [f"{text}: what is there is not compared"] if ranks else []
+    return [f"{text}: what is there is not compared"] if len(groups) > 1 and ranks else []
 
 
 def _groups(side: Side) -> list[Group]:
@@ -168,22 +176,11 @@ def _is_inputs(given: Any) -> bool:
     return given is None or isinstance(given, Mapping) or several
 
 
-def _is_padded(alignment: Alignment) -> bool:
-    return any(
-        bool((places.tokens < 0).any())
-        for side in alignment.places
-        for streams in side.values()
-        for places in streams.values()
-    )
-
-
 def _joined(side: Side, passes: Sequence[int]) -> Side:
     """Return a side whose entries read the values of all passes, in the order of firing."""
     groups: dict[tuple[str, str], dict[int, Entry]] = {}
     kept = [entry for entry in side.entries if entry.port == "grad"]  # which has no rows
-    for entry in side.entries:
-        if entry.port == "grad":
-            continue
+    for entry in [entry for entry in side.entries if entry.port != "grad"]:
         match = _PASS.search(entry.rest)
         number = int(match[1]) if match else passes[0]
         groups.setdefault((entry.path, _PASS.sub("", entry.rest)), {})[number] = entry
@@ -208,10 +205,10 @@ def observe(alignment: Alignment, pairs: Sequence[tuple[Entry, Entry]]) -> None:
     for ours, theirs in pairs:
         if ours.port == "grad":
             continue
-        for a, b in _by_leaf(ours.outline(), theirs.outline()):
-            if _are_nested(a, b):
-                continue
-            alignment.observe(*({n: tuple(t.shape) for n, t in side.items()} for side in (a, b)))
+        a, b = _leaves(ours.outline()), _leaves(theirs.outline())
+        for leaf, leaf_b in _paired(a, b).items():
+            if not _are_nested(a[leaf], b[leaf_b]):
+                alignment.observe(shapes_of(a[leaf]), shapes_of(b[leaf_b]))
 
 
 def measured_by_token(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
@@ -219,10 +216,7 @@ def measured_by_token(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Me
     ours, theirs = _leaves(a), _leaves(b)
     for leaf, leaf_b in _paired(ours, theirs).items():
         yield _measured(alignment, leaf, ours.pop(leaf), theirs.pop(leaf_b))
-    for leaf in ours:
-        yield Measured(leaf, ("there", ""), why="only in a")
-    for leaf in theirs:
-        yield Measured(leaf, ("", "there"), why="only in b")
+    yield from measured_alone(dict.fromkeys(ours, "there"), dict.fromkeys(theirs, "there"))
 
 
 def measured_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
@@ -248,7 +242,7 @@ def measured_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[Measur
             yield pair
 
 
-def _measured(alignment: Alignment, leaf: Leaf, a: _ByPass, b: _ByPass) -> Measured:
+def _measured(alignment: Alignment, leaf: Leaf, a: ByPass, b: ByPass) -> Measured:
     first, second = next(iter(a.values())), next(iter(b.values()))
     n_alone = 0
     if not _are_nested(a, b):
@@ -264,30 +258,21 @@ def _measured(alignment: Alignment, leaf: Leaf, a: _ByPass, b: _ByPass) -> Measu
     return measured_pair(leaf, *pair)._replace(n_alone=n_alone)
 
 
-def _are_nested(a: _ByPass, b: _ByPass) -> bool:
+def _are_nested(a: ByPass, b: ByPass) -> bool:
     return any(tensor.is_nested for side in (a, b) for tensor in side.values())
 
 
-_ByPass = dict[int, Tensor]
-
-
-def _by_leaf(a: Passes, b: Passes) -> Iterator[tuple[_ByPass, _ByPass]]:
-    ours, theirs = _leaves(a), _leaves(b)
-    for leaf, leaf_b in _paired(ours, theirs).items():
-        yield ours[leaf], theirs[leaf_b]
-
-
-def _paired(ours: Mapping[Leaf, _ByPass], theirs: Mapping[Leaf, _ByPass]) -> dict[Leaf, Leaf]:
-    firsts: list[dict[Leaf, Any]] = [
+def _paired(ours: Mapping[Leaf, ByPass], theirs: Mapping[Leaf, ByPass]) -> dict[Leaf, Leaf]:
+    """Pair the leaves by the tensors of the first pass."""
+    return paired_leaves(*(
         {leaf: next(iter(by_pass.values())) for leaf, by_pass in side.items()}
         for side in (ours, theirs)
-    ]
-    return paired_leaves(firsts[0], firsts[1])
+    ))  # fmt: skip
 
 
-def _leaves(passes: Passes) -> dict[Leaf, _ByPass]:
+def _leaves(passes: Passes) -> dict[Leaf, dict[int, Tensor]]:
     """Return the tensors of the values of all passes by leaf; plain numbers are left out."""
-    leaves: dict[Leaf, _ByPass] = {}
+    leaves: dict[Leaf, dict[int, Tensor]] = {}
     for number, value in passes.values.items():
         for leaf, array in arrays_in(value):
             if isinstance(array, Tensor) and not is_number(value, leaf):

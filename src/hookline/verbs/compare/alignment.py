@@ -76,7 +76,7 @@ class Alignment:
             Two tensors of shape `(tokens, …)` or `(sequences, …)`, or the reason why the values
             cannot be aligned.
         """
-        shapes = _shapes(a), _shapes(b)
+        shapes = shapes_of(a), shapes_of(b)
         readings = self._common(*shapes)
         if not readings:
             return self._pair_of_two_kinds(a, b)
@@ -97,6 +97,16 @@ class Alignment:
             " width differ"
         )
 
+    @property
+    def is_padded(self) -> bool:
+        """Tell whether a recording has tokens without a place, such as padding."""
+        return any(
+            bool((places.tokens < 0).any())
+            for layout in self.places
+            for streams in layout.values()
+            for places in streams.values()
+        )
+
     @cached_property
     def _end_alike(self) -> bool:
         """Tell whether each row ends with the same tokens and padding in both recordings."""
@@ -114,7 +124,7 @@ class Alignment:
 
     def _pair_of_two_kinds(self, a: ByPass, b: ByPass) -> tuple[Tensor, Tensor] | str:
         """Take the common tokens where no reading fits both values."""
-        shapes = _shapes(a), _shapes(b)
+        shapes = shapes_of(a), shapes_of(b)
         own = [
             {reading for reading in self._fitting(side, shapes[side]) if reading.axes != ROW}
             for side in (0, 1)
@@ -474,7 +484,8 @@ def _are_same(a: tuple[Tensor, Tensor] | str, b: tuple[Tensor, Tensor] | str) ->
     )
 
 
-def _shapes(by_pass: ByPass) -> Shapes:
+def shapes_of(by_pass: ByPass) -> Shapes:
+    """Return the shape of a tensor in each pass."""
     return {number: tuple(tensor.shape) for number, tensor in by_pass.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hookline.errors import InputError
-from hookline.verbs.compare.aligned import Aligned, aligned
+from hookline.verbs.compare.aligned import aligned
 from hookline.verbs.compare.before import (
     of_floors,
     of_forms,
@@ -118,12 +118,7 @@ def compare_all(
         )
     check_dims_are_meant(dims, [*side_a.of_ranks, *side_b.of_ranks])
     (side_a, side_b), about_items = with_common_items(side_a, side_b)
-    by_token = aligned(side_a, side_b, tokens, dims)
-    alignment, why = None, ""
-    if isinstance(by_token, Aligned):
-        (side_a, side_b), alignment = by_token
-    else:
-        why = by_token
+    (side_a, side_b), alignment, why = aligned(side_a, side_b, tokens, dims)
     pairing = paired(side_a, side_b, names)
     judge = Judge(floor, pairing.pairs, alignment)
     rows = judge.rows(side_a, side_b)

@@ -67,12 +67,16 @@ def measured(a: Any, b: Any) -> Iterator[Measured]:
     for leaf, leaf_b in paired_leaves(ours, theirs).items():
         yield measured_pair(leaf, ours[leaf], theirs.pop(leaf_b))
         del ours[leaf]
-    for leaf, array in ours.items():
-        if not is_number(a, leaf):
-            yield Measured(leaf, (_form(array), ""), why="only in a")
-    for leaf, array in theirs.items():
-        if not is_number(b, leaf):
-            yield Measured(leaf, ("", _form(array)), why="only in b")
+    yield from measured_alone(*(
+        {leaf: _form(array) for leaf, array in arrays.items() if not is_number(value, leaf)}
+        for value, arrays in ((a, ours), (b, theirs))
+    ))  # fmt: skip
+
+
+def measured_alone(ours: dict[Leaf, str], theirs: dict[Leaf, str]) -> Iterator[Measured]:
+    """Yield what is said of tensors that one value has alone, given their forms."""
+    yield from (Measured(leaf, (form, ""), why="only in a") for leaf, form in ours.items())
+    yield from (Measured(leaf, ("", form), why="only in b") for leaf, form in theirs.items())
 
 
 def paired_leaves(ours: dict[Leaf, Array], theirs: dict[Leaf, Array]) -> dict[Leaf, Leaf]:
