@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hookline.display.results import Cell, Heading, Printout, Result
@@ -28,7 +28,7 @@ from hookline.engine import (
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
-from hookline.verbs.shared.rerun import eval_without_side_effects
+from hookline.verbs.shared.rerun import eval_without_side_effects, map_inputs
 from hookline.verbs.shared.run_model import Inputs, call, without_list
 
 
@@ -341,11 +341,7 @@ def _holders(table: Summary) -> set[str]:
 def _to_meta_if(model: nn.Module, inputs: Any) -> Any:
     if not any(p.is_meta for p in model.parameters()):
         return inputs
-    if callable(inputs) and not isinstance(inputs, Tensor | Mapping):
-        return inputs
-    if isinstance(inputs, Mapping):
-        return {key: tree.map_tensors(lambda t: t.to("meta"), part) for key, part in inputs.items()}
-    return tree.map_tensors(lambda t: t.to("meta"), inputs)
+    return map_inputs(lambda tensor: tensor.to("meta"), inputs)
 
 
 _HEADINGS = (

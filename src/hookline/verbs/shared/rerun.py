@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import is_
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -34,7 +34,6 @@ from hookline.engine.pytree import tree
 from hookline.errors import InputError
 from hookline.statistics.finiteness import Measure, flat, is_measurable, total
 from hookline.util.locks import fork_safe_lock
-from hookline.util.optional import imported
 
 # -- random numbers and autocast -----------------------------------------------------------------
 
@@ -46,42 +45,33 @@ class RandomStates:
     `generators` are further generators of torch, such as a model's own.
     """
 
-    __slots__ = ("_cpu", "_cuda", "_further", "_numpy", "_python")
+    __slots__ = ("_numpy", "_python", "_torch")
 
     def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
-        self._cpu = torch.get_rng_state()
         is_cuda_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state_all() if is_cuda_used else []
+        of_devices = torch.cuda.default_generators if is_cuda_used else ()
+        of_torch = (torch.default_generator, *of_devices, *generators)
+        self._torch = [(generator, generator.get_state()) for generator in of_torch]
         self._python = random.getstate()
-        numpy = imported("numpy")  # which loads numpy.random when it is first used
-        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
-        self._further = [(generator, generator.get_state()) for generator in generators]
+        self._numpy = np.random.get_state(legacy=False)
 
     def are_current(self) -> bool:
         """Tell whether all generators are still in these states."""
-        numpy = imported("numpy")
-        if random.getstate() != self._python or (
-            numpy is not None
-            and self._numpy is not None
-            # Their bytes, because there are arrays among the parts.
-            and pickle.dumps(numpy.random.get_state(legacy=False)) != pickle.dumps(self._numpy)
-        ):
-            return False
-        generators = [(generator.get_state(), state) for generator, state in self._further]
-        if self._cuda:
-            generators += zip(torch.cuda.get_rng_state_all(), self._cuda, strict=True)
-        generators.append((torch.get_rng_state(), self._cpu))
-        return all(torch.equal(now, before) for now, before in generators)
+        # Their bytes, because there are arrays among the parts.
+        numpy_now, numpy_before = map(
+            pickle.dumps, (np.random.get_state(legacy=False), self._numpy)
+        )
+        return (
+            numpy_now == numpy_before
+            and random.getstate() == self._python
+            and all(torch.equal(generator.get_state(), state) for generator, state in self._torch)
+        )
 
     def restore(self) -> None:
         """Put the generators into these states again."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
         random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        for generator, state in self._further:
+        np.random.set_state(self._numpy)
+        for generator, state in self._torch:
             generator.set_state(state)
 
 
@@ -124,14 +114,18 @@ def autocast_as(autocast: Autocast) -> Iterator[None]:
 # -- the state of a model ------------------------------------------------------------------------
 
 
-class _Buffer(NamedTuple):
-    """A buffer of a module, and its copy."""
+# A buffer of a module: the table that holds it, its name there, and the tensor.
+_Buffer = tuple[dict[str, Tensor | None], str, Tensor]
 
-    table: dict[str, Tensor | None]
-    name: str
-    buffer: Tensor
-    copy: Tensor
-    version: int | None
+
+def _buffers_of(modules: Iterable[nn.Module]) -> list[_Buffer]:
+    """Return the buffers of modules that have numbers."""
+    return [
+        (table, name, buffer)
+        for table in map(buffers, modules)
+        for name, buffer in table.items()
+        if buffer is not None and not buffer.is_meta
+    ]
 
 
 @contextmanager
@@ -143,27 +137,20 @@ def restore_state(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     with _lock:  # another thread may hold some in eval mode
         flags = [(module, module.training or id(module) in _n_blocks) for module in modules]
-    on_copies = not any(map(is_compiled, modules))
+    saved, states = _buffers_of(modules), RandomStates(generators_of(modules))
+    kept = [buffer for *_, buffer in saved] if any(map(is_compiled, modules)) else []
     copies: dict[int, Tensor] = {}  # by buffer, because several modules may hold one buffer
-    saved = [
-        _Buffer(table, name, buffer, copies.setdefault(id(buffer), _clone(buffer)), version(buffer))
-        for table in map(buffers, modules)
-        for name, buffer in table.items()
-        if buffer is not None and not buffer.is_meta
-    ]
-    states = RandomStates(generators_of(modules))
-    try:
-        for table, name, _, copy, _ in saved if on_copies else ():
-            table[name] = copy
-        yield
-    finally:
-        states.restore()
-        with _lock:
-            _restore_modes(flags)
-        for entry in saved:
-            entry.table[entry.name] = entry.buffer
-            if not on_copies and (entry.version is None or version(entry.buffer) != entry.version):
-                _write(entry.buffer, entry.copy)
+    with _numbers_restored(kept):
+        try:
+            for table, name, buffer in saved if not kept else ():
+                table[name] = copies.setdefault(id(buffer), _clone(buffer))
+            yield
+        finally:
+            states.restore()
+            with _lock:
+                _restore_modes(flags)
+            for table, name, buffer in saved:
+                table[name] = buffer
 
 
 def _restore_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
@@ -389,11 +376,16 @@ def copied(inputs: Any) -> Any:
 
     The copies also get the gradients of the run.
     """
+    return map_inputs(_copy, inputs)
+
+
+def map_inputs(change: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+    """Return the inputs with changed tensors; a function that runs the model, as it is."""
     if isinstance(inputs, Mapping):
-        return {key: tree.map_tensors(_copy, part) for key, part in inputs.items()}
+        return {key: tree.map_tensors(change, part) for key, part in inputs.items()}
     if callable(inputs) and not isinstance(inputs, Tensor):
         return inputs
-    return tree.map_tensors(_copy, inputs)
+    return tree.map_tensors(change, inputs)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -511,10 +503,8 @@ class RunStart:
 
     def buffer_before(self, module: nn.Module, name: str) -> Tensor | None:
         """Return a buffer as it was when the run began; None if the run has not changed it."""
-        module_table = buffers(module)
-        copies = (
-            copy for table, key, copy in self._copies if table is module_table and key == name
-        )
+        table = buffers(module)
+        copies = (copy for other, key, copy in self._copies if other is table and key == name)
         return next(copies, None)
 
 
@@ -546,44 +536,30 @@ class ChangingBuffers:
         self._versions: list[tuple[int, int | None]] | None = None
         self._lock = fork_safe_lock()  # runs may begin in several threads
 
-    def copies(self, root: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    def copies(self, root: nn.Module) -> list[_Buffer]:
         """Copy the buffers that the run may change."""
         with self._lock:
             if self._is_training is not root.training:
                 self._is_training = root.training
-                self._list(list(root.modules()))
-            return _copies(self._changing if self._versions is None else self._all)
-
-    def _list(self, modules: list[nn.Module]) -> None:
-        self.generators = generators_of(modules)
-        self._all = [
-            (table, name)
-            for table in map(buffers, modules)
-            for name, buffer in table.items()
-            if buffer is not None and not buffer.is_meta
-        ]
-        self._versions = [_identity(*place) for place in self._all]
+                modules = list(root.modules())
+                self.generators = generators_of(modules)
+                self._all = [(table, name) for table, name, _ in _buffers_of(modules)]
+                self._versions = [_identity(*place) for place in self._all]
+            places = self._changing if self._versions is None else self._all
+            tensors = [(table, name, table.get(name)) for table, name in places]
+            return [
+                (table, name, tensor.detach().clone())
+                for table, name, tensor in tensors
+                if tensor is not None
+            ]
 
     def learn(self) -> None:
         """Learn which buffers a run has changed that has ended."""
         with self._lock:
             before, self._versions = self._versions, None
             if before is not None:
-                self._changing = _changed(self._all, before)
-
-
-def _copies(places: list[_Place]) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    tensors = [(table, name, table.get(name)) for table, name in places]
-    return [
-        (table, name, tensor.detach().clone())
-        for table, name, tensor in tensors
-        if tensor is not None
-    ]
-
-
-def _changed(places: list[_Place], before: list[tuple[int, int | None]]) -> list[_Place]:
-    pairs = zip(places, before, strict=True)
-    return [place for place, was in pairs if _identity(*place) != was]
+                pairs = zip(self._all, before, strict=True)
+                self._changing = [place for place, was in pairs if _identity(*place) != was]
 
 
 def _identity(table: dict[str, Tensor | None], name: str) -> tuple[int, int | None]:
