@@ -38,15 +38,15 @@ def of_inputs(inputs: list[ComparedSite]) -> list[Finding]:
 
 
 def of_floors(eps: float, rows: list[ComparedSite]) -> list[Finding]:
-    """Say that a coarse dtype hides small faults, where no row differs.
+    """Say that a coarse dtype hides small faults.
 
     Args:
         eps: the coarsest eps of all values.
         rows: the rows.
     """
-    largest = max((row.floor.relative for row in rows), default=0.0)
-    if eps < FINE or any(row.verdict == "differs" for row in rows):
+    if eps < FINE:
         return []
+    largest = max(row.floor.relative for row in rows)
     text = (
         f"differences below {largest:.1g} are noise in these dtypes: to see smaller ones, run both"
         " in float32 or float64, or measure the noise and give floor="
@@ -60,20 +60,20 @@ def of_floors(eps: float, rows: list[ComparedSite]) -> list[Finding]:
 
 
 def of_tokens(
-    alignment: Alignment | None, why: str, rows: list[ComparedSite], partial: Mapping[str, int]
+    alignment: Alignment | None, why: str, partial: Mapping[str, int], *, does_differ: bool
 ) -> list[Finding]:
     """Say what a reader should know of the alignment, and whether positions explain a difference.
 
     Args:
         alignment: the alignment; None without one.
         why: the reason why there is none; empty if none is needed.
-        rows: the rows of the comparison.
         partial: by site, for how many tokens or rows one side has no value.
+        does_differ: whether a value differs.
     """
     if alignment is None:
         return [Finding("tokens", why)] if why else []
     remarks = []
-    if alignment.positions and any(row.verdict == "differs" for row in rows):
+    if alignment.positions and does_differ:
         text = f"the inputs differ: {alignment.positions}"
         remarks.append(Finding("inputs", text, "(root):input"))
     if partial:
@@ -83,18 +83,13 @@ def of_tokens(
     return [*remarks, *(Finding("tokens", note) for note in alignment.notes)]
 
 
-def of_settings(a: Side, b: Side, rows: list[ComparedSite]) -> tuple[list[Finding], list[Finding]]:
-    """Say which settings of torch differ between two runs, if a value does.
-
-    Args:
-        a: the first side.
-        b: the second side.
-        rows: the rows of the comparison.
+def of_settings(a: Side, b: Side) -> tuple[list[Finding], list[Finding]]:
+    """Say which settings of torch differ between two runs.
 
     Returns:
         The settings that change the numbers of any model; and those that few models feel.
     """
-    if not a.settings or not b.settings or all(row.verdict != "differs" for row in rows):
+    if not a.settings or not b.settings:
         return [], []
     pairs = list(zip(a.settings, b.settings, strict=False))
     ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
@@ -169,7 +164,7 @@ def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Finding]:
     return remarks
 
 
-def of_models(side_a: Side, side_b: Side, rows: list[ComparedSite]) -> list[Finding]:
+def of_models(side_a: Side, side_b: Side, *, does_differ: bool) -> list[Finding]:
     """Say what differs between two models: class, structure, weights, code, versions.
 
     Of one model that is alive no weights are read.
@@ -177,7 +172,7 @@ def of_models(side_a: Side, side_b: Side, rows: list[ComparedSite]) -> list[Find
     if side_a.shares_model_with(side_b):
         return []
     lost = [label for label, side in (("a", side_a), ("b", side_b)) if side.has_lost_model]
-    if lost and any(row.verdict == "differs" for row in rows):
+    if lost and does_differ:
         whose = f"the model{'s' * (len(lost) - 1)} of {' and '.join(lost)}"
         are = "no longer exists" if len(lost) == 1 else "no longer exist"
         text = f"{whose} {are}, so structure and weights were not compared: keep the model"
@@ -189,7 +184,6 @@ def of_models(side_a: Side, side_b: Side, rows: list[ComparedSite]) -> list[Find
         return []
     of_parts = list(_of_parts("a", a)) + list(_of_parts("b", b))
     known = replace(a[0], weights=b[0].weights) if of_parts else a[0]
-    does_differ = any(row.verdict == "differs" for row in rows)
     return [*_of_identities(known, b[0]), *(of_parts if does_differ else ())]
 
 

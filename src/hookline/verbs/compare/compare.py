@@ -129,22 +129,22 @@ def compare_all(
         )
     inputs = [row for row in rows if judge.entry_of[row.site].is_input]
     suspect, first = judge.suspect(rows)
-    about_tokens = of_tokens(alignment, why, rows, judge.partial)
+    does_differ = any(row.verdict == "differs" for row in rows)
+    about_tokens = of_tokens(alignment, why, judge.partial, does_differ=does_differ)
     if any(remark.kind == "inputs" for remark in about_tokens):
         suspect = None  # the inputs are
-    modes, rest = of_settings(side_a, side_b, rows)
+    modes, rest = of_settings(side_a, side_b) if does_differ else ([], [])
     findings = [
         *modes,
         *(of_inputs(inputs) if "recording" in (side_a.noun, side_b.noun) else ()),
         *about_items,
-        *of_data(side_a, side_b, rows),
+        *(of_data(side_a, side_b) if does_differ else ()),
         *about_tokens,
-        *of_models(side_a, side_b, rows),
+        *of_models(side_a, side_b, does_differ=does_differ),
         *rest,
         *of_names(pairing, judge.alone),
         *of_forms(rows),
-        *of_floors(max(judge.eps, judge.coarsest), rows),
-        *first,
+        *(first if does_differ else of_floors(max(judge.eps, judge.coarsest), rows)),
     ]
     alone = {
         name: [entry.key for entry in entries] + judge.alone[name]

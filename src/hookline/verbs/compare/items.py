@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from hookline.errors import InputError
 from hookline.findings import Finding
 from hookline.stores import Column, Store
 from hookline.stores.job import LOOP
-from hookline.verbs.compare.comparison import ComparedSite
 from hookline.verbs.compare.sides import Side
 
 _MOST_SHOWN = 3
@@ -62,7 +61,7 @@ def with_common_items(a: Side, b: Side) -> tuple[tuple[Side, Side], list[Finding
     """
     if a.store is None or b.store is None:
         return (a, b), []
-    items = _items(a.store), _items(b.store)
+    items = a.store.items.numpy(), b.store.items.numpy()
     if np.array_equal(*items):
         return (a, b), []
     common, ours, theirs = np.intersect1d(*items, return_indices=True)
@@ -85,18 +84,12 @@ def _have_one_numbering(a: Store, b: Store, items: tuple[NDArray[np.int64], ...]
     return not is_loop and all(len(np.unique(numbers)) == len(numbers) for numbers in items)
 
 
-def _items(store: Store) -> NDArray[np.int64]:
-    items: NDArray[np.int64] = store.items.numpy()
-    return items
-
-
 def _of_items(side: Side, items: NDArray[np.int64]) -> Side:
-    entries = [replace(entry, read=partial(_read, entry.read, items)) for entry in side.entries]
+    def of_items(read: Callable[[], Column]) -> RowsOfItems:
+        return RowsOfItems(read(), items)
+
+    entries = [replace(entry, read=partial(of_items, entry.read)) for entry in side.entries]
     return replace(side, entries=entries)
-
-
-def _read(read: Callable[[], Any], items: NDArray[np.int64]) -> RowsOfItems:
-    return RowsOfItems(read(), items)
 
 
 def _of_alone(items: tuple[NDArray[np.int64], ...], common: NDArray[np.int64]) -> Finding:
@@ -117,20 +110,18 @@ def _shown(items: NDArray[np.int64]) -> str:
     return listed([str(item) for item in items[: _MOST_SHOWN + 1]], _MOST_SHOWN)
 
 
-def of_data(a: Side, b: Side, rows: list[ComparedSite]) -> list[Finding]:
-    """Say that the data of two stores may differ, if a value does."""
+def of_data(a: Side, b: Side) -> list[Finding]:
+    """Say that the data of two stores may differ."""
     if a.store is None or b.store is None or a.store.parts or b.store.parts:
         return []
     jobs = a.store.job, b.store.job
     ours, theirs = (job["data"] for job in jobs)
     # The first batch has other values if it has other rows.
     is_same_batch = jobs[0]["batch_size"] == jobs[1]["batch_size"]
-    is_same_batch &= np.array_equal(_items(a.store), _items(b.store))
+    is_same_batch &= np.array_equal(a.store.items.numpy(), b.store.items.numpy())
     odd = [
         key
         for key in {**ours, **theirs}
         if ours.get(key) != theirs.get(key) and (is_same_batch or key != "first_batch")
     ]
-    if not odd or all(row.verdict != "differs" for row in rows):
-        return []
-    return [Finding("inputs", f"the data may differ: {' and '.join(odd)} of it do")]
+    return [Finding("inputs", f"the data may differ: {' and '.join(odd)} of it do")] if odd else []

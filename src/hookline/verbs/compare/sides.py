@@ -148,10 +148,14 @@ class Side:
         return isinstance(self.source, Recording) and lies_in_folder(self.source)
 
     @property
+    def ranks(self) -> Sequence[Recording]:
+        """The recordings of several ranks; empty for a side of one process."""
+        return self.source.ranks if isinstance(self.source, Recording) else ()
+
+    @property
     def of_ranks(self) -> list[tuple[str, str]]:
         """Path and port of each value of several ranks; empty for a side of one process."""
-        is_of_ranks = isinstance(self.source, Recording) and self.source.ranks
-        return [(entry.path, entry.port) for entry in self.entries] if is_of_ranks else []
+        return [(entry.path, entry.port) for entry in self.entries] if self.ranks else []
 
 
 def both_sides(a: Any, b: Any, dims: Dims | None, names: Any) -> tuple[Side, Side]:
@@ -230,35 +234,21 @@ def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
         entries = [_entry(value, "", {}) for value in walk(source)]
         return Side("recording", entries, source=source, settings=_settings([source]))
-    if source.ranks:
-        return _of_ranks(source, dims)
-    has_passes = len(passes_with_values(source)) > 1
-    depths = _depths(list(source.modules))
-    entries = [
-        _entry(value, f"#pass{value.record.number}" * has_passes, depths) for value in walk(source)
-    ]
-    return Side(
-        "recording", entries, lambda: [source.model], source.modules, source.release, source,
-        _settings(source.passes),
-    )  # fmt: skip
-
-
-def _of_ranks(source: Recording, dims: Dims | None) -> Side:
-    """Return the values of all ranks, joined; those of each rank in its firing order."""
-    modules = {path: kind for rank in source.ranks for path, kind in rank.modules.items()}
+    ranks = source.ranks or (source,)
+    modules = {path: kind for rank in ranks for path, kind in rank.modules.items()}
     depths = _depths(list(modules))
-    entries: dict[str, Entry] = {}
-    for rank in source.ranks:
+    entries: dict[str, Entry] = {}  # of several ranks, those of each in its firing order
+    for rank in ranks:
         has_passes = len(passes_with_values(rank)) > 1
         for value in walk(rank):
-            suffix = f"#pass{value.record.number}" * has_passes
-            entry = _entry(value, suffix, depths)
-            read = partial(whole, all_ranks(source), value, entry.key, dim_of(value, dims))
-            entries.setdefault(entry.key, replace(entry, read=read, part=str))
-    settings = _settings([record for rank in source.ranks for record in rank.passes])
+            entry = _entry(value, f"#pass{value.record.number}" * has_passes, depths)
+            if source.ranks:
+                read = partial(whole, all_ranks(source), value, entry.key, dim_of(value, dims))
+                entry = replace(entry, read=read, part=str)
+            entries.setdefault(entry.key, entry)
     return Side(
-        "recording", list(entries.values()), lambda: [rank.model for rank in source.ranks], modules,
-        source.release, source, settings,
+        "recording", list(entries.values()), lambda: [rank.model for rank in ranks], modules,
+        source.release, source, _settings(record for rank in ranks for record in rank.passes),
     )  # fmt: skip
 
 
@@ -268,12 +258,11 @@ def check_passes_of_ranks(side: Side, name: str) -> None:
     Raises:
         InputError: they have, and nothing tells which passes belong together.
     """
-    ranks = side.source.ranks if isinstance(side.source, Recording) else ()
-    counts = [len(passes_with_values(rank)) for rank in ranks]
-    is_pipeline = any(rank.modules != ranks[0].modules for rank in ranks)
+    counts = [len(passes_with_values(rank)) for rank in side.ranks]
+    is_pipeline = any(rank.modules != side.ranks[0].modules for rank in side.ranks)
     if len(set(counts)) < 2 or is_pipeline:
         return
-    said = say_by_rank(range(len(ranks)), [plural(count, "pass", "passes") for count in counts])
+    said = say_by_rank(range(len(counts)), [plural(count, "pass", "passes") for count in counts])
     raise InputError(
         f"{name} must have the same passes on all ranks, got {said}.\nGive one pass of one rank,"
         f" hl.open(folder).ranks[{counts.index(max(counts))}].passes[0]; or record the inputs, so"

@@ -82,20 +82,19 @@ def tokens_of(
         The tokens, or the reason why they are not known.
     """
     numbered = passes_of(source, groups)
-    records = list(numbered.values())
-    if given is not None and not isinstance(given, Mapping) and len(given) != len(records):
-        return f"tokens must have a dict for each of {len(records)} passes, got {len(given)}"
+    inputs = given if isinstance(given, Sequence) else [given] * len(numbered)
+    if len(inputs) != len(numbered):
+        return f"tokens must have a dict for each of {len(numbered)} passes, got {len(inputs)}"
     reader = _Reader()
-    has_inputs = any(INPUT in record for record in records)
-    for place, (number, record) in enumerate(numbered.items()):
+    has_inputs = any(INPUT in record for record in numbered.values())
+    for (number, record), told in zip(numbered.items(), inputs, strict=True):
         if given is None and has_inputs and INPUT not in record:  # such as an encoder's own call
             reader.tokens.grids[number] = {}
             continue
-        inputs = given if given is None or isinstance(given, Mapping) else given[place]
         try:
-            reader.read(number, _inputs(record, inputs))
+            reader.read(number, _inputs(record, told))
         except (Unreadable, HooklineError) as error:
-            where = f"pass {number}: " * (len(records) > 1)
+            where = f"pass {number}: " * (len(numbered) > 1)
             return f"{where}{first_line(error)}"
     return reader.tokens
 
@@ -170,9 +169,11 @@ class _Reader:
             owner = before.row_owner[:, None].expand(starts.shape)
         owner = torch.where(is_present, owner, -1)
         order = torch.full_like(owner, -1)
+        none = owner[:, :0]
+        held, held_order = (none, none) if before is None else (before.key_owner, before.key_order)
         for sequence in sorted(set(owner[is_present].tolist())):
             mine = owner == sequence
-            n_before = 0 if before is None else int((before.key_owner == sequence).sum())
+            n_before = int((held == sequence).sum())
             order[mine] = torch.arange(int(mine.sum()), device=mine.device) + n_before
             known = self.tokens.contents[sequence]
             known[stream.prefix] = [*known.get(stream.prefix, ()), *stream.contents(mine)]
@@ -180,8 +181,8 @@ class _Reader:
             owner,
             order,
             stream.positions(past),
-            owner if before is None else torch.cat([before.key_owner, owner], 1),
-            order if before is None else torch.cat([before.key_order, order], 1),
+            torch.cat([held, owner], 1),
+            torch.cat([held_order, order], 1),
             _row_owner(owner) if before is None else before.row_owner,
             stream.n_kept,
         )
