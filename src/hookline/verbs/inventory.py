@@ -137,21 +137,15 @@ def _entries(nodes: list[Any]) -> Iterator[HookEntry]:
     for kind, hook in global_hooks():
         yield _entry("(every module)", kind, hook)
     for node in nodes:
-        for path, module in _with_operations(node):
-            hooks = [
-                (kind, hook) for kind in HOOK_DICTS for hook in hook_dict(module, kind).values()
-            ]
-            yield from (_entry(path, kind, hook) for kind, hook in hooks)
+        operations = operations_on(node.module)
+        named = [(f"{node.path}@{operation.name}", operation) for operation in operations]
+        for path, module in [(node.path, node.module), *named]:
+            for kind in HOOK_DICTS:
+                hooks = hook_dict(module, kind).values()
+                yield from (_entry(path, kind, hook) for hook in hooks)
         for name, parameter in node.module.named_parameters(recurse=False):
             for kind, hook in tensor_hooks(parameter):
                 yield _entry(f"{node.path}.{name}".lstrip("."), kind, hook)
-
-
-def _with_operations(node: Any) -> list[tuple[str, nn.Module]]:
-    """Return a module and its operations that have hooks, with their paths."""
-    operations = operations_on(node.module)
-    named = [(f"{node.path}@{operation.name}", operation) for operation in operations]
-    return [(node.path, node.module), *named]
 
 
 def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:

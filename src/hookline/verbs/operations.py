@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 from torch import nn
 
@@ -203,62 +203,55 @@ class _FirstCall:
         self._is_over = True
 
     def _add(self, made: FunctionCall) -> None:
-        if not self._is_over:
-            self.made.append(_Made.of(made))
-
-
-@final
-@dataclass(frozen=True)
-class _Made:
-    """A call, without its values."""
-
-    name: str
-    is_known: bool
-    inputs: str
-    output: str
-    n_dims: int
-    file: str
-    line: int
-
-    @staticmethod
-    def of(made: FunctionCall) -> _Made:
-        return _Made(
-            made.name, made.is_known, _inputs(made), _shape(made.output),
-            getattr(made.output, "ndim", 0), made.file, made.line,
+        if self._is_over:
+            return
+        row = OperationRow(
+            "", made.name, _inputs(made), describe.shape_or_structure(made.output), made.file,
+            made.line,
         )  # fmt: skip
+        self.made.append(_Made(row, made.is_known, getattr(made.output, "ndim", 0)))
+
+
+class _Made(NamedTuple):
+    """A call, without its values.
+
+    Args:
+        row: the call, whose site is not known before all calls are.
+        is_known: whether selectors know the function.
+        n_dims: the number of dimensions of its result; 0 if it is no tensor.
+    """
+
+    row: OperationRow
+    is_known: bool
+    n_dims: int
 
 
 def _inputs(made: FunctionCall) -> str:
     """Describe the tensors that a call gets, by name."""
     named = [*zip(made.names, made.args, strict=False), *made.kwargs.items()]
     with_tensors = [(name, value) for name, value in named if any(tree.tensors(value))]
-    return ", ".join(f"{name} {_shape(value)}" for name, value in with_tensors)
-
-
-def _shape(value: Any) -> str:
-    return describe.shape_or_structure(value)
+    return ", ".join(f"{name} {describe.shape_or_structure(part)}" for name, part in with_tensors)
 
 
 def _rows(path: str, calls: list[_Made]) -> tuple[tuple[OperationRow, ...], tuple[str, ...]]:
-    totals, numbers = Counter(made.name for made in calls), Counter[str]()
+    totals, numbers = Counter(made.row.function for made in calls), Counter[str]()
     rows = []
-    for made in calls:
-        number = f"#{numbers[made.name]}" if totals[made.name] > 1 else ""
-        numbers[made.name] += 1
-        site = f"{path}@{made.name}{number}" if made.is_known else ""
-        rows.append(OperationRow(site, made.name, made.inputs, made.output, made.file, made.line))
+    for row, is_known, _ in calls:
+        number = f"#{numbers[row.function]}" if totals[row.function] > 1 else ""
+        numbers[row.function] += 1
+        rows.append(replace(row, site=f"{path}@{row.function}{number}" * is_known))
     parts = tuple(f"{path}@{part}" for part in PARTS) if _is_attention(calls) else ()
     return tuple(rows), parts
 
 
 def _is_attention(calls: list[_Made]) -> bool:
     """Tell whether calls make an attention: one function, or a softmax between two products."""
-    names = [made.name for made in calls]
+    names = [row.function for row, *_ in calls]
     if not _WHOLE.isdisjoint(names):
         return True
     steps = [
-        made.name in _PRODUCTS for made in calls
-        if made.n_dims >= 3 and (made.name in _PRODUCTS or made.name == "softmax")
+        name in _PRODUCTS for name, made in zip(names, calls, strict=True)
+        if made.n_dims >= 3 and (name in _PRODUCTS or name == "softmax")
     ]  # fmt: skip
     return "TFT" in "".join("FT"[step] for step in steps)
 

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -162,7 +163,7 @@ class Summary(Result):
     def _printout(self) -> Printout:
         holders = _holders(self)
         has_dtypes = len(self.dtypes) > 1
-        notes = [missing_formulas(self.without_formula)] * bool(self.without_formula)
+        lacking = self.without_formula
         return Printout(
             headings=_HEADINGS,
             rows=[
@@ -179,7 +180,7 @@ class Summary(Result):
                 for row in self.rows
             ],
             totals=_totals(self),
-            notes=[[(note, "dim")] for note in notes],
+            notes=[[(missing_formulas(lacking), "dim")]] if lacking else [],
             failure=("The run failed", self.failure) if self.failure else (),
             quiet={place for place, row in enumerate(self.rows) if self.ran and not row.calls},
             more="modules: .rows",
@@ -270,35 +271,27 @@ class _Gauge:
         self._counted = counted
 
     def bind(self, site: Site) -> Any:
-        row = self._rows[site.path]
-        return self._enter(row) if site.port == "input" else self._leave(row)
+        return partial(self._enter if site.port == "input" else self._leave, self._rows[site.path])
 
-    def _enter(self, row: Row) -> Any:
-        def callback(current: Pass, value: Any) -> None:
-            row.input = row.input or describe.shape_or_structure(value)
-            current.log.append((row, self._counted.flops))
+    def _enter(self, row: Row, current: Pass, value: Any) -> None:
+        row.input = row.input or describe.shape_or_structure(value)
+        current.log.append((row, self._counted.flops))
 
-        return callback
-
-    def _leave(self, row: Row) -> Any:
-        def callback(current: Pass, value: Any) -> None:
-            stack = current.log
-            while stack and stack[-1][0] is not row:
-                stack.pop()  # a module that raised, and whose caller caught the exception
-            before = stack.pop()[1] if stack else 0
-            # A recursive module is counted at its outermost call only.
-            if not any(other is row for other, _ in stack):
-                row.flops += self._counted.flops - before
-            row.calls += 1
-            row.output = row.output or describe.shape_or_structure(value)
-            # Like the FLOPs, under vmap those of all examples.
-            tensors = [innermost(tensor) for _, tensor in tree.tensors(value)]
-            row.output_bytes += describe.n_bytes(tensors)
-            first = next(tree.tensors(value), None)
-            if first is not None and not row.dtype:
-                row.dtype = str(first[1].dtype).removeprefix("torch.")
-
-        return callback
+    def _leave(self, row: Row, current: Pass, value: Any) -> None:
+        stack = current.log
+        while stack and stack[-1][0] is not row:
+            stack.pop()  # a module that raised, and whose caller caught the exception
+        before = stack.pop()[1] if stack else 0
+        # A recursive module is counted at its outermost call only.
+        if not any(other is row for other, _ in stack):
+            row.flops += self._counted.flops - before
+        row.calls += 1
+        row.output = row.output or describe.shape_or_structure(value)
+        # Like the FLOPs, under vmap those of all examples.
+        tensors = [innermost(tensor) for _, tensor in tree.tensors(value)]
+        row.output_bytes += describe.n_bytes(tensors)
+        if tensors and not row.dtype:
+            row.dtype = str(tensors[0].dtype).removeprefix("torch.")
 
 
 def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, Row]]:
