@@ -129,13 +129,21 @@ def _of_torch(a: Settings, b: Settings) -> Iterator[str]:
     """Say which settings of torch differ that change numbers."""
     if a.autocast != b.autocast:
         yield f"autocast was {_on(a.autocast)} in a, and {_on(b.autocast)} in b"
-    for name in dict.fromkeys((*a.precision, *b.precision)):
-        ours, theirs = (side.precision.get(name, "unknown") for side in (a, b))
-        if ours != theirs:
-            yield f"the precision of {name} was {ours} in a, and {theirs} in b"
+    for name, ours, theirs in _odd(a.precision, b.precision, "unknown"):
+        yield f"the precision of {name} was {ours} in a, and {theirs} in b"
     if a.deterministic != b.deterministic:
         label, other = "ab" if a.deterministic else "ba"
         yield f"deterministic algorithms were asked for in {label}, and not in {other}"
+
+
+def _odd(
+    a: Mapping[str, str], b: Mapping[str, str], missing: str
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the names whose values differ, with both; `missing` stands for none."""
+    for name in {**a, **b}:
+        ours, theirs = a.get(name, missing), b.get(name, missing)
+        if ours != theirs:
+            yield name, ours, theirs
 
 
 def _on(dtypes: Mapping[str, str]) -> str:
@@ -254,9 +262,7 @@ def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
             advice = f": {', and '.join(hints)}" if hints else ""
             yield Finding("model", f"{' and '.join(names)} of the model {are}{advice}")
     versions = [
-        f"{name} {a.versions.get(name, 'none')} and {b.versions.get(name, 'none')}"
-        for name in dict.fromkeys((*a.versions, *b.versions))
-        if a.versions.get(name) != b.versions.get(name)
+        f"{name} {ours} and {theirs}" for name, ours, theirs in _odd(a.versions, b.versions, "none")
     ]
     if versions:
         yield Finding("versions", f"versions differ: {', '.join(versions)}")

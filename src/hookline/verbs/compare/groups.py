@@ -50,7 +50,7 @@ def groups_of(source: Recording) -> list[Group]:
     unknown: list[int] = []
     groups: list[tuple[list[Any], list[int]]] = []
     for number, rank in enumerate(source.ranks):
-        inputs = _inputs_of(rank)
+        inputs = [record.calls(INPUT)[0] for record in rank.passes if INPUT in record]
         if not inputs or rank.modules != first.modules:
             unknown.append(number)
             continue
@@ -69,10 +69,6 @@ def _group(source: Recording, numbers: Sequence[int]) -> Group:
     recording = Recording(source.sites, source.report(), source.modules)
     recording.ranks = tuple(source.ranks[number] for number in numbers)
     return Group(recording, tuple(numbers))
-
-
-def _inputs_of(rank: Recording) -> list[Any]:
-    return [record.calls(INPUT)[0] for record in rank.passes if INPUT in record]
 
 
 def passes_with_values(source: Recording) -> list[PassRecord]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hookline.display.text import listed
-from hookline.engine import ROOT
+from hookline.engine import ROOT, paths_above
 from hookline.errors import InputError
 from hookline.recordings.index import closest
 from hookline.verbs.compare.sides import Entry, Side
@@ -61,8 +61,7 @@ def _is_in_firing_order(entries: Sequence[Entry]) -> bool:
     for entry in entries:
         if entry.port != "output" or entry.kind != "output":
             continue
-        outside = ["", *_starts(entry.path)[:-1]] if entry.path else []
-        if any((path, entry.rest) in ended for path in outside):
+        if any((path, entry.rest) in ended for path in paths_above(entry.path)):
             return False
         ended.add((entry.path, entry.rest))
     return True
@@ -120,8 +119,8 @@ def _check(names: Mapping[str, str], a: Side, b: Side) -> None:
         InputError: a key begins no name of b, or a value begins no name of a.
     """
     for side, label, given in ((b, "b", list(names)), (a, "a", list(names.values()))):
-        paths = [*side.modules, *(entry.path for entry in side.entries)]
-        known = {ROOT, *(start for path in paths for start in _starts(path))}
+        paths = {*side.modules, *(entry.path for entry in side.entries)}
+        known = {start or ROOT for path in paths for start in (path, *paths_above(path))}
         unknown = next((name for name in given if name not in known), None)
         if unknown is not None:
             near = closest(str(unknown), sorted(known))[:_MOST_SHOWN]
@@ -130,12 +129,6 @@ def _check(names: Mapping[str, str], a: Side, b: Side) -> None:
                 f" {label}, got {unknown!r}.\nGive names={{name of b: name of a}};"
                 f" {label} has {listed(list(map(repr, near or sorted(known))), _MOST_SHOWN)}."
             )
-
-
-def _starts(path: str) -> list[str]:
-    """Return the paths that a path begins with, itself included: `h`, `h.3` and `h.3.attn`."""
-    parts = path.split(".")
-    return [".".join(parts[:n_parts]) for n_parts in range(1, 1 + len(parts)) if path]
 
 
 def _nothing_aligns(ours: Sequence[Entry], theirs: Sequence[Entry]) -> str:

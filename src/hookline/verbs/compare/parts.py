@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 from hookline.display.text import listed
@@ -20,31 +20,34 @@ _MOST_NAMED = 4
 
 
 @final
-@dataclass(frozen=True)
 class Parted:
     """A pair of values, of which at least one is of ranks that could not be joined.
 
     Args:
         values: the two values.
+
+    Attributes:
+        first: the first value that could not be joined.
     """
 
-    values: Values
-
-    @property
-    def first(self) -> Unjoined:
-        """The first value that could not be joined."""
-        return next(part for side in self.values for part in _unjoined(side).values())
+    def __init__(self, values: Values) -> None:
+        unjoined = [_unjoined(side) for side in values]
+        self._values = values
+        self._side = 0 if unjoined[0] else 1
+        self._by_pass = unjoined[self._side]
+        self._is_of_both = all(unjoined)
+        self.first: Unjoined = next(iter(self._by_pass.values()))
 
     @property
     def other(self) -> Any:
         """The value beside it, in its first pass."""
-        side = self.values[0 if _unjoined(self.values[1]) else 1]
-        return next(iter(side.values.values())) if isinstance(side, Passes) else side
+        value = self._values[1 - self._side]
+        return next(iter(value.values.values())) if isinstance(value, Passes) else value
 
     @property
     def are_alike(self) -> bool:
         """Tell whether both values are of the same ranks, so that each has a counterpart."""
-        a, b = self.values
+        a, b = self._values
         if not isinstance(a, Unjoined) or not isinstance(b, Unjoined):
             return False
         return a.parts.keys() == b.parts.keys() and a.is_whole and b.is_whole
@@ -52,47 +55,39 @@ class Parted:
     @property
     def may_be_copies(self) -> bool:
         """Tell whether the values of the ranks of one side may be copies of the other side's."""
-        sides = [_unjoined(side) for side in self.values]
-        return not all(sides) and not any(part.problem for side in sides for part in side.values())
+        return not self._is_of_both and not any(part.problem for part in self._by_pass.values())
 
     def by_rank(self) -> Iterator[tuple[int, Values]]:
         """Yield the number of each rank, with its value beside the other side's."""
-        a, b = self.values
-        if isinstance(a, Unjoined) and isinstance(b, Unjoined):
-            yield from ((rank, (part, b.parts[rank])) for rank, part in a.parts.items())
-            return
-        for side, value in enumerate(self.values):
-            for number, unjoined in _unjoined(value).items():
-                for rank, part in unjoined.parts.items():
-                    yield rank, self._with(side, {number: part})
+        for number, unjoined in self._by_pass.items():
+            for rank, part in unjoined.parts.items():
+                a, b = self._with({number: part})
+                yield rank, (a, b.parts[rank] if isinstance(b, Unjoined) else b)
 
     def joined_alone(self) -> Values | None:
         """Return the passes whose values could be joined; None if there are none."""
-        for side, value in enumerate(self.values):
-            unjoined = _unjoined(value)
-            if unjoined and isinstance(value, Passes):
-                joined = {n: part for n, part in value.values.items() if n not in unjoined}
-                return self._with(side, joined) if joined else None
-        return None
+        value = self._values[self._side]
+        passes = value.values if isinstance(value, Passes) else {}
+        joined = {number: part for number, part in passes.items() if number not in self._by_pass}
+        return self._with(joined) if joined else None
 
     def reduced(self, op: str) -> Values | None:
         """Return the values with those of the ranks reduced; None if they cannot be."""
-        side = 0 if _unjoined(self.values[0]) else 1
-        unjoined = _unjoined(self.values[side])
         try:
             values = {
                 number: combined([*part.parts.values()], op, "", is_sharded=False)
-                for number, part in unjoined.items()
+                for number, part in self._by_pass.items()
             }
         except (HooklineError, ValueError, RuntimeError):  # other shapes, packed dtypes
             return None
-        return self._with(side, values)
+        return self._with(values)
 
-    def _with(self, side: int, values: Mapping[int, Any]) -> Values:
-        """Return the pair with other values of a side, by pass."""
-        given = self.values[side]
-        new = Passes(values) if isinstance(given, Passes) else next(iter(values.values()))
-        return (new, self.values[1]) if side == 0 else (self.values[0], new)
+    def _with(self, values: Mapping[int, Any]) -> Values:
+        """Return the pair with other values of the side, by pass."""
+        a, b = self._values
+        is_by_pass = isinstance(self._values[self._side], Passes)
+        new = Passes(values) if is_by_pass else next(iter(values.values()))
+        return (a, new) if self._side else (new, b)
 
 
 def rows_by_rank(

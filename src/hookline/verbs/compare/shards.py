@@ -153,11 +153,9 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
         return next(iter(parts.values()))
     try:
         if dim is not None and not is_sharded:
-            return (
-                _joined(source, key, dim)
-                if _adds_up(parts, dim)
-                else Unjoined(site, parts, _REPLICAS)
-            )
+            if not _adds_up(parts, dim):
+                return Unjoined(site, parts, _REPLICAS)
+            return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
         copies = source.copies(key, dim)
     except (HooklineError, ValueError, RuntimeError) as error:
         return Unjoined(site, parts, first_line(error))
@@ -166,10 +164,6 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
         return first
     parts = {group.numbers[rank]: copy for rank, copy in copies.items()}
     return Unjoined(site, parts, _of_stages(having))
-
-
-def _joined(source: Recording, key: str, dim: Dim) -> Any:
-    return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
 
 
 _REPLICAS = (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookline.curves import Curves
 from hookline.data.npy_files import open_arrays
 from hookline.display.text import plural
-from hookline.engine import ROOT, Site, parse_site, path_text, say_by_rank
+from hookline.engine import ROOT, Site, parse_site, path_text, paths_above, say_by_rank
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings
 from hookline.errors import InputError, SelectionError
@@ -57,7 +57,6 @@ class Entry:
         read: reads the value.
         kind: what the value is, for its noise floor.
         n_modules: how many modules without children come before it, as far as known.
-        is_input: whether it is the input of the whole model.
         outline: returns the structure of a recorded value, without reading numbers.
         part: says which part of a DTensor the value is; empty if it is whole.
     """
@@ -67,7 +66,6 @@ class Entry:
     read: Callable[[], Any]
     kind: Kind = "output"
     n_modules: int = 0
-    is_input: bool = False
     outline: Callable[[], Any] = lambda: None
     part: Callable[[], str] = str
 
@@ -81,6 +79,11 @@ class Entry:
         """The port of a recorded value."""
         match = re.match(r":(\w+)", self.rest)
         return match[1] if match else "output"
+
+    @property
+    def is_input(self) -> bool:
+        """Tell whether it is the input of the whole model."""
+        return not self.path and self.port == "input"
 
 
 @final
@@ -333,16 +336,18 @@ def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entr
     site = value.site
     rest = value.key.removeprefix(path_text(site.path))
     rest += "" if value.backward is None else f"#backward{value.backward}"
-    kind: Kind = "gradient" if site.is_gradient else "output"
-    is_input = not site.path and site.port == "input"
     # A gradient has come through the whole forward, and back to its module.
     total = depths.get("", 0)
     depth = depths.get(site.path, 0)
     n_modules = 2 * total - depth if site.is_gradient else depth
     return Entry(
-        site.path, rest + suffix, value.read, "stored" if is_input else kind, n_modules, is_input,
-        value.outline, value.part,
-    )  # fmt: skip
+        site.path, rest + suffix, value.read, _kind_at(site), n_modules, value.outline, value.part
+    )
+
+
+def _kind_at(site: Site) -> Kind:
+    is_input = not site.path and site.port == "input"
+    return "gradient" if site.is_gradient else "stored" if is_input else "output"
 
 
 def _depths(paths: Sequence[str]) -> dict[str, int]:
@@ -351,9 +356,7 @@ def _depths(paths: Sequence[str]) -> dict[str, int]:
     n_leaves = 0
     for path, following in zip(paths, [*paths[1:], ""], strict=True):
         n_leaves += not following.startswith(f"{path}." if path else "")
-        names = path.split(".")
-        for n_names in range(len(names) + 1):
-            counts[".".join(names[:n_names])] = n_leaves
+        counts |= dict.fromkeys((path, *paths_above(path)), n_leaves)
     return counts
 
 
@@ -400,9 +403,7 @@ def _at_site(entry: Entry, paths: Container[str]) -> Entry:
     if site.leaf:  # values are recorded as a whole
         return replace(entry, kind="output")
     rest = str(site).removeprefix(path_text(site.path)) + suffix
-    is_input = not site.path and site.port == "input"
-    kind: Kind = "gradient" if site.is_gradient else "stored" if is_input else "output"
-    return replace(entry, path=site.path, rest=rest, kind=kind, is_input=is_input)
+    return replace(entry, path=site.path, rest=rest, kind=_kind_at(site))
 
 
 def _path(name: str) -> str:
@@ -429,9 +430,7 @@ def _children_first(entries: list[Entry]) -> list[Entry]:
     """Order values as modules fire: each after those of its descendants."""
     last: dict[str, int] = {}
     for number, entry in enumerate(entries):
-        names = entry.path.split(".")
-        for n_names in range(len(names) + 1):
-            last[".".join(names[:n_names])] = number
+        last |= dict.fromkeys((entry.path, *paths_above(entry.path)), number)
     return sorted(
         entries,
         key=lambda entry: (last[entry.path], -entry.path.count(".") - bool(entry.path)),

@@ -144,10 +144,8 @@ class _Reader:
         """
         grids: dict[str, Grid] = {}
         for prefix in _PREFIXES:
-            content = next(
-                (inputs[name] for name in _names(prefix) if isinstance(inputs.get(name), Tensor)),
-                None,
-            )
+            given = (inputs.get(f"{prefix}{name}") for name in ("input_ids", "inputs_embeds"))
+            content = next((value for value in given if isinstance(value, Tensor)), None)
             if content is not None:
                 rows = next((grid.row_owner for grid in grids.values()), None)
                 stream = _Stream(prefix, content, inputs)
@@ -284,10 +282,6 @@ class _Stream:
         values, shape = self._content.detach().cpu(), self.tokens.shape
         rows = values.reshape(*shape, *self._of_each)[mine]
         return [_digest(row) for row in rows] if rows.ndim > 1 else list(rows.tolist())
-
-
-def _names(prefix: str) -> Sequence[str]:
-    return f"{prefix}input_ids", f"{prefix}inputs_embeds"
 
 
 def _row_owner(owner: Tensor) -> Tensor:

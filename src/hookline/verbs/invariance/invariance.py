@@ -25,7 +25,6 @@ from hookline.verbs.shared.run_model import Inputs, check_arguments, without_lis
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
 
 _MOST_NAMED = 3
-_UNLOCATED = ("checkpointed",)  # whose sites are compared with gradients
 _UNSTEADY = "the model does not repeat itself"
 
 
@@ -216,7 +215,7 @@ def _inside(comparison: Comparison) -> str:
 
 def _located(name: str, trials: Trials, comparison: Comparison) -> Comparison:
     """Compare once more with the inputs of all modules, which tell a module from what feeds it."""
-    if name in _UNLOCATED:
+    if name == "checkpointed":  # whose sites are compared with gradients
         return comparison
     try:
         return compared(*CHECKS[name](replace(trials, ports=("input", "output"))))

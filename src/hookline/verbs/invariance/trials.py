@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, final
@@ -118,8 +118,7 @@ class Trials:
         recording.identify(None)  # all are of one model, whose fingerprint would take the longest
         return recording
 
-    @contextmanager
-    def _modes(self, root: nn.Module) -> Iterator[None]:
+    def _modes(self, root: nn.Module) -> AbstractContextManager[None]:
         """Put the modules in their modes; `untouched` puts them back."""
         for module in root.modules() if self.is_training else ():
             module.training = True
@@ -128,8 +127,7 @@ class Trials:
             numbers = {id(module): number for number, module in enumerate(self.model.modules())}
             modules = [module for module in root.modules() if _is_own(module)]
             resting = tuple(modules[numbers[id(module)]] for module in self.resting)
-        with in_eval_mode(resting):
-            yield
+        return in_eval_mode(resting)
 
     def _pass(self, root: nn.Module, feed: Feed) -> None:
         output = call(root, copied(feed.inputs))
