@@ -154,9 +154,8 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, Tap | RootTap | ModeTap):
         return HookEntry(path, kind, "hookline", _label(owner, inner.__name__), "")
-    code: Any = inner
-    if not (inspect.isfunction(inner) or inspect.ismethod(inner)):
-        code = type(inner)
+    is_code = inspect.isfunction(inner) or inspect.ismethod(inner)
+    code: Any = inner if is_code else type(inner)
     module = getattr(code, "__module__", None) or ""
     try:
         file = inspect.getsourcefile(code) or ""

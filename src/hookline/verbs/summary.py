@@ -221,7 +221,9 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     table, rows = describe_modules(line, model)
     if inputs is None:
         return table
-    inputs = without_list(model, _to_meta_if(model, inputs))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        inputs = map_inputs(lambda tensor: tensor.to("meta"), inputs)
+    inputs = without_list(model, inputs)
     table.input_bytes = describe.n_bytes(inputs)
     counted = _Count()
     with eval_without_side_effects(model), line:
@@ -329,12 +331,6 @@ def _holders(table: Summary) -> set[str]:
         for above in paths_above(path)
         if "parametrizations" not in path.removeprefix(above).split(".")
     }
-
-
-def _to_meta_if(model: nn.Module, inputs: Any) -> Any:
-    if not any(p.is_meta for p in model.parameters()):
-        return inputs
-    return map_inputs(lambda tensor: tensor.to("meta"), inputs)
 
 
 _HEADINGS = (

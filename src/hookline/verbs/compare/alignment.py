@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import dropwhile
@@ -253,11 +253,11 @@ def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str
     lengths_differ = bool(notes)
     if not is_known:
         notes.append("the ids of tokens are not known: sequences are matched in their order")
-    alone = [*_alone("a", a, 0, pairs), *_alone("b", b, 1, pairs)]
+    ours, theirs = zip(*pairs, strict=True)
+    alone = [*_alone("a", a, ours), *_alone("b", b, theirs)]
     notes += alone
     is_cut = any(_goes_on(tokens) for tokens in (a, b))
     spans = {stream: Span.of(counts, is_cut=is_cut) for stream, counts in lengths.items()}
-    ours, theirs = zip(*pairs, strict=True)
     places = _places(a, ours, spans), _places(b, theirs, spans)
     alignment = Alignment(
         places, spans, len(pairs), are_alike(*places, "tokens", "rows"), notes=notes,
@@ -267,9 +267,8 @@ def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str
     return alignment
 
 
-def _alone(name: str, tokens: Tokens, side: int, pairs: list[tuple[int, int]]) -> list[str]:
+def _alone(name: str, tokens: Tokens, matched: Collection[int]) -> list[str]:
     """Say which sequences of a recording have no counterpart."""
-    matched = {pair[side] for pair in pairs}
     rows = [str(row) for row in range(len(tokens.contents)) if row not in matched]
     sequences = plural(len(rows), "sequence")
     return [f"{sequences} only in {name}: {listed(rows, _MOST_SHOWN)}"] if rows else []
@@ -281,8 +280,8 @@ def _matched(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]:
     Returns:
         The pairs in the order of a, and whether the tokens of both are known.
     """
-    known = [_are_known(tokens) for tokens in (a, b)]
-    if not all(known):
+    rows = [*a.contents, *b.contents]
+    if not all(contents for streams in rows for contents in streams.values()):
         are_alike = len(a.contents) == len(b.contents)
         return [(row, row) for row in range(len(a.contents))] if are_alike else [], False
     free: dict[tuple[Hashable, ...], list[int]] = {}
@@ -293,14 +292,12 @@ def _matched(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]:
         same = free.get(_key(streams))
         if same:
             pairs[number] = same.pop(0)
-    for number, streams in enumerate(a.contents):
-        if number in pairs:
-            continue
-        left = [other for others in free.values() for other in others]
-        begun = [other for other in left if _begins(streams, b.contents[other])]
+    left = {*range(len(b.contents))} - {*pairs.values()}
+    for number in [number for number in range(len(a.contents)) if number not in pairs]:
+        begun = [other for other in left if _begins(a.contents[number], b.contents[other])]
         if len(begun) == 1:
             pairs[number] = begun[0]
-            free[_key(b.contents[begun[0]])].remove(begun[0])
+            left.remove(begun[0])
     return sorted(pairs.items()), True
 
 
@@ -333,10 +330,6 @@ def _origins(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
         return None
     first, second = torch.tensor(of_sides, device="cpu")
     return first, second
-
-
-def _are_known(tokens: Tokens) -> bool:
-    return all(contents for streams in tokens.contents for contents in streams.values())
 
 
 def _key(streams: _Streams) -> tuple[Hashable, ...]:

@@ -155,11 +155,11 @@ def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Finding]:
 
     Args:
         pairing: the pairs, and the values without one.
-        alone: the tensors of a pair that one of its values has alone, by side.
+        alone: the values of one side alone, and the tensors in one value of a pair, by side.
     """
     remarks = []
     for label, other, entries in (("a", "b", pairing.only_a), ("b", "a", pairing.only_b)):
-        keys = [entry.key for entry in entries] + alone[label]
+        keys = alone[label]
         if not keys:
             continue
         text = f"{plural(len(keys), 'value')} only in {label}: {listed(keys, _MOST_NAMED)}"
@@ -231,22 +231,15 @@ def _of_structure(a: RecordedModel, b: RecordedModel) -> str:
     ours, theirs = (
         {path: " ".join(text.split()) for path, text in model.modules.items()} for model in (a, b)
     )
-    odd = []
-    if ours and theirs:
-        paths = {**ours, **theirs}
-        odd = [path for path in paths if _class(ours.get(path)) != _class(theirs.get(path))]
-        odd = odd or [path for path in paths if ours[path] != theirs[path]]
-    if not odd:
+    of_classes = (
+        {path: text.partition("(")[0] for path, text in side.items()} for side in (ours, theirs)
+    )
+    odd = [*_odd(*of_classes, "missing")] or [*_odd(ours, theirs, "missing")]
+    if not ours or not theirs or not odd:
         return "compare what print(model) says of both"
-    texts = [side.get(odd[0], "missing") for side in (ours, theirs)]
-    if _class(texts[0]) != _class(texts[1]):
-        texts = [_class(text) for text in texts]
+    path, mine, yours = odd[0]
     more = f" (and {len(odd) - 1} more)" * (len(odd) > 1)
-    return f"{path_text(odd[0])} is {texts[0]} in a, and {texts[1]} in b{more}"
-
-
-def _class(text: str | None) -> str:
-    return "" if text is None else text.partition("(")[0]
+    return f"{path_text(path)} is {mine} in a, and {yours} in b{more}"
 
 
 def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:

@@ -120,7 +120,7 @@ def compare_all(
     (side_a, side_b), about_items = with_common_items(side_a, side_b)
     (side_a, side_b), alignment, why = aligned(side_a, side_b, tokens, dims)
     pairing = paired(side_a, side_b, names)
-    judge = Judge(floor, pairing.pairs, alignment)
+    judge = Judge(floor, pairing, alignment)
     rows = judge.rows(side_a, side_b)
     if not rows:
         raise InputError(
@@ -146,11 +146,7 @@ def compare_all(
         *of_forms(rows),
         *(first if does_differ else of_floors(max(judge.eps, judge.coarsest), rows)),
     ]
-    alone = {
-        name: [entry.key for entry in entries] + judge.alone[name]
-        for name, entries in (("a", pairing.only_a), ("b", pairing.only_b))
-    }
-    return Comparison(rows, findings, suspect), alone
+    return Comparison(rows, findings, suspect), judge.alone
 
 
 def _a(noun: str) -> str:

@@ -31,6 +31,7 @@ from hookline.verbs.compare.comparison import (
 from hookline.verbs.compare.floor import Floor, eps_of, floor_of, measured_floor
 from hookline.verbs.compare.in_turn import Values, read_in_turn
 from hookline.verbs.compare.measure import Measured, measured
+from hookline.verbs.compare.names import Pairing
 from hookline.verbs.compare.parts import parted, rows_by_rank
 from hookline.verbs.compare.sides import Entry, Side
 
@@ -41,23 +42,27 @@ class Judge:
 
     Args:
         floor: the measured floor, or None.
-        pairs: the pairs, in firing order.
+        pairing: the pairs, in firing order, and the values without one.
         alignment: where the common tokens lie; None if values are compared as they are.
     """
 
     def __init__(
         self,
         floor: Comparison | None,
-        pairs: list[tuple[Entry, Entry]],
+        pairing: Pairing,
         alignment: Alignment | None = None,
     ) -> None:
         self._floors = {row.site: row for row in floor.rows} if floor is not None else {}
-        self._pairs = pairs
+        self._pairs = pairing.pairs
         self._alignment = alignment
         self.eps: float = 0.0  # the coarsest on the way, since its errors travel on
         self.coarsest: float = 0.0  # also of values with a measured floor
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
-        self.alone: dict[str, list[str]] = {"a": [], "b": []}  # tensors in one value of a pair
+        # The values of one side alone, and tensors in one value of a pair.
+        self.alone = {
+            "a": [entry.key for entry in pairing.only_a],
+            "b": [entry.key for entry in pairing.only_b],
+        }
         self.partial: dict[str, int] = {}  # for how many tokens one of a pair has no value
         # Choices among scores that noise put in another order.
         self.flipped: list[ComparedSite] = []
@@ -199,7 +204,9 @@ class Judge:
             hint = "; its inputs are equal up to noise"
         elif entry.n_modules:  # of a recording
             hint = '; record ports=("input", "output") to tell it from the code that feeds it'
-        hint += _of_unknown(rows[: rows.index(first)])
+        n_unknown = sum(row.verdict == "not comparable" for row in rows[: rows.index(first)])
+        if n_unknown:
+            hint += f"; {plural(n_unknown, 'value')} before it could not be compared"
         return path, [Finding("site", text + hint, first.site)]
 
 
@@ -212,11 +219,6 @@ def _of_pieces(a: str, b: str) -> str:
         f"a DTensor, of which one rank has {' and '.join(texts)}; save all ranks in one folder by"
         " run.save(folder), and compare hl.open(folder)"
     )
-
-
-def _of_unknown(rows: list[ComparedSite]) -> str:
-    n_unknown = sum(row.verdict == "not comparable" for row in rows)
-    return f"; {plural(n_unknown, 'value')} before it could not be compared" if n_unknown else ""
 
 
 def _of_choice(flipped: list[ComparedSite]) -> str:

@@ -25,7 +25,7 @@ from hookline.verbs.compare.comparison import (
 from hookline.verbs.compare.floor import Floor
 from hookline.verbs.compare.judge import Judge, with_leaf
 from hookline.verbs.compare.measure import Measured, measured
-from hookline.verbs.compare.names import Names, paired
+from hookline.verbs.compare.names import Names, Pairing, paired
 from hookline.verbs.compare.sides import Entry
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
@@ -111,10 +111,11 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
             "\nGive names={'path in b': 'path in a'}, or a function from paths of b to paths of a."
         )
     # A site is called as in a, and its numbers are relative to a.
-    judge = Judge(None, [
+    pairs = [
         (replace(ours, read=theirs.read), replace(theirs, read=ours.read))
         for ours, theirs in pairing.pairs
-    ])  # fmt: skip
+    ]
+    judge = Judge(None, Pairing(pairs, pairing.only_b, pairing.only_a))
     rows = judge.rows(*sides)
     with eval_without_side_effects(runs[1].model):
         local = {ours.key: _local(runs, ours, theirs, eps) for ours, theirs in pairing.pairs}

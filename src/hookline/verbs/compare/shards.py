@@ -143,7 +143,7 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
     source = group.recording
     ranks = zip(group.numbers, source.ranks, strict=True)
     having = {number: rank for number, rank in ranks if key in rank}
-    site = _site_text(value)
+    site = str(Site(value.site.path, value.site.port))  # as in `dims`
     try:
         parts = {number: rank[key] for number, rank in having.items()}
     except AmbiguousError:
@@ -202,20 +202,13 @@ def _of_stages(ranks: Mapping[int, Recording]) -> str:
     )
 
 
-def _site_text(value: RecordedValue) -> str:
-    """Return the site of a value as in `dims`: without call, pass and backward."""
-    return str(Site(value.site.path, value.site.port))
-
-
 def dim_of(value: RecordedValue, dims: Dims | None) -> Dim | None:
     """Return the dimension or reduction for a site; the last pattern that matches decides."""
     if not isinstance(dims, Mapping):
         return dims
-    matching: Dim | None = None
-    for pattern, dim in dims.items():
-        if _is_meant(pattern, value.site.path, value.site.port):
-            matching = dim
-    return matching
+    site = value.site
+    meant = [dim for pattern, dim in dims.items() if _is_meant(pattern, site.path, site.port)]
+    return meant[-1] if meant else None
 
 
 def _is_meant(pattern: str, path: str, port: str) -> bool:

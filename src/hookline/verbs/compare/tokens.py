@@ -234,13 +234,12 @@ class _Stream:
         Raises:
             Unreadable: they were not recorded.
         """
-        past, n_rows = self._past_given(), self.tokens.shape[0]
-        held = 0 if before is None else before.key_owner.shape[1]
+        is_same_batch = before is not None and len(before.owner) == self.tokens.shape[0]
+        held = before.key_owner.shape[1] if before is not None and is_same_batch else 0
+        past = self._past_given()
         if past is None:
-            has_cache = self._cache is not None
-            is_same_batch = before is not None and len(before.owner) == n_rows
-            past = held if has_cache and is_same_batch else 0
-        if past and (before is None or past != held or len(before.owner) != n_rows):
+            past = held if self._cache is not None else 0
+        if past and past != held:
             raise Unreadable(
                 f"the cache held {past} tokens of each row that the recording does not have."
                 "\nRecord from the first chunk on."

@@ -294,6 +294,5 @@ def _name_of_ids(named: Mapping[str, Any]) -> str:
     first = next((name for name, value in named.items() if isinstance(value, Tensor)), "")
     name = IDS if isinstance(named.get(IDS), Tensor) else first
     value = named.get(name)
-    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
-        return ""
-    return name if value.ndim == 2 else ""
+    may_be_ids = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
+    return name if may_be_ids and value.ndim == 2 else ""
