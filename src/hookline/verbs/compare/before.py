@@ -231,10 +231,10 @@ def _of_structure(a: RecordedModel, b: RecordedModel) -> str:
     ours, theirs = (
         {path: " ".join(text.split()) for path, text in model.modules.items()} for model in (a, b)
     )
-    of_classes = (
+    class_a, class_b = (
         {path: text.partition("(")[0] for path, text in side.items()} for side in (ours, theirs)
     )
-    odd = [*_odd(*of_classes, "missing")] or [*_odd(ours, theirs, "missing")]
+    odd = [*_odd(class_a, class_b, "missing")] or [*_odd(ours, theirs, "missing")]
     if not ours or not theirs or not odd:
         return "compare what print(model) says of both"
     path, mine, yours = odd[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,7 +79,7 @@ def measured_alone(ours: dict[Leaf, str], theirs: dict[Leaf, str]) -> Iterator[M
     yield from (Measured(leaf, ("", form), why="only in b") for leaf, form in theirs.items())
 
 
-def paired_leaves(ours: dict[Leaf, Array], theirs: dict[Leaf, Array]) -> dict[Leaf, Leaf]:
+def paired_leaves(ours: Mapping[Leaf, Array], theirs: Mapping[Leaf, Array]) -> dict[Leaf, Leaf]:
     """Pair the leaves of two values: equal ones, or a lone tensor with one of its shape."""
     if len(ours) == len(theirs) == 1:
         return dict(zip(ours, theirs, strict=True))

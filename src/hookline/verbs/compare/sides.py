@@ -235,8 +235,8 @@ def _tensor_file(path: Path) -> Mapping[str, Any]:
 
 def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
-        entries = [_entry(value, "", {}) for value in walk(source)]
-        return Side("recording", entries, source=source, settings=_settings([source]))
+        of_pass = [_entry(value, "", {}) for value in walk(source)]
+        return Side("recording", of_pass, source=source, settings=_settings([source]))
     ranks = source.ranks or (source,)
     modules = {path: kind for rank in ranks for path, kind in rank.modules.items()}
     depths = _depths(list(modules))

@@ -294,5 +294,6 @@ def _name_of_ids(named: Mapping[str, Any]) -> str:
     first = next((name for name, value in named.items() if isinstance(value, Tensor)), "")
     name = IDS if isinstance(named.get(IDS), Tensor) else first
     value = named.get(name)
-    may_be_ids = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
-    return name if may_be_ids and value.ndim == 2 else ""
+    if isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32):
+        return name
+    return ""
