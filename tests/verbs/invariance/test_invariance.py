@@ -125,6 +125,14 @@ def test_a_missing_accelerator_is_said():
 
 
 @pytest.mark.compiles
+def test_a_copy_with_a_compiled_module_in_training_holds():
+    net = nn.Sequential(torch.compile(nn.Linear(8, 8)), nn.Dropout(0.5))
+    with torch.compiler.set_stance("force_eager"):
+        row = hl.invariance(net, X, only=["float64"])["float64"]
+    assert (row.outcome, row.why) == ("holds", "")
+
+
+@pytest.mark.compiles
 def test_a_compiled_model_holds():
     invariance = hl.invariance(model("gpt2"), {"input_ids": ids(2, 6)}, only=["compiled"])
     assert outcomes(invariance, "holds") == ["compiled"]

@@ -123,10 +123,10 @@ class Trials:
         for module in root.modules() if self.is_training else ():
             module.training = True
         resting = self.resting
-        if root is not self.model and resting:  # a copy, whose modules are in the same order
-            numbers = {id(module): number for number, module in enumerate(self.model.modules())}
-            modules = [module for module in root.modules() if _is_own(module)]
-            resting = tuple(modules[numbers[id(module)]] for module in self.resting)
+        if root is not self.model:  # a copy, whose modules are in the same order
+            resting_ids = set(map(id, resting))
+            both = zip(_own_modules(self.model), _own_modules(root), strict=True)
+            resting = tuple(other for module, other in both if id(module) in resting_ids)
         return in_eval_mode(resting)
 
     def _pass(self, root: nn.Module, feed: Feed) -> None:
@@ -153,9 +153,9 @@ class Trials:
             raise NotApplicable(f"the model cannot be copied: {first_line(error)}") from error
 
 
-def _is_own(module: nn.Module) -> bool:
-    """Tell a module from the wrapper that torch.compile puts around it."""
-    return type(module).__name__ != "OptimizedModule"
+def _own_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model without the wrappers that torch.compile puts around them."""
+    return [module for module in model.modules() if type(module).__name__ != "OptimizedModule"]
 
 
 def compared(run: Run, reference: Run) -> Comparison:
