@@ -192,6 +192,17 @@ def test_values_that_cannot_be_aligned_are_said(shape, why):
     assert pair.startswith(why)
 
 
+def test_tokens_alone_are_those_of_the_pair_taken_last():
+    rows = ids(2, 5)
+    a = tokens_of(recorded(Odd(1), {"input_ids": rows[:1]}, {"input_ids": rows[1:]}))
+    alignment = align(a, tokens_of(recorded(Odd(1), {"input_ids": rows})))
+    value, setting = torch.randn(2, 5, 3), torch.tensor(7)
+    alignment.pair({0: value[:1]}, {0: value})
+    assert alignment.n_alone == 5
+    alignment.pair({0: setting, 1: setting}, {0: setting})
+    assert alignment.n_alone == 0
+
+
 def test_sites_that_leave_no_doubt_decide_at_the_others():
     rows = torch.arange(16).view(4, 4) % 7
     a = tokens_of(recorded(Odd(1), {"input_ids": rows}))

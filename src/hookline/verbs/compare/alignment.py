@@ -76,6 +76,7 @@ class Alignment:
             Two tensors of shape `(tokens, …)` or `(sequences, …)`, or the reason why the values
             cannot be aligned.
         """
+        self.n_alone = 0
         shapes = shapes_of(a), shapes_of(b)
         readings = self._common(*shapes)
         if not readings:
