@@ -246,15 +246,11 @@ def _rows(path: str, calls: list[_Made]) -> tuple[tuple[OperationRow, ...], tupl
 
 def _is_attention(calls: list[_Made]) -> bool:
     """Tell whether calls make an attention: one function, or a softmax between two products."""
-    names = [row.function for row, *_ in calls]
-    if not _WHOLE.isdisjoint(names):
+    if any(row.function in _WHOLE for row, *_ in calls):
         return True
-    steps = [
-        name in _PRODUCTS for name, made in zip(names, calls, strict=True)
-        if made.n_dims >= 3 and (name in _PRODUCTS or name == "softmax")
-    ]  # fmt: skip
-    return "TFT" in "".join("FT"[step] for step in steps)
+    steps = [_STEPS.get(row.function, "") for row, _, n_dims in calls if n_dims >= 3]
+    return "product softmax product" in " ".join(filter(None, steps))
 
 
 _WHOLE = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+_STEPS = dict.fromkeys(("matmul", "bmm", "baddbmm", "einsum"), "product") | {"softmax": "softmax"}

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, final
 
 import torch
@@ -71,10 +71,7 @@ class Floor:
         """Return the names of the numbers of a difference that are above the floor."""
         # The norm of few elements is off by as much as these are.
         norm = max(self.norm_ratio, 2 * self.relative / math.sqrt(max(gap.numel, 1)))
-        floors = {
-            "relative": self.relative, "norm_ratio": norm, "worst_row": self.worst_row,
-            "worst_element": self.worst_element,
-        }  # fmt: skip
+        floors = asdict(replace(self, norm_ratio=norm))
         pairs = zip(floors.items(), numbers_of(gap), strict=True)
         return [name for (name, most), number in pairs if not number <= most]
 

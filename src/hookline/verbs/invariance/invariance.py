@@ -104,12 +104,10 @@ def invariance(
     if "use_cache" in feed.accepted and "use_cache" not in feed.named:
         feed = feed.with_named(use_cache=False)  # the cache is no result
     trials = Trials(model, feed, backend)
-    rows, findings = [], list(_of_mode(model))
-    for row in _rows(trials, names):
-        rows.append(row)
-        if row.outcome in ("differs", "may differ", "fails"):
-            findings.append(Finding(row.check, _text(row), row.first or "(root)"))
-    return Invariance(rows, findings)
+    rows = list(_rows(trials, names))
+    odd = [row for row in rows if row.outcome in ("differs", "may differ", "fails")]
+    findings = [Finding(row.check, _text(row), row.first or "(root)") for row in odd]
+    return Invariance(rows, [*_of_mode(model), *findings])
 
 
 def _chosen(only: Iterable[str] | None) -> list[str]:

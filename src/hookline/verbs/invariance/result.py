@@ -15,7 +15,6 @@ from hookline.verbs.compare.comparison import Comparison, number_text
 
 Outcome = Literal["holds", "differs", "may differ", "fails", "not applicable"]
 
-_BAD = ("differs", "fails")
 _HEADINGS = (
     Heading("check"), Heading("outcome"), Heading("relative", "number"),
     Heading("where and why", "prose"),
@@ -78,7 +77,7 @@ class Invariance(Result):
     def ok(self) -> bool:
         """True if checks hold, and none differs or fails that should hold."""
         outcomes = {row.outcome for row in self.rows}
-        return not outcomes & set(_BAD) and outcomes != {"not applicable"}
+        return not outcomes & {"differs", "fails"} and outcomes != {"not applicable"}
 
     def __iter__(self) -> Iterator[Checked]:
         return iter(self.rows)
