@@ -96,7 +96,8 @@ def measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
     dtypes = a.dtype, b.dtype
     n_elements = b.numel() if isinstance(b, Tensor) else math.prod(b.shape)
     result = Measured(leaf, forms, dtypes, n_elements=n_elements)
-    if not _is_nested(a) and not _is_nested(b) and tuple(a.shape) != tuple(b.shape):
+    are_nested = any(isinstance(array, Tensor) and array.is_nested for array in (a, b))
+    if not are_nested and tuple(a.shape) != tuple(b.shape):
         return result._replace(why=f"shapes {_shape(a)} and {_shape(b)}")
     if _has_fractions(a.dtype) != _has_fractions(b.dtype):
         return result._replace(why=f"dtypes {_name(a.dtype)} and {_name(b.dtype)}")
@@ -187,11 +188,6 @@ def is_number(value: Any, leaf: Leaf) -> bool:
     for key in leaf:
         value = next((part for name, part in tree.items(value) or () if name == key), None)
     return isinstance(value, bool | int | float | complex)
-
-
-def _is_nested(array: Array) -> bool:
-    """Tell whether an array is a nested tensor, whose parts have shapes of their own."""
-    return isinstance(array, Tensor) and array.is_nested
 
 
 def _form(array: Array) -> str:

@@ -259,8 +259,8 @@ def feed_of(model: nn.Module, inputs: Any) -> Feed:
     """Return the arguments that inputs give to a model."""
     args, kwargs = arguments_of(inputs)
     signature = signature_of(model)
-    named = _named(signature, args, kwargs)
-    if named is not None:
+    named = _named(signature, args)
+    if named:
         args, kwargs = (), named
     config = getattr(model, "config", None)
     pad_id = getattr(config, "pad_token_id", None)
@@ -275,19 +275,14 @@ def feed_of(model: nn.Module, inputs: Any) -> Feed:
     )
 
 
-def _named(
-    signature: Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Return all arguments by name; None if some have none."""
-    if signature is None or (args and kwargs):
-        return None
-    if not args:
-        return {**kwargs}
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
+def _named(signature: Signature | None, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Return positional arguments by name; none if some have no name."""
+    parameters = {} if signature is None else signature.parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
     is_named = not kinds & {Parameter.VAR_POSITIONAL, Parameter.POSITIONAL_ONLY}
-    if not is_named or len(args) > len(signature.parameters):  # which the model itself refuses
-        return None
-    return dict(zip(signature.parameters, args, strict=False))
+    if not is_named or len(args) > len(parameters):  # which the model itself refuses
+        return {}
+    return dict(zip(parameters, args, strict=False))
 
 
 def _name_of_ids(named: Mapping[str, Any]) -> str:

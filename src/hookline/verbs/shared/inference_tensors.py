@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.errors import InputError
+from hookline.verbs.shared.rerun import first_name
 
 
 @contextmanager
@@ -25,8 +25,7 @@ def savable_weights(verb: str, model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        tensors = chain(model.named_parameters(), model.named_buffers())
-        name = next((name for name, tensor in tensors if tensor.is_inference()), None)
+        name = first_name(model, Tensor.is_inference)
         if name is None or "nference tensor" not in str(error):
             raise
         raise InputError(

@@ -323,8 +323,13 @@ def lazy_name(model: nn.Module) -> str | None:
     tables = (table(module) for module in model.modules() for table in (parameters, buffers))
     if not any(t is not None and is_lazy(t) for table in tables for t in table.values()):
         return None  # as of most models, whose names need not be made
+    return first_name(model, is_lazy)
+
+
+def first_name(model: nn.Module, is_odd: Callable[[Tensor], bool]) -> str | None:
+    """Return the name of the first odd parameter or buffer; None without one."""
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return next((name for name, tensor in tensors if is_lazy(tensor)), None)
+    return next((name for name, tensor in tensors if is_odd(tensor)), None)
 
 
 # How many blocks keep a module in eval mode, by the id of a module that was in training mode.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from hookline.engine import hook_dict
 from hookline.engine.pytree import tree
 from hookline.errors import InputError
+from hookline.verbs.shared.rerun import first_name
 
 
 def refuse_shapes_alone(
@@ -27,8 +27,7 @@ def refuse_shapes_alone(
     Raises:
         InputError: a parameter, a buffer or a tensor of the inputs is on the meta device.
     """
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    name = next((name for name, tensor in tensors if tensor.is_meta), None)
+    name = first_name(model, lambda tensor: tensor.is_meta)
     if name is not None and (reads_weights or not _is_offloaded(model)):
         raise InputError(
             f"{verb} must have a model with numbers, got {name} on the meta device, which holds"
