@@ -14,7 +14,7 @@ import torch
 import typer
 
 import hookline as hl
-from hookline.cli.comparing import Words, annotation_lines, compare_by_name
+from hookline.cli.comparing import annotation_lines, compare_by_name
 from hookline.cli.environment import Environment
 from hookline.cli.extracting import extract_by_name, moved, process_group
 from hookline.cli.inspecting import (
@@ -34,6 +34,7 @@ from hookline.cli.terminal import (
     Busy,
     complaints,
     out,
+    present,
     print_json,
     said_warnings,
     say,
@@ -47,6 +48,7 @@ from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
 from hookline.verbs.check.situation import read as read_situation
+from hookline.verbs.shared.run_model import Inputs
 from hookline.views import terminal_plots
 from hookline.views.page import write_comparison_page
 
@@ -129,11 +131,7 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
 @app.command("env")
 def env_command(as_json: AsJson = False) -> None:
     """Print versions, devices and extras, as a report of a fault needs them."""
-    environment = Environment()
-    if as_json:
-        print_json(environment.to_dict())
-    else:
-        show(environment)
+    present(Environment(), as_json)
 
 
 @app.command("inspect")
@@ -272,13 +270,10 @@ def summary(
         context = torch.device("meta") if meta else contextlib.nullcontext()
         with context, Busy(f"loading {model}"), _meta_suggested():
             loaded = load_model(model, weights="none" if meta else weights)
-        batch = read_input(source, loaded) if source is not None else None
+        inputs = _inputs(source, loaded)
         with Busy("running the model"):
-            table = hl.summary(loaded.model, inputs_of(loaded.model, batch) if batch else None)
-    if as_json:
-        print_json(table.to_dict())
-    else:
-        show(table, failure=False)
+            table = hl.summary(loaded.model, inputs)
+    present(table, as_json, failure=False)
     if table.failure:
         say(f"the forward failed in {table.failure}")
         raise typer.Exit(1)
@@ -295,15 +290,11 @@ def anatomy(
 ) -> None:
     """Name the parts of a transformer, each proven on two inputs."""
     with complaints():
-        with Busy(f"loading {model}"):
-            loaded = load_model(model, weights=weights)
-        batch = read_input(source, loaded) if source is not None else None
+        loaded = _model(model, weights)
+        inputs = _inputs(source, loaded)
         with Busy("running the model"):
-            parts = hl.anatomy(loaded.model, inputs_of(loaded.model, batch) if batch else None)
-    if as_json:
-        print_json(parts.to_dict())
-    else:
-        show(parts)
+            parts = hl.anatomy(loaded.model, inputs)
+    present(parts, as_json)
 
 
 @app.command()
@@ -319,10 +310,7 @@ def operations(
         loaded, batch = _load(model, source, weights)
         with Busy("running the model"):
             table = hl.operations(loaded.model, inputs_of(loaded.model, batch), path)
-    if as_json:
-        print_json({"input": batch.description, **table.to_dict()})
-    else:
-        show(table)
+    present(table, as_json, batch)
 
 
 @app.command()
@@ -353,10 +341,7 @@ def profile(
         with Busy("running the model", steps) as busy:
             profiling = profile_by_name(loaded.model, batch, steps, backward=backward, busy=busy)
         table = profiling.per_pass if depth is None else profiling.per_pass.fold(depth)
-    if as_json:
-        print_json({"input": batch.description, **table.to_dict()})
-    else:
-        show(table)
+    present(table, as_json, batch)
     with complaints():
         files = [profiling.trace(trace)] if trace is not None else []
         if out_path is not None:
@@ -430,10 +415,7 @@ def findings_command(
     """Say what is wrong in a recording, a store or a training, worst first, and where it begins."""
     with complaints(), Busy("reading the values"):
         findings = findings_in(folder)
-    if as_json:
-        print_json(findings.to_dict())
-    else:
-        show(findings)
+    present(findings, as_json)
     fail_on(findings, level)
 
 
@@ -478,8 +460,7 @@ def compare_command(
 ) -> None:
     """Say where two runs part; the exit code is 1 if they differ beyond noise."""
     with complaints(), Busy("comparing"):
-        words = Words(names or [], floor, tokens or [], dims or [])
-        comparison = compare_by_name(a, b, words)
+        comparison = compare_by_name(a, b, names or [], floor, tokens or [], dims or [])
     if as_json:
         print_json(comparison.to_dict())
     elif annotations:
@@ -520,10 +501,7 @@ def invariance(
             result = hl.invariance(
                 loaded.model, inputs_of(loaded.model, batch), only=only, backend=backend
             )
-    if as_json:
-        print_json({"input": batch.description, **result.to_dict()})
-    else:
-        show(result)
+    present(result, as_json, batch)
     if not result.ok:
         raise typer.Exit(1)
 
@@ -532,13 +510,8 @@ def invariance(
 def hooks(model: ModelName, weights: Weights = "none", as_json: AsJson = False) -> None:
     """List every hook on a model as its library builds it, and who registered it."""
     with complaints():
-        with Busy(f"loading {model}"):
-            loaded = load_model(model, weights=weights)
-        inventory = hl.inventory(loaded.model)
-    if as_json:
-        print_json(inventory.to_dict())
-    else:
-        show(inventory)
+        inventory = hl.inventory(_model(model, weights).model)
+    present(inventory, as_json)
 
 
 @app.command("doctor")
@@ -559,9 +532,7 @@ def doctor_command(
 ) -> None:
     """Say which of the selected sites would fire, and why the others would not."""
     with complaints():
-        with Busy(f"loading {model}"):
-            loaded = load_model(model, weights=weights)
-        diagnosis, description = diagnose(loaded, at, source, ports)
+        diagnosis, description = diagnose(_model(model, weights), at, source, ports)
     if as_json:
         print_json({**diagnosis.to_dict(), "input": description})
     else:
@@ -584,9 +555,7 @@ def replay_command(
         situation = read_situation(file)
         finding = None
         if model is not None:
-            with Busy(f"loading {model}"):
-                loaded = load_model(model, weights=weights)
-            finding = situation.run(loaded.model, hl.check)
+            finding = situation.run(_model(model, weights).model, hl.check)
     out.print(str(situation.finding), markup=False, soft_wrap=True)
     if finding is not None:
         out.print("\nrun again:", markup=False)
@@ -608,9 +577,19 @@ def _meta_suggested() -> Iterator[None]:
         raise ModelError(f"{problem}\nUse --meta: a summary needs no weights.\n{remedy}") from error
 
 
+def _model(name: str, weights: str) -> LoadedModel:
+    with Busy(f"loading {name}"):
+        return load_model(name, weights=weights)
+
+
+def _inputs(source: str | None, loaded: LoadedModel) -> Inputs | None:
+    if source is None:
+        return None
+    return inputs_of(loaded.model, read_input(source, loaded))
+
+
 def _load(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
-    with Busy(f"loading {model}"):
-        loaded = load_model(model, weights=weights)
+    loaded = _model(model, weights)
     if weights == "none":
         loaded = replace(loaded, labels=None)  # the scores of random weights name no class
     with Busy(f"loading {source}"):

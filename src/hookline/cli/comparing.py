@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hookline.data.npy_files import open_arrays
 from hookline.errors import InputError
@@ -18,42 +18,36 @@ from hookline.verbs.compare.sides import FILES
 _LEVELS = {"differs": "error", "not comparable": "warning"}
 
 
-class Words(NamedTuple):
-    """The options of the command, as they were written.
-
-    Args:
-        names: the renamed paths, each as `THEIRS=OURS`.
-        floor: the folder of a run that only rounding tells from the first, or None.
-        tokens: `auto`, `none`, or the file of the inputs of both, or one for each.
-        dims: `DIM` for all values of several ranks, or `SITES=DIM` for each kind.
-    """
-
-    names: Sequence[str] = ()
-    floor: str | None = None
-    tokens: Sequence[str] = ()
-    dims: Sequence[str] = ()
-
-
-def compare_by_name(a: str, b: str, words: Words) -> Comparison:
-    """Compare two folders or files.
+def compare_by_name(
+    a: str,
+    b: str,
+    names: Sequence[str],
+    floor: str | None,
+    tokens: Sequence[str],
+    dims: Sequence[str],
+) -> Comparison:
+    """Compare two folders or files, by the options of the command as they were written.
 
     Args:
         a: the folder or file.
         b: the reference.
-        words: the options.
+        names: the renamed paths, each as `THEIRS=OURS`.
+        floor: the folder of a run that only rounding tells from the first, or None.
+        tokens: `auto`, `none`, or the file of the inputs of both, or one for each.
+        dims: `DIM` for all values of several ranks, or `SITES=DIM` for each kind.
 
     Raises:
         InputError: an option is malformed, or as in `hl.compare`.
     """
-    bad = next((name for name in words.names if "=" not in name), None)
+    bad = next((name for name in names if "=" not in name), None)
     if bad is not None:
         raise InputError(
             f"--names must be THEIRS=OURS, got {bad}.\nGive --names encoder.layers=h, for instance."
         )
-    renamed = dict(name.split("=", 1) for name in words.names)
-    tokens, dims = _tokens(words.tokens), _dims(words.dims)
-    noise = None if words.floor is None else compare(a, words.floor)
-    return compare(a, b, names=renamed or None, floor=noise, tokens=tokens, dims=dims)
+    renamed = dict(name.split("=", 1) for name in names)
+    given, joined = _tokens(tokens), _dims(dims)
+    noise = None if floor is None else compare(a, floor)
+    return compare(a, b, names=renamed or None, floor=noise, tokens=given, dims=joined)
 
 
 def _tokens(words: Sequence[str]) -> Any:

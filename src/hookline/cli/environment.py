@@ -30,14 +30,10 @@ class Environment(Result):
     """
 
     def __init__(self) -> None:
-        self.versions: dict[str, str] = versions_here()
-        for name in _PACKAGES:
-            try:
-                self.versions[name] = version(name)
-            except PackageNotFoundError:
-                continue
+        packages = {name: _version_of(name) for name in _PACKAGES}
+        self.versions: dict[str, str] = versions_here() | {k: v for k, v in packages.items() if v}
         self.devices: list[str] = ["cpu", *_gpus()]
-        self.extras: dict[str, bool] = dict(_extras())
+        self.extras: dict[str, bool] = _extras()
 
     def _printout(self) -> Printout:
         there = [name for name, is_there in self.extras.items() if is_there]
@@ -64,12 +60,12 @@ def _gpus() -> list[str]:
     return [f"cuda:{k} ({name})" for k, name in enumerate(names)]
 
 
-def _extras() -> list[tuple[str, bool]]:
-    """Return whether each extra's packages are installed."""
+def _extras() -> dict[str, bool]:
+    """Return whether each extra's packages are installed; empty from a source tree."""
     try:
         lines = distribution("hookline").requires or []
-    except PackageNotFoundError:  # hookline runs from its source tree
-        return []
+    except PackageNotFoundError:
+        return {}
     needs: dict[str, list[str]] = {name: [] for name in _EXTRAS}
     for line in lines:
         package, _, marker = line.partition(";")
@@ -77,12 +73,12 @@ def _extras() -> list[tuple[str, bool]]:
         name = _NAME.match(package)
         if match is not None and match[1] in needs and name is not None:
             needs[match[1]].append(name[0])
-    return [(extra, all(map(_is_installed, names))) for extra, names in needs.items()]
+    return {extra: all(map(_version_of, names)) for extra, names in needs.items()}
 
 
-def _is_installed(name: str) -> bool:
+def _version_of(name: str) -> str:
+    """Return the version of a package; an empty text if it is not installed."""
     try:
-        version(name)
+        return version(name)
     except PackageNotFoundError:
-        return False
-    return True
+        return ""

@@ -19,6 +19,7 @@ from hookline.cli.wording import in_words_of_commands
 from hookline.display.results import Printout, Result, json_text, printout_of, terminal_width
 from hookline.display.text import escape_invisible
 from hookline.errors import HooklineError, HooklineWarning
+from hookline.models import Batch
 
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and only that")]
 
@@ -73,6 +74,24 @@ def show(result: Result | Printout, *, failure: bool = True) -> None:
         text = Text.assemble(*line)
         text.rstrip()
         out.print(text, soft_wrap=True)
+
+
+def present(
+    result: Result, as_json: bool, batch: Batch | None = None, *, failure: bool = True
+) -> None:
+    """Print a result, or it alone as JSON, which begins with the input that it is of.
+
+    Args:
+        result: the result.
+        as_json: whether to print JSON.
+        batch: the input; None leaves it out.
+        failure: as in `show`.
+    """
+    if as_json:
+        about = {} if batch is None else {"input": batch.description}
+        print_json(about | result.to_dict())
+    else:
+        show(result, failure=failure)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
