@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -37,17 +37,9 @@ _MOST_UNITS = 4  # whose numbers are printed
 _OF_NOW = {"vanishing", "dead units"}  # kinds that tell of the last steps alone
 _SINGLE = 3  # steps after which a jump is over
 
-_NAMES = {
-    "value": "weight",
-    "input": "input",
-    "output": "output",
-    "grad_output": "gradient",
-    "grad_input": "gradient",
-    "grad": "gradient",
-    "update": "update",
-}
-
 _GRADIENTS = {"grad_output", "grad_input", "grad"}
+# What a value is called; others are called by their port.
+_NOUNS = {"value": "weight"} | dict.fromkeys(_GRADIENTS, "gradient")
 
 Array = NDArray[Any]
 
@@ -75,6 +67,10 @@ class _Onset:
     def port(self) -> str:
         return path_and_port(self.site)[1]
 
+    @property
+    def noun(self) -> str:
+        return _NOUNS.get(self.port, self.port)
+
 
 @final
 class _Training:
@@ -82,13 +78,9 @@ class _Training:
 
     def __init__(self, reports: Sequence[StepReport], table: CurveTable | None) -> None:
         self.reports = reports
-        if table is None:
-            table = CurveTable()
-            table.add(reports)
-        self.table = table
+        self.table = _table_of(reports) if table is None else table
         self.sites = self.table.sites
         self.steps = [column.first for column in self.table.columns]
-        self.place = {site: k for k, site in enumerate(self.sites)}
 
     def numbers(self, name: str) -> Array | None:
         """Return the last, least and greatest of a number by column and site; None without it."""
@@ -98,39 +90,35 @@ class _Training:
         """Return the indices of the sites of some ports."""
         return [k for k, site in enumerate(self.sites) if path_and_port(site)[1] in ports]
 
-    def onset(
-        self, k: int, column: int, factor: float, usual: float = 0.0, is_over: bool = False
-    ) -> _Onset:
+    def onset(self, k: int, column: int, factor: float, usual: float = 0.0) -> _Onset:
         """Return the onset of a site in a column: its first step far above its usual norm."""
-        span = self.table.columns[column]
+        span, site = self.table.columns[column], self.sites[k]
         reports = self.reports[span.index - span.n_reports + 1 : span.index + 1]
-        report = (
-            reports[0]
-            if len(reports) == 1
-            else _first_above(reports, self.sites[k], _BEGUN * usual)
-        )
-        _, port = path_and_port(self.sites[k])
-        turn = _turn_of(report, self.sites[k], k)
-        return _Onset(report.step, STAGES[port], turn, self.sites[k], factor, is_over, usual)
+        first = 0 if len(reports) == 1 else _first_above(reports, site, _BEGUN * usual)
+        stage = STAGES[path_and_port(site)[1]]
+        turn = _turn_of(reports[first], site, k)
+        return _Onset(reports[first].step, stage, turn, site, factor, usual=usual)
 
     def since(self, k: int, step: int) -> _Onset:
         """Return the onset of a site at a step."""
-        column = next(
-            (c for c, span in enumerate(self.table.columns) if step <= span.last),
-            len(self.table.columns) - 1,
-        )
-        onset = self.onset(k, column, math.nan)
-        return _Onset(step, onset.stage, onset.turn, onset.site, math.nan)
+        columns = self.table.columns
+        column = next((c for c, span in enumerate(columns) if step <= span.last), len(columns) - 1)
+        return replace(self.onset(k, column, math.nan), step=step, usual=math.nan)
 
 
-def _first_above(reports: Sequence[StepReport], site: str, bound: float) -> StepReport:
-    """Return the first report in which the norm of a site is above a bound; else the first."""
+def _table_of(reports: Sequence[StepReport]) -> CurveTable:
     table = CurveTable()
     table.add(reports)
+    return table
+
+
+def _first_above(reports: Sequence[StepReport], site: str, bound: float) -> int:
+    """Return the index of the first report with a norm of a site above a bound; else 0."""
+    table = _table_of(reports)
     if site not in table.sites or "norm" not in table.names:
-        return reports[0]
+        return 0
     norms = table.values("norm")[0][:, table.sites.index(site)]
-    return reports[int(np.argmax(norms > bound))]
+    return int(np.argmax(norms > bound))
 
 
 def _turn_of(report: StepReport, site: str, default: int) -> int:
@@ -157,17 +145,17 @@ def findings_of_steps(
     if not reports:
         return Findings([], "no step", ["No step was reported yet, so nothing was judged."])
     training = _Training(reports, table)
-    findings = [*_non_finite(training), *_jumps(training)]
-    findings.sort(key=lambda finding: finding.step or 0)
+    findings = sorted([*_non_finite(training), *_jumps(training)], key=lambda f: f.step or 0)
     moved = [finding.step for finding in findings if finding.level != "note"]
-    findings += [*_dead(training), *_frozen(training), *_still(training)]
-    findings += [*_vanishing(training), *_dead_units(training)]
-    is_blamed = any(finding.level == "error" for finding in findings)
-    findings = [*([] if is_blamed else _ratio(training, *moved[:1])), *findings]
-    is_fine = all(finding.kind in _OF_NOW for finding in findings)
-    findings += _drifts(training) if is_fine else []
+    for judge in (_dead, _frozen, _still, _vanishing, _dead_units):
+        findings += judge(training)
+    if not any(finding.level == "error" for finding in findings):
+        findings = [*_ratio(training, *moved[:1]), *findings]
+    if all(finding.kind in _OF_NOW for finding in findings):
+        findings += _drifts(training)
     findings = [_with_loss(finding, logged) for finding in findings]
-    findings += [] if any(f.level != "note" for f in findings) else _loss(logged)
+    if all(finding.level == "note" for finding in findings):
+        findings += _loss(logged)
     facts = f"{plural(len(training.sites), 'site')}, {plural(len(reports), 'step')}"
     notes = []
     if "norm" not in training.table.names:
@@ -184,66 +172,44 @@ def _empty(training: _Training) -> list[str]:
     return [site for site, is_so in zip(training.sites, is_empty, strict=True) if is_so]
 
 
-def _non_finite(training: _Training) -> list[Finding]:
-    table = training.table
-    bad = [int(k) for k in np.flatnonzero(table.bad_since >= 0)]
-    if not bad:
-        return []
-    onsets = [training.since(k, int(table.bad_since[k])) for k in bad]
-    onsets.sort(key=lambda onset: onset.time)
-    first = onsets[0]
-    text = f"NaN or infinity begins at step {first.step:,}, at {first.site}."
-    why = f"The first {_NAMES[first.port]} in this step."
-    why = f"{why} {further_text(len(bad) - 1, 'site')}".rstrip()
-    return [
-        Finding(
-            "non-finite",
-            text,
-            first.site,
-            "error",
-            f"step {first.step:,}",
-            why,
-            "Run this step again in hl.check, which names the operation.",
-            _sites(onsets[1:]),
-            first.step,
-        )
-    ]
+def _non_finite(training: _Training) -> Iterator[Finding]:
+    since = training.table.bad_since
+    onsets = [training.since(int(k), int(since[k])) for k in np.flatnonzero(since >= 0)]
+    if not onsets:
+        return
+    first, *others = sorted(onsets, key=lambda onset: onset.time)
+    step = f"step {first.step:,}"
+    text = f"NaN or infinity begins at {step}, at {first.site}."
+    why = f"The first {first.noun} in this step. {further_text(len(others), 'site')}".rstrip()
+    advice = "Run this step again in hl.check, which names the operation."
+    follows = _sites(others)
+    yield Finding("non-finite", text, first.site, "error", step, why, advice, follows, first.step)
 
 
-def _jumps(training: _Training) -> list[Finding]:
+def _jumps(training: _Training) -> Iterator[Finding]:
     """Name the step at which norms jump, and the site that jumps first in it."""
     onsets = _onsets(training)
     if not onsets:
-        return []
-    first = onsets[0]
+        return
+    first, what = onsets[0], onsets[0].noun
     level: Level = "error" if (training.table.bad_since >= first.step).any() else "warning"
     if {onset.port for onset in onsets} <= _GRADIENTS and len(onsets) < _FEW * len(training.sites):
         level = "note"
     at_once = [onset for onset in onsets if onset.step == first.step]
     if {onset.port for onset in at_once} == {"update"}:
-        return [_jump_of_updates(training, at_once, onsets, level)]
-    what, number = _NAMES[first.port], times_text(math.log(first.factor))
+        yield _jump_of_updates(training, at_once, onsets, level)
+        return
+    number = times_text(math.log(first.factor))
     text = f"The {what} at {first.site} jumps {number} at step {first.step:,}."
     before = {
         "gradient": "Outputs of this step are as before. ",
         "output": "Weights are as before. ",
     }
-    why = _first_of(len(onsets))
+    why = f"{before.get(what, '')}{_first_of(len(onsets))}"
     why += f" Its norm was at most {first.usual:.3g} before."
     why += " It is over after a few steps: a single batch." if first.is_over else ""
-    return [
-        Finding(
-            "jump",
-            text,
-            first.site,
-            level,
-            times_text(math.log(first.factor)),
-            before.get(what, "") + why,
-            _advice_on_jump(first, what),
-            _sites(onsets[1:]),
-            first.step,
-        )
-    ]
+    advice, follows = _advice_on_jump(first, what), _sites(onsets[1:])
+    yield Finding("jump", text, first.site, level, number, why, advice, follows, first.step)
 
 
 def _advice_on_jump(first: _Onset, what: str) -> str:
@@ -274,28 +240,16 @@ def _jump_of_updates(
 ) -> Finding:
     most = max(at_once, key=lambda onset: onset.factor)
     n_updates = len(training.ports("update"))
-    is_all = len(at_once) > n_updates / 2
     number = times_text(math.log(most.factor))
-    whose = (
-        f"{len(at_once)} of {n_updates} updates jump"
-        if is_all
-        else f"The update at {most.site} jumps"
-    )
+    whose = f"The update at {most.site} jumps"
+    if len(at_once) > n_updates / 2:
+        whose = f"{len(at_once)} of {n_updates} updates jump"
     text = f"{whose} at step {most.step:,}, {most.site} most ({number})."
     why = "Outputs and gradients of this step are as before."
     why = f"{why} {further_text(len(onsets) - len(at_once), 'site')}".rstrip()
     advice = "Look at the learning rate and its schedule, and at the optimizer's state."
-    return Finding(
-        "learning rate",
-        text,
-        most.site,
-        level,
-        number,
-        why,
-        advice,
-        _sites(onset for onset in onsets if onset is not most),
-        most.step,
-    )
+    others = _sites(onset for onset in onsets if onset is not most)
+    return Finding("learning rate", text, most.site, level, number, why, advice, others, most.step)
 
 
 def _onsets(training: _Training) -> list[_Onset]:
@@ -319,11 +273,11 @@ def _onsets(training: _Training) -> list[_Onset]:
         later = last[column + _SINGLE : column + 2 * _SINGLE, k]
         is_over = bool(len(later)) and bool((later < _BEGUN * usual).all())
         factor = float(greatest[column, k]) / usual
-        onset = training.onset(int(k), begun[0], factor, usual, is_over)
+        onset = training.onset(int(k), begun[0], factor, usual)
         others = [j for j in gradients if _path(training.sites[j]) != _path(onset.site)]
         has_company = (greatest[begun[0], others] > _BEGUN * base[begun[0], others]).any()
-        is_sudden = begun[0] == column
-        onsets.append(replace(onset, is_sudden=is_sudden, is_alone=not has_company))
+        is_sudden, is_alone = begun[0] == column, not has_company
+        onsets.append(replace(onset, is_over=is_over, is_sudden=is_sudden, is_alone=is_alone))
     return sorted(onsets, key=lambda onset: onset.time)
 
 
@@ -346,7 +300,7 @@ def _are_only_more(training: _Training, shape: tuple[int, ...]) -> NDArray[np.bo
     return are_more
 
 
-def _dead(training: _Training) -> list[Finding]:
+def _dead(training: _Training) -> Iterator[Finding]:
     """Name the outputs that are all zero since a step, and the weights that became so."""
     table, first_step = training.table, training.steps[0]
     since = [
@@ -356,28 +310,16 @@ def _dead(training: _Training) -> list[Finding]:
     ]
     since = [onset for onset in since if onset.port == "output" or onset.step > first_step]
     if not since:
-        return []
+        return
     since.sort(key=lambda onset: (onset.step == first_step, onset.time))
-    first = since[0]
-    is_late = first.step > first_step
-    is_meant = not is_late and _is_usual(training, first, since)
+    first, step = since[0], f"step {since[0].step:,}"
+    is_meant = first.step <= first_step and _is_usual(training, first, since)
     what = "is all zero" if first.port == "value" else "passes nothing"
-    text = f"{first.site} {what} since step {first.step:,}."
+    text = f"{first.site} {what} since {step}."
+    level: Level = "note" if is_meant else "warning"
     why = f"Every element is 0. {plural(len(since), 'site is so', 'sites are so')}."
     advice = "Look at the learning rate and the biases: an activation with negative inputs is dead."
-    return [
-        Finding(
-            "dead",
-            text,
-            first.site,
-            "note" if is_meant else "warning",
-            f"step {first.step:,}",
-            why,
-            advice,
-            _sites(since[1:]),
-            first.step,
-        )
-    ]
+    yield Finding("dead", text, first.site, level, step, why, advice, _sites(since[1:]), first.step)
 
 
 def _is_usual(training: _Training, first: _Onset, others: Sequence[_Onset]) -> bool:
@@ -388,14 +330,14 @@ def _is_usual(training: _Training, first: _Onset, others: Sequence[_Onset]) -> b
     return places.count(template) > 1 and n_alike > places.count(template) / 2
 
 
-def _frozen(training: _Training) -> list[Finding]:
+def _frozen(training: _Training) -> Iterator[Finding]:
     """Name the weights that never change while those at the same place of other blocks do."""
     updates = {_path(training.sites[k]): k for k in training.ports("update")}
     paths = [_path(training.sites[k]) for k in training.ports("value")]
     zero, least = training.table.n_zero, min(RECENT, len(training.reports))
     still = [path for path in paths if path not in updates or zero[updates[path]] >= least]
     if not updates or not still or len(still) == len(paths):
-        return []
+        return
     n_alike, n_still = Counter(map(template_of, paths)), Counter(map(template_of, still))
     odd = [
         path
@@ -403,141 +345,96 @@ def _frozen(training: _Training) -> list[Finding]:
         if n_alike[template_of(path)] >= _LEAST_SIBLINGS
         and 2 * n_still[template_of(path)] <= n_alike[template_of(path)]
     ]
-    shown = odd or still
-    first, first_step = shown[0], training.steps[0]
-    step = int(training.table.zero_since[updates[first]]) if first in updates else first_step
-    text = f"{first} does not change{_since_text(step, first_step)}"
-    return [
-        Finding(
-            "frozen",
-            f"{text}, unlike its siblings." if odd else f"{text}.",
-            f"{first}:value",
-            "warning" if odd else "note",
-            f"step {step:,}",
-            f"{plural(len(shown), 'weight')} so.",
-            "Look at requires_grad, and whether the optimizer was given it.",
-            tuple(f"{path}:value" for path in shown[1:]),
-            step,
-        )
-    ]
+    first, *others = odd or still
+    step = first_step = training.steps[0]
+    if first in updates:
+        step = int(training.table.zero_since[updates[first]])
+    since = f" since step {step:,}" * (step > first_step)
+    text = f"{first} does not change{since}{', unlike its siblings' * bool(odd)}."
+    level: Level = "warning" if odd else "note"
+    why = f"{plural(len(others) + 1, 'weight')} so."
+    advice = "Look at requires_grad, and whether the optimizer was given it."
+    follows = tuple(f"{path}:value" for path in others)
+    number = f"step {step:,}"
+    yield Finding("frozen", text, f"{first}:value", level, number, why, advice, follows, step)
 
 
-def _since_text(step: int, first: int) -> str:
-    return f" since step {step:,}" if step > first else ""
-
-
-def _still(training: _Training) -> list[Finding]:
+def _still(training: _Training) -> Iterator[Finding]:
     updates = training.ports("update")
     if not updates:
-        return _never_stepped(training)
-    if not (training.table.n_zero[updates] >= RECENT).all():
-        return []
-    step = int(training.table.zero_since[updates].max())
-    text = f"No weight changes since step {step:,}."
-    return [
-        Finding(
-            "frozen",
-            text,
-            training.sites[updates[0]],
-            "warning",
-            f"step {step:,}",
-            f"All {len(updates)} updates are 0.",
-            "Look at the learning rate and its schedule.",
-            step=step,
-        )
-    ]
+        yield from _never_stepped(training)
+    elif (training.table.n_zero[updates] >= RECENT).all():
+        step = int(training.table.zero_since[updates].max())
+        text, number = f"No weight changes since step {step:,}.", f"step {step:,}"
+        why = f"All {len(updates)} updates are 0."
+        advice, site = "Look at the learning rate and its schedule.", training.sites[updates[0]]
+        yield Finding("frozen", text, site, "warning", number, why, advice, step=step)
 
 
-def _never_stepped(training: _Training) -> list[Finding]:
+def _never_stepped(training: _Training) -> Iterator[Finding]:
     """Tell that gradients came and no weight changed, as with the optimizer of another model."""
     weights, norms = training.ports("value"), training.numbers("norm")
     has_gradients = bool(training.ports("grad_output", "grad_input"))
     if norms is None or not weights or not has_gradients or len(training.reports) < RECENT:
-        return []
+        return
     if (training.table.bad_since >= 0).any():  # a `GradScaler` skips these steps
-        return []
+        return
     _, least, greatest = (numbers[:, weights] for numbers in norms)
     if (least.min(axis=0) != greatest.max(axis=0)).any():
-        return []
-    step = training.steps[0]
-    return [
-        Finding(
-            "frozen",
-            "No weight changes, though gradients come.",
-            training.sites[weights[0]],
-            "warning",
-            f"step {step:,}",
-            f"{plural(len(weights), 'weight')} so. No optimizer of the model has stepped.",
-            "Unless the model is frozen on purpose, make the optimizer of its parameters, once it"
-            " is wrapped and moved.",
-            tuple(training.sites[k] for k in weights[1:]),
-            step,
-        )
-    ]
+        return
+    step, (first, *others) = training.steps[0], [training.sites[k] for k in weights]
+    text, number = "No weight changes, though gradients come.", f"step {step:,}"
+    why = f"{plural(len(weights), 'weight')} so. No optimizer of the model has stepped."
+    advice = (
+        "Unless the model is frozen on purpose, make the optimizer of its parameters, once it"
+        " is wrapped and moved."
+    )
+    yield Finding("frozen", text, first, "warning", number, why, advice, tuple(others), step)
 
 
-def _drifts(training: _Training) -> list[Finding]:
+def _drifts(training: _Training) -> Iterator[Finding]:
     """Name the sites whose norms have grown or shrunk by a large factor, without a jump."""
     numbers = training.numbers("norm")
     if numbers is None or len(training.steps) <= 2 * _WARM_UP:
-        return []
+        return
     last = numbers[0]
     half = len(last) // 2
     with np.errstate(all="ignore"):
         factor = _median(last[-RECENT:]) / _median(last[:half])
-    grown = [int(k) for k in np.flatnonzero(factor > _DRIFT)]
-    grown = [k for k in grown if path_and_port(training.sites[k])[1] != "update"]
-    if not grown:
-        return []
-    onsets = sorted(
-        (training.onset(k, half, float(factor[k])) for k in grown), key=lambda o: o.time
-    )
-    first = onsets[0]
-    text = f"The {_NAMES[first.port]} at {first.site} grows {times_text(math.log(first.factor))}."
-    return [
-        Finding(
-            "drift",
-            text,
-            first.site,
-            "warning",
-            times_text(math.log(first.factor)),
-            "The median of the last steps beside that of the first half.",
-            "Lower the learning rate, or clip gradients.",
-            _sites(onsets[1:]),
-        )
+    onsets = [
+        training.onset(int(k), half, float(factor[k])) for k in np.flatnonzero(factor > _DRIFT)
     ]
+    onsets = [onset for onset in onsets if onset.port != "update"]
+    if not onsets:
+        return
+    first, *others = sorted(onsets, key=lambda onset: onset.time)
+    number = times_text(math.log(first.factor))
+    text = f"The {first.noun} at {first.site} grows {number}."
+    why = "The median of the last steps beside that of the first half."
+    advice = "Lower the learning rate, or clip gradients."
+    yield Finding("drift", text, first.site, "warning", number, why, advice, _sites(others))
 
 
-def _ratio(training: _Training, end: int | None = None) -> list[Finding]:
+def _ratio(training: _Training, end: int | None = None) -> Iterator[Finding]:
     """Tell that updates are large beside their weights, before a step: a jump makes large ones."""
     numbers = training.numbers("ratio")
     if numbers is None or len(training.steps) < RECENT:
-        return []
+        return
     weights = [k for k in training.ports("update") if not training.sites[k].endswith("bias:update")]
     n_columns = len(training.steps) if end is None else bisect_left(training.steps, end)
     by_column = numbers[0][:n_columns, weights]
     # Of a weight that begins at 0, as that of a new head, the first updates are large.
     early = np.where(np.isnan(by_column[0]), math.nan, _median(by_column[: RECENT // 2]))
     ratio = np.fmax(early, _median(by_column[-RECENT:]))
-    large = [weights[k] for k in np.flatnonzero(ratio > _LARGE_RATIO)]
+    large = [training.sites[weights[k]] for k in np.flatnonzero(ratio > _LARGE_RATIO)]
     if len(large) <= len(weights) / 2:
-        return []
-    most = float(np.nanmax(ratio))
-    text = (
-        f"{len(large)} of {len(weights)} weights change by more than {_LARGE_RATIO:.0%} in a step."
-    )
-    return [
-        Finding(
-            "learning rate",
-            text,
-            training.sites[large[0]],
-            "warning",
-            f"{most:.2g}",
-            "The norm of the update over that of the weight; 0.001 is usual. At first, or at last.",
-            "Lower the learning rate.",
-            tuple(training.sites[k] for k in large[1:]),
-        )
-    ]
+        return
+    share = f"{len(large)} of {len(weights)} weights"
+    text = f"{share} change by more than {_LARGE_RATIO:.0%} in a step."
+    number, advice = f"{np.nanmax(ratio):.2g}", "Lower the learning rate."
+    why = "The norm of the update over that of the weight; 0.001 is usual. At first, or at last."
+    follows = tuple(large[1:])
+    yield Finding("learning rate", text, large[0], "warning", number, why, advice, follows)
 
 
 def _losses(logged: Sequence[StepReport]) -> dict[str, tuple[Array, Array]]:
@@ -553,10 +450,8 @@ def _with_loss(finding: Finding, logged: Sequence[StepReport]) -> Finding:
     if finding.step is None or finding.level == "note":
         return finding
     for name, (steps, values) in _losses(logged).items():
-        before, after = (
-            values[steps < finding.step][-RECENT:],
-            values[steps > finding.step][:RECENT],
-        )
+        before = values[steps < finding.step][-RECENT:]
+        after = values[steps > finding.step][:RECENT]
         if not len(before) or not len(after):
             continue
         old, new = float(np.median(before)), float(np.median(after))
@@ -565,30 +460,24 @@ def _with_loss(finding: Finding, logged: Sequence[StepReport]) -> Finding:
             f" The median of {name} is {old:.3g} over the {plural(len(before), 'value')} before,"
             f" and {new:.3g} over the {len(after)} after."
         ) * is_told
-        return Finding(**{**_fields(finding), "why": finding.why + text})
+        return replace(finding, why=finding.why + text)
     return finding
 
 
-def _fields(finding: Finding) -> dict[str, Any]:
-    return {name: getattr(finding, name) for name in finding.__dataclass_fields__}
-
-
-def _loss(logged: Sequence[StepReport]) -> list[Finding]:
+def _loss(logged: Sequence[StepReport]) -> Iterator[Finding]:
     """Tell that the loss has risen, where nothing else tells why."""
-    findings = []
     for name, (_, values) in _losses(logged).items():
         first, last = float(np.median(values[:RECENT])), float(np.median(values[-RECENT:]))
         if first > 0 and (last > _LOSS_RISE * first or not math.isfinite(last)):
             text = f"{name} rises from {first:.3g} to {last:.3g}."
-            findings.append(Finding("loss", text, "", "warning", f"{TIMES}{last / first:.3g}"))
-    return findings
+            yield Finding("loss", text, "", "warning", f"{TIMES}{last / first:.3g}")
 
 
-def _vanishing(training: _Training) -> list[Finding]:
+def _vanishing(training: _Training) -> Iterator[Finding]:
     """Name the gradients that are tiny beside the largest of their kind, in the last step."""
     table = training.table
     if not {"min", "max"} <= set(table.names):
-        return []
+        return
     ends = np.abs([table.now[table.names.index(name)] for name in ("min", "max")])
     greatest = np.fmax(*ends)
     shares: list[tuple[float, str]] = []
@@ -599,51 +488,38 @@ def _vanishing(training: _Training) -> list[Finding]:
         small = of_port[(greatest[of_port] > 0) & (greatest[of_port] < _LEAST_SHARE * top)]
         shares += [(float(greatest[k]) / top, training.sites[k]) for k in small]
     if not shares:
-        return []
-    shares.sort()
-    least, first = shares[0]
-    return [
-        Finding(
-            "vanishing",
-            f"The gradient at {first} is {least:.1e} of the largest of its kind.",
-            first,
-            "note",
-            f"{least:.1e}",
-            f"Its largest element in the last step. {plural(len(shares), 'gradient')} are below"
-            f" {_LEAST_SHARE:g}.",
-            "Look at the activations and the initialisation behind it.",
-            tuple(site for _, site in shares[1:]),
-        )
-    ]
+        return
+    (least, first), *others = sorted(shares)
+    number = f"{least:.1e}"
+    text = f"The gradient at {first} is {number} of the largest of its kind."
+    why = (
+        f"Its largest element in the last step. {plural(len(shares), 'gradient')} are below"
+        f" {_LEAST_SHARE:g}."
+    )
+    advice = "Look at the activations and the initialisation behind it."
+    follows = tuple(site for _, site in others)
+    yield Finding("vanishing", text, first, "note", number, why, advice, follows)
 
 
-def _dead_units(training: _Training) -> list[Finding]:
+def _dead_units(training: _Training) -> Iterator[Finding]:
     """Name the units that are dead in the last steps, where covariances are measured."""
     sites = dict(dead_units(training.reports))
     if not sites:
-        return []
-    first, units = next(iter(sites.items()))
-    shown = listed(units, _MOST_UNITS)
-    n_units = sum(map(len, sites.values()))
-    return [
-        Finding(
-            "dead units",
-            f"{plural(len(units), 'unit')} of {first} pass nothing: {shown}.",
-            first,
-            "note",
-            plural(n_units, "unit"),
-            f"Mean and variance were 0 in each of the last {RECENT} measured steps.",
-            "Look at the learning rate and the biases.",
-            tuple(sites)[1:],
-        )
-    ]
+        return
+    first, *others = sites
+    units = sites[first]
+    text = f"{plural(len(units), 'unit')} of {first} pass nothing: {listed(units, _MOST_UNITS)}."
+    number = plural(sum(map(len, sites.values())), "unit")
+    why = f"Mean and variance were 0 in each of the last {RECENT} measured steps."
+    advice = "Look at the learning rate and the biases."
+    yield Finding("dead units", text, first, "note", number, why, advice, tuple(others))
 
 
 def _path(site: str) -> str:
     return path_and_port(site)[0]
 
 
-def _sites(onsets: Any) -> tuple[str, ...]:
+def _sites(onsets: Iterable[_Onset]) -> tuple[str, ...]:
     return tuple(onset.site for onset in onsets)
 
 
