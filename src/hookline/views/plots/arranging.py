@@ -72,15 +72,8 @@ def _one_sample(
     _check_layout(value, letters)
     text = f"read as {letters}"
     if "N" in letters:
-        at = letters.index("N")
-        n_samples = tensor.shape[at]
-        if not -n_samples <= sample < n_samples:
-            raise InputError(
-                f"sample must be from 0 to {n_samples - 1} for {value.label}, got {sample}."
-                "\nGive sample=0."
-            )
-        tensor = tensor.select(at, sample)
-        text += f", sample {sample % n_samples} of {n_samples}" if n_samples > 1 else ""
+        tensor, which = sample_of(tensor, letters.index("N"), sample, value.label)
+        text += which
     space = letters.replace("N", "")
     tensor = tensor.movedim(space.index("C"), 0)
     space = space.replace("C", "")
@@ -93,6 +86,21 @@ def _one_sample(
         if first == second != last:
             text += "; if its channels are last, layout='NHWC'"
     return tensor, space, text
+
+
+def sample_of(tensor: Tensor, at: int, sample: int, label: str) -> tuple[Tensor, str]:
+    """Return one sample along a dimension, and as text which one it is.
+
+    Raises:
+        InputError: the value has no such sample.
+    """
+    n_samples = tensor.shape[at]
+    if not -n_samples <= sample < n_samples:
+        raise InputError(
+            f"sample must be from 0 to {n_samples - 1} for {label}, got {sample}.\nGive sample=0."
+        )
+    which = f", sample {sample % n_samples} of {n_samples}" if n_samples > 1 else ""
+    return tensor.select(at, sample), which
 
 
 def drawable(value: Value) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -15,8 +15,18 @@ from hookline.errors import InputError
 from hookline.recordings.figure_arguments import Source, check_sample
 from hookline.recordings.walk import Value, look_up
 from hookline.views.pixels import Scale, range_text, scale_of, smaller
-from hookline.views.plots.arranging import drawable, order_of
-from hookline.views.plots.sheet import PLAIN, SMALL, TEXT, Sheet, draw_map, text_width, tidy
+from hookline.views.plots.arranging import drawable, order_of, sample_of
+from hookline.views.plots.channels import Tiling
+from hookline.views.plots.sheet import (
+    PLAIN,
+    SMALL,
+    TEXT,
+    Sheet,
+    draw_map,
+    name_ticks,
+    text_width,
+    tidy,
+)
 from hookline.views.plots.token_labels import check_texts, printable
 
 if TYPE_CHECKING:
@@ -88,19 +98,24 @@ def attention(
     if drawn.shape[1:] != maps.shape[1:]:
         size = " x ".join(str(side) for side in drawn.shape[1:])
         lines.append(f"drawn as {size}: each cell the mean of an area")
-    grid = _Grid.of(len(chosen), labels, (n_queries, n_keys))
-    sheet = Sheet(max(grid.all_width, 4.6), grid.all_height + 0.55, value.title, lines)
+    left = max(text_width(labels.queries or []), 0.25) + 0.2
+    tiles = _tiling(len(chosen), (n_queries, n_keys), _WIDTH - left, is_named=any(labels))
+    width = left + tiles.width_of_all
+    height = tiles.height_of(len(chosen)) + max(text_width(labels.keys or []), 0.15) + 0.2
+    sheet = Sheet(max(width, 4.6), height + 0.55, value.title, lines)
     whole = scale_of(drawn)
     scale = whole if whole.is_signed else Scale(0.0, whole.high, is_signed=False)
     for k, (number, numbers) in enumerate(zip(chosen, drawn, strict=True)):
-        axes = sheet.axes(*grid.box(k))
+        x, y = tiles.place(k)
+        axes = sheet.axes(left + x, y, tiles.width, tiles.height)
         axes.set(xlim=(-0.5, n_keys - 0.5), ylim=(n_queries - 0.5, -0.5))
         draw_map(axes, numbers.numpy(), scale, (-0.5, -0.5, n_keys, n_queries), smooth=False)
         axes.set_title(f"head {number}", fontsize=SMALL, loc="left", pad=2, **PLAIN)
-        _label(axes, grid, labels, (k % grid.columns == 0, k + grid.columns >= len(chosen)))
+        is_outer = k % tiles.columns == 0, k + tiles.columns >= len(chosen)
+        _label(axes, tiles, labels, is_outer)
     has_bad = not bool(drawn.isfinite().all())
     label = "weight" if value.label.endswith("@pattern") else "value"
-    sheet.bar((0.2, grid.all_height + 0.25), scale, label, has_bad=has_bad)
+    sheet.bar((0.2, height + 0.25), scale, label, has_bad=has_bad)
     return sheet.figure
 
 
@@ -116,14 +131,7 @@ def _maps(value: Value, sample: int) -> tuple[Tensor, str]:
         )
     which = ""
     if tensor.dim() == 4:
-        n_samples = tensor.shape[0]
-        if not -n_samples <= sample < n_samples:
-            raise InputError(
-                f"sample must be from 0 to {n_samples - 1} for {value.label}, got {sample}."
-                "\nGive sample=0."
-            )
-        tensor = tensor[sample]
-        which = f", sample {sample % n_samples} of {n_samples}" if n_samples > 1 else ""
+        tensor, which = sample_of(tensor, 0, sample, value.label)
     return tensor.cpu().float(), which
 
 
@@ -157,57 +165,27 @@ def _labels(
     return _Labels(printable(texts), printable(keys))
 
 
-@final
-class _Grid(NamedTuple):
-    """The places of maps in a figure, in inches."""
-
-    columns: int
-    rows: int
-    width: float  # of a map
-    height: float
-    left: float  # room for the labels of the queries
-    below: float  # room for the labels of the keys
-
-    @classmethod
-    def of(cls, n: int, labels: _Labels, shape: tuple[int, int]) -> _Grid:
-        """Lay out so many maps, as large as their labels and the width of a figure ask for."""
-        left = max(text_width(labels.queries or []), 0.25) + 0.2
-        below = max(text_width(labels.keys or []), 0.15) + 0.2
-        least = _LEAST if n > 1 else 3.0
-        a_token = max(_A_TOKEN if any(labels) else 0.0, least / max(shape))
-        height, width = (min(max(size * a_token, 0.3), _GREATEST) for size in shape)
-        columns = max(1, min(n, int((_WIDTH - left + _GAP) / (width + _GAP))))
-        columns = math.ceil(n / math.ceil(n / columns))  # rows of one length
-        return cls(columns, math.ceil(n / columns), width, height, left, below)
-
-    @property
-    def all_width(self) -> float:
-        """The width of all maps with their labels."""
-        return self.left + self.columns * (self.width + _GAP)
-
-    @property
-    def all_height(self) -> float:
-        """The height of all maps with their labels."""
-        return self.rows * (self.height + _LABEL + _GAP) + self.below
-
-    def box(self, k: int) -> tuple[float, float, float, float]:
-        """Return left edge, top edge, width and height of a map."""
-        row, column = divmod(k, self.columns)
-        left = self.left + column * (self.width + _GAP)
-        return left, row * (self.height + _LABEL + _GAP) + _LABEL, self.width, self.height
+def _tiling(n: int, shape: tuple[int, int], across: float, *, is_named: bool) -> Tiling:
+    """Lay out so many maps, as large as their labels and the width of a figure ask for."""
+    least = _LEAST if n > 1 else 3.0
+    a_token = max(_A_TOKEN if is_named else 0.0, least / max(shape))
+    height, width = (min(max(size * a_token, 0.3), _GREATEST) for size in shape)
+    columns = max(1, min(n, int((across + _GAP) / (width + _GAP))))
+    columns = math.ceil(n / math.ceil(n / columns))  # rows of one length
+    return Tiling(columns, width, height, _LABEL, _GAP)
 
 
-def _label(axes: Axes, grid: _Grid, labels: _Labels, is_outer: tuple[bool, bool]) -> None:
+def _label(axes: Axes, tiles: Tiling, labels: _Labels, is_outer: tuple[bool, bool]) -> None:
     """Label the queries left of the first map of a row, and the keys below the last of a column.
 
     Args:
         is_outer: whether the map is the first of its row, and the last of its column.
     """
     axes.tick_params(labelsize=SMALL, length=2)
-    for part, name, texts, inches, is_labelled in zip(
-        "yx", ("query", "key"), labels, (grid.height, grid.width), is_outer, strict=True
+    both, sides = (axes.yaxis, axes.xaxis), (tiles.height, tiles.width)
+    for axis, name, texts, inches, is_labelled in zip(
+        both, ("query", "key"), labels, sides, is_outer, strict=True
     ):
-        axis = getattr(axes, f"{part}axis")
         if not is_labelled:
             axis.set_ticks([])
         elif texts is None:
@@ -215,7 +193,5 @@ def _label(axes: Axes, grid: _Grid, labels: _Labels, is_outer: tuple[bool, bool]
             axis.set_label_text(name, fontsize=TEXT, **PLAIN)
         else:
             step = max(1, math.ceil(len(texts) * _A_TOKEN * 0.9 / inches))
-            turned = {"rotation": 90} if part == "x" else {}
-            places = range(0, len(texts), step)
-            axis.set_ticks(places, texts[::step], fontsize=SMALL, **turned, **PLAIN)
+            name_ticks(axis, texts, step, turned=axis is axes.xaxis)
     tidy(axes, ())

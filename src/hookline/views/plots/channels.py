@@ -25,6 +25,7 @@ from hookline.views.plots.sheet import (
     TINY,
     Sheet,
     draw_map,
+    name_ticks,
     text_width,
     tidy,
 )
@@ -129,20 +130,24 @@ class Tiling(NamedTuple):
     columns: int  # the number of columns
     width: float  # the width of a tile
     height: float  # the height of a tile without its label
+    label: float = _LABEL  # the height of a label
+    gap: float = _GAP  # between tiles
 
     @property
     def width_of_all(self) -> float:
         """The width of a row."""
-        return self.columns * (self.width + _GAP)
+        return self.columns * (self.width + self.gap)
 
     def height_of(self, n: int) -> float:
         """Return the height of n tiles."""
-        return math.ceil(n / self.columns) * (self.height + _LABEL + _GAP)
+        return math.ceil(n / self.columns) * (self.height + self.label + self.gap)
 
     def place(self, k: int) -> tuple[float, float]:
         """Return the left edge of a tile, and its top edge below the label."""
         row, column = divmod(k, self.columns)
-        return column * (self.width + _GAP), row * (self.height + _LABEL + _GAP) + _LABEL
+        return column * (self.width + self.gap), row * (
+            self.height + self.label + self.gap
+        ) + self.label
 
 
 def tiling(n: int, aspect: float, across: float) -> Tiling:
@@ -246,7 +251,7 @@ def _bars(vector: Tensor, chosen: list[int], title: str, lines: list[str]) -> Fi
         axes.text(k, 0, str(numbers[k]), fontsize=SMALL, rotation=90, ha="center", va="bottom")
     axes.axhline(0, color=GREY, linewidth=0.6)
     step = max(1, math.ceil(len(chosen) / 32))
-    axes.set_xticks(range(0, len(chosen), step), [str(k) for k in chosen[::step]], fontsize=SMALL)
+    name_ticks(axes.xaxis, list(map(str, chosen)), step)
     axes.tick_params(labelsize=SMALL)
     axes.set_xlim(-0.8, len(chosen) - 0.2)
     axes.set_xlabel("channel", fontsize=TEXT, **PLAIN)

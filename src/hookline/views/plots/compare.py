@@ -21,7 +21,7 @@ from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.views.pixels import cells, scale_of, smaller
 from hookline.views.plots.arranging import arrange, drawable, gap_of
 from hookline.views.plots.channels import MAX_SIDE, Tiling, grid, labels_of, tiling
-from hookline.views.plots.rows import RowSheet
+from hookline.views.plots.rows import RowSheet, log_axis
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, TEXT, Sheet, draw_map
 
 if TYPE_CHECKING:
@@ -135,12 +135,7 @@ def _marks(axes: Axes, rows: list[ComparedSite], numbers: list[float]) -> None:
     sound = [n for n in numbers if 0 < n < math.inf]
     low = 10.0 ** math.floor(math.log10(min(sound)) - 0.3) if sound else 1e-8
     high = 10.0 ** math.ceil(math.log10(max(sound)) + 0.1) if sound else 1.0
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    powers = range(round(math.log10(low)), round(math.log10(high)) + 1)
-    powers = powers[:: max(1, math.ceil(len(powers) / 6))]
-    axes.set_xticks([10.0**p for p in powers], [f"1e{p}" for p in powers])
-    axes.minorticks_off()
+    log_axis(axes, low, high, 6)
     for verdict, colour in (("differs", BLUE), ("noise", GREY)):
         y = [k for k in _drawable(numbers) if rows[k].verdict == verdict]
         style = {"color": colour, "marker": "o", "markersize": 4, "linestyle": ""}

@@ -16,7 +16,7 @@ from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
 from hookline.recordings.figure_arguments import check_source
 from hookline.recordings.walk import walk
-from hookline.views.plots.rows import RowSheet, blocks_of
+from hookline.views.plots.rows import RowSheet, blocks_of, log_axis
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 
 if TYPE_CHECKING:
@@ -171,9 +171,7 @@ def _on_logs(
     if high < 50 * low:  # room for a few ticks
         low, high = low / 5, high * 5
     span = math.log10(high / low)
-    left, right = low * 10 ** (-0.06 * span), high * 10 ** (0.06 * span)
-    axes.set_xscale("log")
-    axes.set_xlim(left, right)
+    log_axis(axes, low * 10 ** (-0.06 * span), high * 10 ** (0.06 * span), 5)
     x = np.array([math.nan if n is None or not 0 < n < math.inf else n for n in numbers])
     edge = axes.get_yaxis_transform()  # x in fractions of the axes, y in rows
     _path(axes, rows, x, types)
@@ -187,10 +185,6 @@ def _on_logs(
             axes.plot([place] * len(some), some, markersize=6, transform=edge, **style)
     if len(rows) <= _MOST_WORDS:
         _say(axes, rows, numbers, [y for y in range(len(rows)) if math.isnan(x[y])])
-    powers = range(math.ceil(math.log10(left)), math.floor(math.log10(right)) + 1)
-    step = max(1, math.ceil(len(powers) / 5))
-    axes.set_xticks([10.0**p for p in powers[::step]], [f"1e{p}" for p in powers[::step]])
-    axes.minorticks_off()
 
 
 def _by_kind(

@@ -101,6 +101,16 @@ def stretch(axes: Axes, numbers: Sequence[float]) -> None:
         axes.xaxis.set_major_formatter(lambda place, _: f"{place:.3g}")
 
 
+def log_axis(axes: Axes, low: float, high: float, most: int) -> None:
+    """Set a logarithmic axis, with ticks at so many powers of ten at most."""
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+    powers = powers[:: max(1, math.ceil(len(powers) / most))]
+    axes.set_xticks([10.0**p for p in powers], [f"1e{p}" for p in powers])
+    axes.minorticks_off()
+
+
 def blocks_of(labels: Sequence[str], types: Sequence[str]) -> list[int]:
     """Return the places of repeated blocks: sites that hold other sites; none without three alike.
 

@@ -25,6 +25,7 @@ from hookline.views.pixels import Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 _NEEDS = "plots need matplotlib", how_to_install("plots"), HooklineError
@@ -164,6 +165,40 @@ def draw_map(
     )
     image.set_data(np.ma.masked_invalid(numbers))
     axes.add_image(image)
+
+
+def draw_cells(
+    axes: Axes,
+    numbers: Array,
+    scale: Scale,
+    shape: tuple[int, int] | None = None,
+    *,
+    has_gaps: bool = False,
+) -> None:
+    """Draw a table of numbers as cells; NaN and infinity stand out, or are gaps.
+
+    Args:
+        shape: the rows and columns that the axes count; None is the shape of the table.
+        has_gaps: whether what is not finite is left empty.
+    """
+    colours = colour_map(scale.is_signed)
+    numbers, low, high = within(numbers, scale)
+    n_rows, n_columns = shape or numbers.shape
+    axes.imshow(
+        np.where(np.isfinite(numbers), numbers, np.nan),
+        cmap=colours.with_extremes(bad="none") if has_gaps else colours,
+        vmin=low,
+        vmax=high,
+        aspect="auto",
+        extent=(-0.5, n_columns - 0.5, n_rows - 0.5, -0.5),
+        interpolation="nearest",
+    )
+
+
+def name_ticks(axis: Axis, texts: Sequence[str], step: int, *, turned: bool = False) -> None:
+    """Name every so many places from 0 on along an axis."""
+    turn = {"rotation": 90} if turned else {}
+    axis.set_ticks(range(0, len(texts), step), texts[::step], fontsize=SMALL, **turn, **PLAIN)
 
 
 def tidy(axes: Axes, keep: Sequence[str] = ("left", "bottom")) -> None:

@@ -38,7 +38,8 @@ from hookline.views.plots.sheet import (
     SMALL,
     TEXT,
     Sheet,
-    colour_map,
+    draw_cells,
+    name_ticks,
     text_width,
     tidy,
 )
@@ -295,14 +296,11 @@ def _carpets(
         table, usual = _compressed(tables[name])
         scale = scale_of(torch.from_numpy(table), robust=True)
         # A site that did not fire in a pass leaves a gap.
-        colours = colour_map(scale.is_signed).with_extremes(bad=(0, 0, 0, 0))
-        axes.imshow(np.ma.masked_invalid(table), cmap=colours, vmin=scale.low,
-                    vmax=scale.high, aspect="auto", interpolation="nearest",
-                    extent=(-0.5, len(passes) - 0.5, len(labels) - 0.5, -0.5))  # fmt: skip
+        draw_cells(axes, table, scale, has_gaps=True)
         heading = headings[name] + " (log)" * (usual is not None)
         axes.set_title(heading, fontsize=TEXT, loc="left", **PLAIN)
         step = max(1, math.ceil(len(passes) / 4))
-        axes.set_xticks(range(0, len(passes), step), [str(number) for number in passes[::step]])
+        name_ticks(axes.xaxis, list(map(str, passes)), step)
         axes.grid(visible=False)
         left = rows.left + k * (width + 0.4) + 0.1
         ends = None

@@ -20,10 +20,10 @@ from hookline.views.plots.sheet import (
     SMALL,
     TEXT,
     Sheet,
-    colour_map,
+    draw_cells,
+    name_ticks,
     text_width,
     tidy,
-    within,
 )
 
 if TYPE_CHECKING:
@@ -87,15 +87,7 @@ def sweep(
     sheet = Sheet(width + left, height + below + 0.4, _title(effects), _lines(effects, names))
     figure_axes = sheet.axes(left, 0.05, width, height)
     scale = scale_of(torch.from_numpy(table), signed=True)
-    drawn, low, high = within(table, scale)
-    figure_axes.imshow(
-        np.where(np.isfinite(drawn), drawn, np.nan),
-        cmap=colour_map(is_signed=True).with_extremes(bad="none"),
-        vmin=low,
-        vmax=high,
-        aspect="auto",
-        interpolation="nearest",
-    )
+    draw_cells(figure_axes, table, scale, has_gaps=True)
     _mark_unmoved(figure_axes, effects, names)
     _label(figure_axes, names, labels, (height, width))
     word = "of clean" if normalised else "effect"
@@ -173,12 +165,12 @@ def _label(
     axes: Axes, names: tuple[str, str], labels: list[list[str]], size: tuple[float, float]
 ) -> None:
     axes.tick_params(labelsize=SMALL, length=2)
-    for name, texts, inches, part in zip(names, labels, size, "yx", strict=True):
+    for axis, name, texts, inches in zip(
+        (axes.yaxis, axes.xaxis), names, labels, size, strict=True
+    ):
         step = max(1, math.ceil(len(texts) * 0.125 / inches))
-        turned = {"rotation": 90} if part == "x" and max(map(len, texts)) > 2 else {}
-        getattr(axes, f"set_{part}ticks")(
-            range(0, len(texts), step), texts[::step], fontsize=SMALL, **turned, **PLAIN
-        )
+        turned = axis is axes.xaxis and max(map(len, texts)) > 2
+        name_ticks(axis, texts, step, turned=turned)
         if name:
-            getattr(axes, f"set_{part}label")(name, fontsize=TEXT, **PLAIN)
+            axis.set_label_text(name, fontsize=TEXT, **PLAIN)
     tidy(axes, ())

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +23,10 @@ from hookline.views.plots.sheet import (
     SMALL,
     TEXT,
     Sheet,
-    colour_map,
+    draw_cells,
+    name_ticks,
     text_width,
     tidy,
-    within,
 )
 from hookline.views.plots.token_labels import check_texts, printable
 
@@ -201,16 +200,7 @@ def _drawn(table: Tensor, title: str, lines: list[str], labels: tuple[_Labels, _
     below = text_width(columns.texts or []) if is_turned else 0.0
     sheet = Sheet(_WIDTH + left, height + 0.85 + below, title, lines)
     axes = sheet.axes(left, 0.05, _WIDTH, height)
-    numbers, low, high = within(drawn.numpy(), scale)
-    axes.imshow(
-        np.where(np.isfinite(numbers), numbers, np.nan),
-        cmap=colour_map(scale.is_signed),
-        vmin=low,
-        vmax=high,
-        aspect="auto",
-        extent=(-0.5, n_columns - 0.5, n_rows - 0.5, -0.5),
-        interpolation="nearest",
-    )
+    draw_cells(axes, drawn.numpy(), scale, (n_rows, n_columns))
     _label(axes, labels, height, is_turned=is_turned)
     has_bad = not bool(drawn.isfinite().all())
     sheet.bar((left, height + 0.6 + below), scale, "value", has_bad=has_bad)
@@ -222,9 +212,7 @@ def _label(axes: Axes, labels: tuple[_Labels, _Labels], height: float, *, is_tur
     axes.tick_params(labelsize=SMALL, length=2)
     if rows.texts is not None:
         step = max(1, math.ceil(len(rows.texts) * 0.125 / height))
-        axes.set_yticks(
-            range(0, len(rows.texts), step), rows.texts[::step], fontsize=SMALL, **PLAIN
-        )
+        name_ticks(axes.yaxis, rows.texts, step)
     else:
         axes.set_ylabel(rows.name, fontsize=TEXT, **PLAIN)
         axes.yaxis.get_major_locator().set_params(integer=True)
@@ -232,8 +220,6 @@ def _label(axes: Axes, labels: tuple[_Labels, _Labels], height: float, *, is_tur
     if columns.texts is None:
         axes.xaxis.get_major_locator().set_params(integer=True)
     else:
-        n = len(columns.texts)
-        step = max(1, math.ceil(n / (_WIDTH / 0.125 if is_turned else 16)))
-        turned = {"rotation": 90} if is_turned else {}
-        axes.set_xticks(range(0, n, step), columns.texts[::step], **turned, **PLAIN)
+        step = max(1, math.ceil(len(columns.texts) / (_WIDTH / 0.125 if is_turned else 16)))
+        name_ticks(axes.xaxis, columns.texts, step, turned=is_turned)
     tidy(axes, ())
