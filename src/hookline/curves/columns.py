@@ -7,7 +7,6 @@ another statistic is computed once a step, for all of its numbers.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from hookline.curves.layout import ABSENT, Entry, Layout, are_there
 from hookline.curves.numbers import numbers_of, percentile_names
-from hookline.curves.step_reports import StepReport
+from hookline.curves.step_reports import StepReport, blocks_of
 from hookline.statistics.histogram import HistogramStatistic
 from hookline.statistics.moments_statistic import MomentsStatistic
 from hookline.statistics.quantiles import QuantilesStatistic
@@ -218,13 +217,10 @@ class CurveColumns:
         if not new_reports:
             return
         parts: list[tuple[int, dict[str, Array]]] = []
-        for _, alike in itertools.groupby(
-            new_reports, key=lambda report: (id(report.layout), len(report.slots))
-        ):
-            while block := list(itertools.islice(alike, _BLOCK)):
-                names, columns = _block_numbers(block, self._site, self._rank)
-                self.names = names or self.names
-                parts.append((len(block), columns))
+        for block in blocks_of(new_reports, _BLOCK):
+            names, columns = _block_numbers(block, self._site, self._rank)
+            self.names = names or self.names
+            parts.append((len(block), columns))
         for name in dict.fromkeys([*self._columns, *(name for _, part in parts for name in part)]):
             arrays = [part.get(name, np.full(n, math.nan)) for n, part in parts]
             self._columns[name] = np.concatenate([self.of(name), *arrays])

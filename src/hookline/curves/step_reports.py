@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -122,6 +123,13 @@ class StepReport:
             if (results := self.results(place, rank))
         ]
         return _ratio(*norms) if len(norms) == 2 else None
+
+
+def blocks_of(reports: Iterable[StepReport], most: int) -> Iterator[list[StepReport]]:
+    """Yield blocks of neighbours with one layout and one number of ranks."""
+    for _, alike in groupby(reports, key=lambda report: (id(report.layout), len(report.slots))):
+        while block := list(islice(alike, most)):
+            yield block
 
 
 def weight_of(site: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hookline.curves.columns import computed, is_computed, of_moments, single_names
 from hookline.curves.layout import NO_TURN, Entry, Layout
 from hookline.curves.numbers import numbers_of_all
-from hookline.curves.step_reports import StepReport
+from hookline.curves.step_reports import StepReport, blocks_of, weight_of
 from hookline.errors import FolderError
 from hookline.statistics.moments_statistic import MomentsStatistic
 
@@ -86,9 +86,8 @@ class CurveTable:
 
     def add(self, reports: Sequence[StepReport]) -> None:
         """Add reports that follow those that are here."""
-        for _, alike in itertools.groupby(reports, key=lambda report: id(report.layout)):
-            for block in _blocks(alike):
-                self._add_block(block)
+        for block in blocks_of(reports, _BLOCK):
+            self._add_block(block)
 
     def values(self, name: str, start: int = 0) -> Array:
         """Return the last, least and greatest numbers of columns, of shape [3, columns, sites].
@@ -189,11 +188,6 @@ class CurveTable:
         self.stride *= 2
 
 
-def _blocks(reports: Iterator[StepReport]) -> Iterator[list[StepReport]]:
-    while block := list(itertools.islice(reports, _BLOCK)):
-        yield block
-
-
 @final
 class _Plan:
     """Hold where the slots of a layout are, for reports that share it.
@@ -225,19 +219,18 @@ class _Plan:
         ]
         number_of = {site: k for k, site in enumerate(self.sites)}
         self._updates = [
-            (k, weight)
-            for site, k in number_of.items()
-            if site.endswith(":update")
-            and (weight := number_of.get(f"{site.removesuffix(':update')}:value")) is not None
+            (number_of[site], number_of[weight])
+            for site in self.sites
+            if (weight := weight_of(site)) in number_of
         ]
 
     def numbers(self, block: Sequence[StepReport]) -> tuple[list[str], Array]:
         """Return the names of the numbers, and the numbers, of shape [reports, names, sites]."""
-        names: list[str] = []
-        numbers = np.empty((len(block), 0, len(self.sites)))
+        others = {k: _columns(self.layout, block, site) for k, site in self._others}
+        names = [*_OF_MOMENTS, *["ratio"] * bool(self._updates)] if len(self._at) else []
+        names = list(dict.fromkeys([*names, *itertools.chain.from_iterable(others.values())]))
+        numbers = np.full((len(block), len(names), len(self.sites)), np.nan)
         if len(self._at):
-            names = [*_OF_MOMENTS, *["ratio"] * bool(self._updates)]
-            numbers = np.full((len(block), len(names), len(self.sites)), np.nan)
             with np.errstate(all="ignore"):
                 moments = of_moments(self._merged(block))
                 columns = np.stack([moments[name] for name in _OF_MOMENTS], axis=1)
@@ -245,9 +238,11 @@ class _Plan:
                 norms = numbers[:, names.index("norm")]
                 for k, weight in self._updates:
                     ratio = norms[:, k] / norms[:, weight]
-                    numbers[:, -1, k] = np.where(norms[:, weight] == 0, np.nan, ratio)
-        for site in self._others:
-            names, numbers = _with_others(self.layout, block, site, names, numbers)
+                    ratios = np.where(norms[:, weight] == 0, np.nan, ratio)
+                    numbers[:, names.index("ratio"), k] = ratios
+        for k, named in others.items():
+            for name, column in named.items():
+                numbers[:, names.index(name), k] = column
         return names, numbers
 
     def _merged(self, block: Sequence[StepReport]) -> Array:
@@ -255,10 +250,8 @@ class _Plan:
 
         Where no value came, the slots are NaN.
         """
-        n_ranks = max(len(report.slots) for report in block)
-        slots: Array = np.full((len(block), n_ranks, len(self._slots)), np.nan)
-        for at, report in enumerate(block):
-            slots[at, : len(report.slots)] = report.slots[:, self._slots]
+        n_ranks = len(block[0].slots)
+        slots = np.stack([report.slots[:, self._slots] for report in block])
         slots = slots.reshape(len(block), n_ranks, -1, _N_SLOTS)
         for at, ranks in enumerate(self._ranks):
             if ranks is not None:
@@ -288,26 +281,6 @@ def _results(layout: Layout, site: str, report: StepReport) -> list[Any]:
         return []
     except Exception:
         return layout.results(site, report.slots, None, is_lenient=True)
-
-
-def _with_others(
-    layout: Layout,
-    block: Sequence[StepReport],
-    site: tuple[int, str],
-    names: list[str],
-    numbers: Array,
-) -> tuple[list[str], Array]:
-    """Add the numbers of a site with other statistics than moments."""
-    at, name_of_site = site
-    columns = _columns(layout, block, name_of_site)
-    new_names = [name for name in columns if name not in names]
-    if new_names:
-        names = [*names, *new_names]
-        gap = np.full((len(block), len(new_names), numbers.shape[2]), np.nan)
-        numbers = np.concatenate([numbers, gap], axis=1)
-    for name, column in columns.items():
-        numbers[:, names.index(name), at] = column
-    return names, numbers
 
 
 def _columns(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str, Array]:
