@@ -39,8 +39,8 @@ def test_statistics_are_of_all_items_and_pictures_of_some(folder):
         assert torch.equal(tensor_of(entry), ROWS[[3, 5]])
         measured = shown.measure(entry)
     assert measured.statistics.max == 287  # its histogram is of the items shown
-    assert "a store of 20 items" in shown.about
-    assert "items 3 and 5" in shown.about
+    assert "a store of 20 items" in shown.contents.about
+    assert "items 3 and 5" in shown.contents.about
 
 
 def test_a_file_has_the_statistics_of_all_items(folder, tmp_path):

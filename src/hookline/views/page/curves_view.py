@@ -6,7 +6,6 @@ The served page asks for the steps that it lacks. The page that is a file holds 
 from __future__ import annotations
 
 import base64
-import json
 import os
 import threading
 import time
@@ -290,42 +289,37 @@ def _packed(numbers: NDArray[Any], kind: Any) -> str:
     return base64.b64encode(array.tobytes()).decode("ascii")
 
 
-@final
-class CurvePages:
-    """The served pages of a run: one method for each address."""
+def served_page(template: Any, run: OpenRun, where: str) -> str:
+    """Render the page of a run, which asks for the numbers itself."""
+    return _render(template, run, where, {"kinds": _KINDS}, is_served=True)
 
-    def __init__(self) -> None:
-        self._template = template_of("training")
 
-    def index(self, run: OpenRun, where: str) -> tuple[str, str]:
-        """Render the page, which asks for the numbers itself."""
-        return "text/html", _render(self._template, run, where, {"kinds": _KINDS}, is_served=True)
+def new_steps(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
+    """Return the steps that a page lacks.
 
-    def new(self, run: OpenRun, parameters: dict[str, str]) -> tuple[str, str]:
-        """Return the steps that a page lacks as JSON.
+    Args:
+        run: the run.
+        parameters: `state`, the version of the run that the page shows; `steps`, how many it has;
+            and the arguments of `OpenRun.since`.
+    """
+    page = [number_of(parameters, name) or 0 for name in ("from", "stride", "known")]
+    with run.lock:
+        run.read()
+        if parameters.get("state", run.version) != run.version:
+            return {"state": run.version, "gone": ""}
+        answer: dict[str, Any] = {"state": run.version, **run.status()}
+        if number_of(parameters, "steps") != answer["n_steps"]:
+            answer |= run.since(parameters.get("number", ""), *page)
+        if number_of(parameters, "logged") != answer["n_logged"]:
+            answer["logged"] = logged_data(run.logged)
+    return answer
 
-        Args:
-            parameters: `state`, the version of the run that the page shows; `steps`, how many it
-                has; and the arguments of `OpenRun.since`.
-        """
-        page = [number_of(parameters, name) or 0 for name in ("from", "stride", "known")]
-        with run.lock:
-            run.read()
-            if parameters.get("state", run.version) != run.version:
-                return "application/json", json.dumps({"state": run.version, "gone": ""})
-            answer: dict[str, Any] = {"state": run.version, **run.status()}
-            if number_of(parameters, "steps") != answer["n_steps"]:
-                answer |= run.since(parameters.get("number", ""), *page)
-            if number_of(parameters, "logged") != answer["n_logged"]:
-                answer["logged"] = logged_data(run.logged)
-        return "application/json", json.dumps(answer)
 
-    def ranks(self, run: OpenRun, parameters: dict[str, str]) -> tuple[str, str]:
-        """Return a site's numbers of each rank as JSON."""
-        site = number_of(parameters, "site")
-        with run.lock:
-            numbers = run.of_ranks(-1 if site is None else site, parameters.get("number", ""))
-        return "application/json", json.dumps(numbers)
+def numbers_of_ranks(run: OpenRun, parameters: dict[str, str]) -> list[list[float | None]]:
+    """Return a site's numbers of each rank."""
+    site = number_of(parameters, "site")
+    with run.lock:
+        return run.of_ranks(-1 if site is None else site, parameters.get("number", ""))
 
 
 def write_curves_page(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
@@ -351,9 +345,7 @@ def write_curves_page(folder: str | os.PathLike[str], path: str | os.PathLike[st
 def _render(
     template: Any, run: OpenRun, where: str, core: dict[str, Any], *, is_served: bool
 ) -> str:
-    facts = [
-        ("sites", f"{len(run.table.sites):,}"), ("steps", f"{len(run.reports):,}"),
-    ]  # fmt: skip
+    facts = [("sites", f"{len(run.table.sites):,}"), ("steps", f"{len(run.reports):,}")]
     ranks = [("ranks, merged", f"{run.n_ranks:,}")] if run.n_ranks > 1 else []
     now = {"state": run.version} if is_served else {"now": datetime.now().astimezone()}
     return str(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, final
@@ -20,13 +20,13 @@ from hookline.errors import FolderError, InputError
 from hookline.findings import Findings
 from hookline.recordings import Recording
 from hookline.stores import Store
-from hookline.views.page.core import findings_data, judged
+from hookline.views.page.core import core_data, findings_data, judged, silent_data
 from hookline.views.page.entries import Place, ValueEntry, list_values, measured
 from hookline.views.page.flow import Edge, flow_of
 from hookline.views.page.keys import ValuesByKey
 from hookline.views.page.links import text_of
 from hookline.views.page.rows import Row, rows_of
-from hookline.views.page.store_page import of_all_items
+from hookline.views.page.store_page import of_all_items, store_data
 
 
 class FolderContents(NamedTuple):
@@ -39,6 +39,14 @@ class FolderContents(NamedTuple):
     items: tuple[int, ...] = ()
     store: Store | None = None
     n_ranks: int = 0  # 0 of a recording of one process
+
+    @property
+    def chosen(self) -> tuple[str, int]:
+        """The items of a store, or the rank, that are shown, as text, and how many there are.
+
+        ("", 0) of a recording of one process.
+        """
+        return text_of(self.items), self.n_ranks if self.store is None else len(self.store)
 
     def values(self) -> list[ValueEntry]:
         """List the values, none of them measured; of a store, each with its whole statistics."""
@@ -64,7 +72,7 @@ class PageState:
     def __init__(
         self, contents: FolderContents, other: FolderContents | None, names: tuple[str, str]
     ) -> None:
-        self._contents = contents
+        self.contents = contents
         self.recording: Recording = contents.recording
         self.other: Recording | None = None if other is None else other.recording
         self.names = names
@@ -80,27 +88,8 @@ class PageState:
         self._by_site: dict[str, list[ValueEntry]] = {}
         for entry in self.values:
             self._by_site.setdefault(entry.place.at, []).append(entry)
-        self._by_key = ValuesByKey(self.values)
+        self.by_key = ValuesByKey(self.values)
         self._release()
-
-    @property
-    def about(self) -> str:
-        """A sentence that says what is shown of a store or of ranks; else empty."""
-        return self._contents.about
-
-    @property
-    def items(self) -> tuple[str, int]:
-        """The items of a store, or the rank, that are shown, as text, and how many it has.
-
-        ("", 0) of a recording of one process.
-        """
-        n_items = self._contents.n_ranks if self.store is None else len(self.store)
-        return text_of(self._contents.items), n_items
-
-    @property
-    def store(self) -> Store | None:
-        """The store; None of a recording."""
-        return self._contents.store
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -156,8 +145,8 @@ class PageState:
                 entry = replace(entry, problem=str(error).splitlines()[0])
         if of_other:
             self._twins[entry.place] = entry
-            return entry
-        self._remember(entry)
+        else:
+            self.values[entry.order] = entry
         return entry
 
     def measure_some(self, start: int, seconds: float) -> tuple[list[ValueEntry], int]:
@@ -188,7 +177,7 @@ class PageState:
         """
         with self._judging:
             if self._findings is None:
-                judgement = judged(self._contents.judge)
+                judgement = judged(self.contents.judge)
                 self._findings = findings_data(*judgement, self.rows, self.values)
             return self._findings
 
@@ -207,14 +196,27 @@ class PageState:
             if recording is not None:
                 recording.release()
 
-    def _remember(self, entry: ValueEntry) -> None:
-        self.values[entry.order] = entry
 
-    # -- comparing -------------------------------------------------------------------------------
+def core_of(
+    contents: FolderContents, rows: Sequence[Row], entries: Sequence[ValueEntry]
+) -> dict[str, Any]:
+    """Return rows and values as plain data, what never fired, and what is known of a store."""
+    store = None if contents.store is None else store_data(contents.store)
+    silent = silent_data(contents.recording)
+    return core_data(rows, entries) | {"silent": silent, "store": store}
 
-    def entry_at(self, site: str) -> ValueEntry | None:
-        """Return the value that a row of a comparison is about, by the row's site; or None."""
-        return self._by_key.get(site)
+
+def variables_of(contents: FolderContents, n_values: int) -> dict[str, Any]:
+    """Return what the template of a recording shows beside its core."""
+    recording = contents.recording
+    return {
+        "subtitle": contents.about,
+        "model_type": recording.report().model_type,
+        "facts": totals_of(recording, n_values, contents.store),
+        "notices": notices_of(recording),
+        "gaps": gaps_of(recording),
+        "is_store": contents.store is not None,
+    }
 
 
 def totals_of(recording: Recording, n_values: int, store: Store | None) -> list[tuple[str, str]]:

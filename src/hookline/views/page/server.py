@@ -29,19 +29,17 @@ from hookline.display.text import plural, type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.util.optional import how_to_install, load
-from hookline.verbs.check.finding import CheckFinding
 from hookline.views.page.check_page import check_data, title_of
-from hookline.views.page.core import core_data, measured_columns, pack, silent_data
-from hookline.views.page.curves_view import CurvePages
+from hookline.views.page.core import measured_columns, pack
+from hookline.views.page.curves_view import new_steps, numbers_of_ranks, served_page
 from hookline.views.page.entries import ValueEntry
 from hookline.views.page.keys import leaf_of
 from hookline.views.page.links import choice_of, items_of, number, parameters_of, query_of, text_of
-from hookline.views.page.page_state import PageState, gaps_of, notices_of, totals_of
+from hookline.views.page.page_state import PageState, core_of, variables_of
 from hookline.views.page.render import script_hashes, template_of
 from hookline.views.page.request_guard import Guard, Rules
 from hookline.views.page.results import comparison_data, comparison_title, last_part, packed
 from hookline.views.page.sources import OpenRecordings
-from hookline.views.page.store_page import store_data
 from hookline.views.page.token_norms import token_rows
 from hookline.views.page.value_maps import tokens_of, value_maps
 from hookline.views.pixels import PAGE_NEEDS
@@ -51,6 +49,8 @@ SERVER_NEEDS = _NEEDS, how_to_install("cli", "page"), HooklineError
 # Up to this size, values are measured as soon as the page opens; beyond it, on request.
 _UNASKED_BYTES = 1024**3
 _SECONDS = 0.2  # the time to measure for one answer
+
+_Make = Callable[[dict[str, str]], Any]  # makes an answer from the parameters of an address
 
 
 @final
@@ -64,126 +64,70 @@ class Pages:
     def __init__(self, shelf: OpenRecordings) -> None:
         load("PIL.Image", *PAGE_NEEDS)
         self._shelf = shelf
-        self._messages, self._of_comparisons, self._of_recordings, self._of_findings = (
-            template_of(kind) for kind in ("message", "comparison", "recording", "check")
-        )
-        self._of_runs = CurvePages()
+        self._templates = {
+            kind: template_of(kind)
+            for kind in ("message", "comparison", "recording", "check", "training")
+        }
 
-    def index(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Render the page of a recording, a comparison or a run."""
+    def index(self, parameters: dict[str, str]) -> str:
+        """Render the page of a recording, a comparison, a run or a finding of `hl.check`."""
+        name = self._shelf.source.name
         run = self._shelf.run()
         if run is not None:
-            return self._of_runs.index(run, self._shelf.source.name)
+            return served_page(self._templates["training"], run, name)
         kept = self._shelf.kept()
         if kept is not None:
-            return self._kept(kept)
+            core, state = packed(check_data(kept)), self._shelf.state()
+            return self._render("check", title=title_of(kept), state=state, where=name, core=core)
         page, state = self._page(parameters)
         if page.other is not None:
             return self._compared(page, state)
-        report = page.recording.report()
         to_measure = page.bytes_to_measure
-        core = core_data(page.rows, page.values) | {
-            "measure": {"size": size(to_measure), "start": to_measure <= _UNASKED_BYTES},
-            "silent": silent_data(page.recording),
-            "store": None if page.store is None else store_data(page.store),
-        }
-        text = self._of_recordings.render(
-            is_served=True,
+        core = core_of(page.contents, page.rows, page.values)
+        core["measure"] = {"size": size(to_measure), "start": to_measure <= _UNASKED_BYTES}
+        variables = variables_of(page.contents, len(page.values))
+        if page.contents.store is None:
+            variables["facts"].append(("Size", _bytes_shown(page)))
+        return self._render(
+            "recording",
+            **variables,
             title=last_part(page.names[0]),
             state=state,
-            subtitle=page.about,
             where=page.names[0],
-            model_type=report.model_type,
-            facts=_facts(page),
             evidence=None,
-            notices=notices_of(page.recording),
-            gaps=gaps_of(page.recording),
             core=pack(core),
             pictures=(),
-            is_store=page.store is not None,
-            items=page.items,
+            items=page.contents.chosen,
             top="../../" if parameters["items"] else "",
         )
-        return "text/html", str(text)
 
-    def _kept(self, finding: CheckFinding) -> tuple[str, str]:
-        """Render the page of a finding of `hl.check`."""
-        text = self._of_findings.render(
-            is_served=True,
-            title=title_of(finding),
-            state=self._shelf.state(),
-            where=self._shelf.source.name,
-            core=packed(check_data(finding)),
-        )
-        return "text/html", str(text)
-
-    def findings(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Judge the recording; return its findings as JSON."""
-        page = self._page_of(parameters)
-        return _json({} if page is None else page.findings())
-
-    def _compared(self, page: PageState, state: str) -> tuple[str, str]:
+    def _compared(self, page: PageState, state: str) -> str:
         """Render the page of two recordings, which asks for their comparison."""
         of = f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}"
-        text = self._of_comparisons.render(
-            is_served=True,
-            title=comparison_title(page.names),
-            state=state,
-            names=page.names,
-            core=pack({"tokens": _passes_with_tokens(page), "of": of}),
-        )
-        return "text/html", str(text)
+        core = pack({"tokens": _passes_with_tokens(page), "of": of})
+        title = comparison_title(page.names)
+        return self._render("comparison", title=title, state=state, names=page.names, core=core)
 
-    def comparison(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Compare the two recordings; return the comparison as JSON, or why there is none."""
+    def _render(self, kind: str, **variables: Any) -> str:
+        return str(self._templates[kind].render(is_served=True, **variables))
+
+    def comparison(self, parameters: dict[str, str]) -> dict[str, Any]:
+        """Compare the two recordings; return the comparison, or why there is none."""
         try:
             page, _ = self._page(parameters)
             if page.other is None:
                 raise InputError("only one folder is shown.\nGive two: hookline view DIR DIR2.")
             made = self._shelf.comparison()
         except HooklineError as error:
-            return _json({"problem": str(error).splitlines()})
-        return _json(comparison_data(made, [_link_of(page, row.site) for row in made]))
+            return {"problem": str(error).splitlines()}
+        return comparison_data(made, [_link_of(page, row.site) for row in made])
 
-    def maps(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Return the maps of a value as JSON, and those that belong beside them."""
-        page = self._page_of(parameters)
-        if page is None:
-            return _json({})
-        entry = _named(page, parameters)
-        return _json(value_maps(page, entry, choice_of(parameters)))
-
-    def flow(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Return what flows into what in a pass as JSON, as far as values are measured."""
-        page = self._page_of(parameters)
-        return _json([] if page is None else page.flow(number(parameters, "pass") or 0))
-
-    def tokens(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Return the norms of each token in each block of a pass as JSON."""
-        page = self._page_of(parameters)
-        if page is None:
-            return _json({})
-        chosen = (number(parameters, name) or 0 for name in ("pass", "sample"))
-        return _json(tokens_of(page, *chosen))
-
-    def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Measure some values, or one that a reader waits for; return their columns as JSON."""
-        page = self._page_of(parameters)
-        if page is None:
-            return _json({})
-        only = number(parameters, "only")
-        start = number(parameters, "from") or 0 if only is None else only
-        measured, after = page.measure_some(start, _SECONDS if only is None else 0)
-        answer = {"at": [entry.order for entry in measured], "next": after}
-        return _json(answer | {"values": measured_columns(measured)})
-
-    def state(self, _: dict[str, str]) -> tuple[str, str]:
-        """Return the state of the recording as JSON, so that a page can notice a new one."""
+    def state(self, _: dict[str, str]) -> dict[str, str]:
+        """Return the state of the recording, so that a page can notice a new one."""
         try:
             run = self._shelf.run()
         except FolderError as error:
-            problem = str(error).splitlines()[0]
-            return _json({"state": "", "gone": problem})
+            return {"state": "", "gone": str(error).splitlines()[0]}
         state = self._shelf.state() if run is None else run.version
         missing = [
             source.name
@@ -193,24 +137,24 @@ class Pages:
         problem = ""
         if missing and not state:
             problem = f"{', '.join(missing)} holds no recording now: deleted or being replaced."
-        return _json({"state": state, "gone": problem})
+        return {"state": state, "gone": problem}
 
-    def new(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Return the steps of a run that a page lacks as JSON; without a run, why."""
+    def new(self, parameters: dict[str, str]) -> dict[str, Any]:
+        """Return the steps of a run that a page lacks; without a run, why."""
         try:
             run = self._shelf.run()
             if run is not None:
-                return self._of_runs.new(run, parameters)
+                return new_steps(run, parameters)
         except FolderError:
             pass  # `state` says what is wrong
         return self.state(parameters)
 
-    def ranks(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Return the numbers of each rank at a site of a run as JSON."""
+    def ranks(self, parameters: dict[str, str]) -> list[list[float | None]]:
+        """Return the numbers of each rank at a site of a run."""
         run = self._shelf.run()
         if run is None:
             raise InputError("this folder holds no run.\nGo to the start page.")
-        return self._of_runs.ranks(run, parameters)
+        return numbers_of_ranks(run, parameters)
 
     def problem(self, error: Exception) -> tuple[int, str]:
         """Render the page of an error; return the HTTP status and the page."""
@@ -226,18 +170,21 @@ class Pages:
         # A page of a run that cannot be read waits for any that can.
         state = "" if self._shelf.is_run() else self._shelf.state()
         waits = {"state": state} if status == 503 else {}
-        text = self._messages.render(is_served=True, title=title, home="./", lines=lines, **waits)
-        return status, str(text)
+        return status, self._render("message", title=title, home="./", lines=lines, **waits)
+
+    def of_page(self, make: Callable[[PageState, dict[str, str]], Any]) -> _Make:
+        """Return an answer about the page that asks: none if it shows an older recording."""
+
+        def answer(parameters: dict[str, str]) -> Any:
+            page, state = self._page(parameters)
+            return make(page, parameters) if parameters.get("state", state) == state else {}
+
+        return answer
 
     def _page(self, parameters: dict[str, str]) -> tuple[PageState, str]:
         """Return what the page shows, of a store the items that the address names."""
         items = parameters["items"]
         return self._shelf.page(items_of(items) if items else None)
-
-    def _page_of(self, parameters: dict[str, str]) -> PageState | None:
-        """Return what the page shows; None if the page that asks shows an older recording."""
-        page, state = self._page(parameters)
-        return page if parameters.get("state", state) == state else None
 
 
 def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
@@ -248,17 +195,27 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
     )
     pages = Pages(shelf)
 
-    def answer(make: Callable[[dict[str, str]], tuple[str, Any]], scope: Any) -> Any:
+    def response(content: str, media: str = "text/html", status: int = 200) -> Any:
+        # Module names may have lone surrogates, which strict UTF-8 refuses.
+        body = content.encode("utf-8", "backslashreplace")
+        return responses.Response(body, status, media_type=media)
+
+    def failed(_: Any, error: Exception) -> Any:
+        status, content = pages.problem(error)
+        return response(content, status=status)
+
+    def answer(make: _Make, scope: Any) -> Any:
         try:
             parameters = parameters_of(scope["query_string"])
             parameters["items"] = scope["path_params"].get("items", "")
-            media, content = make(parameters)
+            content = make(parameters)
         except HooklineError as error:
-            status, content = pages.problem(error)
-            return _response(responses, content, "text/html", status)
-        return _response(responses, content, media, 200)
+            return failed(None, error)
+        if isinstance(content, str):
+            return response(content)
+        return response(json.dumps(content, allow_nan=False), "application/json")
 
-    def route(path: str, make: Callable[[dict[str, str]], tuple[str, Any]]) -> Any:
+    def route(path: str, make: _Make) -> Any:
         async def endpoint(request: Any) -> Any:
             return await concurrency.run_in_threadpool(answer, make, request.scope)
 
@@ -269,38 +226,22 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
         try:
             text = text_of(items_of(request.query_params.get("items", "")))
         except HooklineError as error:
-            status, content = pages.problem(error)
-            return _response(responses, content, "text/html", status)
+            return failed(None, error)
         return responses.RedirectResponse(f"items/{text}/", 303)
-
-    def failed(_: Any, error: Exception) -> Any:
-        status, content = pages.problem(error)
-        return _response(responses, content, "text/html", status)
 
     def missing(_: Any, __: Exception) -> Any:
         return failed(None, InputError("this address does not exist.\nGo to the start page."))
 
     routes = [
-        route("/", pages.index), route("/maps", pages.maps), route("/measure", pages.measure),
-        route("/flow", pages.flow), route("/tokens", pages.tokens),
-        route("/findings", pages.findings), route("/comparison", pages.comparison),
+        route("/", pages.index), route("/comparison", pages.comparison),
         route("/state", pages.state), route("/new", pages.new), route("/ranks", pages.ranks),
     ]  # fmt: skip
+    routes += [route(path, pages.of_page(make)) for path, make in _OF_PAGES.items()]
     routes += [routing.Route("/items", choose), routing.Mount("/items/{items}", routes=[*routes])]
     handlers = {404: missing, Exception: failed}
     return Guard(
         applications.Starlette(routes=routes, exception_handlers=handlers), rules, script_hashes()
     )
-
-
-def _json(data: Any) -> tuple[str, str]:
-    return "application/json", json.dumps(data, allow_nan=False)
-
-
-def _response(responses: Any, content: str | bytes, media: str, status: int) -> Any:
-    # Module names may have lone surrogates, which strict UTF-8 refuses.
-    body = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
-    return responses.Response(body, status, media_type=media)
 
 
 def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
@@ -314,9 +255,32 @@ def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     return page.find(parameters.get("at", ""), *where)
 
 
+def _measured(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
+    """Measure some values, or one that a reader waits for; return their columns."""
+    only = number(parameters, "only")
+    start = number(parameters, "from") or 0 if only is None else only
+    measured, after = page.measure_some(start, _SECONDS if only is None else 0)
+    at = [entry.order for entry in measured]
+    return {"at": at, "next": after, "values": measured_columns(measured)}
+
+
+def _tokens(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
+    return tokens_of(page, *(number(parameters, name) or 0 for name in ("pass", "sample")))
+
+
+# What is told of the recording that a page shows, by address.
+_OF_PAGES: dict[str, Callable[[PageState, dict[str, str]], Any]] = {
+    "/findings": lambda page, _: page.findings(),
+    "/measure": _measured,
+    "/maps": lambda page, asked: value_maps(page, _named(page, asked), choice_of(asked)),
+    "/flow": lambda page, asked: {"edges": page.flow(number(asked, "pass") or 0)},
+    "/tokens": _tokens,
+}
+
+
 def _link_of(page: PageState, site: str) -> str:
     """Return the query of the value that a row of a comparison is about; empty if it has none."""
-    entry = page.entry_at(site)
+    entry = page.by_key.get(site)
     if entry is None:
         return ""
     return query_of(entry.place, "" if entry.site.leaf else leaf_of(site))
@@ -329,8 +293,3 @@ def _passes_with_tokens(page: PageState) -> list[int]:
 
 def _bytes_shown(page: PageState) -> str:
     return size(sum(entry.n_bytes for entry in page.values))
-
-
-def _facts(page: PageState) -> list[tuple[str, str]]:
-    facts = totals_of(page.recording, len(page.values), page.store)
-    return facts if page.store is not None else [*facts, ("Size", _bytes_shown(page))]

@@ -23,7 +23,7 @@ from hookline.recordings import Recording
 from hookline.util.optional import load
 from hookline.verbs.summary import Summary
 from hookline.views.page.class_scores import scores_of
-from hookline.views.page.core import core_data, findings_data, judged, pack, silent_data
+from hookline.views.page.core import findings_data, judged, pack
 from hookline.views.page.entries import Place, ValueEntry, measured, twin_of
 from hookline.views.page.flow import flow_of
 from hookline.views.page.over_images import (
@@ -33,11 +33,10 @@ from hookline.views.page.over_images import (
     last_class_maps,
     norm_maps,
 )
-from hookline.views.page.page_state import FolderContents, gaps_of, notices_of, totals_of
+from hookline.views.page.page_state import FolderContents, core_of, variables_of
 from hookline.views.page.pictures import Choice, input_thumbnail
 from hookline.views.page.render import template_of
 from hookline.views.page.rows import Row, rows_of
-from hookline.views.page.store_page import store_data
 from hookline.views.page.tiles import IN_FILE, tiles_of, with_channels
 from hookline.views.page.token_norms import ids_of, token_data, token_rows
 from hookline.views.pixels import PAGE_NEEDS
@@ -127,36 +126,29 @@ def write_contents_page(
     """
     # Both are loaded first, so that a missing package fails before any work.
     template, _ = template_of("recording"), load("PIL.Image", *PAGE_NEEDS)
-    recording = contents.recording
     listed = contents.values()
-    pictures = _Pictures(listed, len(recording.passes))
+    pictures = _Pictures(listed, len(contents.recording.passes))
     entries = [measured(entry, pictures.draw) for entry in listed]
     pictures.judge()
-    rows = rows_of(recording, entries)
+    rows = rows_of(contents.recording, entries)
     target = target_of(path)
-    notices = notices_of(recording)
+    variables = variables_of(contents, len(entries))
+    variables["facts"] += _facts(summary)
     if summary is not None and summary.failure:
-        notices.insert(0, f"The summary's run failed: {summary.failure}")
-    report = recording.report()
+        variables["notices"].insert(0, f"The summary's run failed: {summary.failure}")
     findings, note = judged(contents.judge)
-    core = core_data(rows, entries) | findings_data(findings, note, rows, entries)
+    core = core_of(contents, rows, entries) | findings_data(findings, note, rows, entries)
     core["flow"] = {number: flow_of(rows, entries, number) for number in core["passes"]}
     core["images"] = pictures.image_places
     core["norms"] = _token_norms(rows, entries, core["tokens"])
-    core |= {"silent": silent_data(recording), "view": _view_command(target, contents)}
-    core["store"] = None if contents.store is None else store_data(contents.store)
+    core["view"] = _view_command(target, contents)
     text = template.render(
+        **variables,
         title=title,
-        subtitle=contents.about,
-        model_type=report.model_type,
         now=datetime.now().astimezone(),
-        facts=[*totals_of(recording, len(entries), contents.store), *_facts(summary)],
         evidence=_evidence(evidence),
-        notices=notices,
-        gaps=gaps_of(recording),
         core=pack(core),
         pictures=pictures.scripts(),
-        is_store=contents.store is not None,
         items=("", 0),
         top="",
     )

@@ -134,7 +134,7 @@
     const { pass } = view;
     core.flow ??= {};
     if (isServed && !core.flow[pass] && !values.waiting.size)
-      core.flow[pass] = await fetchJson(`flow?pass=${pass}&${ofState()}`);
+      core.flow[pass] = (await fetchJson(`flow?pass=${pass}&${ofState()}`))?.edges;
     view.edges = core.flow[pass] ?? [];
     if (view.edges.length && view.pass === pass) tree.layOut();
   }
