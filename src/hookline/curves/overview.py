@@ -10,7 +10,7 @@ from hookline.curves.numbers import numbers_of, numbers_of_all
 from hookline.curves.step_reports import StepReport
 from hookline.display import units
 from hookline.display.results import Heading, Printout
-from hookline.display.text import plural
+from hookline.display.text import plural, some_of
 
 _MOST_ROWS = 40
 _TREND_STEPS = 12
@@ -30,7 +30,7 @@ def curves_printout(
     shown = sites[:_MOST_ROWS]
     numbers = {site: _numbers(reports, site, rank) for site in shown}
     names = list(dict.fromkeys(name for named in numbers.values() for name in named))
-    trend = _spread(reports, _TREND_STEPS)
+    trend = some_of(reports, _TREND_STEPS)
     columns = [
         Heading(name or "value", "number", len(names) - place) for place, name in enumerate(names)
     ]
@@ -70,13 +70,6 @@ def _numbers(reports: Sequence[StepReport], site: str, rank: int | None) -> dict
             ratio = report.ratio(site, rank)
             return numbers if ratio is None else {**numbers, "ratio": ratio}
     return {}
-
-
-def _spread(reports: Sequence[StepReport], n: int) -> list[StepReport]:
-    """Choose evenly spaced reports, the last one included."""
-    if len(reports) <= n:
-        return list(reports)
-    return [reports[round(k * (len(reports) - 1) / (n - 1))] for k in range(n)]
 
 
 def _trended(report: StepReport, site: str, rank: int | None) -> float:

@@ -110,7 +110,7 @@ class Printout:
         width = max(width, _LEAST_WIDTH)
         rows = self.rows[: self.most_lines]
         table = _Table(self._columns(), rows, width - 2 * self.is_compact)
-        head = _styled([(self.title, "bold"), (self.head, "")], width) if self.title else []
+        head = _titled(self.title, self.head, width) if self.title else []
         notes = width - 2 * self.is_compact
         parts = [
             head or _wrapped(self.head, width),
@@ -361,7 +361,7 @@ class _Table:
         first = next(iter(self._widths))
         beside: dict[int, Line] = {}
         above: list[Line] = []
-        below: list[Line] = []
+        below: list[int] = []
         for place, width in self._widths.items():
             lines = [
                 piece for text, style in cells[place] for piece in self._cut(place, text, style)
@@ -371,15 +371,12 @@ class _Table:
             elif place == first:
                 above += [[line] for line in lines]
             else:
-                whole = _wrapped(cells[place], self._width - 4)
-                below += [[("    ", ""), *line] for line in whole]
-        for place in self._below:
-            whole = _wrapped(cells[place], self._width - 4)
-            below += [[("    ", ""), *line] for line in whole]
+                below.append(place)
         yield from above
         for number in range(max((len(lines) for lines in beside.values()), default=0)):
             yield self._beside(beside, number)
-        yield from below
+        for place in [*below, *self._below]:
+            yield from ([("    ", ""), *line] for line in _wrapped(cells[place], self._width - 4))
 
     def _cut(self, place: int, text: str, style: str) -> Line:
         if self._columns[place].kind in ("structure", "prose"):
@@ -423,12 +420,11 @@ def _wrapped(cell: Cell, width: int) -> list[Line]:
     ]
 
 
-def _styled(pieces: Sequence[tuple[str, str]], width: int) -> list[Line]:
-    """Wrap a bold beginning with the text after it."""
-    (title, style), (text, _) = pieces
+def _titled(title: str, text: str, width: int) -> list[Line]:
+    """Wrap a bold title with the text after it."""
     first, *rest = _wrap(f"{title}{text}", width, "  ")
     cut = len(escape_invisible(title))
-    return [[(first[:cut], style), (first[cut:], "")], *[[(line, "")] for line in rest]]
+    return [[(first[:cut], "bold"), (first[cut:], "")], *[[(line, "")] for line in rest]]
 
 
 def _totals(totals: Sequence[tuple[str, Cell]], width: int) -> list[Line]:

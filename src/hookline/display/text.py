@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import html
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import islice
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
 
 
 def plural(number: int, noun: str, nouns: str | None = None) -> str:
@@ -30,6 +33,17 @@ def listed(things: Collection[object], most: int) -> str:
     ('a, b, …', '0, 1')
     """
     return ", ".join(map(str, islice(things, most))) + ", …" * (len(things) > most)
+
+
+def some_of(items: Sequence[_Item], n: int) -> list[_Item]:
+    """Choose at most n items, evenly spaced, the first and the last included.
+
+    >>> some_of("abcdefg", 3)
+    ['a', 'd', 'g']
+    """
+    if len(items) <= n:
+        return list(items)
+    return [items[round(k * (len(items) - 1) / max(n - 1, 1))] for k in range(n)]
 
 
 def first_line(error: BaseException) -> str:

@@ -104,6 +104,12 @@ def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) 
     return Scale(low, high, False, cuts)
 
 
+def ends_of(numbers: Array) -> tuple[float, float]:
+    """Return the least and the greatest finite number; 0 and 1 if none is finite."""
+    finite = numbers[np.isfinite(numbers)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+
+
 def shares(numbers: Array, low: float, high: float) -> Array:
     """Scale numbers to positions from 0 at `low` to 1 at `high`; NaN and infinity become NaN."""
     finite: Array = np.where(np.isfinite(numbers), numbers, np.nan)

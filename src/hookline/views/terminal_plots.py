@@ -18,14 +18,14 @@ from rich.text import Text
 
 from hookline.display.colours import BLUE_ORANGE, VIRIDIS, colour
 from hookline.display.results import Heading, Printout
-from hookline.display.text import plural
+from hookline.display.text import plural, some_of
 from hookline.display.units import measure, share
 from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
 from hookline.recordings.walk import Value, chosen_values, not_drawn
 from hookline.statistics.of_values import Array, histogram
-from hookline.views.pixels import shares, smaller
-from hookline.views.plots.arranging import arrange, drawable, some_of
+from hookline.views.pixels import ends_of, shares, smaller
+from hookline.views.plots.arranging import arrange, drawable
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _SHADES = " ░▒▓█"
@@ -177,8 +177,7 @@ def _maps(value: Value) -> _Maps:
 
 def _shares(numbers: Array, signed: bool) -> Array:
     """Scale numbers to positions from 0 to 1 in a colour map; NaN stays NaN."""
-    finite = numbers[np.isfinite(numbers)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    low, high = ends_of(numbers)
     if signed:
         high = max(abs(low), abs(high))
         low = -high

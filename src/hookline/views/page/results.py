@@ -8,6 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hookline.display.results import plain, printout_of
 from hookline.errors import InputError
 from hookline.recordings import Recording
@@ -88,10 +90,9 @@ def write_page(
             title = title or f"Profile of {result.table.model_type}"
             return _write("profile", path, profile_data(result), title=title)
         case Store():
-            contents = contents_of_store(result)
-            return write_contents_page(contents, path, title=title or last_part(str(result.place)))[
-                0
-            ]
+            title = title or last_part(str(result.place))
+            file, _ = write_contents_page(contents_of_store(result), path, title=title)
+            return file
         case CheckFinding():
             return _write("check", path, check_data(result), title=title or title_of(result))
     raise InputError(
@@ -148,12 +149,9 @@ def effects_data(effects: Effects, texts: Mapping[str, Sequence[str]]) -> dict[s
         axis: {label: number for number, label in enumerate(effects.labels[axis])}
         for axis in effects.axes
     }
-    places = []
-    for row in rows:
-        place = 0
-        for axis in effects.axes:
-            place = place * len(numbers_of[axis]) + numbers_of[axis][row[axis]]
-        places.append(place)
+    sizes = [len(numbers) for numbers in numbers_of.values()]
+    indices = [[numbers[row[axis]] for row in rows] for axis, numbers in numbers_of.items()]
+    places = np.ravel_multi_index(indices, sizes).tolist() if rows else []
     names = [name for name in rows[0] if name not in numbers_of] if rows else []
     axes = [
         {

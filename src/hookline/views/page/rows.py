@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import final
@@ -98,8 +98,9 @@ class _Tree:
         for path, call in self._entries:
             self._calls.setdefault(path, []).append(call)
         for path in list(self._calls):
-            for holder in _holders(path, has_root="" in self._calls):
-                self._calls.setdefault(holder, [0])
+            for holder in _holders(path):
+                if holder or "" in self._calls:
+                    self._calls.setdefault(holder, [0])
         for numbers in self._calls.values():
             numbers.sort()
         # For each call of a module, when the last of the calls so far ended.
@@ -135,9 +136,7 @@ class _Tree:
 
     def _holder_call(self, call: _Call) -> _Call | None:
         path, number = call
-        holder = _holder(path)
-        while holder is not None and holder not in self._calls:
-            holder = _holder(holder)
+        holder = next((above for above in _holders(path) if above in self._calls), None)
         if holder is None:
             return None
         numbers = self._calls[holder]
@@ -187,10 +186,9 @@ def _holder(path: str) -> str | None:
     return holder
 
 
-def _holders(path: str, *, has_root: bool) -> list[str]:
-    holders = []
+def _holders(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around a module, the innermost first."""
     holder = _holder(path)
-    while holder is not None and (holder or has_root):
-        holders.append(holder)
+    while holder is not None:
+        yield holder
         holder = _holder(holder)
-    return holders

@@ -273,10 +273,7 @@ class OpenRecordings:
                 page = PageState(self.source.read(items), other, self.names)
             if is_new:
                 self._pages, self._state = {}, state
-            self._keep(items, page)
+            self._pages[items] = page
+            if len(self._pages) > _MOST_KEPT:
+                del self._pages[next(iter(self._pages))]
             return page, self._state
-
-    def _keep(self, items: tuple[int, ...] | None, page: PageState) -> None:
-        self._pages[items] = page
-        while len(self._pages) > _MOST_KEPT:
-            del self._pages[next(iter(self._pages))]

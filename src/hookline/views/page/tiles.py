@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.views.page.pictures import Choice, arranged
-from hookline.views.pixels import cells, smaller
+from hookline.views.pixels import cells, ends_of, shares, smaller
 from hookline.views.plots.arranging import order_of
 
 _MOST_HEADS = 32
@@ -125,13 +125,9 @@ def _tile(channel: int | str, numbers: Tensor, bits: int) -> dict[str, Any]:
     array = numbers.cpu().numpy()
     top = 2**bits - 1
     is_finite = np.isfinite(array)
-    low = float(array[is_finite].min()) if is_finite.any() else 0.0
-    high = float(array[is_finite].max()) if is_finite.any() else 0.0
+    low, high = ends_of(array) if is_finite.any() else (0.0, 0.0)
     codes = np.full(array.shape, top, np.uint8 if bits == 8 else "<u2")
-    # Halved, because high - low could overflow.
-    reach = high / 2 - low / 2
-    shares = (array[is_finite] / 2 - low / 2) / reach if reach > 0 else 0.0
-    codes[is_finite] = np.round(shares * (top - 1))
+    codes[is_finite] = np.round(shares(array[is_finite], low, high) * (top - 1))
     text = base64.b64encode(codes.tobytes()).decode("ascii")
     ends = {"lo": float(f"{low:.{_DIGITS}g}"), "hi": float(f"{high:.{_DIGITS}g}")}
     return {"c": channel, **ends, "q": text}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -212,10 +212,3 @@ def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str
         )
     ranked: list[int] = key.nan_to_num(-math.inf).argsort(descending=True, stable=True).tolist()
     return ranked[:n]
-
-
-def some_of(items: list[Any], n: int) -> list[Any]:
-    """Choose at most n items, evenly spaced, the first and the last included."""
-    if len(items) <= n:
-        return items
-    return [items[round(k * (len(items) - 1) / max(n - 1, 1))] for k in range(n)]

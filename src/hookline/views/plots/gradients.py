@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # The colour and the marker of each state; each alone tells the states apart.
 _STATES = {"": (BLUE, "o"), "dead": (PURPLE, "X"), "exploding": (ORANGE, "^")}
+_Lines = list[tuple[list[int], float]]  # the rows of each line, and its width
 _MOST_WORDS = 96  # with more rows, the words would overlap
 
 
@@ -61,7 +62,7 @@ def gradients(recording: Recording) -> Figure:
             "\nGive the recording: the figure shows means over its passes."
         )
     sites, order = _in_order(recording)
-    kinds = recording.modules
+    lines = _lines(sites, recording.modules)
     has_ratio = any(row.ratio is not None for row in sites)
     headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
     rows = RowSheet(
@@ -75,10 +76,10 @@ def gradients(recording: Recording) -> Figure:
         headings,
         column_width=2.6,
     )
-    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites], kinds)
+    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites], lines)
     if has_ratio:
-        _on_logs(rows.axes[1], sites, [row.ratio for row in sites], kinds)
-    _zeros(rows.axes[-1], sites, kinds)
+        _on_logs(rows.axes[1], sites, [row.ratio for row in sites], lines)
+    _zeros(rows.axes[-1], sites, lines)
     return rows.figure
 
 
@@ -115,17 +116,15 @@ def _conspicuous(rows: tuple[GradientRow, ...]) -> str:
     )
 
 
-def _zeros(zeros: Axes, rows: tuple[GradientRow, ...], types: Mapping[str, str]) -> None:
+def _zeros(zeros: Axes, rows: tuple[GradientRow, ...], lines: _Lines) -> None:
     """Draw the share of zeros of each site."""
     share = np.array(
         [row.zeros * 100 if row.count and row.state != "none" else math.nan for row in rows]
     )
-    _path(zeros, rows, share, types)
-    for state in {row.state for row in rows}:  # one call for all: a call costs milliseconds
+    _draw_lines(zeros, share, lines)
+    for state in {row.state for row in rows}:
         some = [y for y, row in enumerate(rows) if row.state == state]
-        colour, marker = _STATES.get(state, (GREY, "o"))
-        style = {"color": colour, "marker": marker, "linestyle": "", "zorder": 2}
-        zeros.plot(share[some], some, markersize=_size(marker), **style)
+        _mark(zeros, share[some], some, state)
     zeros.set_xlim(-4, 104)
 
 
@@ -142,28 +141,31 @@ def _port(row: GradientRow) -> str:
     return re.split(r"[.\[#]", row.site.rpartition(":")[2])[0]
 
 
-def _path(
-    axes: Axes, rows: tuple[GradientRow, ...], x: npt.NDArray[np.float64], types: Mapping[str, str]
-) -> None:
-    """Draw a thin line from site to site, one for each port; through repeated blocks if it can."""
+def _lines(rows: tuple[GradientRow, ...], types: Mapping[str, str]) -> _Lines:
+    """Return a line from site to site for each port; through repeated blocks if it can."""
+    lines = []
     for port in dict.fromkeys(_port(row) for row in rows):
         of_port = [y for y, row in enumerate(rows) if _port(row) == port]
         paths = [rows[y].site.rpartition(":")[0] for y in of_port]
         trunk = blocks_of(paths, [types.get(path, "") for path in paths])
-        line = [of_port[place] for place in trunk] or of_port
-        width = 1.2 if trunk else 0.6
+        lines.append(([of_port[place] for place in trunk] or of_port, 1.2 if trunk else 0.6))
+    return lines
+
+
+def _draw_lines(axes: Axes, x: npt.NDArray[np.float64], lines: _Lines) -> None:
+    for line, width in lines:
         axes.plot(x[line], line, color=GREY, linewidth=width, zorder=1)
 
 
-def _size(marker: str) -> int:
-    return 3 if marker == "o" else 6
+def _mark(axes: Axes, x: Any, y: list[int], state: str, **options: Any) -> None:
+    """Draw markers of one kind in one call, which costs milliseconds: sites may be thousands."""
+    colour, marker = _STATES.get(state, (GREY, "o"))
+    size = 3 if marker == "o" and not options else 6
+    axes.plot(x, y, color=colour, marker=marker, linestyle="", zorder=2, markersize=size, **options)
 
 
 def _on_logs(
-    axes: Axes,
-    rows: tuple[GradientRow, ...],
-    numbers: list[float | None],
-    types: Mapping[str, str],
+    axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None], lines: _Lines
 ) -> None:
     """Draw a marker for each number on a logarithmic axis; words at the edge for the others."""
     sound = [n for n in numbers if n is not None and 0 < n < math.inf]
@@ -174,15 +176,12 @@ def _on_logs(
     log_axis(axes, low * 10 ** (-0.06 * span), high * 10 ** (0.06 * span), 5)
     x = np.array([math.nan if n is None or not 0 < n < math.inf else n for n in numbers])
     edge = axes.get_yaxis_transform()  # x in fractions of the axes, y in rows
-    _path(axes, rows, x, types)
-    # One call for all markers of a kind: a call costs milliseconds, and sites may be thousands.
+    _draw_lines(axes, x, lines)
     for (state, place), some in _by_kind(rows, numbers).items():
-        colour, marker = _STATES.get(state, (GREY, "o"))
-        style = {"color": colour, "marker": marker, "linestyle": "", "zorder": 2}
         if place is None:
-            axes.plot(x[some], some, markersize=_size(marker), **style)
+            _mark(axes, x[some], some, state)
         else:
-            axes.plot([place] * len(some), some, markersize=6, transform=edge, **style)
+            _mark(axes, [place] * len(some), some, state, transform=edge)
     if len(rows) <= _MOST_WORDS:
         _say(axes, rows, numbers, [y for y in range(len(rows)) if math.isnan(x[y])])
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookline.display.text import plural, share_text, shorten
+from hookline.display.text import plural, share_text, shorten, some_of
 from hookline.display.units import measure, share
 from hookline.engine import Site
 from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.walk import Value, chosen_values, not_drawn
 from hookline.statistics.of_values import histogram
-from hookline.views.plots.arranging import some_of
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from hookline.recordings import Recording
 from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.walk import Value, look_up
 from hookline.statistics.of_values import Array
-from hookline.views.pixels import range_text, shares, smaller
+from hookline.views.pixels import ends_of, range_text, shares, smaller
 from hookline.views.plots.arranging import arrange, drawable
 from hookline.views.plots.channels import tiling
 from hookline.views.plots.sheet import SMALL, Sheet
@@ -105,10 +105,8 @@ def _look_up(recording: Source, site: str | Site) -> Value:
 
 def _colours(image: torch.Tensor) -> Array:
     """Convert an image of shape `(channels, height, width)` to RGB from 0 to 1."""
-    maps = smaller(image, _SIDE).double()
-    finite = maps[maps.isfinite()]
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
-    scaled = shares(maps.numpy(), low, high)
+    maps = smaller(image, _SIDE).double().numpy()
+    scaled = shares(maps, *ends_of(maps))
     colours = np.broadcast_to(scaled, (3, *scaled.shape[1:])).transpose(1, 2, 0).copy()
     colours[np.isnan(scaled).any(0)] = (1.0, 0.83, 0.0)
     return colours

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hookline.display.text import plural, share_text, shorten
+from hookline.display.text import plural, share_text, shorten, some_of
 from hookline.engine import Site, as_written
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
@@ -26,7 +26,6 @@ from hookline.recordings.walk import (
 )
 from hookline.statistics.of_values import Array, Statistics, site_statistics
 from hookline.views.pixels import scale_of
-from hookline.views.plots.arranging import some_of
 from hookline.views.plots.rows import RowSheet, blocks_of, stretch
 from hookline.views.plots.sheet import (
     BLUE,
