@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -38,7 +40,7 @@ def follow(readings: Iterable[Reading], first: Reading) -> tuple[str, ...]:
     return tuple(dict.fromkeys(r.site for r in readings if r is not first and r.site != first.site))
 
 
-def bad_text(reading: Reading) -> str:
+def _bad_text(reading: Reading) -> str:
     """Name the kinds of numbers that are not finite."""
     numbers = reading.numbers
     kinds = ["NaN"] * bool(numbers.n_nan) + ["inf"] * bool(numbers.n_inf)
@@ -46,11 +48,21 @@ def bad_text(reading: Reading) -> str:
     return " and ".join(kinds)
 
 
-def non_finite(survey: Survey) -> list[Finding]:
+def non_finite_finding(
+    first: Reading, n_bad: int, place: str, why: str, advice: str, later: Iterable[Reading]
+) -> Finding:
+    """Describe the first value with a NaN or an infinity."""
+    kinds, part = _bad_text(first), share(n_bad / max(first.numbers.numel, 1))
+    text, number = f"{kinds} begins {place} {first.site}.", f"{part} {kinds}"
+    sites = follow(later, first)
+    return Finding("non-finite", text, first.site, "error", number, why, advice, sites)
+
+
+def non_finite(survey: Survey) -> Iterator[Finding]:
     """Name the first forward value with a NaN or an infinity."""
     bad = [reading for reading in survey.forward if _is_bad(reading, survey)]
     if not bad:
-        return []
+        return
     first = bad[0]
     later = [r for r in survey.readings if r.numbers.n_bad and r is not first]
     n_bad = first.numbers.n_bad or first.numbers.n_masked
@@ -63,21 +75,10 @@ def non_finite(survey: Survey) -> list[Finding]:
     elif source is not None and not source.numbers.n_bad:
         why += f" The value before it, {source.site}, is finite."
     if later:
-        why += f" {plural(len(later), 'later value')} {'has' if len(later) == 1 else 'have'} some."
+        why += f" {_have(later, 'later value')} some."
     advice = f"Look at the weights and the input of {first.path or 'the model'}."
     advice += " hl.check names the operation."
-    return [
-        Finding(
-            "non-finite",
-            f"{bad_text(first)} begins at {first.site}.",
-            first.site,
-            "error",
-            f"{share(n_bad / max(first.numbers.numel, 1))} {bad_text(first)}",
-            why,
-            advice,
-            follow(later, first),
-        )
-    ]
+    yield non_finite_finding(first, n_bad, "at", why, advice, later)
 
 
 def _is_bad(reading: Reading, survey: Survey) -> bool:
@@ -102,7 +103,7 @@ def _overflow_text(first: Reading, source: Reading) -> str:
     return ""
 
 
-def dead(survey: Survey) -> list[Finding]:
+def dead(survey: Survey) -> Iterator[Finding]:
     """Name each output that is all zero while what flows into it is not."""
     zero = [
         reading
@@ -111,31 +112,20 @@ def dead(survey: Survey) -> list[Finding]:
         and reading.numbers.numel > _LEAST_NUMEL
         and not is_passing(reading.module_type)
     ]
-    firsts = []
+    meant = []
     for reading in zero:
         source = survey.before.get(id(reading))
-        if source is None or not source.numbers.is_zero:
-            firsts.append(reading)
-    by_level: dict[Level, list[Reading]] = {"warning": [], "note": []}
-    for reading in firsts:
-        by_level["note" if _is_meant(reading, survey) else "warning"].append(reading)
-    findings = [_dead_finding(reading, zero, survey) for reading in by_level["warning"]]
-    meant = by_level["note"]
+        if source is not None and source.numbers.is_zero:
+            continue
+        if _is_meant(reading, survey):
+            meant.append(reading)
+        else:
+            yield _dead_finding(reading, zero, survey)
     if meant:
         text = f"{listed([reading.site for reading in meant], _MOST_NAMED)}: all zero."
         why = "The last layer, or the same place of most blocks: probably initialised to zero."
-        findings.append(
-            Finding(
-                "dead",
-                text,
-                meant[0].site,
-                "note",
-                "100 % zero",
-                why,
-                follows=follow(meant, meant[0]),
-            )
-        )
-    return findings
+        sites = follow(meant, meant[0])
+        yield Finding("dead", text, meant[0].site, "note", "100 % zero", why, follows=sites)
 
 
 def _is_meant(reading: Reading, survey: Survey) -> bool:
@@ -155,7 +145,6 @@ def _is_meant(reading: Reading, survey: Survey) -> bool:
 
 def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> Finding:
     source = survey.before.get(id(reading))
-    later = [r for r in zero if r is not reading]
     why = "Every element of its output is exactly 0"
     if source is not None and is_activation(reading.module_type) and source.numbers.high <= 0:
         why += f": {source.site} is at most {source.numbers.high:.3g}"
@@ -163,21 +152,13 @@ def _dead_finding(reading: Reading, zero: Sequence[Reading], survey: Survey) -> 
     advice = f"Look at the weights and the bias of {(source or reading).path}."
     if not is_activation(reading.module_type):
         advice = f"Look at the weights of {reading.path}, and at what zeroes them."
-    return Finding(
-        "dead",
-        f"{reading.site} passes nothing.",
-        reading.site,
-        "warning",
-        "100 % zero",
-        why,
-        advice,
-        follow(later, reading),
-    )
+    text, sites = f"{reading.site} passes nothing.", follow(zero, reading)
+    return Finding("dead", text, reading.site, "warning", "100 % zero", why, advice, sites)
 
 
-def channels(survey: Survey) -> list[Finding]:
+def channels(survey: Survey) -> Iterator[Finding]:
     """Name layers with channels, features or heads that are zero in the whole batch."""
-    by_level: dict[Level, list[Reading]] = {"warning": [], "note": []}
+    notes = []
     for reading in survey.leaf_outputs:
         numbers = reading.numbers
         if not numbers.dead or numbers.per_channel < _LEAST_PER_CHANNEL:
@@ -187,14 +168,13 @@ def channels(survey: Survey) -> list[Finding]:
         source = survey.before.get(id(reading))
         if source is not None and set(numbers.dead) <= set(source.numbers.dead):
             continue
-        is_layer = is_weighted(reading) or is_norm(reading.module_type)
-        by_level["warning" if is_layer else "note"].append(reading)
-    findings = [_channel_finding(reading, "warning", []) for reading in by_level["warning"]]
-    notes = by_level["note"]
+        if is_weighted(reading) or is_norm(reading.module_type):
+            yield _channel_finding(reading, "warning", [])
+        else:
+            notes.append(reading)
     if notes:
         worst = max(notes, key=lambda r: len(r.numbers.dead) / r.numbers.n_channels)
-        findings.append(_channel_finding(worst, "note", notes))
-    return findings
+        yield _channel_finding(worst, "note", notes)
 
 
 def _channel_finding(reading: Reading, level: Level, others: list[Reading]) -> Finding:
@@ -206,42 +186,27 @@ def _channel_finding(reading: Reading, level: Level, others: list[Reading]) -> F
     why = f"In all {numbers.per_channel:,} elements of each."
     why += " They stand in a row, as those of a head do." * (is_run and level == "warning")
     advice = f"Look at these rows of the weight of {reading.path}." if level == "warning" else ""
-    return Finding(
-        "channels",
-        text,
-        reading.site,
-        level,
-        share(n_dead / max(numbers.n_channels, 1)),
-        why,
-        advice,
-        follow(others, reading),
-    )
+    part, sites = share(n_dead / max(numbers.n_channels, 1)), follow(others, reading)
+    return Finding("channels", text, reading.site, level, part, why, advice, sites)
 
 
-def outliers(survey: Survey) -> list[Finding]:
+def outliers(survey: Survey) -> Iterator[Finding]:
     """Name the values with an element that is far from the mean."""
     far = [(distance, r) for r in survey.leaf_outputs if (distance := _distance(r)) > _OUTLIER]
     if not far:
-        return []
-    distance, worst = max(far, key=lambda pair: pair[0])
-    first = far[0][1]
-    text = f"An element of {first.site} is {far[0][0]:.0f} standard deviations from the mean."
-    why = (
-        f"{plural(len(far), 'value')} {'has' if len(far) == 1 else 'have'} one beyond {_OUTLIER:g}"
-    )
-    why += f"; {worst.site} has the farthest, at {distance:.0f}." if worst is not first else "."
-    return [
-        Finding(
-            "outlier",
-            text,
-            first.site,
-            "note",
-            f"{far[0][0]:.0f} sigma",
-            why,
-            "Low precision and quantisation lose the other elements beside it.",
-            follow([r for _, r in far], first),
-        )
-    ]
+        return
+    (distance, first), (farthest, worst) = far[0], max(far, key=lambda pair: pair[0])
+    text = f"An element of {first.site} is {distance:.0f} standard deviations from the mean."
+    why = f"{_have(far)} one beyond {_OUTLIER:g}"
+    why += f"; {worst.site} has the farthest, at {farthest:.0f}." if worst is not first else "."
+    advice = "Low precision and quantisation lose the other elements beside it."
+    number, sites = f"{distance:.0f} sigma", follow([r for _, r in far], first)
+    yield Finding("outlier", text, first.site, "note", number, why, advice, sites)
+
+
+def _have(values: Sequence[Any], noun: str = "value") -> str:
+    """Say that so many values have something, in words that agree."""
+    return f"{plural(len(values), noun)} {'has' if len(values) == 1 else 'have'}"
 
 
 def _distance(reading: Reading) -> float:
@@ -252,153 +217,98 @@ def _distance(reading: Reading) -> float:
     return max(numbers.high - numbers.mean, numbers.mean - numbers.low) / numbers.std
 
 
-def saturated(survey: Survey) -> list[Finding]:
+def saturated(survey: Survey) -> Iterator[Finding]:
     """Name the first attention whose weights go to single keys."""
-    maps = [r for r in survey.outputs if r.numbers.saturated is not None]
-    full = [r for r in maps if (r.numbers.saturated or 0.0) > _SATURATED_SHARE]
+    shares = [(r.numbers.saturated, r) for r in survey.outputs]
+    maps = [(share_of_rows, r) for share_of_rows, r in shares if share_of_rows is not None]
+    full = [pair for pair in maps if pair[0] > _SATURATED_SHARE]
     if not full:
-        return []
-    first = full[0]
-    part = f"{100 * (first.numbers.saturated or 0.0):.0f} %"
+        return
+    share_of_rows, first = full[0]
+    part = f"{100 * share_of_rows:.0f} %"
     why = f"In {part} of its rows one key has all the weight, in {len(full)} of {len(maps)} maps."
-    return [
-        Finding(
-            "saturated",
-            f"The softmax of {first.site} is saturated.",
-            first.site,
-            "warning",
-            part,
-            why + " Almost no gradient flows through it.",
-            "Look at the scale of the queries and keys, 1 / sqrt(width of a head).",
-            follow(full, first),
-        )
-    ]
+    why += " Almost no gradient flows through it."
+    text = f"The softmax of {first.site} is saturated."
+    advice = "Look at the scale of the queries and keys, 1 / sqrt(width of a head)."
+    sites = follow([r for _, r in full], first)
+    yield Finding("saturated", text, first.site, "warning", part, why, advice, sites)
 
 
-def repeats(survey: Survey) -> list[Finding]:
+def repeats(survey: Survey) -> Iterator[Finding]:
     """Name outputs of distinct modules that are equal."""
     groups: dict[tuple[object, ...], list[Reading]] = {}
     for reading in survey.leaf_outputs:
-        numbers = reading.numbers
+        numbers, kind = reading.numbers, reading.module_type
         is_told = numbers.std > 0 and numbers.numel > _LEAST_NUMEL and not numbers.n_bad
-        if (
-            is_told
-            and not is_passing(reading.module_type)
-            and not is_activation(reading.module_type)
-        ):
+        if is_told and not is_passing(kind) and not is_activation(kind):
             key = (numbers.digest, numbers.shape, numbers.dtype, numbers.mean, numbers.std)
             groups.setdefault(key, []).append(reading)
     equal = [group for group in groups.values() if len({reading.path for reading in group}) > 1]
     if not equal:
-        return []
+        return
     # Layers of one type that agree are odder than a norm that hands on what a layer gave.
     equal.sort(key=lambda group: len({reading.module_type for reading in group}) > 1)
     first, *rest = equal
-    text = (
-        f"The outputs of {listed([reading.site for reading in first], _MOST_NAMED + 1)} are equal."
-    )
+    names = listed([reading.site for reading in first], _MOST_NAMED + 1)
+    text, number = f"The outputs of {names} are equal.", f"{len(first)} equal"
     why = f"So are those of {plural(len(rest), 'other group')}." if rest else ""
-    later = [reading for group in equal for reading in group]
-    return [
-        Finding(
-            "equal",
-            text,
-            first[0].site,
-            "note",
-            f"{len(first)} equal",
-            why,
-            "They share weights and inputs, or one hands on what another gave.",
-            follow(later, first[0]),
-        )
-    ]
+    advice = "They share weights and inputs, or one hands on what another gave."
+    sites = follow(itertools.chain(*equal), first[0])
+    yield Finding("equal", text, first[0].site, "note", number, why, advice, sites)
 
 
-def shared(survey: Survey) -> list[Finding]:
+def shared(survey: Survey) -> Iterator[Finding]:
     """Name a module with weights that stands at the same place of several blocks."""
-    findings = []
     for path, others in survey.aliases.items():
-        kind = survey.modules.get(path, "")
-        if is_passing(kind) or is_activation(kind) or "Pool" in kind:
+        kind, template = survey.modules.get(path, ""), template_of(path)
+        if is_passing(kind) or is_activation(kind) or "Pool" in kind or "#" not in template:
             continue
-        same = [
-            other for other in others if template_of(other) == template_of(path) and other != path
-        ]
-        if not same or "#" not in template_of(path) or _is_held(path, survey.aliases):
+        same = tuple(other for other in others if template_of(other) == template and other != path)
+        if not same or _is_held(path, survey.aliases):
             continue
-        text = (
-            f"{path} is also {listed(same, _MOST_NAMED)}: one module in place of {len(same) + 1}."
-        )
-        findings.append(
-            Finding(
-                "shared",
-                text,
-                path,
-                "warning",
-                f"{len(same) + 1} paths",
-                "Its calls share all weights.",
-                "If it is a mistake, build each block anew, or copy.deepcopy it.",
-                tuple(same),
-            )
-        )
-    return findings
+        n, names = len(same) + 1, listed(same, _MOST_NAMED)
+        text, number = f"{path} is also {names}: one module in place of {n}.", f"{n} paths"
+        why = "Its calls share all weights."
+        advice = "If it is a mistake, build each block anew, or copy.deepcopy it."
+        yield Finding("shared", text, path, "warning", number, why, advice, same)
 
 
 def _is_held(path: str, aliases: Iterable[str]) -> bool:
     return any(other != path and is_inside(path, other) for other in aliases)
 
 
-def dtypes(survey: Survey) -> list[Finding]:
+def dtypes(survey: Survey) -> Iterator[Finding]:
     """Name the sites whose dtype differs from that at the same place of other blocks."""
     odd: list[tuple[Reading, torch.dtype]] = []
     for group in survey.alike([r for r in survey.outputs if r.numbers.dtype.is_floating_point]):
-        counts: dict[torch.dtype, int] = {}
-        for reading in group:
-            counts[reading.numbers.dtype] = counts.get(reading.numbers.dtype, 0) + 1
-        usual = max(counts, key=lambda dtype: counts[dtype])
-        if counts[usual] > len(group) / 2:
+        ((usual, n_usual),) = Counter(r.numbers.dtype for r in group).most_common(1)
+        if n_usual > len(group) / 2:
             odd += [(reading, usual) for reading in group if reading.numbers.dtype is not usual]
     if not odd:
-        return []
+        return
     place = {id(reading): k for k, reading in enumerate(survey.readings)}
     first, usual = min(odd, key=lambda pair: place[id(pair[0])])
     got, wanted = (str(d).removeprefix("torch.") for d in (first.numbers.dtype, usual))
     text = f"{first.site} is {got}, where other blocks have {wanted}."
-    return [
-        Finding(
-            "dtype",
-            text,
-            first.site,
-            "warning",
-            got,
-            f"{plural(len(odd), 'value differs so', 'values differ so')}.",
-            "Look for a cast, or for a module that was converted alone.",
-            follow([r for r, _ in odd], first),
-        )
-    ]
+    why = f"{plural(len(odd), 'value differs so', 'values differ so')}."
+    advice = "Look for a cast, or for a module that was converted alone."
+    sites = follow([r for r, _ in odd], first)
+    yield Finding("dtype", text, first.site, "warning", got, why, advice, sites)
 
 
-def without_norm(survey: Survey) -> list[Finding]:
+def without_norm(survey: Survey) -> Iterator[Finding]:
     """Name a place of a norm at which a block has none."""
-    odd = []
     for group in survey.series:
-        norms = [r for r in group if is_norm(r.module_type)]
         others = [r for r in group if not is_norm(r.module_type)]
-        if others and len(norms) >= _LEAST_NORMS * len(others):
-            odd += others
-    return [
-        Finding(
-            "no norm",
-            f"{r.site} is a {r.module_type}, where other blocks have a norm.",
-            r.site,
-            "warning",
-            r.module_type,
-            advice=f"Put the norm back at {r.path}, if it is missing.",
-        )
-        for r in odd
-    ]
+        if len(group) - len(others) < _LEAST_NORMS * len(others):
+            continue
+        for r in others:
+            text = f"{r.site} is a {r.module_type}, where other blocks have a norm."
+            advice = f"Put the norm back at {r.path}, if it is missing."
+            yield Finding("no norm", text, r.site, "warning", r.module_type, advice=advice)
 
 
-def never_called(survey: Survey) -> list[Finding]:
+def never_called(survey: Survey) -> Iterator[Finding]:
     """Name the selected sites without a value: those whose siblings have one, and the others."""
     silent = [(path, why) for path, port, why in survey.silent if port in ("output", "input")]
     tops = _tops(dict.fromkeys(path for path, _ in silent))
@@ -410,35 +320,18 @@ def never_called(survey: Survey) -> list[Finding]:
         if fired[template_of(path)] > missed[template_of(path)] and _is_missed(path, survey)
     ]
     reasons = dict(silent)
-    findings = [
-        Finding(
-            "never called",
-            f"{path} was never called, unlike its siblings.",
-            path,
-            "warning",
-            "0 calls",
-            f"{reasons[path].capitalize()}.",
-            "Look at the forward that should call it.",
-            tuple(p for p, _ in silent if is_inside(p, path) and p != path),
-        )
-        for path in odd
-    ]
+    for path in odd:
+        text = f"{path} was never called, unlike its siblings."
+        why = f"{reasons[path].capitalize()}."
+        advice = "Look at the forward that should call it."
+        inside = tuple(p for p, _ in silent if is_inside(p, path) and p != path)
+        yield Finding("never called", text, path, "warning", "0 calls", why, advice, inside)
     rest = [path for path in tops if path not in odd]
     if rest:
-        why = f"{reasons[rest[0]]}.".capitalize()
-        text = f"{plural(len(silent), 'site')} without a value"
-        findings.append(
-            Finding(
-                "never called",
-                f"{text}: {listed(rest, _MOST_NAMED)}.",
-                rest[0],
-                "note",
-                str(len(silent)),
-                why,
-                follows=tuple(rest[1:]),
-            )
-        )
-    return findings
+        number, why = str(len(silent)), f"{reasons[rest[0]]}.".capitalize()
+        text = f"{plural(len(silent), 'site')} without a value: {listed(rest, _MOST_NAMED)}."
+        later = tuple(rest[1:])
+        yield Finding("never called", text, rest[0], "note", number, why, follows=later)
 
 
 def _tops(paths: Iterable[str]) -> list[str]:

@@ -15,8 +15,7 @@ def findings_of(survey: Survey) -> list[Finding]:
 
     Consequences are left out: of gradients where the forward is not finite, of spreads after it.
     """
-    broken = forward.non_finite(survey)
-    findings = list(broken)
+    broken = list(forward.non_finite(survey))
     place = {reading.site: k for k, reading in reversed(list(enumerate(survey.readings)))}
     values = [
         *forward.dead(survey),
@@ -28,15 +27,14 @@ def findings_of(survey: Survey) -> list[Finding]:
         *forward.without_norm(survey),
     ]
     values.sort(key=lambda finding: place.get(finding.site, -1))
-    findings += values
-    never_called = forward.never_called(survey)
-    findings += [finding for finding in never_called if finding.level != "note"]
+    never_called = list(forward.never_called(survey))
+    findings = [*broken, *values, *(finding for finding in never_called if finding.level != "note")]
     is_blamed = any(f.kind in _CAUSES and f.level != "note" for f in findings)
     if not broken:
         findings += backward.non_finite(survey)
         findings += [*backward.cut(survey), *backward.frozen(survey, is_blamed)]
-        findings += [] if is_blamed else backward.through_depth(survey)
-        findings += [] if is_blamed else backward.dead_gradients(survey)
+    if not broken and not is_blamed:
+        findings += [*backward.through_depth(survey), *backward.dead_gradients(survey)]
     findings += [*forward.outliers(survey), *forward.repeats(survey)]
     findings += [finding for finding in never_called if finding.level == "note"]
     return in_order(findings)

@@ -6,15 +6,22 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
 from hookline.display.text import plural
 from hookline.findings.finding import Finding
 from hookline.findings.forward import follow
 from hookline.findings.reading import Reading
-from hookline.findings.steps import change_in
-from hookline.findings.survey import Survey, is_weighted, log_of, template_of, times_text
+from hookline.findings.steps import Change, change_in
+from hookline.findings.survey import (
+    Survey,
+    is_weighted,
+    kind_and_verb,
+    log_of,
+    template_of,
+    times_text,
+)
 
 _LEAST = math.log(10.0)  # a smaller deviation from siblings is usual
 _DEVIATIONS = 6.0  # of the siblings' own spread
@@ -46,7 +53,7 @@ class Deviation(NamedTuple):
 _ALL, _BEFORE = "that at its place in the other blocks", "that at its place in the blocks before"
 
 
-def spreads(survey: Survey) -> list[Finding]:
+def spreads(survey: Survey) -> Iterator[Finding]:
     """Name the layers that scale their input unlike their siblings, and the block that jumps.
 
     What follows from an earlier one is left out: a jump of the blocks after an unusual layer, and
@@ -56,19 +63,19 @@ def spreads(survey: Survey) -> list[Finding]:
     deviations = [d for group in survey.series for d in _unlike_siblings(group, survey)]
     deviations = deviations or _unlike_earlier(survey)
     deviations.sort(key=lambda deviation: place[deviation.reading.site])
-    trunk = trunk_findings(survey)
-    if trunk and (not deviations or place[trunk[0].site] < place[deviations[0].reading.site]):
-        return trunk
+    jump = _jump(survey)
+    if jump and (not deviations or place[jump.site] < place[deviations[0].reading.site]):
+        yield jump
+        return
     if not deviations:
-        return total_note(survey)
+        yield from _total_note(survey)
+        return
     first = deviations[0]
     told = {_series_of(d.reading) for d in deviations if d.logarithm * first.logarithm > 0}
-    findings = []
     for is_growth in (True, False):
         group = [d for d in deviations if (d.logarithm > 0) == is_growth]
         if group and (first in group or _series_of(group[0].reading) not in told):
-            findings.append(_deviation_finding(group, survey))
-    return findings
+            yield _deviation_finding(group, survey)
 
 
 def _unlike_earlier(survey: Survey) -> list[Deviation]:
@@ -181,12 +188,11 @@ def _other_side(
 def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
     first = group[0]
     reading, logarithm = first.reading, first.logarithm
-    kind, verb = ("exploding", "grows") if logarithm > 0 else ("vanishing", "shrinks")
+    kind, verb = kind_and_verb(logarithm)
     source = survey.before.get(id(reading))
     text = f"The spread {verb} at {reading.site} ({reading.module_type})."
-    why = (
-        f"Its standard deviation is {reading.numbers.std:.3g}; {first.others} is {first.usual:.3g}."
-    )
+    std = reading.numbers.std
+    why = f"Its standard deviation is {std:.3g}; {first.others} is {first.usual:.3g}."
     if source is not None:
         why += f" {source.site} before it has {source.numbers.std:.3g}."
     rest = [d.reading for d in group[1:]]
@@ -194,16 +200,8 @@ def _deviation_finding(group: Sequence[Deviation], survey: Survey) -> Finding:
     advice = f"Look at the initialisation and the weights of {reading.path}."
     if not is_weighted(reading):
         advice = f"Look at {reading.path} and at what flows into it."
-    return Finding(
-        kind,
-        text,
-        reading.site,
-        "warning",
-        times_text(logarithm),
-        why,
-        advice,
-        follow(rest, reading),
-    )
+    number, sites = times_text(logarithm), follow(rest, reading)
+    return Finding(kind, text, reading.site, "warning", number, why, advice, sites)
 
 
 def _so_too(n: int) -> str:
@@ -213,16 +211,16 @@ def _so_too(n: int) -> str:
 # -- from block to block -------------------------------------------------------------------------
 
 
-def trunk_findings(survey: Survey) -> list[Finding]:
+def _jump(survey: Survey) -> Finding | None:
     """Name the block at which the spread jumps, or from which it grows or shrinks steadily."""
+    trunk = _measured_trunk(survey)
+    change = change_in([_step(*pair) for pair in itertools.pairwise(trunk)]) if trunk else None
+    return None if change is None else _trunk_finding(trunk, change, survey)
+
+
+def _measured_trunk(survey: Survey) -> list[Reading]:
     trunk = [r for r in survey.trunk if _is_measured(r)]
-    if len(trunk) < _LEAST_MEMBERS:
-        return []
-    steps = [_step(before, after) for before, after in itertools.pairwise(trunk)]
-    change = change_in(steps)
-    if change is None:
-        return []
-    return [_trunk_finding(trunk, change.start + 1, change.end, change.logarithm, survey)]
+    return trunk if len(trunk) >= _LEAST_MEMBERS else []
 
 
 def _step(before: Reading, after: Reading) -> float:
@@ -240,30 +238,26 @@ def _step(before: Reading, after: Reading) -> float:
     return min(step, robust, key=abs) if step * robust > 0 else 0.0
 
 
-def total_note(survey: Survey) -> list[Finding]:
+def _total_note(survey: Survey) -> Iterator[Finding]:
     """Note that the spread changes much from the first block to the last."""
-    trunk = [r for r in survey.trunk if _is_measured(r)]
-    if len(trunk) < _LEAST_MEMBERS:
-        return []
-    total = log_of(trunk[-1].numbers.std) - log_of(trunk[0].numbers.std)
+    trunk = _measured_trunk(survey)
+    total = log_of(trunk[-1].numbers.std) - log_of(trunk[0].numbers.std) if trunk else 0.0
     if abs(total) < _LEAST_NOTED:
-        return []
-    kind, verb = ("exploding", "grows") if total > 0 else ("vanishing", "shrinks")
+        return
+    kind, verb = kind_and_verb(total)
     text = f"The spread {verb} {times_text(total)} from {trunk[0].site} to {trunk[-1].site}."
     advice = "So it does in a model with batch norms that was not trained, in eval mode."
-    sites = tuple(reading.site for reading in trunk[1:])
-    return [
-        Finding(kind, text, trunk[0].site, "note", times_text(total), advice=advice, follows=sites)
-    ]
+    site, *sites = (reading.site for reading in trunk)
+    number = times_text(total)
+    yield Finding(kind, text, site, "note", number, advice=advice, follows=tuple(sites))
 
 
-def _trunk_finding(
-    trunk: Sequence[Reading], first: int, last: int, logarithm: float, survey: Survey
-) -> Finding:
-    block, before, end = trunk[first], trunk[first - 1], trunk[last]
+def _trunk_finding(trunk: Sequence[Reading], change: Change, survey: Survey) -> Finding:
+    first, logarithm = change.start + 1, change.logarithm
+    block, before, end = trunk[first], trunk[change.start], trunk[change.end]
     culprit = _inside(block, before, logarithm, survey)
-    kind, verb = ("exploding", "grows") if logarithm > 0 else ("vanishing", "shrinks")
-    where = f"in {block.site}" if first == last else f"from {block.site} to {end.site}"
+    kind, verb = kind_and_verb(logarithm)
+    where = f"in {block.site}" if block is end else f"from {block.site} to {end.site}"
     text = f"The spread {verb} {times_text(logarithm)} {where}"
     text += f", at {culprit.site} ({culprit.module_type})." if culprit is not block else "."
     why = (
@@ -274,17 +268,8 @@ def _trunk_finding(
     if culprit is block and _is_of_forward(block, before, survey):
         why += " No value inside has such a spread."
         advice = f"Look at the forward of {block.path} itself, such as at its residual sum."
-    later = [*trunk[first:]]
-    return Finding(
-        kind,
-        text,
-        culprit.site,
-        "warning",
-        times_text(logarithm),
-        why,
-        advice,
-        follow(later, culprit),
-    )
+    number, sites = times_text(logarithm), follow(trunk[first:], culprit)
+    return Finding(kind, text, culprit.site, "warning", number, why, advice, sites)
 
 
 def _is_of_forward(block: Reading, before: Reading, survey: Survey) -> bool:

@@ -224,6 +224,11 @@ def further_text(n: int, noun: str) -> str:
     return f"{plural(n, f'further {noun}')} follow{'s' if n == 1 else ''}." if n else ""
 
 
+def kind_and_verb(logarithm: float) -> tuple[str, str]:
+    """Name a change by the logarithm of its factor: the kind of finding, and the verb."""
+    return ("exploding", "grows") if logarithm > 0 else ("vanishing", "shrinks")
+
+
 def times_text(logarithm: float) -> str:
     """Format the factor of a logarithm by a times sign, or by a division sign.
 
