@@ -124,14 +124,13 @@ def numbers_of(tensor: Tensor, module_type: str) -> Numbers:
     if plain.is_complex():
         plain = plain.abs()
     if not plain.is_floating_point() or not plain.numel():
-        return Numbers(shape, dtype, plain.numel(), digest=0)
+        return Numbers(shape, dtype, plain.numel())
     wide = plain if plain.dtype in (torch.float32, torch.float64) else plain.float()
     low, high = map(float, torch.aminmax(wide))
     floor = torch.finfo(dtype if dtype.is_floating_point else torch.float32).min / 4
+    known = Numbers(shape, dtype, wide.numel(), low=low, high=high)
     if low > floor and high < math.inf:  # false if a number is NaN
-        return _of_finite(
-            wide, Numbers(shape, dtype, wide.numel(), low=low, high=high), module_type
-        )
+        return _of_finite(wide, known, module_type)
     is_kept = wide.isfinite() & (wide > floor)
     kept, n_nan = wide[is_kept], int(wide.isnan().sum())
     n_inf = int((wide == math.inf).sum())
@@ -159,21 +158,17 @@ def _of_finite(wide: Tensor, known: Numbers, module_type: str) -> Numbers:
     zeros = 0 if sample.all() else known.numel - int(wide.count_nonzero())
     dim = channel_dim(wide.dim(), module_type) if 0 < zeros < known.numel else None
     n_channels = 0 if dim is None else wide.shape[dim]
-    return Numbers(
-        known.shape,
-        known.dtype,
-        known.numel,
+    return replace(
+        known,
         mean=mean,
         std=std,
         spread=_spread(sample),
-        low=known.low,
-        high=known.high,
         zeros=zeros,
         dead=() if dim is None or zeros * n_channels < known.numel else _dead(wide, dim),
         n_channels=n_channels,
         per_channel=known.numel // n_channels if n_channels else 0,
         saturated=_saturated(wide, known),
-        digest=_digest(sample, known.low, known.high),
+        digest=hash((known.low, known.high, sample.tobytes())),
     )
 
 
@@ -227,7 +222,3 @@ def _saturated(tensor: Tensor, known: Numbers) -> float | None:
     # The first queries of a causal map see few keys.
     rows = tensor[..., _LEAST_ROWS // 2 :, :]
     return float((rows.amax(-1) > _SATURATED).float().mean())
-
-
-def _digest(sample: NDArray[Any], low: float, high: float) -> int:
-    return hash((low, high, sample.tobytes()))
