@@ -30,7 +30,7 @@ def compiled():
 def by_c():
     """A statistic that has measured enough for the function in C."""
     moments = hl.stats.moments()
-    moments._until_native = 0
+    moments._meter.until_native = 0
     return moments
 
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from typing import final
 
 import torch
 from torch import Tensor
 
 from hookline.errors import InputError
-from hookline.statistics.to_numbers import check_slots, flat_chunks, real, slot_device, to_measure
+from hookline.statistics.to_numbers import (
+    check_slots,
+    extremes,
+    flat_chunks,
+    real,
+    slot_device,
+    to_measure,
+)
 
 _CHUNK_NUMEL = 2**16  # elements whose bins stay in a core's cache
 _N_EXTREMES = 2
@@ -24,17 +30,18 @@ _LAYOUTS = {
 }
 
 
-@final
-class LogBins:
-    """Bins from `low` to `high` and from `-high` to `-low`, spaced by magnitude.
+class BinnedStatistic:
+    """Count in bins from `low` to `high` and from `-high` to `-low`, spaced by magnitude.
 
     Each octave, from a power of two to the next, is divided into equal bins. So the bin of a number
     is in the first bits of the number. It is exact, and the same on each device and for each dtype.
 
     The slots are the counts in increasing order, zero in the middle: numbers up to `-high`, the
     negative bins, numbers between `-low` and 0, zeros, and so on. Then come the count of non-finite
-    numbers and the greatest -x and x.
+    numbers and the greatest -x and x. A statistic inherits from this class, and adds the result.
     """
+
+    takes_blocks = True
 
     def __init__(self, low: float, high: float, per_octave: int) -> None:
         are_numbers = isinstance(low, int | float) and isinstance(high, int | float)
@@ -54,11 +61,7 @@ class LogBins:
         self._n = octaves * per_octave
         self.zero: int = self._n + 2
         self.non_finite: int = 2 * self.zero + 1
-
-    @property
-    def n_slots(self) -> int:
-        """The number of slots."""
-        return self.non_finite + 1 + _N_EXTREMES
+        self.n_slots: int = self.non_finite + 1 + _N_EXTREMES
 
     def edges(self) -> list[float]:
         """Return the edges from 0 up: 0, the lowest magnitude, ..., the highest one, infinity."""
@@ -93,23 +96,16 @@ class LogBins:
         """Add up two sets of slots."""
         check_slots(slots, self.n_slots)
         check_slots(other, self.n_slots)
-        extremes = torch.maximum(slots[-_N_EXTREMES:], other[-_N_EXTREMES:])
-        return torch.cat([slots[:-_N_EXTREMES] + other[:-_N_EXTREMES], extremes])
+        greatest = torch.maximum(slots[-_N_EXTREMES:], other[-_N_EXTREMES:])
+        return torch.cat([slots[:-_N_EXTREMES] + other[:-_N_EXTREMES], greatest])
 
     def _add(self, slots: Tensor, values: Tensor) -> Tensor:
         unit = torch.ones((), dtype=torch.float64, device=values.device)
-        slots = slots.index_add(0, self._bins(values).to(torch.int64), unit.expand(values.shape))
-        is_finite = values.abs() < math.inf
-        extremes = torch.stack(
-            [
-                torch.where(is_finite, -values, -math.inf).amax(),
-                torch.where(is_finite, values, -math.inf).amax(),
-            ]
-        ).to(torch.float64)
-        rest = slots[:-_N_EXTREMES]
-        return torch.cat([rest, torch.maximum(slots[-_N_EXTREMES:], extremes)])
+        slots = slots.index_add(0, self._places(values).to(torch.int64), unit.expand(values.shape))
+        greatest = torch.maximum(slots[-_N_EXTREMES:], extremes(values, values.abs() < math.inf))
+        return torch.cat([slots[:-_N_EXTREMES], greatest])
 
-    def _bins(self, values: Tensor) -> Tensor:
+    def _places(self, values: Tensor) -> Tensor:
         """Return the place of each number among the slots, by its bits."""
         integer, mantissa, bias, infinity = _LAYOUTS[values.dtype]
         bits = values.contiguous().view(integer)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
-from hookline.statistics.native import READ_BY_C, NativeDifference, Rows, native_difference
+from hookline.statistics.native import READ_BY_C, Gaps, Meter, Rows, native_difference
 from hookline.statistics.to_numbers import ORDINARY, strided
 
 # Elements of a block, whose float64 copies fit a cache.
@@ -137,25 +137,10 @@ def difference_of_blocks(blocks: Blocks) -> Difference:
     )  # fmt: skip
 
 
-@final
-class _Meter:
-    """Counts the elements that were measured in this process, until a compiler is worth it."""
-
-    def __init__(self) -> None:
-        self.until_native: float = _WORTH_A_COMPILER
-
-    def native(self, numel: int) -> NativeDifference | None:
-        """Return the functions in C; None until their compiler is worth it, and without one."""
-        if self.until_native > 0:
-            self.until_native -= numel
-            return None
-        return native_difference()
+_METER = Meter(_WORTH_A_COMPILER, native_difference)
 
 
-_METER = _Meter()
-
-
-# Both hold sums over elements that are finite in both values, which were divided by a scale.
+# Sizes and gaps hold sums over elements that are finite in both values, divided by a scale.
 
 
 class _Sizes(NamedTuple):
@@ -173,17 +158,6 @@ class _Sizes(NamedTuple):
         return row, math.sqrt(self.norm_b / max(self.n_elements, 1))
 
 
-class _Gaps(NamedTuple):
-    """Tell how far the first value lies from the second."""
-
-    gap: float = 0.0  # the sum of the squares of the difference
-    norm_a: float = 0.0  # the sum of the squares of the first value
-    row: tuple[float, int] = (0.0, 0)  # the worst, and its number
-    element: tuple[float, int] = (0.0, 0)
-    n_odd: int = 0  # elements that are not finite in one value only
-    n_unequal: int = 0
-
-
 def _sizes(blocks: Blocks, scale: float) -> _Sizes:
     total = _Sizes()
     by_c = partial(_sizes_by_c, scale)
@@ -192,18 +166,18 @@ def _sizes(blocks: Blocks, scale: float) -> _Sizes:
     return total
 
 
-def _gaps(blocks: Blocks, scale: float, sizes: _Sizes) -> _Gaps:
-    total, n_rows, n_elements = _Gaps(), 0, 0
+def _gaps(blocks: Blocks, scale: float, sizes: _Sizes) -> Gaps:
+    total, n_rows, n_elements = Gaps(), 0, 0
     by_c = partial(_gaps_by_c, scale, sizes.least)
     by_torch = partial(_gaps_of, scale, sizes.least)
     for b, gaps in _measured(blocks, by_c, by_torch):
-        total = _Gaps(
+        total = Gaps(
             total.gap + gaps.gap,
             total.norm_a + gaps.norm_a,
             _larger(total.row, gaps.row, n_rows),
             _larger(total.element, gaps.element, n_elements),
-            total.n_odd + gaps.n_odd,
             total.n_unequal + gaps.n_unequal,
+            total.n_odd + gaps.n_odd,
         )
         n_rows += math.prod(b.shape[:-1])
         n_elements += b.numel()
@@ -244,29 +218,25 @@ def _sizes_by_c(scale: float, a: Tensor, b: Tensor) -> _Sizes | None:
     return None if sizes is None else _Sizes(*sizes, math.prod(b.shape[:-1]), b.numel())
 
 
-def _gaps_of(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> _Gaps:
+def _gaps_of(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> Gaps:
     x, y, n_odd, n_unequal = _finite_pair(a, b, scale)
     gap = (x - y).abs()
     rows_gap = _norms(gap)
-    return _Gaps(
+    return Gaps(
         float(rows_gap.square().sum()),
         float(_norms(x).square().sum()),
         _largest_of(_ratios(rows_gap, _norms(y), least[0])),
         _largest_of(_ratios(gap, y.abs(), least[1])),
-        n_odd,
         n_unequal,
+        n_odd,
     )
 
 
-def _gaps_by_c(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> _Gaps | None:
+def _gaps_by_c(scale: float, least: tuple[float, float], a: Tensor, b: Tensor) -> Gaps | None:
     """Return how far two blocks lie apart; None if the functions in C cannot tell it."""
     native = _METER.native(0) if scale == 1.0 and all(least) else None
     rows = None if native is None else _rows_for_c(a, b)
-    gaps = None if native is None or rows is None else native.gaps(rows, *least)
-    if gaps is None:
-        return None
-    row, element = (gaps.worst_row, int(gaps.row)), (gaps.worst_element, int(gaps.element))
-    return _Gaps(gaps.gap, gaps.norm_a, row, element, 0, int(gaps.n_unequal))
+    return None if native is None or rows is None else native.gaps(rows, *least)
 
 
 def _rows_for_c(a: Tensor, b: Tensor) -> Rows | None:

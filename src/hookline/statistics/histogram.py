@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
 
 from hookline.display.units import measure
-from hookline.statistics.bins import LogBins
+from hookline.statistics.bins import BinnedStatistic
 from hookline.statistics.to_numbers import check_slots
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -93,33 +92,24 @@ class Histogram:
 
 
 @final
-class HistogramStatistic:
+class HistogramStatistic(BinnedStatistic):
     """A `Statistic` whose result is a `Histogram`."""
 
-    takes_blocks = True
-
     def __init__(self, low: float, high: float, per_octave: int) -> None:
+        super().__init__(low, high, per_octave)
         self.options: dict[str, Any] = {"low": low, "high": high, "per_octave": per_octave}
-        self._bins = bins = LogBins(low, high, per_octave)
-        self.n_slots: int = bins.n_slots
-        # The places of these counts.
-        self.zero: int = bins.zero
-        self.non_finite: int = bins.non_finite
-        self.start: Callable[[Tensor], Tensor] = bins.start
-        self.update: Callable[[Tensor, Tensor], Tensor] = bins.update
-        self.merge: Callable[[Tensor, Tensor], Tensor] = bins.merge
 
     def result(self, slots: Tensor) -> Histogram:
         """Read slots."""
         check_slots(slots, self.n_slots)
-        bins, (*counts, negated_min, greatest) = self._bins, slots.tolist()
+        *counts, negated_min, greatest = slots.tolist()
         whole = [int(count) for count in counts]
-        upper = bins.edges()
+        upper = self.edges()
         return Histogram(
-            counts=(*whole[: bins.zero], *whole[bins.zero + 1 : bins.non_finite]),
+            counts=(*whole[: self.zero], *whole[self.zero + 1 : self.non_finite]),
             edges=tuple(itertools.chain((-edge for edge in reversed(upper[1:])), upper)),
-            zeros=whole[bins.zero],
-            non_finite=whole[bins.non_finite],
+            zeros=whole[self.zero],
+            non_finite=whole[self.non_finite],
             min=-negated_min,
             max=greatest,
         )

@@ -7,7 +7,7 @@ bits, whatever the number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -186,11 +186,6 @@ def _of_block(block: NDArray[Any]) -> Moments:
             float(values.min()),
             float(values.max()),
         )
-
-
-def moments_of_each(arrays: Iterable[NDArray[Any]]) -> list[Moments]:
-    """Measure each of many arrays of real numbers."""
-    return [Moments.of(numbers) for numbers in arrays]
 
 
 def merged(moments: Mapping[str, Moments], other: Mapping[str, Moments]) -> dict[str, Moments]:

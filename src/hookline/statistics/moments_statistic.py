@@ -13,12 +13,13 @@ from torch import Tensor
 from hookline.engine import is_ordinary, is_wrapped
 from hookline.errors import InputError
 from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
-from hookline.statistics.moments import Moments, moments_of_each
-from hookline.statistics.native import NativeMoments, native_moments
+from hookline.statistics.moments import Moments
+from hookline.statistics.native import Meter, NativeMoments, native_moments
 from hookline.statistics.to_numbers import (
     CHUNK_NUMEL,
     ORDINARY,
     check_slots,
+    extremes,
     flat_chunks,
     in_memory_order,
     real,
@@ -63,7 +64,7 @@ class MomentsStatistic:
                 "\nLeave it out, and the function is compiled when it pays."
             )
         self._until_compiled = {None: _WORTH_COMPILING, True: 0, False: math.inf}[compile]
-        self._until_native = _WORTH_A_COMPILER if compile is None else math.inf
+        self._meter = Meter(_WORTH_A_COMPILER if compile is None else math.inf, native_moments)
 
     def start(self, value: Tensor) -> Tensor:
         """Return empty slots on the value's device."""
@@ -103,7 +104,7 @@ class MomentsStatistic:
         """Measure a strided tensor, by the fastest form that there is."""
         if not part.is_contiguous():
             part = in_memory_order(part)
-        native = self._native(part.numel()) if part.is_cpu and slots.is_cpu else None
+        native = self._meter.native(part.numel()) if part.is_cpu and slots.is_cpu else None
         if native is not None and part.dtype in _COMPILED_DTYPES:
             return _add_native(native, slots, part)
         function = self._compiled(part)
@@ -131,23 +132,16 @@ class MomentsStatistic:
         """
         if not is_ordinary() or not all(map(_is_flat, tensors)):
             return None
-        native = self._native(sum(map(Tensor.numel, tensors)))
+        native = self._meter.native(sum(map(Tensor.numel, tensors)))
         if native is not None and all(tensor.dtype is torch.float32 for tensor in tensors):
             slots = torch.tensor([_EMPTY] * len(tensors), dtype=torch.float64, device="cpu")
             native.measure_many(tensors, slots)
-        elif 0 < self._until_native < math.inf and not _COMPILED.reductions:
-            rows = map(_fields, moments_of_each([tensor.numpy() for tensor in tensors]))
-            slots = torch.tensor(list(rows), dtype=torch.float64, device="cpu")
+        elif 0 < self._meter.until_native < math.inf and not _COMPILED.reductions:
+            rows = [_fields(Moments.of(tensor.numpy())) for tensor in tensors]
+            slots = torch.tensor(rows, dtype=torch.float64, device="cpu")
         else:
             return None
         return list(slots.unbind())
-
-    def _native(self, numel: int) -> NativeMoments | None:
-        """Return the function in C; None until its compiler is worth it, and without one."""
-        if self._until_native > 0:
-            self._until_native -= numel
-            return None
-        return native_moments()
 
     def _compiled(self, part: Tensor) -> Reduction | None:
         """Return the compiled function for a tensor; None until compilation is worth it."""
@@ -242,16 +236,8 @@ def _reduce(slots: Tensor, values: Tensor) -> Tensor:
         squares.sum(),
         (squares * squares).sum(),
     )
-    extremes = (
-        torch.where(is_finite, -values, -math.inf).amax(),
-        torch.where(is_finite, values, -math.inf).amax(),
-    )
-    return torch.cat(
-        [
-            slots[:_N_SUMS] + torch.stack([total.to(torch.float64) for total in sums]),
-            torch.maximum(slots[_N_SUMS:], torch.stack(extremes).to(torch.float64)),
-        ]
-    )
+    added = slots[:_N_SUMS] + torch.stack([total.to(torch.float64) for total in sums])
+    return torch.cat([added, torch.maximum(slots[_N_SUMS:], extremes(values, is_finite))])
 
 
 _COMPILED = CompiledReduction(_reduce, len(_EMPTY))

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
@@ -26,8 +26,16 @@ _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 _MOST_SECONDS = 20.0
 _N_SLOTS = 8
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_longlong
 _Native = TypeVar("_Native")
 _Check = Callable[[Any], bool]
+
+
+def _function(library: ctypes.CDLL, name: str, *types: type) -> Any:
+    """Return a function of a library, which takes these types and returns nothing."""
+    function = getattr(library, name)
+    function.argtypes, function.restype = types, None
+    return function
 
 
 @final
@@ -40,17 +48,11 @@ class NativeMoments:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._measure = {
-            torch.float32: library.measure_float32,
-            torch.float64: library.measure_float64,
+            dtype: _function(library, f"measure_{str(dtype)[6:]}", _POINTER, _NUMBER, _POINTER)
+            for dtype in (torch.float32, torch.float64)
         }
-        self._measure_many = library.measure_many
-        for function in self._measure.values():
-            function.argtypes = (ctypes.c_void_p, ctypes.c_longlong, ctypes.c_void_p)
-        self._measure_many.argtypes = (
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_void_p,
-        )  # fmt: skip
-        for function in (*self._measure.values(), self._measure_many):
-            function.restype = None
+        types = _POINTER, _POINTER, _NUMBER, _POINTER
+        self._measure_many = _function(library, "measure_many", *types)
 
     def add(self, slots: Tensor, flat: Tensor) -> None:
         """Add a contiguous float32 or float64 tensor on the CPU to slots, which are written to."""
@@ -86,15 +88,14 @@ class Rows(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """Tell how far the rows of a lie from those of b. Sums are over all elements."""
+    """Tell how far a lies from b. Sums are over all elements that are finite in both."""
 
-    gap: float  # of the squares of the difference
-    norm_a: float  # of the squares of a
-    n_unequal: float  # of 1 for each element that is not equal
-    worst_row: float
-    row: float  # its number
-    worst_element: float
-    element: float  # its number
+    gap: float = 0.0  # the sum of the squares of the difference
+    norm_a: float = 0.0  # the sum of the squares of a
+    row: tuple[float, int] = (0.0, 0)  # the worst, and its number
+    element: tuple[float, int] = (0.0, 0)
+    n_unequal: int = 0
+    n_odd: int = 0  # elements that are not finite in one of the two only
 
 
 READ_BY_C = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -109,17 +110,12 @@ class NativeDifference:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._sizes, self._gaps = (
-            {dtype: getattr(library, f"{name}_{str(dtype)[6:]}") for dtype in READ_BY_C}
-            for name in ("sizes", "gaps")
-        )
-        number, pointer = ctypes.c_longlong, ctypes.c_void_p
-        for function in self._sizes.values():
-            function.argtypes = (pointer, number, number, pointer)
-        for function in self._gaps.values():
-            function.argtypes = (pointer, pointer, number, number, pointer)
-        for function in (*self._sizes.values(), *self._gaps.values()):
-            function.restype = None
+        of_b = _POINTER, _NUMBER, _NUMBER, _POINTER
+        names = {dtype: str(dtype)[6:] for dtype in READ_BY_C}
+        self._sizes = {d: _function(library, f"sizes_{name}", *of_b) for d, name in names.items()}
+        self._gaps = {
+            d: _function(library, f"gaps_{name}", _POINTER, *of_b) for d, name in names.items()
+        }
 
     def sizes(self, rows: Rows) -> tuple[float, float] | None:
         """Return the sums of b's squares and of the norms of its rows; None if not finite."""
@@ -138,8 +134,31 @@ class NativeDifference:
         slots = (ctypes.c_double * 9)(*[0.0] * 7, least_row, least_element)
         pointers = rows.a.data_ptr(), rows.b.data_ptr()
         self._gaps[rows.b.dtype](*pointers, rows.n_rows, rows.width, slots)
-        gaps = Gaps(*slots[:7])
-        return gaps if math.isfinite(gaps.gap + gaps.norm_a) else None
+        gap, norm_a, n_unequal, worst_row, row, worst_element, element = slots[:7]
+        worst = (worst_row, int(row)), (worst_element, int(element))
+        is_finite = math.isfinite(gap + norm_a)
+        return Gaps(gap, norm_a, *worst, int(n_unequal)) if is_finite else None
+
+
+@final
+class Meter(Generic[_Native]):
+    """Count the elements that are measured, until it is worth to compile functions in C.
+
+    Args:
+        until_native: the number of elements; infinite for never.
+        compiled: compiles the functions; None where that is not possible.
+    """
+
+    def __init__(self, until_native: float, compiled: Callable[[], _Native | None]) -> None:
+        self.until_native = until_native
+        self._compiled = compiled
+
+    def native(self, numel: int) -> _Native | None:
+        """Return the functions; None until they are worth it, and where that is not possible."""
+        if self.until_native > 0:
+            self.until_native -= numel
+            return None
+        return self._compiled()
 
 
 @functools.cache
@@ -211,6 +230,6 @@ def _tells_apart(native: NativeDifference) -> bool:
         rows = Rows(a, b)
         if native.sizes(rows) != (867.0, 51.0):
             return False
-        if native.gaps(rows, 17.0, 1.0) != (298.0, 1749.0, 290.0, 1.0, 1.0, 3.0, 866.0):
+        if native.gaps(rows, 17.0, 1.0) != (298.0, 1749.0, (1.0, 1), (3.0, 866), 290, 0):
             return False
     return True

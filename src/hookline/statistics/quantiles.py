@@ -11,7 +11,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hookline.display.units import measure
 from hookline.errors import InputError
-from hookline.statistics.bins import LogBins
+from hookline.statistics.bins import BinnedStatistic
 from hookline.statistics.to_numbers import check_slots
 
 _N_TAIL = 3  # the slots after the counts of finite elements
@@ -81,10 +81,8 @@ class Quantiles:
 
 
 @final
-class QuantilesStatistic:
+class QuantilesStatistic(BinnedStatistic):
     """A `Statistic` whose result is `Quantiles`."""
-
-    takes_blocks = True
 
     def __init__(self, q: Sequence[float], error: float, low: float, high: float) -> None:
         if not isinstance(q, Iterable) or not q or not all(map(_is_from_0_to_1, q)):
@@ -98,14 +96,10 @@ class QuantilesStatistic:
         per_octave = 1
         while _error(per_octave) > error:
             per_octave *= 2
+        super().__init__(low, high, per_octave)
         self.options: dict[str, Any] = {"q": list(q), "error": error, "low": low, "high": high}
         self.q: tuple[float, ...] = tuple(map(float, q))
         self.error: float = _error(per_octave)
-        self._bins = LogBins(low, high, per_octave)
-        self.n_slots: int = self._bins.n_slots
-        self.start: Callable[[Tensor], Tensor] = self._bins.start
-        self.update: Callable[[Tensor, Tensor], Tensor] = self._bins.update
-        self.merge: Callable[[Tensor, Tensor], Tensor] = self._bins.merge
 
     def result(self, slots: Tensor) -> Quantiles:
         """Read slots."""
@@ -151,7 +145,7 @@ class QuantilesStatistic:
     @functools.cached_property
     def _middles(self) -> list[float]:
         """Return the number that stands for each bin: the relative error is that of both edges."""
-        edges = self._bins.edges()
+        edges = self.edges()
         upper = [0.0, *(2 * a * b / (a + b) for a, b in itertools.pairwise(edges[1:-1])), math.nan]
         return [*(-middle for middle in reversed(upper[1:])), 0.0, 0.0, *upper]
 

@@ -132,6 +132,12 @@ def real(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
 
 
+def extremes(values: Tensor, is_finite: Tensor) -> Tensor:
+    """Return the greatest -x and the greatest x of the finite numbers x, as float64."""
+    signed = [torch.where(is_finite, side, -math.inf).amax() for side in (-values, values)]
+    return torch.stack(signed).to(torch.float64)
+
+
 def check_tensor(value: object) -> None:
     """Refuse a value that is no tensor.
 
