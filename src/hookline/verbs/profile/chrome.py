@@ -61,6 +61,12 @@ def _joined(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str,
     """Join the stretches of backward that follow each other: a caller spans those in it."""
     running: list[tuple[Context, float]] = []
     last = -1.0
+
+    def ended(n_left: int) -> Iterator[dict[str, Any]]:
+        while len(running) > n_left:
+            context, began = running.pop()
+            yield _complete(context, PHASES[BACKWARD], began, last)
+
     for context, start, end in stretches:
         chain = [caller for caller in context.chain if caller.path is not None]
         n_common = 0
@@ -69,14 +75,10 @@ def _joined(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str,
             n_common += 1
         if start != last and n_common == len(running):
             n_common = max(n_common - 1, 0)
-        while len(running) > n_common:
-            ended, began = running.pop()
-            yield _complete(ended, PHASES[BACKWARD], began, last)
+        yield from ended(n_common)
         running += [(caller, start) for caller in chain[n_common:]]
         last = end
-    while running:
-        ended, began = running.pop()
-        yield _complete(ended, PHASES[BACKWARD], began, last)
+    yield from ended(0)
 
 
 def _complete(context: Context, phase: str, start: float, end: float) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Profile(VerbLine[Line], Result):
         modules = {node.path: node.module for node in line.nodes}
         self._kinds = Kinds(modules[""], modules, wants_flops=flops)
         self._ledger = Ledger(self._kinds, partial(clock_for, _device_of(model)))
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._tapped: set[str] = set()
         self._counted: tuple[int, Counted] | None = None
         self._tables: dict[PassChoice, ProfileTable] = {}  # after the end
@@ -118,20 +118,12 @@ class Profile(VerbLine[Line], Result):
         line, ledger, model = self._line, self._ledger, self._model
         assert model is not None
         inside = _inside_compiled(model)
-        tapped = [
-            node
-            for node in line.nodes
-            if id(node.module) not in inside and not is_scripted(node.module)
-        ]
+        outside = [node for node in line.nodes if id(node.module) not in inside]
+        tapped = [node for node in outside if not is_scripted(node.module)]
         self._tapped = {node.path for node in tapped}
         paths = {id(node.module): node.path for node in line.nodes}
         regions = CompiledRegions(ledger, line.passes, paths)
-        parameters = {
-            id(parameter)
-            for node in line.nodes
-            for parameter in node.module.parameters(recurse=False)
-        }
-        steps = optimizer_steps(ledger, line.passes, parameters)
+        steps = optimizer_steps(ledger, line.passes, set(map(id, model.parameters())))
         garbage = GarbageHooks(ledger)
         with line.all_or_nothing() as registrations:
             line.attached.append(AtEnd(garbage.close))
@@ -151,8 +143,8 @@ class Profile(VerbLine[Line], Result):
     # -- the end ----------------------------------------------------------------------------------
 
     def _ending(self, error: BaseException | None) -> None:
-        if error is not None and self._failure is None:
-            self._failure = self._where_it_failed(error)
+        if error is not None and self.failure is None:
+            self.failure = self._where_it_failed(error)
         self._ledger.end()
         if self._model is not None:
             self._added = _added_modules(self._model, self._line.nodes)
@@ -209,11 +201,6 @@ class Profile(VerbLine[Line], Result):
     def total(self) -> Total:
         """The costs of the whole block."""
         return self.table.total
-
-    @property
-    def failure(self) -> str | None:
-        """The module that was running when an exception ended the block, and the exception."""
-        return self._failure
 
     @property
     def table(self) -> ProfileTable:
@@ -395,7 +382,7 @@ class Profile(VerbLine[Line], Result):
             notes += (_MEDIANS,)
         return ProfileTable(
             self._described.model_type, rows, total, is_median=choice is not PassChoice.ALL,
-            failure=self._failure, notes=notes,
+            failure=self.failure, notes=notes,
         )  # fmt: skip
 
     def _notes(self, counted: Counted, tops: list[Context], ran: Ran) -> tuple[str, ...]:

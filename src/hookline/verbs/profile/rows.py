@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, final
@@ -44,7 +45,7 @@ class Phases(NamedTuple):
 NOTHING = Phases()
 
 
-def sum_of(costs: Iterable[Phases]) -> Phases:
+def sum_of(costs: Iterable[Iterable[float]]) -> Phases:
     """Add up costs, phase by phase."""
     return Phases(*map(sum, zip(*costs, strict=True)))
 
@@ -182,13 +183,8 @@ class _ByPath:
         if path in called:
             return outermost(self.by_path.get(path, ()), lambda other: other == path)
         prefix = f"{path}." if path else ""
-        inside = [
-            context
-            for other, contexts in self.by_path.items()
-            if other.startswith(prefix)
-            for context in contexts
-        ]
-        return outermost(inside, lambda other: other.startswith(prefix))
+        inside = (contexts for other, contexts in self.by_path.items() if other.startswith(prefix))
+        return outermost(itertools.chain(*inside), lambda other: other.startswith(prefix))
 
 
 def median_phases(costs: Costs) -> Phases:
@@ -240,8 +236,4 @@ def _calls(costs: Costs, measured: Measured) -> float:
 
 
 def _flops(contexts: Iterable[Context], n_passes: float) -> Phases:
-    total = [0, 0, 0]
-    for context in contexts:
-        for phase in range(_N_PHASES):
-            total[phase] += context.flops[phase]
-    return Phases(*total).over(n_passes)
+    return sum_of(context.flops for context in contexts).over(n_passes)

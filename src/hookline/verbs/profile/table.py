@@ -11,6 +11,7 @@ from hookline.display.text import plural
 from hookline.display.units import count, duration, share, size
 from hookline.engine import path_text
 from hookline.errors import InputError, SelectionError, one_of, positive_integer
+from hookline.verbs.profile.call_tree import PHASES
 from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row, flat
 from hookline.verbs.summary import indented_name
 
@@ -180,26 +181,17 @@ def _cells(row: Row, *, has_spread: bool) -> tuple[str, ...]:
         row.module.module_type, f"{row.calls:.4g}" if row.calls else "",
         _time(row, row.time.forward), _time(row, row.self_time.forward),
         _time(row, row.time.backward), _time(row, row.self_time.backward),
-        _time(row, row.time.recompute), _spread(row) if has_spread else "",
-        *map(_count, row.flops), _size(row.activation_bytes), _size(row.peak_bytes),
+        _time(row, row.time.recompute),
+        share(row.spread / row.time.all) if has_spread and row.time.all else "",
+        *(count(number) if number else "" for number in row.flops),
+        size(row.activation_bytes) if row.activation_bytes else "",
+        size(row.peak_bytes) if row.peak_bytes else "",
         f"{row.parameters:,}" if row.parameters else "",
     )  # fmt: skip
 
 
 def _time(row: Row, seconds: float) -> str:
     return "" if not seconds else f"{'' if row.is_exact else '~'}{duration(seconds)}"
-
-
-def _spread(row: Row) -> str:
-    return share(row.spread / row.time.all) if row.time.all else ""
-
-
-def _count(number: float) -> str:
-    return count(number) if number else ""
-
-
-def _size(n_bytes: float) -> str:
-    return size(n_bytes) if n_bytes else ""
 
 
 def _totals(table: ProfileTable) -> Sequence[tuple[str, str]]:
@@ -220,17 +212,11 @@ def _totals(table: ProfileTable) -> Sequence[tuple[str, str]]:
         if seconds
     ]
     rows.append(("hookline", f"{duration(total.overhead) or '0 ms'}, left out of all times"))
-    rows += [("Garbage collection", f"{duration(total.garbage)}, left out of all times")] * bool(
-        total.garbage
-    )
-    rows += [("FLOPs", _flops_text(total.flops))] * bool(total.flops.all)
-    rows += [("Kept for backward", f"{size(total.activation_bytes)} a pass")] * bool(
-        total.activation_bytes
-    )
-    rows += [("Peak of a pass", size(total.peak_bytes))] * bool(total.peak_bytes)
-    return rows
-
-
-def _flops_text(flops: Phases) -> str:
-    names = zip(("forward", "backward", "recompute"), flops, strict=True)
-    return ", ".join(f"{count(number)} {name}" for name, number in names if number)
+    flops = [f"{count(n)} {name}" for name, n in zip(PHASES, total.flops, strict=True) if n]
+    facts = [
+        ("Garbage collection", f"{duration(total.garbage)}, left out of all times", total.garbage),
+        ("FLOPs", ", ".join(flops), total.flops.all),
+        ("Kept for backward", f"{size(total.activation_bytes)} a pass", total.activation_bytes),
+        ("Peak of a pass", size(total.peak_bytes), total.peak_bytes),
+    ]
+    return [*rows, *((name, text) for name, text, number in facts if number)]

@@ -7,10 +7,12 @@ more memory than a short one.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
+from operator import attrgetter
 from typing import NamedTuple, final
 
 import numpy
@@ -61,6 +63,9 @@ class Sample(NamedTuple):
     number: int
     n_passes: int
     costs: Costs
+
+
+_NUMBER = attrgetter("number")
 
 
 @final
@@ -118,12 +123,11 @@ class Windows:
 
         Several passes may share a backward, which runs in the window of the last one.
         """
-        windows = [
-            window for window in self._kept() if window.number >= 0 and not window.has_failed
-        ]
         waiting: list[Window] = []
         samples = []
-        for window in windows:
+        for window in self._kept():
+            if window.number < 0 or window.has_failed:
+                continue
             if not window.has_gradients:
                 samples.append(_sample([window]))
                 continue
@@ -131,8 +135,7 @@ class Windows:
             if any(window.costs[BACKWARD::_N_SLOTS]):
                 samples.append(_sample(waiting))
                 waiting = []
-        samples += [_sample([window]) for window in waiting]
-        return sorted(samples, key=lambda sample: sample.number)
+        return sorted([*samples, *(_sample([window]) for window in waiting)], key=_NUMBER)
 
     def _kept(self) -> Iterator[Window]:
         yield from self._closed
@@ -190,9 +193,8 @@ class Ran:
         self.n_failed: int = sum(number for number, _ in failed)
         self.failed_seconds: float = 0.0
         # If all passes failed, the costs until they raised are better than none.
-        self._sums = [
-            costs for _, costs in (went_well if self.n_passes or not self.n_failed else failed)
-        ]
+        told = went_well if self.n_passes or not self.n_failed else failed
+        self._sums = [costs for _, costs in told]
         if self.n_passes:
             seconds = [float(costs[:, :CALLS].sum()) for _, costs in failed]
             # The code around the model counts in the first thread alone.
@@ -206,18 +208,14 @@ class Ran:
 
     def costs(self, choice: PassChoice) -> tuple[list[list[Costs]], int]:
         """Return the costs of each thread's contexts for a table, and the number of passes."""
-        samples = sorted((sample for thread in self._samples for sample in thread), key=_number)
-        if choice is PassChoice.ALL or not samples:
+        first = min(map(_NUMBER, itertools.chain(*self._samples)), default=None)
+        if choice is PassChoice.ALL or first is None:
             n_passes = self.n_passes or self.n_failed
             divisor = 1 if choice is PassChoice.ALL else max(n_passes, 1)
             return [[costs / divisor] for costs in self._sums], n_passes if divisor == 1 else 1
-        first = samples[0].number
+        is_first = choice is PassChoice.FIRST
         chosen = [
-            [
-                sample
-                for sample in thread
-                if (sample.number == first) == (choice is PassChoice.FIRST)
-            ]
+            [sample for sample in thread if (sample.number == first) == is_first]
             for thread in self._samples
         ]
         if not any(chosen):
@@ -233,10 +231,6 @@ class Ran:
             return "The forward raised in each pass: the times are those of what ran before."
         passes = plural(self.n_failed, "pass", "passes")
         return f"The forward raised in {passes}: no module's time, FLOPs or calls contain that."
-
-
-def _number(sample: Sample) -> int:
-    return sample.number
 
 
 def medians(costs: Costs) -> list[float]:
