@@ -99,6 +99,12 @@ def test_hooks_of_others_are_noted_and_those_that_replace_values():
     assert len(said(hl.doctor(model, X), "other hooks")) == 1
 
 
+def test_lines_of_hookline_are_no_hooks_of_other_code():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with hl.edit(model, "0", lambda value: value * 2):
+        assert said(hl.doctor(model, X), "other hooks") == []
+
+
 def test_a_hook_of_others_that_raises_is_blamed():
     def broken(module, args):
         raise ValueError("not today")

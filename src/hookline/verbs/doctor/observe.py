@@ -31,7 +31,7 @@ _FAST = {
     "_native_multi_head_attention": "MultiheadAttention",
 }
 _TORCH = str(Path(nn.__file__).parent.parent)
-_OURS = str(Path(__file__).parent.parent)
+_OURS = str(Path(__file__).parents[2])
 _HIGHEST = 25  # the most frames between a module's call and its forward: decorators
 
 
