@@ -90,9 +90,9 @@ def with_a_site_that_appears():
 
 def test_a_site_may_appear_while_sites_are_listed():
     slots, meanwhile = with_a_site_that_appears()
-    assert slots.sites() == []
+    assert slots.layout()[0] == []
     meanwhile.end()
-    assert [one.name for one in slots.sites()] == ["late"]
+    assert [one.name for one in slots.layout()[0]] == ["late"]
 
 
 def test_a_site_that_appears_meanwhile_has_a_later_version():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hookline.engine import ParameterNode, Site, local_part, summed
+from hookline.engine import ParameterNode, Site, local_part, parameter_ids, summed
 from hookline.verbs.monitor.loss_scale import of_parameter
 from hookline.verbs.monitor.slots import FIRST, MINE, PLAIN, SiteSlots, Slots
 
@@ -67,12 +67,7 @@ class Parameters:
 
     def of(self, optimizer: Optimizer) -> list[_Parameter]:
         """Return the parameters that an optimizer holds."""
-        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        return [
-            parameter
-            for tensor in tensors
-            if (parameter := self._known.get(id(tensor))) is not None
-        ]
+        return list(filter(None, map(self._known.get, parameter_ids(optimizer))))
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, *, has_grads: bool) -> None:
@@ -119,7 +114,8 @@ class Parameters:
     @torch.no_grad()
     def values(self, tensors: Iterable[Tensor]) -> None:
         """Measure weights that no optimizer steps."""
-        self.slots.add_many(self._values(map(self._known.get, map(id, tensors))))
+        known = filter(None, map(self._known.get, map(id, tensors)))
+        self.slots.add_many(self._values(known))
 
     @torch.no_grad()
     def values_apart(self) -> None:
@@ -129,13 +125,11 @@ class Parameters:
             self.slots.add_many(pairs)
 
     @staticmethod
-    def _values(parameters: Iterable[_Parameter | None]) -> list[tuple[SiteSlots, Tensor]]:
+    def _values(parameters: Iterable[_Parameter]) -> list[tuple[SiteSlots, Tensor]]:
+        pairs = [(parameter.value, parameter.tensor) for parameter in parameters]
+        # The first run makes a lazy parameter.
         return [
-            (parameter.value, parameter.tensor)
-            for parameter in parameters
-            if parameter is not None
-            and parameter.value is not None
-            and not is_lazy(parameter.tensor)  # the first run makes it
+            (site, weight) for site, weight in pairs if site is not None and not is_lazy(weight)
         ]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.curves import ABSENT, Entry, Layout
+from hookline.curves import Entry, Layout
 from hookline.curves.run_folder import spell_statistic
 from hookline.display.text import first_line, listed
 from hookline.engine import (
@@ -28,7 +28,7 @@ from hookline.errors import RanksError, warn
 from hookline.statistics.covariance import CovarianceStatistic
 from hookline.verbs.monitor.copies import Copies
 from hookline.verbs.monitor.gate import Gate
-from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, Slots, packed
+from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, Slots, absent, packed
 
 _QUESTION = "hl.monitor"
 # The port of the value that a gradient at a module is of.
@@ -129,14 +129,13 @@ class GatheredRanks:
             The layout, and the slots of each rank, of shape [ranks, width].
         """
         packed_slots = packed(sites, slots)
-        if not self.is_grouped:
-            return self._alone(sites, version), packed_slots.cpu().numpy()[None]
-        try:
-            return self._together(sites, packed_slots, version, at)
-        except RanksError as error:
-            self._is_alone, self._version = True, -1
-            warn(f"hl.monitor shows this rank's numbers alone: {error}")
-            return self._alone(sites, version), packed_slots.cpu().numpy()[None]
+        if self.is_grouped:
+            try:
+                return self._together(sites, packed_slots, version, at)
+            except RanksError as error:
+                self._is_alone, self._version = True, -1
+                warn(f"hl.monitor shows this rank's numbers alone: {error}")
+        return self._alone(sites, version), packed_slots.cpu().numpy()[None]
 
     def _alone(self, sites: list[SiteSlots], version: int) -> Layout:
         if version != self._version:
@@ -251,11 +250,10 @@ class GatheredRanks:
 
     def _placed(self, packed_slots: Tensor, *, is_new: bool) -> Tensor:
         """Put this rank's slots at their places in the layout; `ABSENT` stands for missing ones."""
-        size = 1 + self._layout.width
-        placed = torch.full((size,), ABSENT, dtype=torch.float64, device="cpu")
+        placed = absent(1 + self._layout.width, "cpu")
         placed[0] = float(is_new)
-        packed_slots = packed_slots.cpu()
         if not is_new:
+            packed_slots = packed_slots.cpu()
             for at, start, width in self._places:
                 placed[at : at + width] = packed_slots[start : start + width]
         return placed

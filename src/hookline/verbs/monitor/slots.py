@@ -45,61 +45,28 @@ class StepSlots:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class SiteSlots:
-    """The slots of one site: one tensor for each statistic.
+    """The slots of one site: one tensor for each statistic."""
 
-    Args:
-        site: the site.
-        name: the site as text.
-        order: its place among the sites.
-        of: the slots of all sites.
-        counts: which ranks count, if the value is not a DTensor.
-
-    Attributes:
-        slots: the slots in this step; None before the first value.
-        turn: when the first value of this step came, as `Slots.turn` counts.
-        aside: the slots and the turn of values that are kept apart.
-        widths: the number of slots of each statistic; empty before the first value ever.
-        over: the ranks over which a parameter is spread; empty for a copy, and for other values.
-        splits_features: whether ranks have parts of the last dimension of a DTensor.
-    """
-
-    __slots__ = (
-        "_device",
-        "_dtype",
-        "_empty",
-        "_of",
-        "aside",
-        "counts",
-        "is_off",
-        "name",
-        "order",
-        "over",
-        "site",
-        "slots",
-        "splits_features",
-        "turn",
-        "widths",
-    )
-
-    def __init__(
-        self, site: Site, name: str, order: tuple[int, int], of: Slots, counts: str = ALL
-    ) -> None:
-        self.site: Site = site
-        self.name: str = name
-        self.order: tuple[int, int] = order
-        self.slots: list[Tensor] | None = None
-        self.turn: int = 0
-        self.aside: tuple[list[Tensor] | None, int] = None, 0
-        self.widths: tuple[int, ...] = ()
-        self.counts: str = counts
-        self.over: list[int] = []
-        self.splits_features: bool = False
-        self.is_off: bool = False
-        self._device: torch.device | None = None
-        self._dtype: torch.dtype | None = None
-        self._empty: list[Tensor] = []
-        self._of = of
+    site: Site
+    name: str  # the site as text
+    order: tuple[int, int]  # its place among the sites
+    _of: Slots  # the slots of all sites
+    counts: str = ALL  # which ranks count, if the value is not a DTensor
+    slots: list[Tensor] | None = None  # those of this step; None before the first value
+    turn: int = 0  # when the first value of this step came, as `Slots.turn` counts
+    # The slots and the turn of values that are kept apart.
+    aside: tuple[list[Tensor] | None, int] = None, 0
+    # The number of slots of each statistic; empty before the first value ever.
+    widths: tuple[int, ...] = ()
+    # The ranks over which a parameter is spread; empty for a copy, and for other values.
+    over: list[int] = field(default_factory=list)
+    splits_features: bool = False  # whether ranks have parts of a DTensor's last dimension
+    is_off: bool = False  # whether the site is left out
+    _device: torch.device | None = None
+    _dtype: torch.dtype | None = None
+    _empty: list[Tensor] = field(default_factory=list)
 
     def add(self, value: Tensor, *, is_shared: bool = False) -> None:
         """Measure one more value. Training goes on if this fails.
@@ -406,32 +373,34 @@ class Slots:
         """Note that the layout has changed."""
         self.version += 1
 
-    def sites(self) -> list[SiteSlots]:
-        """Return the sites that ever had a value, in order."""
+    def _all(self) -> list[SiteSlots]:
         with self.lock:
-            sites = list(filter(attrgetter("widths"), self._sites.values()))
-        return sorted(sites, key=lambda site: site.order)
+            return list(self._sites.values())
 
     def selected(self) -> list[str]:
         """Return the names of the selected sites; the parts of a value come later."""
-        with self.lock:
-            sites = list(self._sites.values())
-        return [site.name for site in sites if site.order[1] == 0]
+        return [site.name for site in self._all() if site.order[1] == 0]
 
     def layout(self) -> tuple[list[SiteSlots], int]:
         """Return the sites that ever had a value, in order, and the version that they belong to."""
         with self.lock:
-            return self.sites(), self.version
+            sites = [site for site in self._sites.values() if site.widths]
+            return sorted(sites, key=attrgetter("order")), self.version
 
     def take(self) -> StepSlots:
         """Return the slots of each site that had a value in this step, and begin a new step."""
+        step_slots = StepSlots()
         with self.lock:
-            return self._take()
+            for site in self._sites.values():
+                slots = site.take()
+                if slots is not None:
+                    step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
+        return step_slots
 
     def take_apart(self) -> StepSlots:
         """Return the slots that are kept apart: they count only where passes are steps."""
         with self.lock, self.apart(self._sites.values()):
-            return self._take()
+            return self.take()
 
     def count_apart(self) -> None:
         """Have the values count that were kept apart: passes are steps."""
@@ -439,28 +408,17 @@ class Slots:
             for site in self._sites.values():
                 site.count_apart()
 
-    def _take(self) -> StepSlots:
-        step_slots = StepSlots()
-        for site in self._sites.values():
-            slots = site.take()
-            if slots is not None:
-                step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
-        return step_slots
-
     def has_modules(self, slots: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
         modules = self._of_modules()
         return not modules or any(site.is_off or site.name in slots for site in modules)
 
     def _of_modules(self) -> list[SiteSlots]:
-        with self.lock:
-            sites = list(self._sites.values())
-        return [site for site in sites if site.order[0] < self.n_modules]
+        return [site for site in self._all() if not site.is_parameter]
 
     def has_path(self, path: str) -> bool:
         """Tell whether a module has a path."""
-        with self.lock:
-            return any(site.site.path == path for site in self._sites.values())
+        return any(site.site.path == path for site in self._all())
 
     def has_values(self) -> bool:
         """Tell whether a module had a value in this step, if any module is selected."""
@@ -483,16 +441,12 @@ class Slots:
         complaints, self._complaints = self._complaints, []
         if complaints:
             site, complaint = complaints[0]
-            more = len(complaints) - 1
-            rest = f" (and {_named(complaints[1:])})" if more else ""
+            others = [name for name, _ in complaints[1:]]
+            rest = f" (and {listed(others, 4)})" if others else ""
             warn(
                 f"hl.monitor: {site} {complaint}{rest}."
                 "\nSelect other sites, or give stats= that can measure these."
             )
-
-
-def _named(complaints: list[tuple[str, str]]) -> str:
-    return listed([site for site, _ in complaints], 4)
 
 
 def packed(sites: list[SiteSlots], slots_by_site: dict[str, list[Tensor]]) -> Tensor:
@@ -504,13 +458,14 @@ def packed(sites: list[SiteSlots], slots_by_site: dict[str, list[Tensor]]) -> Te
     for site in sites:
         slots = slots_by_site.get(site.name)
         if slots is None:
-            parts.append(_absent(sum(site.widths), device))
+            parts.append(absent(sum(site.widths), device))
         else:
             parts += [part.to(device, torch.float64) for part in slots]
     return torch.cat(parts)
 
 
-def _absent(width: int, device: torch.device) -> Tensor:
+def absent(width: int, device: torch.device | str) -> Tensor:
+    """Return slots that stand for missing values."""
     return torch.full((width,), ABSENT, dtype=torch.float64, device=device)
 
 

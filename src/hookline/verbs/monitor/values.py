@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import (
     Bound,
     GradientCallback,
+    GradientTap,
     GradInputTap,
     GradOutputTap,
     InBlocks,
@@ -56,14 +57,10 @@ class ValueSites:
         """Return the callback or the tap for the next site."""
         at = _AtLeaves(site, self._n, self._slots)
         self._n += 1
-        if site.port == "grad_output":
-            return _MeasuringGradOutputTap(
-                site, self._passes, _GradientMeasure(at, self._slots, self._scaling)
-            )
-        if site.port == "grad_input":
-            return _MeasuringGradInputTap(
-                site, self._passes, _GradientMeasure(at, self._slots, self._scaling)
-            )
+        if site.is_gradient:
+            measure = _GradientMeasure(at, self._slots, self._scaling)
+            tap = _MeasuringGradOutputTap if site.port == "grad_output" else _MeasuringGradInputTap
+            return tap(site, self._passes, measure, Order.GRAD_RECORD)
         halves = SplitCallback(_measure(at, self._slots), self._inside, _merge(at, self._slots))
         return InBlocks(halves) if self._takes_blocks and site.port == "output" else halves
 
@@ -173,15 +170,23 @@ def _has(form: Any, slot: int) -> bool:
     return any(_has(part, slot) for _, part in tree.items(form) or ())
 
 
-@final
-class _MeasuringGradOutputTap(GradOutputTap):
-    """Hook gradients only in steps that are reported."""
+class _MeasuringTap(GradientTap):
+    """Note which gradients have left a compiled graph."""
 
     __slots__ = ()
     on: _GradientMeasure
 
-    def __init__(self, site: Site, passes: Passes, on: _GradientMeasure) -> None:
-        super().__init__(site, passes, on, Order.GRAD_RECORD)
+    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+        """Measure a gradient that has left a compiled graph, which may have another order."""
+        with self.on.slots.from_graph():
+            super().arrived_from_graph(number, call, slot, grad)
+
+
+@final
+class _MeasuringGradOutputTap(_MeasuringTap, GradOutputTap):
+    """Hook gradients only in steps that are reported."""
+
+    __slots__ = ()
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Wait for the gradients of the output: the forward hook."""
@@ -196,21 +201,12 @@ class _MeasuringGradOutputTap(GradOutputTap):
                 return None
         return self.look(module, output, id(sys._getframe(1)))
 
-    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
-        """Measure a gradient that has left a compiled graph, which may have another order."""
-        with self.on.slots.from_graph():
-            super().arrived_from_graph(number, call, slot, grad)
-
 
 @final
-class _MeasuringGradInputTap(GradInputTap):
+class _MeasuringGradInputTap(_MeasuringTap, GradInputTap):
     """Hook gradients only in steps that are reported."""
 
     __slots__ = ()
-    on: _GradientMeasure
-
-    def __init__(self, site: Site, passes: Passes, on: _GradientMeasure) -> None:
-        super().__init__(site, passes, on, Order.GRAD_RECORD)
 
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -223,8 +219,3 @@ class _MeasuringGradInputTap(GradInputTap):
             if not slots.is_on:
                 return None
         return super().fire(module, args, kwargs)
-
-    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
-        """Measure a gradient that has left a compiled graph, which may have another order."""
-        with self.on.slots.from_graph():
-            super().arrived_from_graph(number, call, slot, grad)

@@ -44,12 +44,14 @@ class RunWriter:
         self._folder.close()
 
 
-def make_parent(path: Path) -> None:
-    """Make the folder of a file.
+def make_room(path: Path) -> None:
+    """Make the folder of a new file.
 
     Raises:
-        FolderError: the folder cannot be made.
+        FolderError: the file exists, or its folder cannot be made.
     """
+    if path.exists():
+        raise FolderError(f"{path} must be a new file, got one that exists.\nName another.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -80,9 +82,7 @@ class JsonLinesWriter:
         self.name: str = str(path)
         self._file: Any = None
         self._begun: tuple[StepReport | None, int] = None, 0  # a report, and where its line begins
-        if path.exists():
-            raise FolderError(f"{path} must be a new file, got one that exists.\nName another.")
-        make_parent(path)
+        make_room(path)
 
     def start(self, first: StepReport) -> None:
         """Open the file."""

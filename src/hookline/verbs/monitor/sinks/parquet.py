@@ -12,7 +12,7 @@ from hookline.display.text import first_line
 from hookline.errors import AttachError, FolderError
 from hookline.util.optional import how_to_install
 from hookline.util.own_process import OwnProcess
-from hookline.verbs.monitor.sinks.files import make_parent
+from hookline.verbs.monitor.sinks.files import make_room
 
 _GROUP_ROWS = 2**16
 
@@ -40,14 +40,12 @@ class ParquetWriter:
         self._disk: Any = None
         self._rows: dict[str, list[Any]] = _no_rows()
         self._begun: tuple[StepReport | None, int] = None, 0  # a report, and the rows before it
-        if path.exists():
-            raise FolderError(f"{path} must be a new file, got one that exists.\nName another.")
         if find_spec("pyarrow") is None:
             raise AttachError(
                 f"to={str(path)!r} must have pyarrow, got no such package."
                 f"\n{how_to_install('store')}"
             )
-        make_parent(path)
+        make_room(path)
 
     def start(self, first: StepReport) -> None:
         """Open the file."""
