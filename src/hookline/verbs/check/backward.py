@@ -32,7 +32,7 @@ from hookline.engine import (
 from hookline.errors import NonFiniteError, warn
 from hookline.statistics.finiteness import kinds_in, not_finite, total
 from hookline.verbs.check.finding import CheckFinding
-from hookline.verbs.check.forward import ForwardChecks
+from hookline.verbs.check.forward import NOT_REPEATED, ForwardChecks
 from hookline.verbs.check.habits import say_missing
 from hookline.verbs.check.loss import LossGraph
 from hookline.verbs.check.origins import measured
@@ -43,7 +43,6 @@ from hookline.verbs.shared.rerun import version
 
 # A backward that raises never ends here, so the oldest is forgotten.
 _MOST_BACKWARDS = 16
-_NOT_REPEATED = "the run did not repeat itself, first at {}"
 _FINITE_BACKWARD = (
     "the repeated backward is finite; the run did not repeat itself, or something else writes"
     " gradients, such as a loss on weights or on values inside the model"
@@ -91,11 +90,8 @@ class BackwardChecks:
         self, line: Line, root: list[tuple[Site, ModuleNode]], registrations: Registrations
     ) -> None:
         """Look at the gradients of the model's outputs, and at each step of an optimizer."""
-        gradients = [
-            (replace(site, port="grad_output"), node)
-            for site, node in root
-            if not is_scripted(node.module)
-        ]
+        hooked = [(site, node) for site, node in root if not is_scripted(node.module)]
+        gradients = [(replace(site, port="grad_output"), node) for site, node in hooked]
         self._weights = [(node.path, node.tensor) for node in line.module_tree.tensors]
         self._at_start = _Gradients(self._weights)
         selection = Selection(line.module_tree, gradients)
@@ -254,10 +250,10 @@ class BackwardChecks:
     def _repeated(self, replay: Replay) -> tuple[CheckFinding | None, str | None]:
         """Repeat the backward of a repeated run, and explain it."""
         if replay.likeness.difference is not None:
-            return None, _NOT_REPEATED.format(replay.likeness.difference)
+            return None, NOT_REPEATED.format(replay.likeness.difference)
         repeated = replay.backward()
         if not self._is_like(repeated):
-            return None, _NOT_REPEATED.format("its gradients")
+            return None, NOT_REPEATED.format("its gradients")
         if repeated.origin is not None:
             finding = replay.finding(repeated.origin, "backward")
             return self._outcome.keep(replay, repeated.origin, finding), None
@@ -265,12 +261,8 @@ class BackwardChecks:
 
     def _is_like(self, repeated: RepeatedBackward) -> bool:
         """Tell whether the gradients are not finite wherever those of a repeated backward are."""
-        actual = {id(weight): weight.grad for _, weight in self._weights}
-        return all(
-            grad is not None and bool(kinds_in(grad))
-            for parameter in repeated.not_finite
-            for grad in (actual.get(id(parameter)),)
-        )
+        grads = [weight.grad for weight in repeated.not_finite]
+        return all(grad is not None and kinds_in(grad) for grad in grads)
 
     @staticmethod
     def _bad(weights: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -318,7 +310,7 @@ class BackwardChecks:
         if finding is None:
             return
         if self._checked.others_would_wait:
-            finding = _met(finding) or finding
+            finding = earliest(finding) or finding
             self._outcome.until_step, self._all_know = None, False
         raise self._outcome.add(finding).error()
 
@@ -389,7 +381,7 @@ class BackwardChecks:
             of_gradients: the finding of gradients that are still there, if there is one.
         """
         if self._all_know or of_gradients is not None:
-            return _met(finding)
+            return earliest(finding)
         if finding is None or not self._has_judged:
             return finding
         # The gradients were finite, so the other ranks know nothing of it.
@@ -406,18 +398,10 @@ class BackwardChecks:
         return self._of_step(self._weights)
 
     def _gradients_are_finite(self, of: set[int] | None = None) -> bool:
-        grads = [
-            tensor.grad
-            for _, tensor in self._weights
-            if tensor.grad is not None and (of is None or id(tensor) in of)
-        ]
+        weights = [weight for _, weight in self._weights if of is None or id(weight) in of]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
         sums = [number for number in map(total, grads) if number is not None]
         return not not_finite(sums) or not any(map(kinds_in, grads))
-
-
-def _met(finding: CheckFinding | None) -> CheckFinding | None:
-    """Return the earliest finding of all ranks, which must all call this."""
-    return earliest(finding, is_known=finding is not None and finding.kind != "gradient")
 
 
 def _nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Self, final
 
@@ -123,14 +124,11 @@ class CheckLine(VerbLine[Line]):
         if error is None and not outcome.is_told:
             outcome.is_told = True
             self._forward.warn_of_nothing()
-            swallowed = [
-                finding
-                for finding in self.findings
-                if finding.is_error and finding not in outcome.warned
-            ]
-            if swallowed:
+            errors = filter(attrgetter("is_error"), self.findings)
+            swallowed = next((error for error in errors if error not in outcome.warned), None)
+            if swallowed is not None:
                 warn(
-                    f"hl.check: {swallowed[0].message.splitlines()[0]}"
+                    f"hl.check: {swallowed.message.splitlines()[0]}"
                     "\nThe error was caught on its way; line.findings has the first 100 findings."
                 )
 

@@ -41,6 +41,7 @@ _EXTREMES = object()
 _MOST_SUMS = 10_000
 
 
+NOT_REPEATED = "the run did not repeat itself, first at {}"
 _NOTHING = (
     "hl.check checked nothing in {runs} of the model: no output held floating numbers. On the meta"
     " device, tensors hold shapes alone.\nLoad the weights, or fill them:"
@@ -255,7 +256,7 @@ class ForwardChecks:
         origins = replay.proven_origins()
         difference = _unexplained_difference(replay, run, origins)
         if difference is not None:
-            return None, f"the run did not repeat itself, first at {difference}"
+            return None, NOT_REPEATED.format(difference)
         outputs = [self._output(run, k) for k in suspects]
         if not origins:
             for output in outputs:
@@ -308,10 +309,11 @@ class ForwardChecks:
         parameters = [] if node is None else node.module.named_parameters(recurse=False)
         passed = [path_text(self._output(run, k).site.path) for k in suspects if k > index]
         output = [] if site.path else finiteness.measurable_in(run.output)
+        counts = [finiteness.counted(tensor) for tensor in output]
         return CheckFinding(
             "forward", site.path, site.module_type, call, run.step,
-            n_nan=sum(finiteness.counted(tensor)[0] for tensor in output),
-            n_inf=sum(finiteness.counted(tensor)[1] for tensor in output),
+            n_nan=sum(n_nan for n_nan, _ in counts),
+            n_inf=sum(n_inf for _, n_inf in counts),
             n_total=sum(tensor.numel() for tensor in output),
             parameters=tuple(measured(name, weight) for name, weight in parameters),
             passed_on=tuple(passed),

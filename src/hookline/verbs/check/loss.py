@@ -241,11 +241,9 @@ class _Values:
             for name, tensor in saved_by(node):
                 if tensor.grad_fn is not None:
                     self._known.setdefault((tensor.grad_fn, tensor.output_nr), tensor.detach())
-                elif (
-                    is_measurable(tensor)
-                    and not tensor.requires_grad
-                    and not name.startswith("total")
-                ):
+                    continue
+                is_constant = is_measurable(tensor) and not tensor.requires_grad
+                if is_constant and not name.startswith("total"):
                     self._constants.setdefault(node, []).append(tensor.detach())
         with torch.no_grad():
             for node in nodes:
@@ -277,15 +275,10 @@ class _Values:
             return None
         if node not in self._nodes:
             return NonFinite.NONE if self._is_output_finite else None
-        inputs = [
-            self._kinds(edge_before)
-            for edge_before in node.next_functions
-            if edge_before[0] is not None
-        ]
+        inputs = list(map(self._kinds, _edges(node)))
         is_moving = _MOVING.fullmatch(node.name()) is not None
-        return (
-            NonFinite.NONE if is_moving and inputs and not any(_is_bad(k) for k in inputs) else None
-        )
+        are_finite = bool(inputs) and all(kinds is NonFinite.NONE for kinds in inputs)
+        return NonFinite.NONE if is_moving and are_finite else None
 
     def fault(self) -> Fault:
         """Find the operation that made the loss not finite."""
@@ -294,7 +287,7 @@ class _Values:
             node = edge[0]
             if node not in self._nodes:
                 return Fault(None, self._loss, notes=(_FROM_OUTPUT,))
-            edges = [below for below in node.next_functions if below[0] is not None]
+            edges = _edges(node)
             before = self._known_bad(edges)
             if before is None:
                 break
@@ -314,7 +307,7 @@ class _Values:
                 return edge
             if kinds is None and edge not in visited and edge[0] in self._nodes:
                 visited.add(edge)
-                waiting += [below for below in edge[0].next_functions if below[0] is not None]
+                waiting += _edges(edge[0])
         return None
 
     def _made_by(self, node: Any, edges: list[tuple[Any, int]], *, is_kept: bool) -> Fault:
@@ -343,8 +336,9 @@ def _is_filled(node: Any) -> bool:
     return node is not None and _FILLING.fullmatch(node.name()) is not None
 
 
-def _is_bad(kinds: NonFinite | None) -> bool:
-    return kinds is None or bool(kinds)
+def _edges(node: Any) -> list[tuple[Any, int]]:
+    """Return the edges to the nodes that a node gets values from."""
+    return [edge for edge in node.next_functions if edge[0] is not None]
 
 
 def _forward_name(node: Any) -> str:
@@ -368,8 +362,8 @@ def _reduced(function: Callable[..., Tensor]) -> Callable[[Any, list[Any]], Tens
 
 
 def _other(node: Any, inputs: list[Any], index: int) -> Any:
-    saved = (node._saved_self, node._saved_other)[index] if inputs[index] is None else None
-    return saved if inputs[index] is None else inputs[index]
+    is_saved = inputs[index] is None
+    return (node._saved_self, node._saved_other)[index] if is_saved else inputs[index]
 
 
 def _unary(name: str) -> Callable[[Any, list[Any]], Tensor]:
@@ -394,21 +388,14 @@ def _nll(node: Any, inputs: list[Any]) -> Tensor:
     return loss
 
 
+_UNARY = ("log", "log2", "log10", "log1p", "acos", "asin", "abs", "neg", "sum")
 # Functions that compute the output of a node's operation from its inputs.
 _COMPUTED: dict[str, Callable[[Any, list[Any]], Tensor]] = {
-    "LogBackward0": _unary("log"),
-    "Log2Backward0": _unary("log2"),
-    "Log10Backward0": _unary("log10"),
-    "Log1PBackward0": _unary("log1p"),
-    "AcosBackward0": _unary("acos"),
-    "AsinBackward0": _unary("asin"),
-    "AbsBackward0": _unary("abs"),
-    "NegBackward0": _unary("neg"),
+    **{f"{name.title()}Backward0": _unary(name) for name in _UNARY},
     "MulBackward0": _of_two(torch.mul),
     "DivBackward0": _of_two(torch.div),
     "AddBackward0": lambda node, inputs: torch.add(*inputs, alpha=node._saved_alpha),
     "SubBackward0": lambda node, inputs: torch.sub(*inputs, alpha=node._saved_alpha),
-    "SumBackward0": _unary("sum"),
     "SumBackward1": _reduced(torch.sum),
     "MeanBackward0": _mean,
     "MeanBackward1": _reduced(torch.mean),

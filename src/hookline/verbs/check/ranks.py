@@ -39,42 +39,43 @@ def shared(finding: CheckFinding | None, device: torch.device) -> CheckFinding |
     """Return the earliest finding of all ranks; None if no rank has one. A collective."""
     if not is_on_any(finding is not None, device):
         return None
-    return earliest(finding, is_known=finding is not None and finding.kind != "gradient")
+    return earliest(finding)
 
 
-def earliest(
-    finding: CheckFinding | None, *, is_known: bool, timeout: float = TIMEOUT_S
-) -> CheckFinding | None:
+def earliest(finding: CheckFinding | None, timeout: float = TIMEOUT_S) -> CheckFinding | None:
     """Return the earliest finding of all ranks, the same on each of them; None if none has one.
+
+    All ranks must call this. Findings that know who made the value come first.
 
     Args:
         finding: this rank's finding, if it has one.
-        is_known: whether this rank knows who made the value.
         timeout: how long to wait for the other ranks, in seconds.
     """
     ranks = ranks_of(None, _QUESTION)
     if len(ranks) < 2:
         return finding
-    answers: list[Any]
     try:
         data = None if finding is None else finding.as_json()
-        answers = gather_json(_QUESTION, [is_known, data], ranks, timeout)
+        answers = gather_json(_QUESTION, data, ranks, timeout)
     except RanksError as error:
         if finding is None:
             raise
         note = f"the ranks did not meet: {first_line(error)}"
         return finding.with_(rank=rank_here(), notes=(*finding.notes, note))
-    candidates = [
-        (rank, not is_known_there, CheckFinding.from_json(data))
-        for rank, (is_known_there, data) in zip(ranks, answers, strict=True)
-        if data is not None
-    ]
-    if not candidates:
+    findings = {
+        rank: CheckFinding.from_json(answer)
+        for rank, answer in zip(ranks, answers, strict=True)
+        if answer is not None
+    }
+    if not findings:
         return None
-    rank, _, first = min(
-        candidates,
-        key=lambda entry: (entry[1], entry[2].step, entry[2].kind == "backward", entry[0]),
-    )
+
+    def place(rank: int) -> tuple[Any, ...]:
+        kind = findings[rank].kind
+        return kind == "gradient", findings[rank].step, kind == "backward", rank
+
+    rank = min(findings, key=place)
+    first = findings[rank]
     if first.rank is not None or any(note.endswith(_UNKNOWN) for note in first.notes):
         return first  # the ranks have agreed on it before
     if first.kind in _OF_ALL:
