@@ -181,7 +181,7 @@ def _channel_finding(reading: Reading, level: Level, others: list[Reading]) -> F
     numbers = reading.numbers
     indices, n_dead = numbers.dead, len(numbers.dead)
     is_run = indices[-1] - indices[0] == n_dead - 1 and n_dead > 1
-    where = f"{indices[0]} to {indices[-1]}" if is_run else listed([*map(str, indices)], 4)
+    where = f"{indices[0]} to {indices[-1]}" if is_run else listed(indices, 4)
     text = f"{n_dead} of {numbers.n_channels} channels of {reading.site} are zero: {where}."
     why = f"In all {numbers.per_channel:,} elements of each."
     why += " They stand in a row, as those of a head do." * (is_run and level == "warning")

@@ -7,9 +7,9 @@ setting, and each time count towards the user's recompile limit.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 import torch
@@ -105,20 +105,11 @@ def _check_lengths(values: Any) -> None:
 
 def _in_a_new_thread(function: Callable[[], Reduction]) -> Reduction:
     """Call a function in a thread that has no mode of this one: autocast, inference, dispatch."""
-    results: list[Reduction | BaseException] = []
 
-    def run() -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # importing inductor uses deprecated parts of torch
-                results.append(function())
-        except BaseException as error:
-            results.append(error)
+    def run() -> Reduction:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # importing inductor uses deprecated parts of torch
+            return function()
 
-    thread = threading.Thread(target=run, name="hookline-compile")
-    thread.start()
-    thread.join()
-    (result,) = results
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    with ThreadPoolExecutor(1, "hookline-compile") as pool:
+        return pool.submit(run).result()

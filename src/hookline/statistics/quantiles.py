@@ -7,7 +7,6 @@ have equal widths, so that no logarithm is computed.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import math
@@ -104,13 +103,10 @@ class QuantilesStatistic(BinnedStatistic):
     def result(self, slots: Tensor) -> Quantiles:
         """Read slots."""
         check_slots(slots, self.n_slots)
-        *counts, negated_min, greatest = slots.tolist()
-        non_finite = int(counts.pop())
-        ends = -negated_min, greatest
-        n = int(sum(counts))
-        totals = list(itertools.accumulate(counts))
-        values = [self._value(math.floor(q * (n - 1)), totals, ends) for q in self.q]
-        return Quantiles(self.q, tuple(values), self.error, n + non_finite, non_finite, *ends)
+        *_, non_finite, negated_min, greatest = slots.tolist()
+        (n,), (values,) = (numbers.tolist() for numbers in self.values_of(slots.numpy()[None]))
+        counts = int(n + non_finite), int(non_finite)
+        return Quantiles(self.q, tuple(values), self.error, *counts, -negated_min, greatest)
 
     def values_of(self, slots: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Compute the quantiles of many slots, which `result` gives for each.
@@ -132,15 +128,6 @@ class QuantilesStatistic(BinnedStatistic):
         values = np.where(ranks == counts - 1, ends[:, 1:], values)
         values = np.where(ranks == 0, ends[:, :1], values)
         return counts[:, 0], np.where(counts > 0, values, math.nan)
-
-    def _value(self, rank: int, totals: list[float], ends: tuple[float, float]) -> float:
-        """Return the number of a rank, which counts from 0, up to the error."""
-        if not totals[-1]:
-            return math.nan
-        if rank == 0 or rank == totals[-1] - 1:
-            return ends[rank != 0]
-        middle = self._middles[bisect.bisect_right(totals, rank)]
-        return min(max(middle, ends[0]), ends[1])
 
     @functools.cached_property
     def _middles(self) -> list[float]:

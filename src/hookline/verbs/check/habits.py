@@ -135,10 +135,13 @@ class Habits:
             return
         if self._first is None and largest > 0:
             self._first = largest
-        elif self._first is not None and largest > self._first * _FACTOR:
-            self._say_change("explodes", self._first, largest, step)
-        elif self._first is not None and largest < self._first / _FACTOR:
-            self._say_change("vanishes", self._first, largest, step)
+        elif self._first is not None:
+            explodes, vanishes = largest > self._first * _FACTOR, largest < self._first / _FACTOR
+            if not (explodes or vanishes):
+                return
+            verb = "explodes" if explodes else "vanishes"
+            text = f"{verb}: from {self._first:.3g} at most to {largest:.3g}"
+            self._say("magnitude", text, step, key=verb)
 
     def end(self) -> None:
         """Judge the units of all runs together."""
@@ -146,15 +149,11 @@ class Habits:
             return
         dead = tuple((~self._alive).nonzero().flatten().tolist())
         if dead:
-            indices = listed([*map(str, dead)], _MOST_SAID)
+            indices = listed(dead, _MOST_SAID)
             names = f"{'index' if len(dead) == 1 else 'indices'} {indices}"
             units = plural(len(self._alive), "unit")
             text = f"has {len(dead)} dead of {units} ({names}): 0 in all of {self._n_runs} runs"
             self._say("dead", text, None, units=dead)
-
-    def _say_change(self, verb: str, first: float, largest: float, step: int) -> None:
-        text = f"{verb}: from {first:.3g} at most to {largest:.3g}"
-        self._say("magnitude", text, step, key=verb)
 
     def _say(
         self, also: str, text: str, step: int | None, *, key: str = "", units: tuple[int, ...] = ()

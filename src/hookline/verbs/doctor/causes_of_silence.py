@@ -188,7 +188,7 @@ def _other_mode(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
-    ran = facts.observations.called | facts.observations.direct.keys()
+    ran = facts.observations.ran
     if not isinstance(node, ModuleNode) or not ran:
         return None
     highest, caller, above = node, node, node.parent
@@ -256,11 +256,8 @@ def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
     other = not_repeated(facts) or _other_mode(Site(owner.path), owner, facts)
     if other is not None:
         return other
-    idle = (
-        id(owner.module) not in facts.observations.called
-        and id(owner.module) not in facts.observations.direct
-    )
-    if idle and id(owner.module) not in facts.observations.used and facts.observations.called:
+    busy = facts.observations.ran | facts.observations.used.keys()
+    if id(owner.module) not in busy and facts.observations.called:
         return Why(
             f"its module, {path_text(owner.path)}, did not run",
             "give inputs that take the branch in which it runs; or freeze it, if that is meant",

@@ -160,7 +160,7 @@ def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -
 
 def _observe_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
     """Find out whether modules that were not called are used by weight, or in the other mode."""
-    ran = _ran(facts.observations)
+    ran = facts.observations.ran
     modules = {path: id(node.module) for node in facts.nodes for path in node.paths}
     fired = facts.run.fired if facts.run else {}
     silent = {
@@ -180,15 +180,15 @@ def _observe_closer(model: nn.Module, inputs: Any, selection: Selection, facts: 
         facts.differing = next((node for node in facts.nodes if _used_by_itself(node, facts)), None)
     if facts.differing is None and idle - facts.observations.used.keys():
         flipped = _observe(model, inputs, facts.nodes, flip=True)
-        facts.other_mode = _ran(flipped) - ran
+        facts.other_mode = flipped.ran - ran
         if facts.other_mode & idle:
             again = _observe(model, inputs, facts.nodes, flip=True)
-            facts.differing = _unlike(facts.nodes, _ran(flipped), again)
+            facts.differing = _unlike(facts.nodes, flipped.ran, again)
 
 
 def _unlike(nodes: list[ModuleNode], ran: set[int], again: Observations) -> ModuleNode | None:
     """Find a module that was called in one of two runs alone."""
-    ran_again = _ran(again)
+    ran_again = again.ran
     keys = ((node, id(node.module)) for node in nodes)
     return next((node for node, key in keys if (key in ran) != (key in ran_again)), None)
 
@@ -199,12 +199,8 @@ def _used_by_itself(node: ModuleNode, facts: Facts) -> bool:
     return (
         use is not None
         and use.within == node.path
-        and id(node.module) not in _ran(facts.observations)
+        and id(node.module) not in facts.observations.ran
     )
-
-
-def _ran(observations: Observations) -> set[int]:
-    return observations.called | observations.direct.keys()
 
 
 def _differing(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode | None:

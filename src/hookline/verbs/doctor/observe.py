@@ -60,6 +60,11 @@ class Observations:
     # The code of the foreign hooks that returned a value.
     replacing: set[CodeType] = field(default_factory=set)
 
+    @property
+    def ran(self) -> set[int]:
+        """The modules whose forward ran."""
+        return self.called | self.direct.keys()
+
 
 @contextmanager
 def watching(nodes: list[ModuleNode]) -> Iterator[Observations]:

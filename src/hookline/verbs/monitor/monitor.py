@@ -137,18 +137,17 @@ _MERGED = (
 
 
 def _why_nothing(report: Report, steps: TrainingSteps) -> str:
-    run_it = "Run the model and step its optimizer inside the block."
     if steps.n_due:
         return (
             "no selected value could be measured.\nThe warnings before this one say why each was"
             " left out; a model on the meta device has no numbers."
         )
+    why = "no value came at the selected sites"
     if steps.n_ended:
-        return f"of {steps.n_ended} steps none was one of every {steps.every}.\n{run_it}"
-    if not report.passes:
-        never = f"{report.model_type} never ran, and no optimizer of its parameters stepped"
-        return f"{never}.\n{run_it}"
-    return f"no value came at the selected sites.\n{run_it}"
+        why = f"of {steps.n_ended} steps none was one of every {steps.every}"
+    elif not report.passes:
+        why = f"{report.model_type} never ran, and no optimizer of its parameters stepped"
+    return f"{why}.\nRun the model and step its optimizer inside the block."
 
 
 def _log_of(steps: TrainingSteps) -> Callable[[dict[str, float | Tensor], int | None], None]:
@@ -281,7 +280,7 @@ def _attach(
     assert root is not None
     parameters = Parameters(sites.parameters, slots, fsdp1_parts(root))
     reporting = Reporting(to, writes=not is_grouped() or dist.get_rank() == 0, model=root)
-    steps = TrainingSteps(root, parameters, scaling, every, reporting, line.passes.lock)
+    steps = TrainingSteps(root, parameters, scaling, every, reporting.add, line.passes.lock)
     line.passes.sink, line.passes.at_root = steps, steps.root_begins
     values = ValueSites(slots, line.passes, scaling)
     line.tap(sites.modules, values.bind, Order.RECORD)

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,6 @@ from hookline.verbs.monitor.user_numbers import UserNumbers
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.
 _MOST_WAITING = 256
-
-
-class Reporter(Protocol):
-    """The destination of a step's report."""
-
-    def add(self, report: StepReport) -> None:
-        """Take the report of a step."""
-        ...
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -99,7 +91,7 @@ class TrainingSteps:
         parameters: measures parameters, and has the slots of all sites.
         scaling: divides gradients by the scale of the loss.
         every: every so many steps are reported.
-        to: takes the reports.
+        add: takes the report of a step.
         lock: the lock that is held while a pass of the line begins. A lock of its own would be
             taken in another order by a user's function that gets the reports and runs the model.
     """
@@ -110,7 +102,7 @@ class TrainingSteps:
         parameters: Parameters,
         scaling: Scaling,
         every: int,
-        to: Reporter,
+        add: Callable[[StepReport], None],
         lock: threading.RLock,
     ) -> None:
         self.ranks: GatheredRanks = GatheredRanks(parameters.slots, model)
@@ -126,7 +118,7 @@ class TrainingSteps:
         self._slots = parameters.slots
         self._measured = parameters
         self._scaling = scaling
-        self._to = to
+        self._add = add
         # The number of parameters that each optimizer has, and the ids of those of the model.
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]]
         self._held = weakref.WeakKeyDictionary()
@@ -147,7 +139,7 @@ class TrainingSteps:
         self.has_failed: bool = False
         self._has_told = self._has_told_shared = False
         self._orders = Orders()
-        self._logged = UserNumbers(to.add)
+        self._logged = UserNumbers(add)
         self._last: int | None = None  # the number of the step that has ended before this one
         self._lock = lock
 
@@ -495,7 +487,7 @@ class TrainingSteps:
         self.n_reported += 1
         order = self._orders.of(layout, step_slots.turns)
         logged = self._logged.take(number)
-        self._to.add(StepReport(number, time.time(), layout, slots, order, logged))
+        self._add(StepReport(number, time.time(), layout, slots, order, logged))
 
     def _look_for_shared(self, last: Optimizer, optimizer: Optimizer) -> None:
         """Warn, once, if an optimizer steps what another has just stepped: who ends the step?"""

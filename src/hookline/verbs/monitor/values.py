@@ -146,28 +146,20 @@ class _GradientMeasure(GradientCallback):
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Measure the gradient of one tensor."""
         if self.slots.is_on:
-            leaf = () if pending.form is None else _leaf_of(pending.form, slot)
+            leaf = () if pending.form is None else _leaf_of(pending.form, slot) or ()
             grad = self._scaling.unscaled(grad)
             self._at.at(leaf).add(grad, is_shared=self.slots.comes_from_graph)
 
 
-def _leaf_of(form: Any, slot: int) -> Leaf:
-    """Return the leaf of a slot in an outline."""
+def _leaf_of(form: Any, slot: int) -> Leaf | None:
+    """Return the leaf of a slot in an outline; None if the outline does not have it."""
     if isinstance(form, Slot):
-        return ()
+        return () if form == slot else None
     for key, part in tree.items(form) or ():
-        if isinstance(part, Slot):
-            if int(part) == slot:
-                return (key,)
-        elif part is not None and _has(part, slot):
-            return (key, *_leaf_of(part, slot))
-    return ()
-
-
-def _has(form: Any, slot: int) -> bool:
-    if isinstance(form, Slot):
-        return int(form) == slot
-    return any(_has(part, slot) for _, part in tree.items(form) or ())
+        leaf = _leaf_of(part, slot)
+        if leaf is not None:
+            return (key, *leaf)
+    return None
 
 
 class _MeasuringTap(GradientTap):

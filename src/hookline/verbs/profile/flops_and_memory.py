@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import warnings
 from bisect import bisect_right
+from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -65,18 +66,16 @@ class Counted(NamedTuple):
         Args:
             calls: the numbers of calls, by path.
         """
-        counted = dict.fromkeys(calls, (0.0, 0.0))
+        first, all_calls = Counter[str | None](), Counter[str | None]()
         for context in self.top.all():
-            if context.path in counted:
-                first, again = counted[context.path]
-                counted[context.path] = first + context.n_calls[0], again + context.n_calls[1]
+            first[context.path] += context.n_calls[0]
+            all_calls[context.path] += sum(context.n_calls)
         for path, number in calls.items():
-            first, again = counted[path]
             # A module that a custom backward calls is no recomputation to hookline.
-            if number not in (first, first + again):
+            if number not in (first[path], all_calls[path]):
                 return (
                     f"{path_text(path)} was called {plural(int(number), 'time')}, and"
-                    f" {plural(int(first), 'time')} where the same shapes were counted"
+                    f" {plural(first[path], 'time')} where the same shapes were counted"
                 )
         return ""
 

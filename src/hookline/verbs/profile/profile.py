@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -171,21 +172,20 @@ class Profile(VerbLine[Line], Result):
         if note := self._gathered([lane.top.context for lane in self._ledger.lanes], ran):
             warn(note)
         if not ran.n_started:
-            elsewhere = self._line.passes.other_contexts
-            why = (
-                "The model ran in another thread or async task.\nMake the profile in that one, or"
-                " give every_thread=True."
-                if elsewhere
-                else "\nRun the forward inside the block: with hl.profile(model): model(x)."
-            )
-            warn(f"hl.profile must see a run of the model, got none. {why}".replace(" \n", "\n"))
+            why = "\nRun the forward inside the block: with hl.profile(model): model(x)."
+            if self._line.passes.other_contexts:
+                why = (
+                    " The model ran in another thread or async task.\nMake the profile in that one,"
+                    " or give every_thread=True."
+                )
+            warn(f"hl.profile must see a run of the model, got none.{why}")
 
     def _gathered(self, tops: list[Context], ran: Ran) -> str | None:
         """Say that the model itself was not called, so that no pass is known to have ended."""
         passes = self._line.passes
         if passes.started == 0 or passes.outside_root < passes.started:
             return None
-        sums = Measured(tops, ran.costs(PassChoice.ALL)[0], adds=True)
+        sums = _sums(tops, ran)
         called = [context for top in tops for context in top.children.values()]
         paths = [context.path or "" for context in called if sums.of([context])[0, CALLS] > 1]
         return gathered("profile", self._described.model_type, paths)
@@ -323,8 +323,7 @@ class Profile(VerbLine[Line], Result):
     def calls(self) -> list[dict[str, Any]]:
         """Return the calls of all passes as nested plain values, for a flame graph."""
         tops = [lane.top.context for lane in self._settle()]
-        measured = Measured(tops, self._ran().costs(PassChoice.ALL)[0], adds=True)
-        return nested_calls(tops, measured, self._count().top)
+        return nested_calls(tops, _sums(tops, self._ran()), self._count().top)
 
     def __repr__(self) -> str:
         passes = plural(self._ran().n_passes, "pass", "passes")
@@ -392,9 +391,9 @@ class Profile(VerbLine[Line], Result):
         if counted.failure:
             notes.append(f"FLOPs and peaks are not complete: {counted.failure}.")
         elif self._kinds.wants_flops and ran.n_passes:
-            sums = Measured(tops, ran.costs(PassChoice.ALL)[0], adds=True)
+            sums = _sums(tops, ran)
             calls = {row.path: 0.0 for row in self._described.rows if row.path in self._tapped}
-            for context in (context for top in tops for context in top.all()):
+            for context in itertools.chain(*(top.all() for top in tops)):
                 if context.path in calls:
                     calls[context.path] += float(sums.of([context])[0, CALLS])
             differing = counted.differing(calls) or self._kinds.differing
@@ -468,6 +467,11 @@ _MEDIANS = (
     "Each time is a median of its own, so the parts need not add up to the whole. The middle half"
     " of the passes lies in a range as wide as the spread."
 )
+
+
+def _sums(tops: Sequence[Context], ran: Ran) -> Measured:
+    """Return the sums of the costs over all passes."""
+    return Measured(tops, ran.costs(PassChoice.ALL)[0], adds=True)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -165,11 +165,6 @@ class _Printer:
 
         return callback
 
-    def gradient(self, site: Site, width: int, value: Any) -> None:
-        """Print a gradient."""
-        name = path_text(site.path)
-        self.say(f"{'< ' + name:{width}}  {site.module_type:18} {site.port} {_value_text(value)}")
-
     def say(self, text: str) -> None:
         """Print a line in one write: another thread may print at the same time."""
         file = self._file if self._file is not None else sys.stdout
@@ -190,7 +185,9 @@ class _GradientPrinter(GradientCallback):
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Print the gradient of one tensor."""
-        self._printer.gradient(self._site, self._width, grad)
+        site, name = self._site, f"< {path_text(self._site.path)}"
+        head = f"{name:{self._width}}  {site.module_type:18}"
+        self._printer.say(f"{head} {site.port} {_value_text(grad)}")
 
 
 def watch(
