@@ -62,12 +62,7 @@ class BackwardChecks:
     """
 
     def __init__(
-        self,
-        checked: Checked,
-        outcome: Outcome,
-        forward: ForwardChecks,
-        *,
-        warns_of_missing: bool,
+        self, checked: Checked, outcome: Outcome, forward: ForwardChecks, *, warns_of_missing: bool
     ) -> None:
         self._checked, self._passes, self._model = checked, checked.passes, checked.model
         self._outcome = outcome

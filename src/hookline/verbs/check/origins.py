@@ -36,13 +36,7 @@ from hookline.statistics.finiteness import (
     kinds_in,
     moments,
 )
-from hookline.verbs.check.finding import (
-    Measured,
-    SourceLine,
-    is_ours,
-    source_line,
-    users_frame,
-)
+from hookline.verbs.check.finding import Measured, SourceLine, is_ours, source_line, users_frame
 
 # Operations that return memory that is not written yet; of a resized tensor, a part is.
 _NEW = ("empty", "new_empty")

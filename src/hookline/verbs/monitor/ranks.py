@@ -90,7 +90,6 @@ class GatheredRanks:
         self._by_name: dict[str, dict[int, _Site]] = {}
         self._layout = Layout(slots.statistics, ())
         self._gate: Gate | None = None  # once the ranks have agreed
-        self._places: list[tuple[int, int, int]] = []
         self._version = -1
         self._is_alone = False
 
@@ -156,10 +155,10 @@ class GatheredRanks:
             self._agree(sites, version)
             is_new = False
         self._gate.enter(at.step, at.settings, is_last=at.is_last)
-        gathered = _all_gather(self._placed(packed_slots, is_new=is_new))
+        gathered = _all_gather(self._placed(sites, packed_slots, is_new=is_new))
         if gathered[:, 0].any():  # a site has appeared on some rank
             self._agree(sites, version)
-            gathered = _all_gather(self._placed(packed_slots, is_new=False))
+            gathered = _all_gather(self._placed(sites, packed_slots, is_new=False))
         slots = gathered[:, 1:]
         if self._copies.look(self._layout, slots):
             self._layout = self._layout_of_all(len(slots))
@@ -200,7 +199,6 @@ class GatheredRanks:
                 self._by_name.setdefault(site.name, {})[rank] = site
         _warn_of_widths(self._by_name)
         self._layout, self._version = self._layout_of_all(len(by_rank)), version
-        self._places = _places(sites, self._layout.entries)
 
     def _layout_of_all(self, n_ranks: int) -> Layout:
         entries: list[Entry] = []
@@ -248,36 +246,23 @@ class GatheredRanks:
             counting = self._copies.counting((name, holders[min(holders)].value), counting)
         return None if len(counting) == n_ranks and kinds == {ALL} else tuple(counting)
 
-    def _placed(self, packed_slots: Tensor, *, is_new: bool) -> Tensor:
-        """Put this rank's slots at their places in the layout; `ABSENT` stands for missing ones."""
+    def _placed(self, sites: list[SiteSlots], packed_slots: Tensor, *, is_new: bool) -> Tensor:
+        """Put this rank's slots at their places in the layout; `ABSENT` stands for missing ones.
+
+        A report begins with one number: whether a site has appeared. A site whose width differs
+        from rank 0's has no place.
+        """
         placed = absent(1 + self._layout.width, "cpu")
         placed[0] = float(is_new)
-        if not is_new:
-            packed_slots = packed_slots.cpu()
-            for at, start, width in self._places:
-                placed[at : at + width] = packed_slots[start : start + width]
+        if is_new:
+            return placed
+        widths = [sum(site.widths) for site in sites]
+        for site, part in zip(sites, packed_slots.cpu().split(widths), strict=True):
+            spans = [span for _, span in self._layout.by_site[site.name]]
+            place = placed[1 + spans[0].start : 1 + spans[-1].stop]
+            if len(place) == len(part):
+                place.copy_(part)
         return placed
-
-
-def _places(sites: list[SiteSlots], entries: tuple[Entry, ...]) -> list[tuple[int, int, int]]:
-    """Return where this rank's sites go: the place in the layout, the place here, the width.
-
-    A report begins with one number: whether a site has appeared. A site whose width differs from
-    rank 0's has no place.
-    """
-    spans: dict[str, tuple[int, int]] = {}
-    at = 1
-    for entry in entries:
-        first, width = spans.get(entry.site, (at, 0))
-        spans[entry.site] = first, width + entry.width
-        at += entry.width
-    places, start = [], 0
-    for site in sites:
-        width = sum(site.widths)
-        if spans[site.name][1] == width:
-            places.append((spans[site.name][0], start, width))
-        start += width
-    return places
 
 
 def _named(statistic: Any) -> str:

@@ -16,13 +16,7 @@ from torch.optim import Optimizer
 
 from hookline.curves import LOGGED, StepReport
 from hookline.display.text import type_and_line
-from hookline.engine import (
-    Pass,
-    at_end_of_backward,
-    closure_of,
-    outer_backward,
-    parameter_ids,
-)
+from hookline.engine import Pass, at_end_of_backward, closure_of, outer_backward, parameter_ids
 from hookline.errors import HooklineWarning, InputError, warn
 from hookline.verbs.monitor.loss_scale import Scaling, is_skipped_by_scaler
 from hookline.verbs.monitor.orders import Orders
@@ -440,11 +434,7 @@ class TrainingSteps:
         self._end_step(since, is_last=is_last)
 
     def _end_step(
-        self,
-        since: StepSlots | None = None,
-        *,
-        is_due: bool | None = None,
-        is_last: bool = False,
+        self, since: StepSlots | None = None, *, is_due: bool | None = None, is_last: bool = False
     ) -> None:
         """End the step, then report it: a step whose end is interrupted does not end again.
 
