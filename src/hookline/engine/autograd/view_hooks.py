@@ -129,19 +129,8 @@ class HookedView:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_base",
-        "_counter",
-        "_gradients",
-        "_has_node",
-        "_hook",
-        "_is_alone",
-        "_is_settled",
-        "_key",
-        "_lost",
-        "_node_found_in",
-        "_version",
-        "_write_ran",
+        "__weakref__", "_base", "_counter", "_gradients", "_has_node", "_hook", "_is_alone",
+        "_is_settled", "_key", "_lost", "_node_found_in", "_version", "_write_ran",
     )  # fmt: skip
 
     def __init__(

@@ -97,9 +97,7 @@ class GradInputTap(GraphGradientTap):
         super().__init__(site, passes, on, rank)
         self.arguments: Arguments = Arguments()
 
-    def fire(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def fire(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Wait for the gradients of the inputs: the forward-pre hook on the module."""
         if kwargs is None:
             # Another thread is removing this hook and has already cleared its with_kwargs flag.
@@ -136,9 +134,7 @@ class BorderTap(Tap):
     def __init__(self, passes: Passes) -> None:
         super().__init__(Site("", "grad_input"), passes, no_callback, Order.BORDER)
 
-    def fire(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def fire(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Alias the root's inputs: the forward-pre hook on the root."""
         if kwargs is None:
             # Another thread is removing this hook and has already cleared its with_kwargs flag.
@@ -204,14 +200,8 @@ class ParameterTap(GradientTap):
     """
 
     __slots__ = (
-        "_counter",
-        "_held",
-        "_is_elsewhere",
-        "_is_sharded",
-        "_n_parts",
-        "_run",
-        "_version",
-    )
+        "_counter", "_held", "_is_elsewhere", "_is_sharded", "_n_parts", "_run", "_version",
+    )  # fmt: skip
 
     def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
         super().__init__(site, passes, on, rank)

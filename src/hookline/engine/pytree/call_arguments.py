@@ -8,25 +8,13 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.functions import argument_names
+from hookline.engine.functions import ArgumentNames, argument_names
 from hookline.engine.torch_private.dynamo import OLD_DYNAMO, while_tracing
-
-
-class _Positional(NamedTuple):
-    """The positional parameters of a forward.
-
-    Args:
-        names: the parameters that take one argument each.
-        rest: the parameter that takes all further arguments, `*rest`; None without one.
-    """
-
-    names: list[str]
-    rest: str | None
 
 
 @final
@@ -38,7 +26,7 @@ class Arguments:
     def __init__(self) -> None:
         # A weak reference, because a forward in a module's `__dict__` may hold that module.
         self._forward: Callable[[], Any] = _nothing
-        self._positional = _Positional([], None)
+        self._positional = ArgumentNames((), None)
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Bind a call's arguments to one value; on the hot path, a lone tensor needs no names."""
@@ -56,35 +44,30 @@ class Arguments:
         return {**bound, **{names[name]: value for name, value in kwargs.items()}}
 
     def unbind(
-        self,
-        module: nn.Module,
-        new: Any,
-        old: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, module: nn.Module, new: Any, old: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Convert a changed value to (args, kwargs), in the form of the `old` value."""
         if isinstance(old, Tensor):
             return ((new,), kwargs) if args else ((), dict.fromkeys(kwargs, new))
-        names, rest = self._parameters_of(module)
-        bound = _bind(args, _Positional(names, rest))
+        parameters = self._parameters_of(module)
+        bound, rest = _bind(args, parameters), parameters.rest
         positional = [new[name] for name in bound]
         if rest in bound:
             positional[-1:] = new[rest]
         keywords = _keyword_names(kwargs, bound)
         return tuple(positional), {name: new[keywords[name]] for name in kwargs}
 
-    def _parameters_of(self, module: nn.Module) -> _Positional:
+    def _parameters_of(self, module: nn.Module) -> ArgumentNames:
         """Return the positional parameters of the module's present forward."""
         if is_dynamo_compiling():
             # Dynamo before 2.13 makes constants of numbers, and of modules it makes none.
             key = id(module) if OLD_DYNAMO else module
             names, rest = _traced_names(key).split(";")
-            return _Positional(names.split(",") if names else [], rest or None)
+            return ArgumentNames(tuple(names.split(",")) if names else (), rest or None)
         forward = module.forward
         function = getattr(forward, "__func__", forward)  # each look-up makes a new method object
         if self._forward() is not function:
-            self._positional = _positional(forward)
+            self._positional = argument_names(forward)
             try:
                 self._forward = weakref.ref(function)
             except TypeError:  # without weak references, the signature is read in each call
@@ -95,11 +78,6 @@ class Arguments:
 def _nothing() -> object:
     """Stand for an unknown forward."""
     return _nothing
-
-
-def _positional(forward: Any) -> _Positional:
-    names, rest = argument_names(forward)
-    return _Positional(list(names), rest)
 
 
 @while_tracing
@@ -115,11 +93,11 @@ def _traced_names(module: Any) -> str:
     """
     if isinstance(module, int):
         module = ctypes.cast(module, ctypes.py_object).value  # it runs, so it is alive
-    names, rest = _positional(module.forward)
+    names, rest = argument_names(module.forward)
     return f"{','.join(names)};{rest or ''}"
 
 
-def _bind(args: tuple[Any, ...], parameters: _Positional) -> dict[str, Any]:
+def _bind(args: tuple[Any, ...], parameters: ArgumentNames) -> dict[str, Any]:
     """Bind positional arguments by name; arguments without a parameter are numbered: `arg2`."""
     names, rest = parameters
     bound = dict(zip(names, args, strict=False))

@@ -14,6 +14,7 @@ from typing import Any, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from hookline.engine.compile.graph_callback import Callback
 from hookline.engine.compile.guards import has_own_forward
 from hookline.engine.operations.mode import PaddedMode
 from hookline.engine.passes.passes import Passes
@@ -45,13 +46,7 @@ class FusedTap(Tap):
     __slots__ = ()
     hooks: tuple[HookSpec, ...] = ON_INPUTS
 
-    def __init__(self, node: ModuleNode, passes: Passes) -> None:
-        site = Site(node.path, module_type=node.type_name)
-        super().__init__(site, passes, no_callback, Order.BEGIN)
-
-    def fire(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def fire(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Check whether torch would run this call as one operation: the forward-pre hook."""
         if kwargs is None or self.ran or is_dynamo_compiling():
             return
@@ -75,14 +70,11 @@ class PaddedTap(Tap):
         HookSpec("forward", "leave", Order.OPERATIONS_END, always_call=True),
     )
 
-    def __init__(self, node: ModuleNode, passes: Passes) -> None:
-        site = Site(node.path, module_type=node.type_name)
-        super().__init__(site, passes, no_callback, Order.BEGIN)
+    def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
+        super().__init__(site, passes, callback, rank)
         self.mode: PaddedMode = PaddedMode()
 
-    def fire(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def fire(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Turn a mode on, under which the encoder nests no tensors: the forward-pre hook."""
         if kwargs is None or is_dynamo_compiling():
             return
@@ -161,7 +153,8 @@ class FastPaths:
         kind = next((kind for kind in _TAPS if node and isinstance(node.module, kind)), None)
         if node is None or kind is None or id(node) in self.taps:
             return
-        self.taps[id(node)] = tap = _TAPS[kind](node, self._passes)
+        site = Site(node.path, module_type=node.type_name)
+        self.taps[id(node)] = tap = _TAPS[kind](site, self._passes, no_callback, Order.BEGIN)
         self._place([(tap, node)])
 
     def warning(self, name: str) -> str | None:

@@ -49,9 +49,7 @@ class InputTap(Tap):
         super().__init__(site, passes, callback, rank)
         self.arguments: Arguments = Arguments()
 
-    def fire(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def fire(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Call the callback: the forward-pre hook."""
         if kwargs is None:
             # Another thread is removing this hook and has already cleared its with_kwargs flag.

@@ -25,17 +25,9 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     is_masked = any(
         arguments.get(name) is not None for name in ("src_mask", "src_key_padding_mask")
     )
-    if not isinstance(src, Tensor) or src.dim() != 3 or (src.is_nested and is_masked):
+    if not isinstance(src, Tensor) or (src.is_nested and is_masked):
         return False
-    tensors = [src, *layer.parameters()]
-    needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return (
-        torch.backends.mha.get_fastpath_enabled()
-        and not torch.is_autocast_enabled()
-        and not needs_graph
-        and not is_overridden(tensors)
-        and _can_be_fused(layer)
-    )
+    return _may_be_fused(layer, src) and _can_be_fused(layer)
 
 
 def runs_nested(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -50,20 +42,25 @@ def runs_nested(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     src, padding = arguments.get("src"), arguments.get("src_key_padding_mask")
     if not isinstance(src, Tensor) or not isinstance(padding, Tensor) or src.is_nested:
         return False
-    layer: Any = encoder.layers[0]
-    needs_graph = torch.is_grad_enabled() and (
-        src.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())
+    return (
+        getattr(encoder, "use_nested_tensor", False)
+        and arguments.get("mask") is None
+        and _may_be_fused(encoder.layers[0], src)  # type: ignore[index]
+        and (not getattr(encoder, "mask_check", True) or _is_at_the_end(padding))
     )
+
+
+def _may_be_fused(layer: nn.Module, src: Tensor) -> bool:
+    """Tell whether torch may run a layer as one operation on this input."""
+    tensors = [src, *layer.parameters()]
+    needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return (
         torch.backends.mha.get_fastpath_enabled()
-        and getattr(encoder, "use_nested_tensor", False)
         and not torch.is_autocast_enabled()
         and not needs_graph
         and not layer.training
         and src.dim() == 3
-        and arguments.get("mask") is None
-        and not is_overridden([src, *layer.parameters()])
-        and (not getattr(encoder, "mask_check", True) or _is_at_the_end(padding))
+        and not is_overridden(tensors)
     )
 
 
@@ -77,8 +74,7 @@ def _can_be_fused(layer: nn.TransformerEncoderLayer) -> bool:
     """Tell whether an encoder layer has the form that torch's fused operation takes."""
     attention: Any = layer.self_attn
     return bool(
-        not layer.training
-        and type(layer).forward is nn.TransformerEncoderLayer.forward
+        type(layer).forward is nn.TransformerEncoderLayer.forward
         and attention.batch_first
         and attention.in_proj_bias is not None
         and attention._qkv_same_embed_dim
