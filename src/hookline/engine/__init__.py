@@ -14,7 +14,7 @@ from hookline.engine.compile.graph_callback import (
 )
 from hookline.engine.compile.runs import CompiledRun
 from hookline.engine.distributed.parallel_ranks import (
-    gathered, is_summand, split_parameters, split_ranks, summed,
+    gathered, split_parameters, split_ranks, summed,
 )
 from hookline.engine.distributed.rendezvous import (
     TIMEOUT_S, failures_of, gather_json, has_come, note_failure, ranks_of, say_by_rank,
@@ -69,7 +69,7 @@ from hookline.engine.torch_private.autograd import (
 )
 from hookline.engine.torch_private.distributed import (
     calls_of_sharded, clone_locally, default_store, fsdp1_parts, full_value,
-    is_dtensor, is_flat, is_grouped, is_split, layout_of, local_part, reshard, sharding,
+    is_dtensor, is_flat, is_grouped, is_split, is_summand, layout_of, local_part, reshard, sharding,
     split_over, unwrapped, waiting_gradients,
 )
 from hookline.engine.torch_private.dynamo import (
@@ -77,9 +77,7 @@ from hookline.engine.torch_private.dynamo import (
 )
 from hookline.engine.torch_private.graph.checkpoint import aside
 from hookline.engine.torch_private.graph.dispatch import (
-    storage_address,
-    without_function_modes,
-    without_modes,
+    storage_address, without_function_modes, without_modes,
 )
 from hookline.engine.torch_private.graph.function_modes import is_exported
 from hookline.engine.torch_private.graph.nodes import (

@@ -211,18 +211,14 @@ class HookedView:
             self._lost()
             return None
         whole, total, share = self._gradients.close(grad)
-        if not self._is_known_in(backward_number()):
+        # In the run in which the node of the write was found, it may have run before.
+        is_found = self._has_node and self._node_found_in != backward_number()
+        if not (is_found or self._write_ran):
             if self._has_node or not self._is_alone:
                 self._lost()
                 return None
             share = total
         return None if share is None else self._gradients.change(whole, total, share, self._hook)
-
-    def _is_known_in(self, run: int) -> bool:
-        """Tell whether the gradient at the write was seen in a run of autograd."""
-        return self._has_node and (
-            self._write_ran or self._node_found_in < 0 or self._node_found_in != run
-        )
 
     def _is_written(self) -> bool:
         return self._counter._version != self._version

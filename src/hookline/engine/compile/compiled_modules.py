@@ -54,12 +54,7 @@ class Borders:
     def __init__(self, watcher: Watcher) -> None:
         # The watcher holds its subscription. A strong reference would form a cycle, and a whole
         # line would live until gc runs.
-        self._watcher = weakref.ref(watcher)
-
-    @property
-    def watcher(self) -> Watcher | None:
-        """Return the watcher; None if nobody holds it any more."""
-        return self._watcher()
+        self.watcher: Callable[[], Watcher | None] = weakref.ref(watcher)
 
     def open(self) -> None:
         """Begin to report runs. `remove` undoes this also after an interrupt."""
@@ -169,8 +164,8 @@ def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
 def _watched(
     module: nn.Module, frame: FrameType, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    watchers = [watcher for border in Borders._all if (watcher := border.watcher) is not None]
-    watchers = [watcher for watcher in watchers if watcher.covers(module)]
+    held = filter(None, [border.watcher() for border in Borders._all])
+    watchers = [watcher for watcher in held if watcher.covers(module)]
     entered: list[Watcher] = []
     output = None
     try:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hookline.engine.torch_private.distributed import (
     fsdp1_layouts,
     is_dtensor,
+    is_summand,
     sharded_parameters,
 )
 
@@ -59,14 +60,6 @@ def _along(mesh: Any, dims: list[int]) -> list[int]:
 
 def _of_fsdp2(model: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     return [pair for module in model.modules() for pair in sharded_parameters(module)]
-
-
-def is_summand(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor that torch has not yet summed over ranks."""
-    return is_dtensor(tensor) and any(
-        placement.is_partial()
-        for placement in tensor.placements  # type: ignore[attr-defined]
-    )
 
 
 def summed(tensor: Tensor) -> Tensor:

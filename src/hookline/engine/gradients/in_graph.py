@@ -174,16 +174,10 @@ class GraphGradientTap(GradientTap):
         if form is not None:
             numbers = [early.slots.get(index, slot) for index, slot in enumerate(slots)]
             pending.form = outline(form, numbers)
-        if is_on:
-            self._collect_on(current, pending, slots, outside)
-
-    def _collect_on(
-        self, current: Pass, pending: PendingGradient, slots: TensorSlots, outside: Outside
-    ) -> None:
         is_again = current.recomputation is not None
-        if not is_again or current.recomputation.has_gradients:
+        if is_on and (not is_again or current.recomputation.has_gradients):
             self._wait_outside(current, pending, outside)
-        if is_again:
+        if not is_on or is_again:
             return
         if any(slot is not None for slot in slots):
             self.placed += 1

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import unserializable_hook
 
 from hookline.engine.autograd import aliases, module_backward
-from hookline.engine.autograd.view_hooks import HookedView
 from hookline.engine.gradients.in_graph import GraphGradientTap
 from hookline.engine.gradients.tap import (
     INSIDE,
@@ -169,13 +168,8 @@ class BorderTap(Tap):
         for base, views in borders:
             outside = base()
             if outside is None or not any(tensor is outside for tensor in returned):
-                _settle_all(views)
-
-
-def _settle_all(views: list[weakref.ref[HookedView]]) -> None:
-    for view in views:
-        if (hooked := view()) is not None:
-            hooked.settle()
+                for view in filter(None, [reference() for reference in views]):
+                    view.settle()
 
 
 _WRITTEN = (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookline.engine.autograd.aliases import has_aliases
 from hookline.engine.autograd.module_backward import CallGradients
 from hookline.engine.autograd.view_hooks import GradHook, HookedView, hook_value
-from hookline.engine.passes.modes import hides_gradients, map_batch, refuse_mapped
+from hookline.engine.passes.modes import hides_gradients, map_batch, mapped_gradient
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree
 from hookline.engine.selection.site import Site
@@ -383,7 +383,7 @@ class GradientTap(Tap):
         if not self.on.optional and any(
             hides_gradients(tensor) for _, tensor in tree.tensors(value)
         ):
-            refuse_mapped(str(self.site))
+            raise AttachError(mapped_gradient(str(self.site)))
         self.needless += 1
 
     def lose(self, why: str = "") -> None:

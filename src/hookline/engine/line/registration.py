@@ -229,7 +229,7 @@ class Registrations(Attachment):
                 flags[key] = True
             hooks[key] = hook
 
-    def _hold(self, register: Callable[[Hook], RemovableHandle], hook: Hook) -> int:
+    def _hold(self, register: Callable[[Hook], RemovableHandle], hook: Hook) -> None:
         """Register a hook with torch's own function; an interrupt leaves no hook registered."""
         handle = None
         try:
@@ -241,7 +241,6 @@ class Registrations(Attachment):
             if handle is not None:
                 handle.remove()
             raise
-        return handle.id
 
     def end(self) -> None:
         """Remove all hooks."""

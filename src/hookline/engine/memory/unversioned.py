@@ -43,15 +43,7 @@ def makes_new_memory(kind: type[nn.Module]) -> bool:
     return getattr(kind, "forward", None) in _COMPUTING
 
 
-@final
-class _Everything:
-    """A container of all memory."""
-
-    def __contains__(self, address: object) -> bool:
-        return True
-
-
-_EVERYTHING = _Everything()
+_EVERYTHING = range(1 << 64)  # all memory
 
 
 @final

@@ -270,7 +270,8 @@ class ProductCall:
         form = self.product.form(args, kwargs, of.n_heads)
         if form is None:
             return self.inner.call(args, kwargs)
-        if progress.step == 1 and _has_part_in(progress.memory, form):
+        operands = form.first, form.second
+        if progress.step == 1 and any(_is_in(progress.memory, operand) for operand in operands):
             of.begin_again(progress)
         if progress.step == 0 and makes_scores(form, of.weights()):
             return self._scores(progress, form, args, kwargs)
@@ -349,10 +350,6 @@ def _has_no_sign(value: Tensor) -> bool:
         return bool((value.detach() >= 0).all())
     except RuntimeError:
         return False
-
-
-def _has_part_in(memory: Memory | None, form: Form) -> bool:
-    return _is_in(memory, form.first) or _is_in(memory, form.second)
 
 
 @final

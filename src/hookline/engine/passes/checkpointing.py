@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.passes.calls import Calls
-from hookline.engine.passes.passes import THREAD, Pass, Passes
+from hookline.engine.passes.passes import THREAD, Pass, Passes, standing_in
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.graph.checkpoint import CheckpointPatch, aside
 from hookline.errors import AttachError
@@ -27,8 +27,49 @@ from hookline.util.locks import fork_safe_lock
 _N_SAMPLES = 64
 
 
+class Change(NamedTuple):
+    """Describe a change of a value, with fingerprints to compare the two runs.
+
+    Attributes:
+        where: the hook's site.
+        before: the fingerprint of the value that the hook got.
+        after: that of the value that it returned; None if it left the value as it was.
+    """
+
+    where: str
+    before: list[Tensor]
+    after: list[Tensor] | None
+
+
+class _Changes:
+    """The record of what hooks did in a run of a region; the two runs must do the same.
+
+    The device is not synchronised before the runs are compared.
+
+    Attributes:
+        changes: the changes of values, in order, and the hooks that left theirs as it was.
+    """
+
+    __slots__ = ("__weakref__", "changes")
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+
+    def changed(self, where: str, value: Any, new: Any) -> None:
+        """Record that a hook changed a value."""
+        self.note(Change(where, _fingerprint(value), _fingerprint(new)))
+
+    def left(self, where: str) -> None:
+        """Record that a hook left a value as it was."""
+        self.note(Change(where, [], None))
+
+    def note(self, change: Change) -> None:
+        """Keep a change."""
+        self.changes.append(change)
+
+
 @final
-class CheckpointedRegion:
+class CheckpointedRegion(_Changes):
     """The record of one line's first run of a checkpointed region.
 
     Args:
@@ -39,7 +80,6 @@ class CheckpointedRegion:
             the pass.
 
     Attributes:
-        changes: the changes of values, in order, and the hooks that left theirs as it was.
         calls: how often each tap that counts calls had run when the region began.
         early: the tensors that came from outside and got their hooks in the first run, by tap and
             call.
@@ -48,13 +88,14 @@ class CheckpointedRegion:
     """
 
     __slots__ = (
-        "__weakref__", "_first", "at_late", "by_root", "calls", "changes", "early", "is_reentrant",
-        "number", "outer", "passes", "runs",
+        "_first", "at_late", "by_root", "calls", "early", "is_reentrant", "number", "outer",
+        "passes", "runs",
     )  # fmt: skip
 
     def __init__(
         self, passes: Passes, current: Pass, *, is_reentrant: bool, by_root: bool | None
     ) -> None:
+        super().__init__()
         again = current.recomputation
         self.passes: Passes = passes
         self.is_reentrant: bool = is_reentrant
@@ -62,7 +103,6 @@ class CheckpointedRegion:
         self.number: int = current.number
         self.outer: Any = current.region
         self.calls: dict[Any, int] = dict(current.calls) if by_root is None else {}
-        self.changes: list[Change] = []
         # A copy: a tensor that is hooked in this first run was not hooked in the outer region's.
         self.early: dict[tuple[Any, int], Any] = {} if again is None else {**again.region.early}
         self.at_late: set[Callable[[], None]] = set()
@@ -81,37 +121,15 @@ class CheckpointedRegion:
         self.runs.append(number)
         return number
 
-    def changed(self, where: str, value: Any, new: Any) -> None:
-        """Record that a hook changed a value; the recomputation must make the same change."""
-        self.note(Change(where, _fingerprint(value), _fingerprint(new)))
-
-    def left(self, where: str) -> None:
-        """Record that a hook left a value as it was; the recomputation must leave it, too."""
-        self.note(Change(where, [], None))
-
     def note(self, change: Change) -> None:
         """Keep a change for this region and for each region around it."""
-        self.changes.append(change)
+        super().note(change)
         if self.outer is not None:
             self.outer.note(change)
 
 
-class Change(NamedTuple):
-    """Describe a change of a value, with fingerprints to compare the two runs.
-
-    Attributes:
-        where: the hook's site.
-        before: the fingerprint of the value that the hook got.
-        after: that of the value that it returned; None if it left the value as it was.
-    """
-
-    where: str
-    before: list[Tensor]
-    after: list[Tensor] | None
-
-
 @final
-class Recomputation:
+class Recomputation(_Changes):
     """The second run of a region, for one line.
 
     Args:
@@ -123,17 +141,16 @@ class Recomputation:
         roots: the running calls of the root.
     """
 
-    __slots__ = (
-        "_changes", "_has_run", "_runs", "current", "has_gradients", "region", "rest", "roots",
-    )  # fmt: skip
+    __slots__ = ("_has_run", "_runs", "current", "has_gradients", "region", "rest", "roots")
     is_repetition = False
+    is_reentrant = False  # only a first run has no gradients
 
     def __init__(self, region: CheckpointedRegion, rest: list[Recomputation]) -> None:
+        super().__init__()
         self.region: CheckpointedRegion = region
         self.rest: list[Recomputation] = rest
         self.has_gradients: bool = region.is_reentrant
         self._has_run = False
-        self._changes: list[Change] = []
         self._runs = iter(region.runs)
         current = Pass(region.number)
         self.current: Pass = current
@@ -145,11 +162,6 @@ class Recomputation:
     def is_awaited(self) -> bool:
         """Tell whether the run of the root that began this pass has not been recomputed yet."""
         return bool(self.region.by_root) and not self._has_run
-
-    @property
-    def is_reentrant(self) -> bool:
-        """Tell whether this run has no gradients: never, since it is the second run."""
-        return False
 
     def first(self) -> Pass | None:
         """Return the pass of the first run; None if it has been freed."""
@@ -183,18 +195,6 @@ class Recomputation:
         """
         return number if self.has_gradients else next(self._runs, number)
 
-    def changed(self, where: str, value: Any, new: Any) -> None:
-        """Record that a hook changed a value, to compare it with the first run's change."""
-        self.note(Change(where, _fingerprint(value), _fingerprint(new)))
-
-    def left(self, where: str) -> None:
-        """Record that a hook left a value as it was, to compare this with the first run."""
-        self.note(Change(where, [], None))
-
-    def note(self, change: Change) -> None:
-        """Keep a change for `close`, so that the device need not be synchronised now."""
-        self._changes.append(change)
-
     def close(self) -> None:
         """End the recomputation and compare its changes with those of the first run.
 
@@ -206,7 +206,7 @@ class Recomputation:
         self.rest.clear()
         # Where the two runs took different paths, torch stopped one early or raises an error
         # itself.
-        for first, second in zip(self.region.changes, self._changes, strict=False):
+        for first, second in zip(self.region.changes, self.changes, strict=False):
             if first.where == second.where and _is_other(first, second):
                 raise AttachError(
                     f"the hook at {first.where or 'the root'} gave another value when torch"
@@ -325,17 +325,13 @@ class _Checkpoint:
                 _refuse_late(regions)
             else:
                 passes_now[passes.in_thread] = _replay(regions, recomputations)
-        before = [(local, local.current, local.outside) for local in passes_now]
         checkpoints, THREAD.checkpoints = THREAD.checkpoints, ()
         draws, THREAD.draws = THREAD.draws, iter(self._draws)
         try:
-            for local, current in passes_now.items():
-                local.current, local.outside = None, current
-            return self._recompute(*args)
+            with standing_in(passes_now):
+                return self._recompute(*args)
         finally:
             THREAD.checkpoints, THREAD.draws = checkpoints, draws
-            for local, inside, outside in before:
-                local.current, local.outside = inside, outside
             for recomputation in recomputations:
                 recomputation.close()
 

@@ -91,15 +91,6 @@ def hides_gradients(tensor: Tensor) -> bool:
     return False
 
 
-def refuse_mapped(name: str) -> None:
-    """Raise an error for the gradients of one example under vmap.
-
-    Raises:
-        AttachError: always.
-    """
-    raise AttachError(mapped_gradient(name))
-
-
 def mapped_gradient(name: str) -> str:
     """Say that the gradients of one example under vmap cannot be seen."""
     return (

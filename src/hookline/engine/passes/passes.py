@@ -21,7 +21,8 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol, final
@@ -205,14 +206,14 @@ class Passes:
         Called before the first hook is registered.
         """
         if not self.every_thread:
-            _made_here.set((*_still_open(), self))
+            _made_here.set((*lines_here(), self))
 
     def leave(self) -> None:
         """End all passes: from now on no hook of the line sees anything."""
         with self.lock:  # a pass that another thread begins is open by now or never opens
             self.closed = True
         # Not ContextVar.reset: a line may end in another context than the one that made it.
-        _made_here.set(_still_open())
+        _made_here.set(lines_here())
         current = self.in_thread.current
         if current is not None:
             # A line that ends inside the forward has not failed. A root call that is no longer on
@@ -398,9 +399,21 @@ class Passes:
         current.roots.clear()
 
 
-def lines_here() -> tuple[Passes, ...]:
-    """Return the passes of the lines that were made in this context and are still on."""
-    return _still_open()
+@contextmanager
+def standing_in(passes_now: Mapping[Any, Pass]) -> Iterator[None]:
+    """Let lines see the code in the block in other passes, outside of any run of the root.
+
+    Args:
+        passes_now: the passes, by the `in_thread` of the line.
+    """
+    before = [(local, local.current, local.outside) for local in passes_now]
+    try:
+        for local, current in passes_now.items():
+            local.current, local.outside = None, current
+        yield
+    finally:
+        for local, inside, outside in before:
+            local.current, local.outside = inside, outside
 
 
 # The reason why a line has seen nothing of a run.
@@ -419,5 +432,6 @@ def _is_of_python() -> bool:
     )
 
 
-def _still_open() -> tuple[Passes, ...]:
+def lines_here() -> tuple[Passes, ...]:
+    """Return the passes of the lines that were made in this context and are still on."""
     return tuple(passes for passes in _made_here.get() if not passes.closed)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from hookline.engine.passes.passes import Pass, Passes, lines_here
+from hookline.engine.passes.passes import Pass, Passes, lines_here, standing_in
 
 
 @final
@@ -20,28 +20,26 @@ class Repetition:
 
     Args:
         number: the number of the pass that is repeated.
+
+    Attributes:
+        current: the pass that hooks of the repeated run belong to.
     """
 
-    __slots__ = ("_pass",)
+    __slots__ = ("current",)
     has_gradients = False
     is_repetition = True
 
     def __init__(self, number: int) -> None:
-        self._pass = Pass(number)
-        self._pass.recomputation = self
-
-    @property
-    def current(self) -> Pass:
-        """The pass that hooks of the repeated run belong to."""
-        return self._pass
+        self.current: Pass = Pass(number)
+        self.current.recomputation = self
 
     def root_begins(self) -> Pass:
         """Return the pass of the repeated run of the root."""
-        return self._pass
+        return self.current
 
     def pass_of_gradients(self) -> Pass:
         """Return the pass that gradients of the repeated run belong to."""
-        return self._pass
+        return self.current
 
     def early(self, tap: Any, call: int) -> None:
         """Return the tensors of a call that got hooks in a region's first run: none."""
@@ -56,14 +54,9 @@ def repeated(repeating: Passes) -> Iterator[None]:
     Args:
         repeating: the passes of the line that repeats the run; it may see every thread.
     """
-    before = []
-    try:
-        for passes in {id(passes): passes for passes in (repeating, *lines_here())}.values():
-            local = passes.in_thread
-            before.append((local, local.current, local.outside))
-            number = -1 if local.running is None else local.running.number
-            local.current, local.outside = None, Repetition(number).current
+    passes_now = {}
+    for local in (passes.in_thread for passes in (repeating, *lines_here())):
+        number = -1 if local.running is None else local.running.number
+        passes_now[local] = Repetition(number).current
+    with standing_in(passes_now):
         yield
-    finally:
-        for local, current, outside in before:
-            local.current, local.outside = current, outside

@@ -30,7 +30,7 @@ from hookline.engine.selection.module_tree import (
 )
 from hookline.engine.selection.operations import operation_names, refuse_graph
 from hookline.engine.selection.part_names import sites_of_part
-from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse
+from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse, paths_above
 from hookline.engine.selection.suggestions import Query, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
 from hookline.errors import SelectionError
@@ -384,13 +384,8 @@ def _match_tensors(
     return [
         node
         for node in tree.tensors
-        if any(matches(path) or _is_below(path, above) for path in node.paths)
+        if any(matches(p) or not above.isdisjoint(paths_above(p)) for p in node.paths)
     ]
-
-
-def _is_below(path: str, above: set[str]) -> bool:
-    parts = path.split(".")
-    return any(".".join(parts[:end]) in above for end in range(1, len(parts)))
 
 
 def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleNode]]:

@@ -178,7 +178,7 @@ def _part_of_output(tree: ModuleTree, query: Query) -> str | None:
     """Propose a part of the output of `block` for a path such as `block.logits`."""
     above, dot, name = query.text.path.rpartition(".")
     holder = "" if above == ROOT else above
-    node = next((node for node in tree.nodes if holder in node.paths), None)
+    node = tree.by_path.get(holder)
     if not dot or node is None or "output" not in query.ports or not name.isidentifier():
         return None
     if query.rest or not may_return(node.module, name):
@@ -189,7 +189,7 @@ def _part_of_output(tree: ModuleTree, query: Query) -> str | None:
 def _computed(tree: ModuleTree, query: Query) -> str | None:
     """Propose the parameters from which a module computes the requested weight."""
     above, _, name = query.text.path.rpartition(".")
-    node = next((node for node in tree.nodes if above in node.paths), None)
+    node = tree.by_path.get(above)
     if node is None or not name:
         return None
     paths = [tensor.path for tensor in tree.tensors]

@@ -49,13 +49,14 @@ def clone_locally(tensor: Tensor) -> Tensor:
 
     `clone()` of a DTensor with partial placements would compute the sum over ranks: a collective.
     """
-    if not is_dtensor(tensor) or not _is_sum(tensor.placements):  # type: ignore[attr-defined]
+    if not is_summand(tensor):
         return tensor.clone()
     return ShardLayout.of(tensor).put(tensor.to_local().clone())  # type: ignore[attr-defined]
 
 
-def _is_sum(placements: Any) -> bool:
-    return any(placement.is_partial() for placement in placements)
+def is_summand(tensor: Any) -> bool:
+    """Tell whether a tensor is a DTensor that torch has not yet summed over ranks."""
+    return is_dtensor(tensor) and any(part.is_partial() for part in tensor.placements)
 
 
 class ShardLayout(NamedTuple):
@@ -146,7 +147,7 @@ def source_of(tensor: Tensor) -> ReplacedTensor | None:
         if name == _OF_LOCAL:
             layout = ShardLayout.of(tensor)
             gradient_placements = getattr(node, "grad_placements", None)  # absent in torch 2.11
-            if gradient_placements is not None or _is_sum(layout.placements):
+            if gradient_placements is not None or is_summand(tensor):
                 return None
         node, number = node.next_functions[number]  # type: ignore[union-attr]
     if node is tensor.grad_fn or node is None or hasattr(node, "variable"):
@@ -259,9 +260,8 @@ def fsdp1_parts(model: nn.Module) -> dict[int, list[int]]:
         By the id of each, the ranks that share it.
     """
     ranks: dict[int, list[int]] = {}
-    handles: list[Any] = [module._handle for module in model.modules() if wraps_fsdp1(module)]
-    for handle in handles:
-        if handle and handle.uses_sharded_strategy:
+    for handle in _handles(model):
+        if handle.uses_sharded_strategy:
             flat, of_group = handle.flat_param, dist.get_process_group_ranks(handle.process_group)
             parts = (flat, *(flat._params or ()), *(flat._shared_params or ()))
             ranks.update((id(part), of_group) for part in parts)
@@ -280,10 +280,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
     The wrapper's forward may broadcast buffers, in eval mode as well: a collective.
     """
-    kind = getattr(sys.modules.get("torch.nn.parallel"), "DistributedDataParallel", None)
-    is_wrapper = kind is not None and isinstance(model, kind)
-    inner: Any = model.module if is_wrapper else model
-    return inner  # type: ignore[no-any-return]
+    is_wrapper = isinstance(model, nn.parallel.DistributedDataParallel)
+    return model.module if is_wrapper else model
 
 
 def sharding(model: nn.Module) -> str:
@@ -318,9 +316,13 @@ def fsdp1_layouts(model: nn.Module) -> list[Any]:
 
     FSDP1 flattens the weights of each wrapper, and notes how to make DTensors of them again.
     """
-    handles: list[Any] = [module._handle for module in model.modules() if wraps_fsdp1(module)]
-    notes = [note for handle in handles if handle for note in handle.flat_param._param_extensions]
+    notes = [note for handle in _handles(model) for note in handle.flat_param._param_extensions]
     return [note for note in notes if note is not None]
+
+
+def _handles(model: nn.Module) -> list[Any]:
+    handles: list[Any] = [module._handle for module in model.modules() if wraps_fsdp1(module)]
+    return [handle for handle in handles if handle]
 
 
 @contextmanager

@@ -232,11 +232,7 @@ class BackwardTap(_RawBackwardTap):
     )
 
     def enter(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        frame: FrameType | None = None,
+        self, module: nn.Module, args: Any, kwargs: Any = None, frame: FrameType | None = None
     ) -> Any:
         """Replace the inputs by aliases: the forward-pre hook."""
         if frame is None and is_dynamo_compiling():
@@ -329,7 +325,7 @@ class BackwardTap(_RawBackwardTap):
         if run not in call.grad_output:
             call.grad_output[run] = {}
             # Where no gradient of an input is wanted, nothing else removes the gradients.
-            at_end_of_backward(partial(_forget, call, run))
+            at_end_of_backward(partial(call.grad_output.pop, run, None))
         call.grad_output[run][slot] = grad
         if not call.has_inputs:  # no input requires a gradient, and this is the only output
             self._answer(call, {})
@@ -361,10 +357,6 @@ class BackwardTap(_RawBackwardTap):
         current = self.in_thread.running
         opened = None if current is None else current.opened.get(self)
         return opened[-1] if opened else None
-
-
-def _forget(call: _Call, run: int) -> None:
-    call.grad_output.pop(run, None)
 
 
 def _needing(output: Any) -> list[Tensor]:

@@ -35,8 +35,6 @@ from hookline.engine import (
 from hookline.engine.taps.fast_path import REMEDY, is_fused
 from hookline.errors import SelectionError
 from hookline.util.locks import fork_safe_lock
-from hookline.verbs.attach.backward_taps import BackwardPreTap, BackwardTap
-from hookline.verbs.attach.raw_taps import EventTap, RawTap
 
 Matcher = Callable[[nn.Module], bool]
 
@@ -67,14 +65,7 @@ class GlobalHooks(Attachment):
         self.taps: list[_GlobalHook] = []
         self.groups: set[str] = set()
 
-    def add(
-        self,
-        kind: str,
-        matches: Matcher,
-        tap: RawTap | BackwardPreTap | BackwardTap | EventTap,
-        *,
-        prepend: bool,
-    ) -> None:
+    def add(self, kind: str, matches: Matcher, tap: Any, *, prepend: bool) -> None:
         """Add a hook of a kind on the modules that `matches` accepts."""
         self.taps.insert(0 if prepend else len(self.taps), _GlobalHook(kind, matches, tap))
         self.groups |= _groups(kind)
@@ -86,8 +77,7 @@ class GlobalHooks(Attachment):
 
     def end(self) -> None:
         """Remove all hooks."""
-        if self.groups:
-            DISPATCHER.discard(self)
+        self.drop([hook.tap for hook in self.taps])
 
     def drop(self, taps: Iterable[Any]) -> None:
         """Drop some taps, and the process-wide hooks that no other tap needs."""
@@ -173,12 +163,9 @@ class _Dispatcher:
         with self._lock:
             if line not in self._lines:
                 self._lines = (*self._lines, line)
-            self._place_groups(line)
-
-    def _place_groups(self, line: GlobalHooks) -> None:
-        for group in _GROUPS:  # in their order
-            if group in line.groups and group not in self._placed:
-                self._place(group)
+            for group in _GROUPS:  # in their order
+                if group in line.groups and group not in self._placed:
+                    self._place(group)
 
     def _place(self, group: str) -> None:
         registrations = self._placed[group] = Registrations()
@@ -188,12 +175,6 @@ class _Dispatcher:
         except BaseException:  # Ctrl-C
             self._remove(group)
             raise
-
-    def discard(self, line: GlobalHooks) -> None:
-        """Remove a line that has ended, and the process-wide hooks that no other line needs."""
-        with self._lock:
-            self._lines = tuple(other for other in self._lines if other is not line)
-            self._remove_unwanted()
 
     def shrink(self, line: GlobalHooks) -> None:
         """Remove the process-wide hooks that nobody needs after a line has dropped some taps.

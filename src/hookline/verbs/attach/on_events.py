@@ -141,8 +141,7 @@ class EventHooks(ModuleHooks):
                 of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
             StructureError: (when it fires) the hook returned something other than None.
         """
-        check = check_returns.check_nothing("line.state_dict_pre", "change the module")
-        return self._state("state_dict_pre", "state_dict_pre", where, hook, check)
+        return self._state("state_dict_pre", where, hook, "change the module")
 
     def state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call a hook after a state dict is made.
@@ -174,8 +173,7 @@ class EventHooks(ModuleHooks):
             StructureError: (when it fires) a module's hook returned something other than None, or
                 an optimizer's hook something other than None or a dict.
         """
-        check = check_returns.check_nothing("line.state_dict", "change the state_dict")
-        return self._state("state_dict", "state_dict_post", where, hook, check)
+        return self._state("state_dict", where, hook, "change the state_dict")
 
     def load_state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call a hook before a state dict is loaded.
@@ -208,8 +206,7 @@ class EventHooks(ModuleHooks):
             StructureError: (when it fires) a module's hook returned something other than None, or
                 an optimizer's hook something other than None or a dict.
         """
-        check = check_returns.check_nothing("line.load_state_dict_pre", "change the state_dict")
-        return self._state("load_state_dict_pre", "load_state_dict_pre", where, hook, check)
+        return self._state("load_state_dict_pre", where, hook, "change the state_dict")
 
     def load_state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call a hook after a state dict is loaded.
@@ -237,17 +234,15 @@ class EventHooks(ModuleHooks):
                 of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
             StructureError: (when it fires) the hook returned something other than None.
         """
-        check = check_returns.check_nothing("line.load_state_dict", "change incompatible_keys")
-        return self._state("load_state_dict", "load_state_dict_post", where, hook, check)
+        return self._state("load_state_dict", where, hook, "change incompatible_keys")
 
-    def _optimizer(
-        self, kind: str, optimizer: Any, hook: Hook, check: Hook, torch_kind: str | None = None
-    ) -> HookHandle:
+    def _optimizer(self, kind: str, optimizer: Any, hook: Hook, check: Hook) -> HookHandle:
         check_callable(kind, hook)
         is_any = optimizer is None and self.is_everywhere
         name = "any optimizer" if is_any else type(optimizer).__name__
-        site, spec = Site(name, kind, module_type="Optimizer"), HookSpec(torch_kind or kind)
-        tap = EventTap(site, self.passes, hook, check, spec)
+        site = Site(name, kind, module_type="Optimizer")
+        torch_kind = f"{kind}_post" if kind.endswith("state_dict") else kind
+        tap = EventTap(site, self.passes, hook, check, HookSpec(torch_kind))
         if is_any:
             return self.hook_everywhere(kind, lambda owner: True, tap)
         if not isinstance(optimizer, Optimizer):
@@ -277,11 +272,12 @@ class EventHooks(ModuleHooks):
                 "\nMake it from model.parameters(), or use hl.attach() for an optimizer alone."
             )
 
-    def _state(self, kind: str, torch_kind: str, where: Any, hook: Hook, check: Hook) -> HookHandle:
+    def _state(self, kind: str, where: Any, hook: Hook, instead: str) -> HookHandle:
+        check = check_returns.check_nothing(f"line.{kind}", instead)
         if isinstance(where, Optimizer):
-            may_replace = torch_kind in ("state_dict_post", "load_state_dict_pre")
-            check = check_returns.check_optimizer_state if may_replace else check
-            return self._optimizer(kind, where, hook, check, torch_kind)
+            if kind in ("state_dict", "load_state_dict_pre"):  # it may return another state dict
+                check = check_returns.check_optimizer_state
+            return self._optimizer(kind, where, hook, check)
         check_callable(kind, hook)
         if self.is_everywhere:
             raise AttachError(

@@ -326,7 +326,7 @@ def _no_op_warning(effects: list[_NoOpDetector]) -> str | None:
 class EditGradient(GradientCallback):
     """Change the gradients at one site."""
 
-    __slots__ = ("_change", "_effect", "_where", "inside")
+    __slots__ = ("_change", "_effect", "inside")
     changes = True
 
     def __init__(self, change: Callable[[Any], Any], effect: _NoOpDetector) -> None:
@@ -335,14 +335,13 @@ class EditGradient(GradientCallback):
         )
         self._change = change
         self._effect = effect
-        self._where = effect.where
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
         new = self._effect.of_gradient(self._change, current, pending.call, grad)
         difference = None if new is None else describe.difference(grad, new)
         if difference:
-            raise _other_gradient(self._where, difference)
+            raise _other_gradient(self._effect.where, difference)
         return new
 
 

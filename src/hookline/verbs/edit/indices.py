@@ -12,8 +12,6 @@ from torch import Tensor
 
 from hookline.errors import AttachError
 
-_FORMS = "an integer, a slice or a list of integers"
-
 
 @final
 @dataclass(slots=True, eq=False)
@@ -109,33 +107,33 @@ def indices(name: str, given: Any, *, allows_negative: bool) -> Indices | None:
     """
     if given is None:
         return None
-    if isinstance(given, slice):
-        ends = (given.start, given.stop, given.step)
-        span = slice(*[None if end is None else _number(name, end) for end in ends])
-        _refuse_negative(name, given, (span.start, span.stop), allows_negative=allows_negative)
-        if span.step is not None and span.step < 1:
-            raise AttachError(
-                f"{name} must be a slice with a positive step, got {given!r}."
-                f"\nWrite {name}=slice(start, stop)."
-            )
-        return Indices(name, None, span)
-    whole = _plain(given)
-    is_single = isinstance(whole, str | bytes) or not isinstance(whole, Iterable)
-    numbers = tuple(_number(name, n) for n in ([whole] if is_single else whole))
-    if not numbers:
-        raise AttachError(f"{name} must name at least one number, got {given!r}.\nLeave it out.")
-    _refuse_negative(name, given, numbers, allows_negative=allows_negative)
-    return Indices(name, tuple(dict.fromkeys(numbers)), None)
-
-
-def _refuse_negative(
-    name: str, given: Any, numbers: Iterable[int | None], *, allows_negative: bool
-) -> None:
-    if not allows_negative and any(number is not None and number < 0 for number in numbers):
+    read = _span(name, given) if isinstance(given, slice) else _numbers(name, given)
+    if read.counts_from_end and not allows_negative:
         raise AttachError(
             f"{name} must not be negative, because the last step is not known beforehand, got"
             f" {given!r}.\nCount from the first step, which is 0: {name}=slice(1, None)."
         )
+    if read.span is not None and read.span.step is not None and read.span.step < 1:
+        raise AttachError(
+            f"{name} must be a slice with a positive step, got {given!r}."
+            f"\nWrite {name}=slice(start, stop)."
+        )
+    return read
+
+
+def _span(name: str, given: slice) -> Indices:
+    ends = (given.start, given.stop, given.step)
+    span = slice(*[None if end is None else _number(name, end) for end in ends])
+    return Indices(name, None, span)
+
+
+def _numbers(name: str, given: Any) -> Indices:
+    whole = _plain(given)
+    is_single = isinstance(whole, str | bytes) or not isinstance(whole, Iterable)
+    numbers = dict.fromkeys(_number(name, n) for n in ([whole] if is_single else whole))
+    if not numbers:
+        raise AttachError(f"{name} must name at least one number, got {given!r}.\nLeave it out.")
+    return Indices(name, tuple(numbers), None)
 
 
 def _plain(given: Any) -> Any:
@@ -150,11 +148,7 @@ def _number(name: str, number: Any) -> int:
             raise TypeError
         return operator.index(plain)
     except TypeError:
-        raise _other_form(name, number) from None
-
-
-def _other_form(name: str, given: Any) -> AttachError:
-    return AttachError(
-        f"{name} must be {_FORMS}, got {given!r}.\nWrite {name}=0, {name}=[0, 2] or"
-        f" {name}=slice(1, None)."
-    )
+        raise AttachError(
+            f"{name} must be an integer, a slice or a list of integers, got {number!r}."
+            f"\nWrite {name}=0, {name}=[0, 2] or {name}=slice(1, None)."
+        ) from None

@@ -18,26 +18,7 @@ from hookline.recordings.pass_record import PassRecord
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.operands import Operand
 from hookline.verbs.edit.places import Moment
-from hookline.verbs.edit.recorded import RecordedSite, check_run, of_no_site
-
-
-@final
-class Patch:
-    """A change that differs by site: the value that a recording has there."""
-
-    __slots__ = ("_run",)
-
-    def __init__(self, run: Recording | PassRecord) -> None:
-        check_run(run, "patch")
-        self._run = run
-
-    def __call__(self, value: Any) -> Any:
-        """Refuse a call without a site."""
-        raise of_no_site("patch")
-
-    def at(self, site: Site) -> PatchAt:
-        """Return the change of a site."""
-        return PatchAt(RecordedSite(self._run, site), site)
+from hookline.verbs.edit.recorded import RecordedChange, RecordedSite, of_no_site
 
 
 @final
@@ -45,18 +26,18 @@ class PatchAt:
     """The patch of one site.
 
     Args:
-        recorded: the recorded values of the site.
+        run: the recording, or one of its passes.
         site: the site.
     """
 
     __slots__ = ("_alone", "_recorded", "_where")
     wants_moment = True
 
-    def __init__(self, recorded: RecordedSite, site: Site) -> None:
-        self._recorded = recorded
+    def __init__(self, run: Recording | PassRecord, site: Site) -> None:
+        self._recorded = RecordedSite(run, site)
         self._where = str(site)
         # Compiled code cannot look values up.
-        alone = recorded.alone()
+        alone = self._recorded.alone()
         self._alone = alone if isinstance(alone, Tensor) else None
 
     def __call__(self, value: Any, moment: Moment | None = None) -> Any:
@@ -118,7 +99,7 @@ def _other_form(value: Any, recorded: Any, where: str) -> StructureError:
     )
 
 
-def patch(run: Recording | PassRecord) -> Patch:
+def patch(run: Recording | PassRecord) -> RecordedChange:
     """Put the recorded value of the same site in place of the value.
 
         >>> import hookline as hl
@@ -149,4 +130,4 @@ def patch(run: Recording | PassRecord) -> Patch:
             the run or the call.
         StructureError: (when the model runs) the recorded value has another shape.
     """
-    return Patch(run)
+    return RecordedChange("patch", run, PatchAt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, final
 
@@ -68,13 +69,38 @@ class RecordedSite:
         return values[0] if len(values) == 1 else None
 
 
-def check_run(run: Any, name: str) -> None:
-    """Refuse an argument that is not a recording or one of its passes."""
-    if not isinstance(run, Recording | PassRecord):
-        raise AttachError(
-            f"hl.edits.{name} must be given a recording, got {describe.in_words(run)}."
-            f"\nGive what hl.record returned: hl.edits.{name}(run)."
-        )
+@final
+class RecordedChange:
+    """A change that differs by site: by what a recording has there.
+
+    Args:
+        name: the name of the edit.
+        run: the recording, or one of its passes.
+        at: returns the change of a site in the recording.
+
+    Raises:
+        AttachError: `run` is not a recording.
+    """
+
+    __slots__ = ("_at", "_name", "_run")
+
+    def __init__(self, name: str, run: Any, at: Callable[[Any, Site], Any]) -> None:
+        if not isinstance(run, Recording | PassRecord):
+            raise AttachError(
+                f"hl.edits.{name} must be given a recording, got {describe.in_words(run)}."
+                f"\nGive what hl.record returned: hl.edits.{name}(run)."
+            )
+        self._name = name
+        self._run = run
+        self._at = at
+
+    def __call__(self, value: Any) -> Any:
+        """Refuse a call without a site."""
+        raise of_no_site(self._name)
+
+    def at(self, site: Site) -> Any:
+        """Return the change of a site."""
+        return self._at(self._run, site)
 
 
 def of_no_site(name: str) -> AttachError:

@@ -16,7 +16,7 @@ from hookline.recordings import Recording
 from hookline.recordings.pass_record import PassRecord
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.places import Moment
-from hookline.verbs.edit.recorded import RecordedSite, check_run, of_no_site
+from hookline.verbs.edit.recorded import RecordedChange, RecordedSite, of_no_site
 
 # Below this correlation, the logits of two runs are not those of the same tokens and router.
 _LEAST_LIKENESS = 0.5
@@ -73,42 +73,27 @@ def _rules_for(logits: Tensor) -> tuple[Rule, ...]:
 
 
 @final
-class Reroute:
-    """A change that differs by site: the experts that a recorded router chose there."""
+class RerouteAt:
+    """The replay of one router.
 
-    __slots__ = ("_run",)
+    Args:
+        run: the recording, or one of its passes.
+        site: the router's output.
 
-    def __init__(self, run: Recording | PassRecord) -> None:
-        check_run(run, "reroute")
-        self._run = run
+    Raises:
+        AttachError: the site is not the whole output of a module.
+    """
 
-    def __call__(self, value: Any) -> Any:
-        """Refuse a call without a site."""
-        raise of_no_site("reroute")
+    __slots__ = ("_recorded", "_site")
+    wants_moment = True
 
-    def at(self, site: Site) -> RerouteAt:
-        """Return the change of a router.
-
-        Raises:
-            AttachError: the site is not the whole output of a module.
-        """
+    def __init__(self, run: Recording | PassRecord, site: Site) -> None:
         if site.port != "output" or site.leaf:
             raise AttachError(
                 f"hl.edits.reroute must be given the output of a router, got {site}."
                 f"\nSelect the module: hl.edit(model, {site.path!r}, hl.edits.reroute(run))."
             )
-        return RerouteAt(RecordedSite(self._run, site), site)
-
-
-@final
-class RerouteAt:
-    """The replay of one router."""
-
-    __slots__ = ("_recorded", "_site")
-    wants_moment = True
-
-    def __init__(self, recorded: RecordedSite, site: Site) -> None:
-        self._recorded = recorded
+        self._recorded = RecordedSite(run, site)
         self._site = site
 
     def __call__(self, value: Any, moment: Moment | None = None) -> Any:
@@ -254,7 +239,7 @@ def _rule_of(now: _Choice, indices: Tensor, where: str) -> Rule:
     return best
 
 
-def reroute(run: Recording | PassRecord) -> Reroute:
+def reroute(run: Recording | PassRecord) -> RecordedChange:
     """Send each token to the experts that the router chose in a recorded run.
 
         >>> class Router(nn.Linear):
@@ -290,4 +275,4 @@ def reroute(run: Recording | PassRecord) -> Reroute:
             makes its scores; or the recorded experts are not those of the recorded logits, or are
             of other tokens or another router.
     """
-    return Reroute(run)
+    return RecordedChange("reroute", run, RerouteAt)

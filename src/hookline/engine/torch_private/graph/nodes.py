@@ -24,8 +24,7 @@ _KEPT = "_raw_saved_"
 
 def number_of(node: Any) -> int:
     """Return the number of a node."""
-    number: int = node._sequence_nr()
-    return number
+    return int(node._sequence_nr())
 
 
 def nodes_below(roots: Iterable[Any], lowest: int) -> tuple[list[tuple[int, Any]], Any]:

@@ -180,9 +180,7 @@ class _StandIns(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if tensor.layout is not torch.strided or tensor.is_nested:
                 raise ModelError(f"it holds a tensor of layout {tensor.layout}")
-            strides = tensor.stride() if not is_dtensor(tensor) else None
-            stand_in = _empty(tensor.shape, strides, tensor.dtype, torch.device("meta"))
-            stand_in = _like(stand_in, tensor)
+            stand_in = _like(_on_device(tensor, torch.device("meta")), tensor)
         self._made.append((stand_in, tensor.device))
         self._devices[stand_in.untyped_storage()._cdata] = tensor.device
         return stand_in
@@ -202,17 +200,11 @@ class _StandIns(TorchFunctionMode):
 
     def fake_of(self, stand_in: Tensor) -> Tensor:
         """Return a fake tensor on the device of the original, by the memory of the stand-in."""
-        device = self._devices[stand_in.untyped_storage()._cdata]
-        return _empty(stand_in.shape, stand_in.stride(), stand_in.dtype, device)
+        return _on_device(stand_in, self._devices[stand_in.untyped_storage()._cdata])
 
     def as_fakes(self) -> dict[int, Any]:
         """Return fake tensors on the devices of the originals, by the id of the stand-in."""
-        fakes = {
-            id(stand_in): _like(
-                _empty(stand_in.shape, stand_in.stride(), stand_in.dtype, device), stand_in
-            )
-            for stand_in, device in self._made
-        }
+        fakes = {id(made): _like(_on_device(made, device), made) for made, device in self._made}
         return fakes | {id(tensor): tensor for tensor in self._with_numbers}
 
 
@@ -321,10 +313,11 @@ def _packed_in(value: Any) -> Iterator[PackedSequence]:
             yield from _packed_in(part)
 
 
-def _empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if strides is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the same form without numbers; of a DTensor, of the whole."""
+    if is_dtensor(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _like(stand_in: Tensor, tensor: Tensor) -> Tensor:
