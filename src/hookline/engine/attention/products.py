@@ -6,7 +6,7 @@ on the right, all of shape [batch, head, position, width]. It also takes them ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -102,8 +102,49 @@ def makes_scores(form: Form, weights: Sequence[Tensor]) -> bool:
     return len(query) == len(key) and (key[0] != 1 or query[0] == 1) and query[-1] > 1
 
 
+class Layout:
+    """The base of the layouts: the operands of a product by head.
+
+    Attributes:
+        left, right: "first" or "second": the operands of queries or the pattern, and of values.
+    """
+
+    left, right = "first", "second"
+    _by_head: Callable[[Tensor, int], Tensor]  # gives an operand, or the result, by head
+    _like: Callable[[Tensor, Tensor, int], Tensor]  # gives it back as it was before
+
+    def query(self, form: Form) -> Tensor:
+        """Return the queries by head."""
+        return self._by_head(getattr(form, self.left), _LEFT)
+
+    def value(self, form: Form) -> Tensor:
+        """Return the values by head, of the second product; of the first one, transposed keys."""
+        return self._by_head(getattr(form, self.right), _RIGHT)
+
+    def output(self, result: Tensor) -> Tensor:
+        """Return the result of the second product by head."""
+        return self._by_head(result, _RESULT)
+
+    def put_query(self, query: Tensor, form: Form) -> Form:
+        """Return the form with other queries."""
+        changed: Any = {self.left: self._like(query, getattr(form, self.left), _LEFT)}
+        return form._replace(**changed)
+
+    def put_value(self, value: Tensor, form: Form) -> Form:
+        """Return the form with other values, or transposed keys."""
+        changed: Any = {self.right: self._like(value, getattr(form, self.right), _RIGHT)}
+        return form._replace(**changed)
+
+    def put_output(self, output: Tensor, result: Tensor) -> Tensor:
+        """Return the result of the second product, changed by head."""
+        return self._like(output, result, _RESULT)
+
+
+_LEFT, _RIGHT, _RESULT = range(3)
+
+
 @final
-class Matrices:
+class Matrices(Layout):
     """The layout of `matmul`, `bmm` and `baddbmm`.
 
     Args:
@@ -120,6 +161,8 @@ class Matrices:
         self.names: tuple[str, ...] = names
         self.n_heads: int | None = n_heads
         self.is_turned: bool = is_turned
+        if is_turned:
+            self.left, self.right = "second", "first"
 
     def turned(self) -> Matrices:
         """Return the layout with the pattern on the other side."""
@@ -129,7 +172,7 @@ class Matrices:
         """Return the dimension of the keys in scores."""
         return scores.dim() - 1
 
-    def _by_head(self, value: Tensor) -> Tensor:
+    def _by_head(self, value: Tensor, which: int) -> Tensor:
         if self.is_turned:
             value = value.transpose(-2, -1)
         heads = self.n_heads
@@ -137,36 +180,9 @@ class Matrices:
             return value
         return value.reshape(-1, heads, *value.shape[1:])
 
-    def _like(self, value: Tensor, before: Tensor) -> Tensor:
-        """Return a value by head in the dimensions that the operand had."""
+    def _like(self, value: Tensor, before: Tensor, which: int) -> Tensor:
         value = value.flatten(0, 1) if value.dim() > before.dim() else value
         return value.transpose(-2, -1) if self.is_turned else value
-
-    def query(self, form: Form) -> Tensor:
-        """Return the queries by head."""
-        return self._by_head(form.second if self.is_turned else form.first)
-
-    def value(self, form: Form) -> Tensor:
-        """Return the values by head, of the second product; of the first one, transposed keys."""
-        return self._by_head(form.first if self.is_turned else form.second)
-
-    def output(self, result: Tensor) -> Tensor:
-        """Return the result of the second product by head."""
-        return self._by_head(result)
-
-    def put_query(self, query: Tensor, form: Form) -> Form:
-        """Return the form with other queries."""
-        return form._replace(first=self._like(query, form.first))
-
-    def put_value(self, value: Tensor, form: Form) -> Form:
-        """Return the form with other values, or transposed keys."""
-        if self.is_turned:
-            return form._replace(first=self._like(value, form.first))
-        return form._replace(second=self._like(value, form.second))
-
-    def put_output(self, output: Tensor, result: Tensor) -> Tensor:
-        """Return the result of the second product, changed by head."""
-        return self._like(output, result)
 
     def arguments(self, form: Form, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the call with the operands of a form."""
@@ -181,7 +197,7 @@ class Matrices:
 
 
 @final
-class Letters:
+class Letters(Layout):
     """The layout of an `einsum`, by the places of its letters.
 
     Args:
@@ -191,9 +207,8 @@ class Letters:
     """
 
     def __init__(self, left: str, right: str, orders: Sequence[tuple[int, ...]]) -> None:
-        self.left: str = left
-        self.right: str = right
-        self.of_left, self.of_right, self.of_result = orders
+        self.left, self.right = left, right
+        self.orders: Sequence[tuple[int, ...]] = orders
 
     @staticmethod
     def of(equation: str) -> Letters | None:
@@ -216,49 +231,25 @@ class Letters:
 
     def turned(self) -> Letters:
         """Return the layout with the pattern on the other side."""
-        left, right, result = self.of_left, self.of_right, self.of_result
+        left, right, result = self.orders
         orders = [(*order[:-2], order[-1], order[-2]) for order in (right, left, result)]
         return Letters(self.right, self.left, orders)
 
     def key_dim(self, scores: Tensor) -> int | None:
         """Return the dimension of the keys in scores; None if the scores were reshaped."""
-        return self.of_result[-1] if scores.dim() == len(self.of_result) else None
+        order = self.orders[_RESULT]
+        return order[-1] if scores.dim() == len(order) else None
 
-    def query(self, form: Form) -> Tensor:
-        """Return the queries by head."""
-        operand: Tensor = getattr(form, self.left)
-        return operand.permute(self.of_left)
+    def _by_head(self, value: Tensor, which: int) -> Tensor:
+        return value.permute(self.orders[which])
 
-    def value(self, form: Form) -> Tensor:
-        """Return the values by head, of the second product; of the first one, transposed keys."""
-        operand: Tensor = getattr(form, self.right)
-        return operand.permute(self.of_right)
-
-    def output(self, result: Tensor) -> Tensor:
-        """Return the result of the second product by head."""
-        return result.permute(self.of_result)
-
-    def put_query(self, query: Tensor, form: Form) -> Form:
-        """Return the form with other queries."""
-        changed: dict[str, Any] = {self.left: query.permute(_inverse(self.of_left))}
-        return form._replace(**changed)
-
-    def put_value(self, value: Tensor, form: Form) -> Form:
-        """Return the form with other values, or transposed keys."""
-        changed: dict[str, Any] = {self.right: value.permute(_inverse(self.of_right))}
-        return form._replace(**changed)
-
-    def put_output(self, output: Tensor, result: Tensor) -> Tensor:
-        """Return the result of the second product, changed by head."""
-        return output.permute(_inverse(self.of_result))
+    def _like(self, value: Tensor, before: Tensor, which: int) -> Tensor:
+        order = self.orders[which]
+        return value.permute([order.index(place) for place in range(len(order))])
 
     def arguments(self, form: Form, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the call with the operands of a form."""
         return (args[0], form.first, form.second), kwargs
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(order.index(place) for place in range(len(order)))
 
 
 def _within(first: str, second: str, without: str) -> str:

@@ -167,6 +167,7 @@ class _Border:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Compiled(Attachment):
     """The state of one line in torch.compile, from when dynamo is loaded until the line ends.
 
@@ -180,31 +181,22 @@ class Compiled(Attachment):
         border: watches the calls of compiled modules; None until dynamo is loaded.
     """
 
-    __slots__ = (
-        "_lock", "_marks", "_new", "_nodes", "_parts", "_passes", "_root", "_run", "_taps",
-        "_traced", "border",
-    )  # fmt: skip
+    _passes: Passes
+    _root: nn.Module | None
+    _taps: list[Tap]
+    _nodes: dict[int, ModuleNode | ParameterNode]
+    border: _Border | None = None
+    # Held while taps and marks change: passes may begin in several threads, and the line may end in
+    # another.
+    _lock: threading.RLock = field(default_factory=fork_safe_lock)
+    _marks: Marks = field(default_factory=Marks)
+    _run: CurrentRun = field(init=False)
+    _new: list[Tap] = field(default_factory=list)  # that earlier compiled code does not contain
+    _parts: dict[int, list[Tap]] = field(default_factory=dict)  # by the id of a compiled module
+    _traced: Site | None = None  # the site of the tap that dynamo traced last
 
-    def __init__(
-        self,
-        passes: Passes,
-        root: nn.Module | None,
-        taps: list[Tap],
-        nodes: dict[int, ModuleNode | ParameterNode],
-    ) -> None:
-        self._passes = passes
-        self._root = root
-        self._taps = taps
-        self._nodes = nodes
-        self.border: _Border | None = None
-        # Held while taps and marks change: passes may begin in several threads, and the line may
-        # end in another.
-        self._lock = fork_safe_lock()
-        self._marks = Marks()
-        self._run = CurrentRun(passes.switch)
-        self._new: list[Tap] = []  # taps that earlier compiled code does not contain
-        self._parts: dict[int, list[Tap]] = {}  # the taps in a compiled module, by the module's id
-        self._traced: Site | None = None  # the site of the tap that dynamo traced last
+    def __post_init__(self) -> None:
+        self._run = CurrentRun(self._passes.switch)
 
     # -- the beginning ---------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol, final
 
@@ -160,6 +161,7 @@ THREAD = _Thread()
 
 
 @final
+@dataclass(slots=True, eq=False, kw_only=True)
 class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`.
 
@@ -174,31 +176,23 @@ class Passes:
         lock: held while a pass begins.
     """
 
-    __slots__ = (
-        "_latest", "_numbers", "_open", "at_border", "at_root", "closed", "compiler",
-        "every_thread", "failed", "in_thread", "lock", "other_contexts", "outside_root", "sink",
-        "started", "switch", "transformed",
-    )  # fmt: skip
-
-    def __init__(self, *, every_thread: bool = False) -> None:
-        self.in_thread: _ThreadPasses = _ThreadPasses()
-        self.sink: Sink | None = None
-        self.at_root: Callable[[Pass, FrameType], None] | None = None
-        self.at_border: Callable[[], None] | None = None
-        self.switch: Switch = Switch()
-        self.compiler: Compiler | None = None
-        self.every_thread: bool = every_thread
-        self.closed: bool = False
-        self.transformed: bool = False  # whether a pass ran inside torch.func
-        self.started: int = 0
-        # The part of `started` for modules that ran outside a run of the root.
-        self.outside_root: int = 0
-        self.other_contexts: int = 0
-        self.failed: int = 0
-        self._numbers = itertools.count()
-        self._open: dict[int, Pass] = {}
-        self._latest: Pass | None = None
-        self.lock: threading.RLock = fork_safe_lock()
+    every_thread: bool = False
+    in_thread: _ThreadPasses = field(default_factory=_ThreadPasses)
+    sink: Sink | None = None
+    at_root: Callable[[Pass, FrameType], None] | None = None
+    at_border: Callable[[], None] | None = None
+    switch: Switch = field(default_factory=Switch)
+    compiler: Compiler | None = None
+    closed: bool = False
+    transformed: bool = False  # whether a pass ran inside torch.func
+    started: int = 0
+    outside_root: int = 0  # the part of `started` for modules that ran outside a run of the root
+    other_contexts: int = 0
+    failed: int = 0
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _open: dict[int, Pass] = field(default_factory=dict)
+    _latest: Pass | None = None
+    lock: threading.RLock = field(default_factory=fork_safe_lock)
 
     def belong_here(self) -> None:
         """Bind the line to the present context, unless it sees every thread.

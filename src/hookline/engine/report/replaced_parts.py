@@ -7,8 +7,9 @@ longer leads to. Each pass begins with a look at the selected paths.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from operator import is_
 from typing import Any, NamedTuple, final
@@ -76,6 +77,7 @@ class Loss(NamedTuple):
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Originals:
     """Keep the selected modules and parameters of a line, as the line found them.
 
@@ -92,42 +94,33 @@ class Originals:
         told: the losses that `look` has warned of, by site.
     """
 
-    __slots__ = (
-        "_children", "_core", "_further", "_has_parameters", "_lock", "_n_linked", "_name",
-        "_named", "_nodes", "_root", "_taps", "_tensors", "_tree", "kinds", "lapse", "told",
-    )  # fmt: skip
+    _name: str
+    _root: nn.Module | None
+    _tree: ModuleTree | None  # None after the first look
+    _taps: list[Tap]
+    _nodes: dict[int, Node]
+    kinds: set[type] = field(default_factory=set)
+    lapse: Lapse = field(default_factory=Lapse)
+    told: dict[Site, Loss] = field(default_factory=dict)
+    _core: nn.Module | None = field(init=False)
+    _further: list[tuple[Site, Node]] = field(default_factory=list)
+    # FSDP1 puts other tensors in the parameters' places, and back.
+    _has_parameters: bool = True
+    _lock: threading.RLock = field(default_factory=fork_safe_lock)
+    # Made at the second look. `_children` has the attributes and the children of each module above
+    # a selected module, which is quickest to make and to compare. `_named` takes its place after a
+    # change of other modules. It has each module on a selected path, with its name and the
+    # attributes of its parent. `_tensors` has each selected parameter, with its name and the
+    # attributes of its module. Attributes, not their tables: `del sequential[1]` makes a new table.
+    _children: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = field(
+        default_factory=list
+    )
+    _named: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
+    _tensors: list[tuple[dict[str, Any], str, ParameterNode]] = field(default_factory=list)
+    _n_linked: int = -1  # the number of taps when they were made
 
-    def __init__(
-        self,
-        name: str,
-        root: nn.Module | None,
-        tree: ModuleTree,
-        taps: list[Tap],
-        nodes: dict[int, Node],
-    ) -> None:
-        self.kinds: set[type] = set()
-        self.lapse: Lapse = Lapse()
-        self.told: dict[Site, Loss] = {}
-        self._name = name
-        self._root = root
-        self._core = None if root is None else unwrap(root)
-        self._tree: ModuleTree | None = tree  # None after the first look
-        self._taps = taps
-        self._nodes = nodes
-        self._further: list[tuple[Site, Node]] = []
-        # FSDP1 puts other tensors in the parameters' places, and back.
-        self._has_parameters = True
-        self._lock = fork_safe_lock()
-        # Made at the second look. `_children` has the attributes and the children of each module
-        # above a selected module, which is quickest to make and to compare. `_named` takes its
-        # place after a change of other modules. It has each module on a selected path, with its
-        # name and the attributes of its parent. `_tensors` has each selected parameter, with its
-        # name and the attributes of its module. Attributes, not their tables: `del sequential[1]`
-        # makes a new table.
-        self._children: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = []
-        self._named: list[tuple[dict[str, Any], str, nn.Module]] = []
-        self._tensors: list[tuple[dict[str, Any], str, ParameterNode]] = []
-        self._n_linked = -1  # the number of taps when they were made
+    def __post_init__(self) -> None:
+        self._core = None if self._root is None else unwrap(self._root)
 
     def add(self, places: Iterable[tuple[Site, Node]]) -> None:
         """Add sites that have no tap of their own."""

@@ -119,6 +119,16 @@ class _RawBackwardTap(GradientTap):
         super().retire()
         self.function = no_callback
 
+    def _counted(self, output: Any) -> list[Tensor]:
+        """List the output tensors that require gradients, each once, and count the output."""
+        distinct = tree.distinct(output)
+        tensors = [t for t in distinct if t.requires_grad and t.grad_fn is not None]
+        if tensors:
+            self.placed += 1
+        else:
+            self.count_needless(output)
+        return tensors
+
     def _rank(self, rank: Order) -> Order:
         return Order.EVERYWHERE if self.is_everywhere else rank
 
@@ -197,9 +207,11 @@ class BackwardPreTap(_RawBackwardTap):
             return None
         with aside(current.region):
             value = alias_leaves(output)
-        self._count(current, value)
-        tensors = _needing(value)
-        if len(tensors) != 1 or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            self._comes_later(current)
+            return None
+        tensors = self._counted(value)
+        if len(tensors) != 1:
             return None
         call = self._begin(module)
         call.outputs = _form(value, lambda tensor: 0 if tensor is tensors[0] else None)
@@ -209,14 +221,6 @@ class BackwardPreTap(_RawBackwardTap):
     def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
         new = self._ask(call, outlines.fill(call.outputs, {0: grad}))
         return None if new is None else _numbered(call.outputs, new, [grad])[0]
-
-    def _count(self, current: Pass, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            self._comes_later(current)
-        elif _needing(output):
-            self.placed += 1
-        else:
-            self.count_needless(output)
 
 
 @final
@@ -300,11 +304,7 @@ class BackwardTap(_RawBackwardTap):
             return None
         with aside(current.region):
             value = alias_leaves(output)
-        tensors = _needing(value)
-        if tensors:
-            self.placed += 1
-        else:
-            self.count_needless(value)
+        tensors = self._counted(value)
         if call.outputs is not None:
             return None
         call.waits = bool(tensors)
@@ -357,15 +357,6 @@ class BackwardTap(_RawBackwardTap):
         current = self.in_thread.running
         opened = None if current is None else current.opened.get(self)
         return opened[-1] if opened else None
-
-
-def _needing(output: Any) -> list[Tensor]:
-    """List the output tensors that require gradients, each once."""
-    return [
-        tensor
-        for tensor in tree.distinct(output)
-        if tensor.requires_grad and tensor.grad_fn is not None
-    ]
 
 
 def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:

@@ -30,12 +30,12 @@ def check_forward(result: Any, values: tuple[Any, ...]) -> Any:
     return result
 
 
-def check_forward_pre(with_kwargs: bool) -> Callable[[Any, tuple[Any, ...]], Any]:
-    """Return the check for the results of a forward-pre hook."""
-    return _check_args_kwargs if with_kwargs else _check_args
+def check_args(result: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments that a forward-pre hook has returned, as a tuple.
 
-
-def _check_args(result: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    Raises:
+        StructureError: it returned a list; or the arguments held tensors, and its result none.
+    """
     args = values[1]
     took_list = len(args) == 1 and isinstance(args[0], list)
     # A new list is a mistake for a tuple; torch would pass the list as one argument.
@@ -55,7 +55,12 @@ def _check_args(result: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     return new
 
 
-def _check_args_kwargs(result: Any, values: tuple[Any, ...]) -> Any:
+def check_args_kwargs(result: Any, values: tuple[Any, ...]) -> Any:
+    """Return the result of a forward-pre hook that takes keyword arguments, too.
+
+    Raises:
+        StructureError: it is not (args, kwargs).
+    """
     if not _is_args_kwargs(result):
         raise StructureError(
             f"the pre-hook (with_kwargs) must return (args, kwargs), got {_show(result)}."

@@ -17,6 +17,7 @@ from hookline.engine import (
     OperationNode,
     Selector,
     Site,
+    Tap,
     defaults_by_name,
     path_text,
 )
@@ -70,7 +71,7 @@ class ModuleHooks(EverywhereHooks):
                 " to process-wide pre-hooks."
                 "\nUse line.forward(..., with_kwargs=True), or attach to a model."
             )
-        check = check_returns.check_forward_pre(with_kwargs)
+        check = check_returns.check_args_kwargs if with_kwargs else check_returns.check_args
         spec = HookSpec("forward_pre", with_kwargs=with_kwargs)
         return self._forward(selector, hook, check, spec, prepend=prepend)
 
@@ -126,13 +127,9 @@ class ModuleHooks(EverywhereHooks):
         kind = spec.kind
         check_callable(kind, hook)
         hook = defaults_by_name(hook, (2 if kind == "forward_pre" else 3) + spec.with_kwargs)
-        if self.is_everywhere:
-            tap = RawTap(_everywhere(kind), self.passes, hook, check, spec)
-            return self.hook_everywhere(kind, everywhere_matcher(selector), tap, prepend=prepend)
         make = partial(AlwaysCalledTap if spec.always_call else RawTap, passes=self.passes,
                        function=hook, check=check, spec=spec)  # fmt: skip
-        places = self._each_module(kind, selector, calls=True)
-        return self._hook_all(kind, places, make, prepend=prepend)
+        return self._hook_modules(kind, selector, make, calls=True, prepend=prepend)
 
     def backward_pre(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_output)` before the gradients enter each selected module.
@@ -164,7 +161,7 @@ class ModuleHooks(EverywhereHooks):
             StructureError: (in backward) the hook returned gradients of another structure, shape,
                 dtype or device, or changed a gradient in place.
         """
-        return self._backward("backward_pre", selector, hook, BackwardPreTap, prepend=prepend)
+        return self._backward(BackwardPreTap, "backward_pre", selector, hook, prepend=prepend)
 
     def backward(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_input, grad_output)` when each module's gradients are complete.
@@ -198,25 +195,29 @@ class ModuleHooks(EverywhereHooks):
             AttachError: `hook` is no function, or the line has no model. Or (when the model runs)
                 the module changes one of several inputs in place, or is in compiled code.
         """
-        return self._backward("backward", selector, hook, BackwardTap, prepend=prepend)
+        return self._backward(BackwardTap, "backward", selector, hook, prepend=prepend)
 
     def _backward(
-        self,
-        kind: str,
-        selector: Selector,
-        hook: Hook,
-        make: type[BackwardPreTap | BackwardTap],
-        *,
-        prepend: bool,
+        self, tap: type[Tap], kind: str, selector: Selector, hook: Hook, *, prepend: bool
     ) -> HookHandle:
         check_callable(kind, hook)
+        make = partial(tap, passes=self.passes, function=hook, is_everywhere=self.is_everywhere)
+        return self._hook_modules(kind, selector, make, calls=False, prepend=prepend)
+
+    def _hook_modules(
+        self, kind: str, selector: Selector, make: Callable[[Site], Tap], *, calls: bool,
+        prepend: bool,
+    ) -> HookHandle:  # fmt: skip
+        """Place a tap on each module that a selector matches, or with `hl.EVERYWHERE` one for all.
+
+        Args:
+            calls: whether the selector may name a call.
+        """
         if self.is_everywhere:
-            tap = make(_everywhere(kind), self.passes, hook, is_everywhere=True)
+            tap = make(Site("any module", kind, module_type="any module"))
             return self.hook_everywhere(kind, everywhere_matcher(selector), tap, prepend=prepend)
-        places = self._each_module(kind, selector)
-        return self._hook_all(
-            kind, places, lambda site: make(site, self.passes, hook), prepend=prepend
-        )
+        places = self._each_module(kind, selector, calls=calls)
+        return self._hook_all(kind, places, make, prepend=prepend)
 
     def saved(
         self, selector: Selector, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -297,10 +298,6 @@ _ON_OPERATIONS = ("forward_pre", "forward", "backward_pre", "backward")
 
 def _module_of(site: Site, node: Any) -> str:
     return path_text(site.path if isinstance(node, ModuleNode) else site.path.rpartition(".")[0])
-
-
-def _everywhere(kind: str) -> Site:
-    return Site("any module", kind, module_type="any module")
 
 
 def check_callable(kind: str, hook: Any) -> None:

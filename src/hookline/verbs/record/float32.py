@@ -6,7 +6,7 @@ product of float32 matrices is computed in 16 bits, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -36,18 +36,12 @@ _WIDE = frozenset({
 class _InFloat32(TorchFunctionMode):
     """Compute sums, means, norms and powers of narrow floats in float32, and return float32."""
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function.__name__ in _WIDE:
+        if func.__name__ in _WIDE:
             args = tuple([_wide(argument) for argument in args])
             kwargs = {name: _wide(argument) for name, argument in kwargs.items()}
-        return function(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _wide(value: Any) -> Any:

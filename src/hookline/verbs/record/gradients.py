@@ -50,12 +50,7 @@ class KeepGradient(GradientCallback):
     __slots__ = ("_kept", "_number", "_parameter", "keeps_graph")
 
     def __init__(
-        self,
-        number: int,
-        keeper: Keeper,
-        parameter: Tensor | None,
-        *,
-        keeps_graph: bool,
+        self, number: int, keeper: Keeper, parameter: Tensor | None, *, keeps_graph: bool
     ) -> None:
         self._number = number
         self._kept = keeper

@@ -159,11 +159,7 @@ class Keeper:
         return value_kept, self._stamp(current, value_kept, beside)
 
     def _kept(
-        self,
-        current: Pass,
-        value: Any,
-        site: Site | None,
-        beside: list[tuple[Tensor, Tensor]],
+        self, current: Pass, value: Any, site: Site | None, beside: list[tuple[Tensor, Tensor]]
     ) -> Any:
         keep = self._keep
         assert keep is not None

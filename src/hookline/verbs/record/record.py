@@ -257,11 +257,7 @@ class _Recorder:
     """
 
     def __init__(
-        self,
-        line: Line,
-        selection: Selection,
-        options: Keep,
-        after: Callable[[Site], None] | None,
+        self, line: Line, selection: Selection, options: Keep, after: Callable[[Site], None] | None
     ) -> None:
         sites, places, nodes = selection.sites, selection.places, line.module_tree.nodes
         unversioned = Unversioned(line.root, len(nodes)) if options.get("copy") is None else None
@@ -285,8 +281,9 @@ class _Recorder:
         )
         if line.root is not None:
             self.recording.identify(weakref.ref(line.root))
-            beams = _BeamWarning(line.name) if may_search(line.root) else None
-            line.passes.at_root = _AtRoot(SettingsReader(nodes, self.recording.modules), beams)
+            settings = SettingsReader(nodes, self.recording.modules)
+            looks = may_search(line.root)
+            line.passes.at_root = _AtRoot(line.name, settings, looks_for_beams=looks)
 
     def bind(self, site: Site) -> Bound:
         """Return the tap or callback for the next site."""
@@ -297,16 +294,12 @@ class _Recorder:
         if site.is_gradient:
             return self._gradient(number, node)
         callback = _keep(number, self._kept, site)
+        bound: Callback | SplitCallback = callback
         if self._after is not None:
-            callback = _then(callback, self._after, site)
-        bound = self._halves(number, callback, site) or callback
+            bound = _then(callback, self._after, site)
+        elif self._in_graph is not None:
+            bound = SplitCallback(callback, self._in_graph, _keep(number, self._of_graph, site))
         return InBlocks(bound) if self._takes_blocks else bound
-
-    def _halves(self, number: int, callback: Callback, site: Site) -> SplitCallback | None:
-        """Return a callback in two halves for compiled code; None if it has no half in a graph."""
-        if self._in_graph is None or self._after is not None:
-            return None
-        return SplitCallback(callback, self._in_graph, _keep(number, self._of_graph, site))
 
     def _gradient(self, number: int, node: Any) -> KeepGradient:
         parameter = getattr(node, "tensor", None)
@@ -328,42 +321,30 @@ class _Recorder:
 
 @final
 class _AtRoot:
-    """Note the settings of torch at each pass, and look for a beam search."""
-
-    __slots__ = ("_beams", "_settings")
-
-    def __init__(self, settings: SettingsReader, beams: _BeamWarning | None) -> None:
-        self._settings = settings
-        self._beams = beams
-
-    def __call__(self, current: Pass, frame: FrameType) -> None:
-        current.settings = self._settings.read()
-        if self._beams is not None:
-            self._beams(current, frame)
-
-
-@final
-class _BeamWarning:
-    """Warn once if the rows of values are beams of a search.
+    """Note the settings of torch at each pass, and warn once if rows are beams of a search.
 
     Args:
         name: the name of the verb.
+        settings: reads the settings.
+        looks_for_beams: whether the model may search; until the warning.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, settings: SettingsReader, *, looks_for_beams: bool) -> None:
         self._name = name
-        self._is_told = False
+        self._settings = settings
+        self._looks_for_beams = looks_for_beams
 
     def __call__(self, current: Pass, frame: FrameType) -> None:
-        """Look at the callers of the root."""
-        n = 1 if self._is_told else n_beams(frame)
+        current.settings = self._settings.read()
+        n = n_beams(frame) if self._looks_for_beams else 1
         if n > 1:
             current.at_end.append(partial(self._tell, current, n))
 
     def _tell(self, current: Pass, n: int) -> None:
-        if self._is_told or not current.log:  # such as the encoder's values, from before the search
+        # The values may be from before the search, such as the encoder's.
+        if not self._looks_for_beams or not current.log:
             return
-        self._is_told = True
+        self._looks_for_beams = False
         warn(
             f"hl.{self._name} sees generate() search with {n} beams: values have {n} rows for each"
             " input, one for each beam, and the search may reorder them between passes."

@@ -159,17 +159,15 @@ class _StandIns(TorchFunctionMode):
         self._devices: dict[int, torch.device] = {}  # by the address of the stand-in's storage
         self._with_numbers: list[Tensor] = []
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is Tensor.__deepcopy__:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
                 memo[id(tensor)] = self.of(tensor)
             return memo[id(tensor)]
-        if function is _CLONE:  # of a parameter that no module holds
+        if func is _CLONE:  # of a parameter that no module holds
             return self.of(args[0])
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the meta device in place of this one.
@@ -216,16 +214,14 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = {id(tensor): tensor for tensor in tensors}
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch._subclasses.fake_tensor import unset_fake_temporarily  # late: it loads sympy
 
         tensors = [value for value in args if isinstance(value, Tensor)]
         if not tensors or any(id(tensor) not in self._known for tensor in tensors):
-            return function(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
         with unset_fake_temporarily():
-            result = function(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor):
                 self._known[id(value)] = value
@@ -259,12 +255,10 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _product_of_groups(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _product_of_groups(
@@ -292,12 +286,10 @@ class _Fakes(TorchFunctionMode):
         super().__init__()
         self._stand_ins = stand_ins
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function == _DATA and self._stand_ins.knows(args[0]):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA and self._stand_ins.knows(args[0]):
             return self._stand_ins.fake_of(args[0])
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 _CLONE = torch._C.TensorBase.clone
