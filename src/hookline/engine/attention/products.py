@@ -33,11 +33,6 @@ class Form(NamedTuple):
         """The queries by head; of the second product, the pattern."""
         return self.layout.query(self)
 
-    @property
-    def value(self) -> Tensor:
-        """The values by head; of the first product, the transposed keys."""
-        return self.layout.value(self)
-
 
 @final
 class Product:

@@ -29,26 +29,22 @@ class CompiledRun:
         is_again: whether this is the recomputation of a checkpointed region.
 
     Attributes:
+        current: returns the pass; None if it has been freed.
         number: the number of the run.
         n_before: the number of calls in the pass before the run, by tap.
         pending: values whose gradients arrive in several parts, by tap and call.
     """
 
-    __slots__ = ("__weakref__", "_current", "is_again", "n_before", "number", "pending")
+    __slots__ = ("__weakref__", "current", "is_again", "n_before", "number", "pending")
 
     def __init__(self, current: Pass, *, is_again: bool = False) -> None:
         self.is_again: bool = is_again
         self.number: int = next(_numbers)
-        self._current = weakref.ref(current)
+        self.current: Callable[[], Pass | None] = weakref.ref(current)
         self.n_before: dict[Any, int] = {}
         self.pending: dict[tuple[Any, int], Any] = {}
         _runs[self.number] = self
         current.opened.setdefault(_RUNS, []).append(self)
-
-    @property
-    def current(self) -> Pass | None:
-        """Return the pass; None if it has been freed."""
-        return self._current()
 
     def as_tensor(self) -> Tensor:
         """Return the number as a tensor: a graph is not recompiled for a new tensor."""

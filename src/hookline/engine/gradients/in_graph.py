@@ -234,7 +234,7 @@ class GraphGradientTap(GradientTap):
             self.on.before_inside(grad)
             return
         run = run_of(number)
-        current = None if run is None else run.current
+        current = None if run is None else run.current()
         if run is None or current is None:
             self.fired += self.on.inside is not None and slot == 0
             return

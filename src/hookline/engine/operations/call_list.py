@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from hookline.engine.functions import argument_names, functions, name_of
 from hookline.engine.operations.own_calls import OwnCalls
 from hookline.engine.torch_private.graph.function_modes import calling_module, pop_mode
+from hookline.util.frames import outward
 
 _TORCH = str(Path(inspect.getfile(nn)).parent.parent)
 
@@ -84,12 +86,10 @@ _ATTRIBUTE = ("__get__", "__set__", "__delete__")
 
 def _place(frame: FrameType) -> tuple[str, int]:
     """Return the file and line of a call in the user's code; in torch's, if that alone calls."""
-    first = place = frame.f_code.co_filename, frame.f_lineno
+    first = frame.f_code.co_filename, frame.f_lineno
     _, _, outermost = calling_module(frame)
-    at: FrameType | None = frame
-    while at is not None and at is not outermost:
+    for at in takewhile(lambda at: at is not outermost, outward(frame)):
         place = at.f_code.co_filename, at.f_lineno
         if not place[0].startswith(_TORCH):
             return place
-        at = at.f_back
     return first

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import CodeType, FrameType
 from typing import final
 
+from hookline.util.frames import outward
+
 
 @final
 class Calls(list[tuple[int, CodeType, int | None]]):
@@ -54,10 +56,7 @@ class Calls(list[tuple[int, CodeType, int | None]]):
         """
         if not self:
             return 0
-        stack: dict[int, FrameType] = {}
-        while frame is not None:
-            stack[id(frame)] = frame
-            frame = frame.f_back
+        stack = {id(each): each for each in outward(frame)}
         before = len(self)
         while self and not _is_under_way(self[-1], stack):
             self.pop()

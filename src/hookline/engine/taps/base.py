@@ -369,11 +369,9 @@ def _inert(kind: type[Tap]) -> Tap:
     return tap
 
 
-_INERT = Passes()
-_INERT.closed = True
+_INERT = Passes(closed=True)
 # The passes of taps that a handle has removed: no pass ever begins.
-_REMOVED = Passes()
-_REMOVED.closed = True
+_REMOVED = Passes(closed=True)
 
 
 class RootTap(HookOwner):

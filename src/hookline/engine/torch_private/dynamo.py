@@ -11,13 +11,13 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from hookline.errors import AttachError
+from hookline.util.frames import outward
 from hookline.util.optional import imported
 from hookline.util.weak_map import WeakIdentityMap
 
@@ -250,15 +250,15 @@ def _runs_of_nodes() -> Iterator[tuple[Any, Any]]:
 
     Interpreters outside dynamo are the user's own.
     """
-    frame: FrameType | None = sys._getframe(1)
     last = None
-    while frame is not None and frame.f_globals.get("__name__") != _DYNAMO:
+    for frame in outward(sys._getframe(1)):
+        if frame.f_globals.get("__name__") == _DYNAMO:
+            return
         if frame.f_code.co_name == "run_node" and "n" in frame.f_locals:
             interpreter, node = frame.f_locals.get("self"), frame.f_locals["n"]
             if isinstance(interpreter, torch.fx.Interpreter) and interpreter is not last:
                 yield interpreter, node
                 last = interpreter
-        frame = frame.f_back
 
 
 _DYNAMO = "torch._dynamo.convert_frame"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hookline.util.frames import outward
 
 # Bound once, because they are called in every pass.
 _is_exporting = torch.compiler.is_exporting
@@ -77,12 +78,8 @@ def _traces_here(symbolic: object) -> bool:
     Up to torch 2.13 all threads share its flag, which is set while another thread compiles.
     """
     file = getattr(symbolic, "__file__", None)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "trace" and frame.f_code.co_filename == file:
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame in outward(sys._getframe(1)))
+    return any(code.co_name == "trace" and code.co_filename == file for code in codes)
 
 
 # The wrappers of torch.func's tensors: grad, jvp, vmap, functionalize.

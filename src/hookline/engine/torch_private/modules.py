@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
+
+from hookline.util.frames import outward
 
 # Wrappers that add a segment to every path below them, by the name of their module and class.
 # Importing `torch._dynamo` or `torch.distributed` to compare classes would cost a second.
@@ -110,12 +111,7 @@ def table_of(module: nn.Module, name: str) -> dict[str, Any]:
 
 def in_functional_call() -> bool:
     """Tell whether `torch.func.functional_call` has put other parameters into a model for now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _FUNCTIONAL:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is _FUNCTIONAL for frame in outward(sys._getframe(1)))
 
 
 _FUNCTIONAL = stateless._functional_call.__code__

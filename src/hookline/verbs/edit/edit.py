@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
     Bound,
+    Callback,
     GradientCallback,
     Lapse,
     Line,
@@ -30,7 +31,7 @@ from hookline.engine.pytree import describe
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import edits
 from hookline.verbs.edit.indices import indices
-from hookline.verbs.edit.places import Moment, Places, SitePlaces
+from hookline.verbs.edit.places import Places, SitePlaces
 
 
 def edit(
@@ -135,7 +136,7 @@ def edit(
     effects: list[_NoOpDetector] = []
     with line.all_or_nothing():
         for selection, edit in selected:
-            line.tap(selection, _Binder(edit, places, effects).bind, Order.EDIT)
+            line.tap(selection, _binder(edit, places, effects), Order.EDIT)
     if line.root is not None and any(effect.places is not None for effect in effects):
         places.watch(line.root)
         line.passes.at_root = places.begin
@@ -176,32 +177,28 @@ def _refuse_parameters(selections: Iterable[Selection]) -> None:
             )
 
 
-@final
-class _Binder:
-    """Make the callback for each site of one change.
+def _binder(change: Any, places: Places, effects: list[_NoOpDetector]) -> Callable[[Site], Bound]:
+    """Return a function that makes the callback of a change for each site.
 
     Args:
         change: the change.
         places: the places of the line.
         effects: takes the detector of each site.
     """
+    change_at = getattr(change, "at", None)  # a change that differs by site has `at(site)`
+    everywhere = defaults_by_name(change, 1)
 
-    def __init__(self, change: Any, places: Places, effects: list[_NoOpDetector]) -> None:
-        self._at = getattr(change, "at", None)  # a change that differs by site has `at(site)`
-        self._everywhere = defaults_by_name(change, 1)
-        self._places = places
-        self._effects = effects
-
-    def bind(self, site: Site) -> Bound:
-        """Return the callback for a site."""
-        change = defaults_by_name(self._at(site), 1) if callable(self._at) else self._everywhere
-        wants_moment = getattr(change, "wants_moment", False)
+    def bind(site: Site) -> Bound:
+        change_here = defaults_by_name(change_at(site), 1) if callable(change_at) else everywhere
+        wants_moment = getattr(change_here, "wants_moment", False)
         where = None
-        if wants_moment or self._places.is_limited:
-            where = SitePlaces(self._places, site, wants_moment=wants_moment)
+        if wants_moment or places.is_limited:
+            where = SitePlaces(places, site, wants_moment=wants_moment)
         effect = _NoOpDetector(site, where)
-        self._effects.append(effect)
-        return (EditGradient if site.is_gradient else _value_changer)(change, effect)
+        effects.append(effect)
+        return (EditGradient if site.is_gradient else _value_changer)(change_here, effect)
+
+    return bind
 
 
 def _check_change(change: Any) -> None:
@@ -253,8 +250,8 @@ class _NoOpDetector:
             return self.places.changed(partial(self._of_value, change), current, value)
         return self._of_value(change, value)
 
-    def _of_value(self, change: Callable[..., Any], value: Any, *extra: Any) -> Any:
-        change = partial(_with_moment, change, *extra) if extra else change
+    def _of_value(self, change: Callable[..., Any], value: Any, **extra: Any) -> Any:
+        change = partial(change, **extra) if extra else change
         new = call_read_only(change, value, self._refusal, self._unreturned)
         return new if is_dynamo_compiling() else self._note(new)
 
@@ -264,8 +261,8 @@ class _NoOpDetector:
             return self.places.changed(partial(self._of_gradient, change), current, grad, call)
         return self._of_gradient(change, grad)
 
-    def _of_gradient(self, change: Callable[..., Any], grad: Any, *extra: Any) -> Any:
-        change = partial(_with_moment, change, *extra) if extra else change
+    def _of_gradient(self, change: Callable[..., Any], grad: Any, **extra: Any) -> Any:
+        change = partial(change, **extra) if extra else change
         return self._note(guarded(change, grad, self.where))
 
     def inside(self, change: Callable[..., Any], grad: Any) -> Any:
@@ -296,10 +293,6 @@ class _NoOpDetector:
             "\nReturn the container. Instead of an iterator, return a new one:"
             " iter([t * 2 for t in values])."
         )
-
-
-def _with_moment(change: Callable[[Any, Moment], Any], moment: Moment, value: Any) -> Any:
-    return change(value, moment)
 
 
 def _remark(effects: list[_NoOpDetector], places: Places) -> str | None:
@@ -362,9 +355,7 @@ def _other_gradient(where: str, difference: str) -> StructureError:
     )
 
 
-def _value_changer(
-    change: Callable[[Any], Any], effect: _NoOpDetector
-) -> Callable[[Pass, Any], Any]:
+def _value_changer(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callback:
     where = effect.where
 
     def callback(current: Pass, value: Any) -> Any:

@@ -104,7 +104,7 @@ class Places:
         # Whether it is noted which positions occur: not if all values are of compiled code, and
         # the inputs do not tell the tokens.
         self._is_noted = False
-        self._root: Callable[[], nn.Module | None] = _no_root
+        self._root: Callable[[], nn.Module | None] = lambda: None
         self._arguments = Arguments()
         self._thread = _Thread()
         self._of_pass: weakref.WeakKeyDictionary[Pass, PassPlace] = weakref.WeakKeyDictionary()
@@ -221,10 +221,6 @@ class Places:
         )
 
 
-def _no_root() -> None:
-    """Stand for an unknown root."""
-
-
 @final
 class SitePlaces:
     """The places of one site's edit.
@@ -264,11 +260,11 @@ class SitePlaces:
             return self._changed_in_graph(change, value)
         places = self._places
         place = places.of(current)
-        extra = (self._moment(current, place, call),) if self.wants_moment else ()
+        extra = {"moment": self._moment(current, place, call)} if self.wants_moment else {}
         if places.steps is not None and not places.steps.has(self._step(place)):
             return None
         if places.at is None:
-            return change(value, *extra)
+            return change(value, **extra)
         if any(isinstance(part, PackedSequence) for part in (value, *_parts(value))):
             raise self._without_tokens("a PackedSequence, in which rows alternate")
         masks = {leaf: self._mask(places.at, place, part) for leaf, part in tree.tensors(value)}
@@ -276,7 +272,7 @@ class SitePlaces:
             raise self._without_tokens(describe.in_words(value))
         if not any(mask.any() for mask in masks.values()):
             return None
-        new = change(value, *extra)
+        new = change(value, **extra)
         if new is None or describe.difference(value, new):
             return new  # which is refused
         return _put(value, new, masks, self._where)

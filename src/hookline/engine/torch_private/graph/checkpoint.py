@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookline.engine.torch_private.autograd import OUTER, at_end_of_backward, backward_number
+from hookline.util.frames import outward
 
 checkpointing: Any = checkpoint  # untyped, and written to
 
@@ -264,12 +265,10 @@ def _recomputed_by() -> str | None:
     """Return torch's function that recomputes the innermost region; None without one."""
     if backward_number() == -1:
         return None
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame in outward(sys._getframe(1)):
         code = frame.f_code
         if code.co_name in _RECOMPUTES and code.co_filename == checkpointing.__file__:
-            return str(code.co_name)
-        frame = frame.f_back
+            return code.co_name
     return None
 
 

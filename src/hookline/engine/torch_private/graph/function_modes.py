@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from types import CodeType, FrameType, MethodDescriptorType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from hookline.engine.torch_private.dynamo import OLD_DYNAMO
+from hookline.util.frames import outward
 
 # The code of a module's call: the outer function, and the inner one that calls hooks and forward.
 _CALL = nn.Module._call_impl.__code__
@@ -93,11 +95,10 @@ def runs_graph(frame: FrameType | None, outermost: FrameType) -> bool:
         frame: the inner frame.
         outermost: the outer frame.
     """
-    while frame is not None and frame is not outermost:
-        if frame.f_code.co_name == "_fn" and _is_graph(frame.f_locals.get("fn"), frame.f_back):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        each.f_code.co_name == "_fn" and _is_graph(each.f_locals.get("fn"), each.f_back)
+        for each in takewhile(lambda each: each is not outermost, outward(frame))
+    )
 
 
 def _is_graph(function: object, caller: FrameType | None) -> bool:

@@ -13,13 +13,11 @@ from hookline.engine.torch_private.graph.function_modes import is_overridden
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def runs_fused(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether torch runs this encoder layer as one operation, if no module in it has a hook.
 
     The conditions are those that `nn.TransformerEncoderLayer.forward` checks.
     """
-    if not isinstance(layer, nn.TransformerEncoderLayer):
-        return False
     arguments = dict(zip(("src", "src_mask", "src_key_padding_mask"), args, strict=False)) | kwargs
     src = arguments.get("src")
     is_masked = any(
@@ -30,13 +28,11 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _may_be_fused(layer, src) and _can_be_fused(layer)
 
 
-def runs_nested(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def runs_nested(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether torch hands this encoder's layers nested tensors, in place of padded ones.
 
     The conditions are those that `nn.TransformerEncoder.forward` checks.
     """
-    if not isinstance(encoder, nn.TransformerEncoder):
-        return False
     names = ("src", "mask", "src_key_padding_mask")
     arguments = dict(zip(names, args, strict=False)) | kwargs
     src, padding = arguments.get("src"), arguments.get("src_key_padding_mask")
@@ -45,7 +41,7 @@ def runs_nested(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return (
         getattr(encoder, "use_nested_tensor", False)
         and arguments.get("mask") is None
-        and _may_be_fused(encoder.layers[0], src)  # type: ignore[index]
+        and _may_be_fused(encoder.layers[0], src)
         and (not getattr(encoder, "mask_check", True) or _is_at_the_end(padding))
     )
 
