@@ -17,12 +17,7 @@ from typing import Any, NamedTuple, final
 from torch import nn
 
 from hookline.display.text import plural
-from hookline.engine.selection.module_tree import (
-    ModuleNode,
-    ModuleTree,
-    ParameterNode,
-    module_tree,
-)
+from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode, module_tree
 from hookline.engine.selection.site import Site, path_text
 from hookline.engine.taps.base import Tap
 from hookline.engine.torch_private.distributed import sharding

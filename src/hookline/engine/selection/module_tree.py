@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from hookline.engine.operations.mode import mode_of
 from hookline.engine.selection.site import path_text
 from hookline.engine.torch_private.distributed import sharded_parameters
-from hookline.engine.torch_private.modules import (
-    look_into,
-    parameters,
-    value_address,
-)
+from hookline.engine.torch_private.modules import look_into, parameters, value_address
 from hookline.errors import AttachError
 
 

@@ -20,13 +20,7 @@ from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.indices import Indices
-from hookline.verbs.edit.tokens import (
-    PassTokens,
-    Tokens,
-    of_index,
-    pass_tokens,
-    with_features,
-)
+from hookline.verbs.edit.tokens import PassTokens, Tokens, of_index, pass_tokens, with_features
 from hookline.verbs.shared.caches import cache_in, n_cached
 from hookline.verbs.shared.generation import Chunk, is_assisted, prompt_chunk
 from hookline.verbs.shared.root_call import root_call
