@@ -35,7 +35,8 @@ from hookline.errors import (
 from hookline.recordings import PassRecord, Recording
 from hookline.verbs.anatomy.identity_errors import error, limit
 from hookline.verbs.anatomy.lens import Lens, lens_of
-from hookline.verbs.anatomy.structure import Stack, quiet, structure_of
+from hookline.verbs.anatomy.stacks import Stack
+from hookline.verbs.anatomy.structure import quiet, structure_of
 from hookline.verbs.anatomy.trace import Trace, traced
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
 from hookline.verbs.anatomy.whole import check_whole, output_of, refuse_plain_parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -13,46 +13,29 @@ from torch import Tensor, nn
 from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
-from hookline.verbs.anatomy.claims import Claim, claim
-from hookline.verbs.anatomy.identity_errors import error, error_of_rescale
-from hookline.verbs.anatomy.parts import NO_SITE, Layer, site_of, stream_site
+from hookline.verbs.anatomy.identity_errors import error, error_of_rescale, error_or_rescale
+from hookline.verbs.anatomy.names import Names
+from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
 from hookline.verbs.anatomy.stream import MATMULS, before
 from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, replay_tokens
 from hookline.verbs.anatomy.trial_inputs import declared_words
 
-
-@final
-@dataclass(slots=True)
-class Names:
-    """The sites and the refusals of names that belong to no layer; and the number of words."""
-
-    sites: dict[str, str] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    claims: list[Claim] = field(default_factory=list)
-    n_words: int = 0
-
-    def put(self, name: str, site: str | None) -> bool:
-        """Add a site; a value without a site is refused."""
-        if site is None:
-            self.refused[name] = NO_SITE
-        else:
-            self.sites[name] = site
-        return site is not None
-
-
 # -- before the blocks ----------------------------------------------------------------------------
 
 
-def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) -> None:
-    """Name the embeddings of tokens and of positions, which add up to the first stream."""
+def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) -> int:
+    """Name the embeddings of tokens and of positions, which add up to the first stream.
+
+    Returns:
+        The number of words; 0 if it is unknown.
+    """
     start = first.block.pre
     addends = _embedded(start)
     words = _words(model, trace, addends)
     if not words:
         why = _why_no_words(trace, start, first.block.call.begin)
-        names.refused.update({"embed": why, "pos_embed": why})
-        return
-    names.n_words = max(map(len, _weights(words[0])), default=0)
+        names.refuse(["embed", "pos_embed"], why)
+        return 0
     positions = _positions([value for value in addends if value not in words], start)
     sites = {id(value): site_of(trace, value, "") for value in addends}
     # Torch shows no site of a table, which is made of weights alone.
@@ -63,12 +46,13 @@ def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) 
     for name, values in (("embed", words), ("pos_embed", positions)):
         own = [sites[id(value)] for value in values]
         if len(own) == 1 and names.put(name, own[0]):
-            names.claims.append(claim("the sum of the embeddings", (name,), needed, measure))
+            names.claim("the sum of the embeddings", (name,), needed, measure)
         elif len(own) > 1:
             every = ", ".join(map(str, own)).replace("None", "a table")
             names.refused[name] = f"{len(own)} of this kind are added: {every}"
         elif not own:
             names.refused[name] = "nothing that counts up with the tokens is added"
+    return max(map(len, _weights(words[0])), default=0)
 
 
 def _embedded(start: Value) -> list[Value]:
@@ -79,9 +63,12 @@ def _embedded(start: Value) -> list[Value]:
 
 
 def _why_no_words(trace: Trace, start: Value, begin: int) -> str:
-    if not any(event.name == "embedding" for event in trace.events[:begin]):
+    embedding = [event for event in trace.events[:begin] if event.name == "embedding"]
+    if not embedding:
         return "no embedding is looked up before the first block"
-    off = min(_embedding_errors(trace, start, begin), default=0.0)
+    returned = [event.outputs[0].tensor for event in embedding if event.outputs]
+    sized = [value for value in returned if value.numel() == start.tensor.numel()]
+    off = min((error_or_rescale(start.tensor, value) for value in sized), default=0.0)
     by = f": the closest is off by {off:.1e} on input 1" if off else ""
     return (
         f"no sum, norm or scale of what an embedding of tokens returns gives the first stream{by}"
@@ -95,7 +82,7 @@ def _words(model: nn.Module, trace: Trace, addends: list[Value]) -> list[Value]:
     too. Positions count up, and types are zeros and ones.
     """
     embeds = [value for value in addends if _embeds(value)]
-    given = [value.tensor for _, value in trace.calls[""][-1].inputs]
+    given = [value.tensor for value in trace.calls[""][-1].inputs.values()]
     words = [value for value in embeds if _has_numbers_of(_ids(value), given)]
     if not words:
         words = [v for v in embeds if not _ids(v).is_constant and not _counts(_ids(v).tensor)]
@@ -146,15 +133,6 @@ def _is_of_positions(ids: Value) -> bool:
     return not is_of_types and (ids.is_constant or _counts(ids.tensor))
 
 
-def _embedding_errors(trace: Trace, start: Value, begin: int) -> Iterator[float]:
-    """Yield how far the first stream is from a scale or norm of what each embedding returns."""
-    for event in trace.events[:begin]:
-        if event.name == "embedding" and event.outputs:
-            value = event.outputs[0].tensor
-            if value.numel() == start.tensor.numel():
-                yield min(error(value, start.tensor), error_of_rescale(value, start.tensor))
-
-
 def _below_rescales(value: Value) -> Value:
     """Return the value of which another one is a scale or a norm."""
     return list(_rescaled(value))[-1]
@@ -167,7 +145,7 @@ def _rescaled(value: Value) -> Iterator[Value]:
     event = value.maker
     while event is not None and event.name not in (*SUMS, "embedding"):
         # A norm that is written out multiplies the numbers by a second value, made of them.
-        sources = [v for v in event.data if error_of_rescale(v.tensor, value.tensor) <= 1e-4]
+        sources = [v for v in event.data if error_of_rescale(value.tensor, v.tensor) <= 1e-4]
         if not sources:
             break
         value = sources[0].origin
@@ -230,7 +208,7 @@ def _first_error(tables: list[Tensor], start: Tensor, *terms: Tensor) -> float:
         total = total + part
     for term in terms:
         total = total + term
-    return min(error(total, start), error_of_rescale(total, start))
+    return error_or_rescale(start, total)
 
 
 # -- after the blocks -----------------------------------------------------------------------------
@@ -289,7 +267,7 @@ class Head:
         # The model may have been cast since: the stream is as its weights are now.
         casts = {value.tensor.dtype: weights[key].dtype for key, value in used.items()}
         dtype = self.start.tensor.dtype
-        given = {id(self.start): (self.start, stream.to(casts.get(dtype, dtype)))}
+        given = [(self.start, stream.to(casts.get(dtype, dtype)))]
         with torch.no_grad():
             return replay_tokens(self.events, given, self.logits, weights)
 
@@ -321,32 +299,32 @@ def _with_weights(events: list[Event]) -> list[Event]:
     return [every[index] for index in sorted(every)]
 
 
-def name_head(trace: Trace, last: Layer, names: Names) -> Head | None:
+def name_head(trace: Trace, last: Layer, names: Names, n_words: int) -> Head | None:
     """Name the final norm and the logits; return the head, for the logit lens."""
     start = last.block.post
     heads: dict[str, Head] = {}
-    for leaf, value in trace.calls[""][-1].outputs:
+    for leaf, value in trace.calls[""][-1].outputs.items():
         head = _head_of(value, start)
         is_new = all(value.origin is not each.logits.origin for each in heads.values())
         if head is not None and is_new:
             heads[str(Site("", "output", leaf))] = head
     sites = list(heads)
     if len(heads) > 1:  # such as a value for each token beside the logits
-        of_words = [site for site in heads if heads[site].logits.tensor.shape[-1] == names.n_words]
+        of_words = [site for site in heads if heads[site].logits.tensor.shape[-1] == n_words]
         sites = of_words or sites
     if len(sites) != 1:
         why = "no output of the model is made of the last stream by a product, token by token"
         if sites:
             why = "several outputs of the model are computed from the last stream: "
             why += ", ".join(sites)
-        names.refused.update(dict.fromkeys(("ln_final", "unembed", "logits_raw", "logits"), why))
+        names.refuse(("ln_final", "unembed", "logits_raw", "logits"), why)
         return None
     head = heads[sites[0]]
     product = _products(head)[-1]
     _name_logits(trace, head, product, names, sites[0])
     needed = [names.sites["logits"], stream_site(trace, start, last.block)]
     proven = ("logits", "logits_raw", "unembed")
-    names.claims.append(claim("head(last stream)", proven, needed, head.error_of))
+    names.claim("head(last stream)", proven, needed, head.error_of)
     _name_norm(trace, last, head, product, names)
     return head
 
@@ -377,11 +355,10 @@ def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: s
     raw = product.outputs[0]
     _, reads = before(head.logits, [id(head.start), id(raw)], _end_of(head.start))
     if head.logits is not raw and [id(read) for read in reads] != [id(raw)]:
-        why = "the logits are made of several products"
-        names.refused.update(unembed=why, logits_raw=why)
+        names.refuse(("unembed", "logits_raw"), "the logits are made of several products")
         return
-    names.put("logits_raw", site_of(trace, raw, ""))
-    names.put("unembed", site_of(trace, raw, ""))
+    for name in ("logits_raw", "unembed"):
+        names.put(name, site_of(trace, raw, ""))
 
 
 def _name_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Names) -> None:
@@ -400,8 +377,4 @@ def _name_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Nam
     site = site_of(trace, value, "", is_innermost=True)
     if names.put("ln_final", site):
         needed = [site, stream_site(trace, head.start, last.block)]
-        names.claims.append(claim("norm(last stream)", ("ln_final",), needed, _final_error))
-
-
-def _final_error(after: Tensor, stream: Tensor) -> float:
-    return error_of_rescale(stream, after)
+        names.claim("norm(last stream)", ("ln_final",), needed, error_of_rescale)

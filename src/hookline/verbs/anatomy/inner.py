@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.verbs.anatomy.claims import Claim, claim
 from hookline.verbs.anatomy.identity_errors import CLOSE, error, error_of_rescale
+from hookline.verbs.anatomy.names import NO_SITE
 from hookline.verbs.anatomy.parts import (
-    NO_SITE,
     Layer,
     Part,
     argument_of,
@@ -28,53 +27,56 @@ _SLICES = {"chunk", "split", "getitem", "narrow", "unbind", "view", "reshape", "
 _PRODUCTS = {"mul", "mul_", "imul", "rmul"}
 _MLP = ("mlp_pre", "mlp_gate", "mlp_up", "mlp_act")
 _EXPERTS = ("router_logits", "expert_weights", "expert_indices", "expert_out")
-_ATTENTION = ("attn_gate", "q_norm", "k_norm")
+_IN_CORE = ("q", "k", "v", "scores", "pattern", "z")
+_AROUND_CORE = ("attn_gate", "q_norm", "k_norm", "attn_heads")
 
 
 def _products(part: Part) -> list[Event]:
     return [event for event in part.term.events if event.name in MATMULS]
 
 
+def _begin(part: Part) -> int:
+    """Return the number of the first call of a part."""
+    return part.term.events[0].index if part.term.events else 0
+
+
 def _back(value: Value, part: Part) -> tuple[list[Event], list[Value]]:
     """Return the calls that lead from the last products to a value, and what these return."""
     stop = [id(output) for event in _products(part) for output in event.outputs]
     stop += [id(read) for read in part.term.reads]
-    if id(value) in stop:
-        return [], [value]
-    return before(value, stop, part.term.events[0].index if part.term.events else 0)
+    return ([], [value]) if id(value) in stop else before(value, stop, _begin(part))
 
 
-def name_mlp(trace: Trace, layer: Layer) -> list[Claim]:
+def name_mlp(trace: Trace, layer: Layer) -> None:
     """Name the neurons of a layer's MLP."""
-    parts = layer.of_kind("mlp")
+    names, parts = layer.names, layer.of_kind("mlp")
     if len(parts) != 1:
-        return _refuse(layer, _MLP, f"the block has no single MLP{why_none(layer, 'mlp')}")
+        return names.refuse(_MLP, f"the block has no single MLP{why_none(layer, 'mlp')}")
     if experts_of(trace, layer) is not None:
-        return _refuse(layer, _MLP, "the MLP is of experts")
+        return names.refuse(_MLP, "the MLP is of experts")
     part = parts[0]
     products = _products(part)
     if not products or len(products[-1].data) != 1:
-        return _refuse(layer, _MLP, "no products lead in and out of its neurons")
+        return names.refuse(_MLP, "no products lead in and out of its neurons")
     act = products[-1].data[0].origin
-    events, _ = _back(act, part)
-    pre, up = _pre_and_up(act, part) if events else (None, None)
+    pre, up = _pre_and_up(act, part)
     if pre is None:
-        return _refuse(layer, _MLP, "no function of one value makes the neurons")
+        return names.refuse(_MLP, "no function of one value makes the neurons")
     if _has_others(part, act, products[-1]):
-        return _refuse(layer, _MLP, "it also adds a product of other neurons, as a second MLP does")
-    inside = layer.block.path
+        return names.refuse(_MLP, "it also adds a product of other neurons, as a second MLP does")
     values = {"mlp_pre": pre} if up is None else {"mlp_pre": pre, "mlp_gate": pre, "mlp_up": up}
-    sites = {name: site_of(trace, value, inside) for name, value in values.items()}
-    sites["mlp_act"] = input_of(trace, products[-1].data[0], inside, products[-1:])
+    sites = {name: site_of(trace, value, layer.block.path) for name, value in values.items()}
+    sites["mlp_act"] = input_of(trace, products[-1].data[0], layer.block.path, products[-1:])
     if None in sites.values():
-        return _refuse(layer, _MLP, NO_SITE)
+        return names.refuse(_MLP, NO_SITE)
     if up is None:
-        _refuse(layer, ("mlp_gate", "mlp_up"), "the MLP has no gate")
-    layer.sites.update({name: str(site) for name, site in sites.items()})
+        names.refuse(("mlp_gate", "mlp_up"), "the MLP has no gate")
+    for name, site in sites.items():
+        names.put(name, site)
     given = [pre] if up is None else [pre, up]
+    events, _ = before(act, map(id, given), _begin(part))
     needed = [sites[name] for name in ("mlp_act", "mlp_pre", "mlp_up") if name in sites]
-    measure = partial(_neuron_error, events, given, act)
-    return [claim("act(pre) * up", tuple(sites), needed, measure)]
+    return names.claim("act(pre) * up", sites, needed, partial(_neuron_error, events, given, act))
 
 
 def _has_others(part: Part, act: Value, last: Event) -> bool:
@@ -88,13 +90,9 @@ def _has_others(part: Part, act: Value, last: Event) -> bool:
     return any(id(value) in made for event in products for value in event.data)
 
 
-def _refuse(layer: Layer, names: Sequence[str], why: str) -> list[Claim]:
-    layer.refused.update(dict.fromkeys(names, why))
-    return []
-
-
 def _pre_and_up(act: Value, part: Part) -> tuple[Value | None, Value | None]:
     """Return what the nonlinearity gets, and the linear factor of a gated MLP."""
+    events, heavy = _back(act, part)
     event = act.maker
     factors = event.data if event is not None and event.name in _PRODUCTS else []
     if len(factors) == 2:
@@ -105,7 +103,7 @@ def _pre_and_up(act: Value, part: Part) -> tuple[Value | None, Value | None]:
             other = _pre(linear[0], part)
             if own is not other:
                 return own, other
-    return (_pre(act, part), None) if len(_back(act, part)[1]) == 1 else (None, None)
+    return (_pre(act, part) if events and len(heavy) == 1 else None), None
 
 
 def _is_linear(value: Value, part: Part) -> bool:
@@ -145,33 +143,15 @@ def _neuron_error(
     Moving all neurons by one place must move the result by one place, and doubling the linear
     factor must double it.
     """
-    ids = [id(value) for value in given]
-    calls = _needed(events, ids, wanted)
 
     def again(*values: Tensor) -> Tensor:
-        own = dict(zip(ids, zip(given, values, strict=True), strict=True))
-        return replay_tokens(calls, own, wanted)
+        return replay_tokens(events, list(zip(given, values, strict=True)), wanted)
 
     moved = [number.roll(1, -1) for number in numbers]
     errors = [error(again(*numbers), act), error(again(*moved), act.roll(1, -1))]
     if len(numbers) == 2:
         errors.append(error(again(numbers[0], 2 * numbers[1]), 2 * act))
     return max(errors)
-
-
-def _needed(events: list[Event], given: Sequence[int], wanted: Value) -> list[Event]:
-    """Return the calls that a value needs, from given values on."""
-    needed, waiting, known = set(), [wanted], set(given)
-    made = {id(output): event for event in events for output in event.outputs}
-    while waiting:
-        value = waiting.pop()
-        event = made.get(id(value))
-        if id(value) in known or event is None:
-            continue
-        known.add(id(value))
-        needed.add(event.index)
-        waiting += event.data
-    return [event for event in events if event.index in needed]
 
 
 # -- mixtures of experts --------------------------------------------------------------------------
@@ -183,7 +163,7 @@ def experts_of(trace: Trace, layer: Layer) -> tuple[ModuleCall, Value, Value] | 
     for path, calls in trace.calls.items():
         if not path.startswith(inside) or len(calls) != 1:
             continue
-        values = [value for _, value in calls[0].inputs]
+        values = calls[0].inputs.values()
         indices = [v for v in values if v.tensor.dtype in (torch.int64, torch.int32)]
         for index in indices:
             weights = [
@@ -196,49 +176,50 @@ def experts_of(trace: Trace, layer: Layer) -> tuple[ModuleCall, Value, Value] | 
     return None
 
 
-def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> list[Claim]:
+def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> None:
     """Name the router and the experts of a layer."""
-    call = experts_of(trace, layer)
+    call, names = experts_of(trace, layer), layer.names
     parts = layer.of_kind("mlp")
     if call is None or len(parts) != 1:
         why = "no module of the block gets the indices and the weights of experts"
-        return _refuse(layer, _EXPERTS, why)
+        return names.refuse(_EXPERTS, why)
     experts, indices, weights = call
-    floating = [value for _, value in experts.inputs if value.tensor.is_floating_point()]
+    floating = [value for value in experts.inputs.values() if value.tensor.is_floating_point()]
     hidden = next(value for value in floating if value is not weights)
     given = [_own_input(trace, experts, value) for value in (hidden, indices, weights)]
-    output = site_of(trace, experts.outputs[0][1], layer.block.path)
+    output = site_of(trace, next(iter(experts.outputs.values())), layer.block.path)
     if output is None or None in given:
-        return _refuse(layer, _EXPERTS, NO_SITE)
-    names = ("expert_indices", "expert_weights", "expert_out")
-    layer.sites.update(zip(names, (str(given[1]), str(given[2]), output), strict=True))
-    leaves = {id(value): leaf[0] if leaf else 0 for leaf, value in experts.inputs}
+        return names.refuse(_EXPERTS, NO_SITE)
+    own = {"expert_indices": given[1], "expert_weights": given[2], "expert_out": output}
+    for name, site in own.items():
+        names.put(name, site)
+    leaves = {id(value): leaf[0] if leaf else 0 for leaf, value in experts.inputs.items()}
     keys = [leaves[id(value)] for value in (hidden, indices, weights)]
-    measure = partial(
-        _experts_error, model.get_submodule(experts.path), keys, list(leaves.values())
-    )
-    total = claim("sum of weight * expert", names, [output, *given], measure)
-    return [total, *_router(trace, layer, parts[0], indices)]
+    module, order = model.get_submodule(experts.path), list(leaves.values())
+    measure = partial(_experts_error, module, keys, order)
+    names.claim("sum of weight * expert", own, [output, *given], measure)
+    return _name_router(trace, layer, parts[0], indices)
 
 
-def _router(trace: Trace, layer: Layer, part: Part, indices: Value) -> list[Claim]:
+def _name_router(trace: Trace, layer: Layer, part: Part, indices: Value) -> None:
     """Name the logits from which the experts are chosen."""
     n_experts = 1 + int(indices.tensor.max())
-    events, _ = before(indices, [id(read) for read in part.term.reads], layer.block.call.begin)
-    logits = [e for e in events if e.name in MATMULS and e.outputs[0].tensor.shape[-1] >= n_experts]
-    site = site_of(trace, logits[-1].outputs[0], layer.block.path) if logits else None
-    if site is None:
-        return _refuse(layer, ("router_logits",), "no product makes a number for each expert")
-    layer.sites["router_logits"] = site
-    late = [event for event in events if event.index > logits[-1].index]
-    measure = partial(_router_error, late, logits[-1].outputs[0], indices)
-    needed = [layer.sites["expert_indices"], site]
-    return [claim("choice by the logits", ("router_logits",), needed, measure)]
+    reads = list(map(id, part.term.reads))
+    events, _ = before(indices, reads, layer.block.call.begin)
+    made = [(event, event.outputs[0]) for event in events if event.name in MATMULS]
+    products = [pair for pair in made if pair[1].tensor.shape[-1] >= n_experts]
+    site = site_of(trace, products[-1][1], layer.block.path) if products else None
+    if not layer.names.put("router_logits", site, "no product makes a number for each expert"):
+        return
+    product, logits = products[-1]
+    late, _ = before(indices, [id(logits), *reads], product.index + 1)
+    needed = [layer.names.sites["expert_indices"], site]
+    measure = partial(_router_error, late, logits, indices)
+    layer.names.claim("choice by the logits", ("router_logits",), needed, measure)
 
 
 def _own_input(trace: Trace, call: ModuleCall, value: Value) -> str | None:
-    places = [p for p in value.places if p.kind == "input" and p.path == call.path]
-    return trace.text(places[0]) if places else None
+    return next(iter(trace.sites(value, "input", call.path)), None)
 
 
 def _experts_error(
@@ -263,8 +244,7 @@ def _experts_error(
 def _router_error(
     events: list[Event], start: Value, wanted: Value, indices: Tensor, logits: Tensor
 ) -> float:
-    calls = _needed(events, [id(start)], wanted)
-    chosen = replay_tokens(calls, {id(start): (start, logits)}, wanted)
+    chosen = replay_tokens(events, [(start, logits)], wanted)
     same = chosen.sort(-1)[0].flatten() == indices.sort(-1)[0].flatten()
     return float((~same).double().mean())
 
@@ -272,38 +252,34 @@ def _router_error(
 # -- attention ------------------------------------------------------------------------------------
 
 
-def name_attention(trace: Trace, layer: Layer) -> list[Claim]:
+def name_attention(trace: Trace, layer: Layer) -> None:
     """Name the pattern, its values by head, the gate and the norms of queries and keys."""
-    parts = layer.of_kind("attention")
-    names = ("q", "k", "v", "scores", "pattern", "z")
-    if len(parts) != 1:
-        none = why_none(layer, "attention")
-        why = f"the block has no single attention{none}"
-        if not parts and not none and "mixer_out" in layer.sites:
-            mixer = layer.sites["mixer_out"]
-            why += f"; what mixes tokens in it, mixer_out ({mixer}), shows no softmax"
-        return _refuse(layer, (*names, *_ATTENTION, "attn_heads"), why)
-    if len(parts[0].cores) > 1:
-        why = f"{len(parts[0].cores)} patterns mix tokens in the attention"
-        return _refuse(layer, (*names, *_ATTENTION, "attn_heads"), why)
+    names, parts = layer.names, layer.of_kind("attention")
+    why = _why_no_pattern(layer, parts)
+    if why:
+        names.refuse((*_IN_CORE, *_AROUND_CORE), why)
+        return
     core, values = parts[0].cores[0]
-    sites = {name: f"{core.path}@{name}" for name in names}
-    layer.sites.update(sites)
-    claims = [
-        claim("pattern @ v", names, [sites["z"], sites["pattern"], sites["v"]], _mix_error),
-        claim(
-            "q @ k",
-            ("q", "k"),
-            [sites[name] for name in ("scores", "q", "k")],
-            _scores_error,
-        ),
-        claim("softmax(scores)", names, [sites["pattern"], sites["scores"]], _softmax_error),
-    ]
+    sites = {name: f"{core.path}@{name}" for name in _IN_CORE}
+    names.sites.update(sites)
+    names.claim("pattern @ v", sites, [sites["z"], sites["pattern"], sites["v"]], _mix_error)
+    names.claim("q @ k", ("q", "k"), [sites[k] for k in ("scores", "q", "k")], _scores_error)
+    names.claim("softmax(scores)", sites, [sites["pattern"], sites["scores"]], _softmax_error)
     if values is not None:
         layer.n_value_heads = _n_value_heads(layer, parts[0], values)
-    claims += _gate(trace, layer, parts[0], core)
-    claims += _heads(trace, layer, parts[0], core)
-    return [*claims, *_norms(trace, layer, parts[0], core)]
+    for name_around in (_name_gate, _name_heads, _name_norms):
+        name_around(trace, layer, parts[0], core)
+
+
+def _why_no_pattern(layer: Layer, parts: list[Part]) -> str:
+    """Say why the attentions of a block have no pattern or several; "" for one pattern."""
+    if len(parts) == 1:
+        n_cores = len(parts[0].cores)
+        return f"{n_cores} patterns mix tokens in the attention" if n_cores > 1 else ""
+    none, mixer = why_none(layer, "attention"), layer.names.sites.get("mixer_out")
+    if not parts and not none and mixer is not None:
+        none = f"; what mixes tokens in it, mixer_out ({mixer}), shows no softmax"
+    return f"the block has no single attention{none}"
 
 
 def _n_value_heads(layer: Layer, part: Part, values: Value) -> int:
@@ -326,24 +302,22 @@ def _n_value_heads(layer: Layer, part: Part, values: Value) -> int:
     return 0 if rest else n_heads
 
 
-def _heads(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
+def _name_heads(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
     """Name what the output projection gets: z of all heads side by side, gated where it is."""
-    product = _products(part)[-1]
+    product, names = _products(part)[-1], layer.names
     merged = product.data[0] if len(product.data) == 1 and product is not core else None
     site = None
     if merged is not None and product.path != core.path:
         site = input_of(trace, merged, layer.block.path, [product])
     if site is None:
-        layer.refused["attn_heads"] = "no module gets the heads side by side"
-        return []
+        return names.refuse(["attn_heads"], "no module gets the heads side by side")
     if ends(part.term)[1].origin is not product.outputs[0].origin:
-        layer.refused["attn_heads"] = f"the attention returns more than what {product.path} does"
-        return []
-    layer.sites["attn_heads"] = site
+        why = f"the attention returns more than what {product.path} does"
+        return names.refuse(["attn_heads"], why)
+    names.put("attn_heads", site)
     layer.projection = product.path
-    needed = [site, layer.sites["z"]]
-    needed += [layer.sites["attn_gate"]] if "attn_gate" in layer.sites else []
-    return [claim("z by head, side by side", ("attn_heads",), needed, _heads_error)]
+    needed = [site, *(names.sites[name] for name in ("z", "attn_gate") if name in names.sites)]
+    return names.claim("z by head, side by side", ("attn_heads",), needed, _heads_error)
 
 
 def _heads_error(merged: Tensor, z: Tensor, gate: Tensor | None = None) -> float:
@@ -353,7 +327,7 @@ def _heads_error(merged: Tensor, z: Tensor, gate: Tensor | None = None) -> float
     return error(heads, merged)
 
 
-def _gate(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
+def _name_gate(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
     mixed = {id(value) for value in core.outputs}
     for event in part.term.events:
         if event.index <= core.index or not any(id(value) in mixed for value in event.inputs):
@@ -365,11 +339,10 @@ def _gate(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
             sites = [site_of(trace, value, layer.block.path) for value in values]
             if None in sites:
                 break
-            layer.sites["attn_gate"] = str(sites[2])
-            return [claim("z * gate", ("attn_gate",), sites, _product_error)]
+            layer.names.put("attn_gate", sites[2])
+            return layer.names.claim("z * gate", ("attn_gate",), sites, _product_error)
         mixed.update(id(value) for value in event.outputs)
-    layer.refused["attn_gate"] = "nothing multiplies z before the last product"
-    return []
+    return layer.names.refuse(["attn_gate"], "nothing multiplies z before the last product")
 
 
 def _mix_error(z: Tensor, pattern: Tensor, v: Tensor) -> float:
@@ -434,8 +407,8 @@ def _product_error(out: Tensor, first: Tensor, second: Tensor) -> float:
     return error(first * second, out) if first.dim() == second.dim() else float("inf")
 
 
-def _norms(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
-    claims = []
+def _name_norms(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
+    names = layer.names
     for name, value in zip(("q_norm", "k_norm"), _query_and_key(part, core), strict=False):
         events, _ = _back(value, part)
         made = {id(output) for event in events for output in event.outputs}
@@ -443,26 +416,19 @@ def _norms(trace: Trace, layer: Layer, part: Part, core: Event) -> list[Claim]:
             if not path.startswith(f"{core.path}.") or len(calls) != 1:
                 continue
             for before_norm, after_norm in _norms_in(calls[0], made):
-                places = [p for p in after_norm.places if p.path == path and p.kind == "output"]
-                layer.sites[name] = trace.text(places[0])
-                needed = [layer.sites[name], _own_input(trace, calls[0], before_norm)]
-                claims.append(claim("norm", (name,), needed, _norm_error))
-    lacking = [name for name in ("q_norm", "k_norm") if name not in layer.sites]
-    _refuse(layer, lacking, "no module normalises it between its product and the scores")
-    return claims
+                names.put(name, trace.sites(after_norm, "output", path)[0])
+                needed = [names.sites[name], _own_input(trace, calls[0], before_norm)]
+                names.claim("norm", (name,), needed, error_of_rescale)
+    lacking = [name for name in ("q_norm", "k_norm") if name not in names.sites]
+    names.refuse(lacking, "no module normalises it between its product and the scores")
 
 
 def _norms_in(call: ModuleCall, wanted: set[int]) -> Iterator[tuple[Value, Value]]:
     """Yield the values before and after each norm that a module computes of its inputs."""
-    inputs = [value for _, value in call.inputs]
-    for (_, output), source in zip(call.outputs, inputs, strict=False):
-        is_other = output.origin is not source.origin
-        if id(output) in wanted and is_other and _norm_error(output.tensor, source.tensor) < 1e-4:
+    for output, source in zip(call.outputs.values(), call.inputs.values(), strict=False):
+        is_other = id(output) in wanted and output.origin is not source.origin
+        if is_other and error_of_rescale(output.tensor, source.tensor) < 1e-4:
             yield source, output
-
-
-def _norm_error(after: Tensor, before_norm: Tensor) -> float:
-    return error_of_rescale(before_norm, after)
 
 
 def _query_and_key(part: Part, core: Event) -> list[Value]:

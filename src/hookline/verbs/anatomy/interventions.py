@@ -7,7 +7,7 @@ so no change of one block reaches another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
 import torch
@@ -17,10 +17,12 @@ from hookline.recordings import Recording
 from hookline.verbs.anatomy.claims import on_stream
 from hookline.verbs.anatomy.identity_errors import CLOSE
 from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of, stream_site
-from hookline.verbs.anatomy.trace import Event, Trace
+from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.features import features
 from hookline.verbs.shared.rerun import copied
+
+_Numbers = Callable[[str], Tensor]  # what a site gets
 
 
 class _Runs(NamedTuple):
@@ -50,25 +52,22 @@ class Interventions:
 
     def __init__(self, model: nn.Module, trace: Trace, inputs: Any, layers: list[Layer]) -> None:
         self._model, self._trace, self._inputs, self._layers = model, trace, inputs, layers
+        parts = [(layer, part) for layer in layers for part in layer.parts]
         self._term_sites = {
-            id(part): site_of(trace, part.term.value, layer.block.path)
-            for layer in layers
-            for part in layer.parts
+            id(part): site_of(trace, part.term.value, layer.block.path) for layer, part in parts
         }
-        reads = [
+        self._terms = _known(self._term_sites.values())
+        self._reads = _known(
             stream_site(trace, read, layer.block)
-            for layer in layers
-            for part in layer.parts
+            for layer, part in parts
             for read in part.term.reads
-        ]
-        self._reads = sorted({site for site in reads if site is not None})
-        cores = [
-            self._core_site(core.call)
-            for layer in layers
-            for part in layer.parts
+        )
+        # Of each pattern, what it mixes.
+        self._mixed = _known(
+            next(iter(trace.sites(core.call.outputs[0], "operation")), None)
+            for _, part in parts
             for core in part.cores
-        ]
-        self._cores = sorted({site for site in cores if site is not None})
+        )
         self._undisturbed = trace.by_site()
 
     def tell_apart(self) -> None:
@@ -78,44 +77,41 @@ class Interventions:
         pattern mixes adds the same to all streams; one mixed token moves it at one token; and if
         what it mixes is kept, a change of some tokens reaches no other token.
         """
-        changed = dict.fromkeys(self._reads, self._disturbed)
-        without = self._with(changed | dict.fromkeys(self._cores, self._zero))
+        without = self._with(self._disturbed, self._zeros)
         alone = kept = None
-        if self._cores:
-            streams = dict.fromkeys(self._reads, self._kept)
-            alone = self._with(streams | dict.fromkeys(self._cores, self._one_token))
-            kept = self._with(changed | dict.fromkeys(self._cores, self._kept))
+        if self._mixed:
+            alone = self._with(self._kept, self._one_token)
+            kept = self._with(self._disturbed, self._kept)
         for layer in self._layers:
             for part in layer.parts:
                 part.kind = self._kind(layer, part, _Runs(without, alone, kept))
 
-    def _with(self, changed: Mapping[str, Callable[[str], Any]]) -> Recording:
-        """Run the model with changed values, and record the terms."""
-        changes = {site: change(site) for site, change in changed.items()}
-        terms = sorted(set(filter(None, self._term_sites.values())))
-        with edit(self._model, changes):
-            return features(self._model, copied(self._inputs), terms, copy=True)
+    def _with(
+        self, of_stream: Callable[[str], Tensor], of_mixed: Callable[[str], Tensor]
+    ) -> Recording:
+        """Run the model with other streams and other mixed values, and record the terms."""
+        values = {site: of_stream(site) for site in self._reads}
+        values |= {site: of_mixed(site) for site in self._mixed}
+        with edit(self._model, {site: _put(value) for site, value in values.items()}):
+            return features(self._model, copied(self._inputs), self._terms, copy=True)
 
-    def _kept(self, site: str) -> Callable[[Tensor], Tensor]:
-        return lambda value: self._undisturbed[site].to(value.dtype).clone()
+    def _kept(self, site: str) -> Tensor:
+        return self._undisturbed[site]
 
-    def _disturbed(self, site: str) -> Callable[[Tensor], Tensor]:
+    def _zeros(self, site: str) -> Tensor:
+        return torch.zeros_like(self._undisturbed[site])
+
+    def _disturbed(self, site: str) -> Tensor:
         stream = self._undisturbed[site].clone()
-        stream[_is_changed(stream)] += _noise(stream)[_is_changed(stream)]
-        return lambda value: stream.clone()
+        is_changed = _is_changed(stream)
+        stream[is_changed] += _noise(stream)[is_changed]
+        return stream
 
-    def _zero(self, _: str) -> Callable[[Tensor], Tensor]:
-        return torch.zeros_like
-
-    def _one_token(self, site: str) -> Callable[[Tensor], Tensor]:
-        mixed = torch.zeros_like(self._undisturbed[site])
+    def _one_token(self, site: str) -> Tensor:
+        mixed = self._zeros(site)
         place = tuple(min(1, size - 1) for size in mixed.shape[:-1])
         mixed[place] = (self._undisturbed[site] + _noise(mixed + 1))[place]
-        return lambda value: mixed.clone()
-
-    def _core_site(self, core: Event) -> str | None:
-        places = [p for p in core.outputs[0].places if p.kind == "operation"]
-        return self._trace.text(places[0]) if places else None
+        return mixed
 
     def _kind(self, layer: Layer, part: Part, runs: _Runs) -> str:
         site = self._term_sites[id(part)]
@@ -146,6 +142,15 @@ class Interventions:
         if reach > CLOSE:
             return "mixer"
         return "side" if side_inputs(part, layer.block) else "mlp"
+
+
+def _known(sites: Iterable[str | None]) -> list[str]:
+    return sorted({site for site in sites if site is not None})
+
+
+def _put(new: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a change that puts a tensor in the place of a value."""
+    return lambda value: new.to(value.dtype, copy=True)
 
 
 def _moved(before: Tensor, after: Tensor, shape: torch.Size, size: Tensor | None = None) -> Tensor:

@@ -35,11 +35,9 @@ class Lens(Result):
     def _table_rows(self) -> list[dict[str, Any]]:
         rows = []
         for layer, ids in self.tokens.items():
-            last = ids.flatten(0, -3)[0, -1] if ids.dim() > 2 else ids[-1]
-            shares = self.logits[layer].softmax(-1)
-            share = shares.flatten(0, -3)[0, -1] if shares.dim() > 2 else shares[-1]
-            top = {"tokens": last.tolist(), "shares": share[last].tolist()}
-            rows.append({"layer": layer, **top})
+            top = _of_last_token(ids)
+            shares = _of_last_token(self.logits[layer].softmax(-1))[top]
+            rows.append({"layer": layer, "tokens": top.tolist(), "shares": shares.tolist()})
         return rows
 
     def _printout(self) -> Printout:
@@ -59,6 +57,11 @@ class Lens(Result):
             ],
             more="layers",
         )
+
+
+def _of_last_token(values: Tensor) -> Tensor:
+    """Return what a value has of the last token of the first row."""
+    return values.reshape(-1, *values.shape[-2:])[0, -1]
 
 
 def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> Lens:

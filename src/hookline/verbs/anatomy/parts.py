@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
+from hookline.verbs.anatomy.names import Names
 from hookline.verbs.anatomy.stream import MATMULS, Block, NoStream, Term, before, cuts
 from hookline.verbs.anatomy.trace import Event, Place, Trace, Value
 
@@ -47,21 +48,19 @@ class Part:
 @final
 @dataclass(eq=False, slots=True, repr=False)
 class Layer:
-    """A block with its parts, and the sites by name.
+    """A block with its parts, and their names.
 
     Attributes:
         block: the block.
         parts: the parts in the order of the sums.
-        sites: the sites by name.
-        refused: the reason for each name that the layer lacks.
+        names: the names, with their sites.
         projection: the path of the output projection of the attention; "" without one.
         n_value_heads: the number of heads of the values, before they are repeated; 0 if unknown.
     """
 
     block: Block
     parts: list[Part]
-    sites: dict[str, str] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
     projection: str = ""
     n_value_heads: int = 0
 
@@ -121,18 +120,17 @@ def is_cross(part: Part, block: Block, stack_begin: int) -> bool:
     values = part.cores[0].values
     if values is None:
         return False
-    stop = [id(value) for value in (block.pre, *(step.after for step in block.steps))]
-    if any(id(value) in stop for value in values.chain()):
+    on_stream = block.stream_ids
+    if any(id(value) in on_stream for value in values.chain()):
         return False
-    events, reads = before(values, stop, stack_begin)
+    events, reads = before(values, on_stream, stack_begin)
     is_local = any(event.index < block.call.begin for event in events)
     return not reads and not is_local
 
 
 def side_inputs(part: Part, block: Block) -> list[Value]:
     """Return what a part gets besides the stream: values of each token from outside the block."""
-    shape = block.pre.tensor.shape
-    on_stream = {id(value) for value in (block.pre, *(step.after for step in block.steps))}
+    shape, on_stream = block.pre.tensor.shape, block.stream_ids
     return [
         value
         for event in part.term.events
@@ -190,11 +188,9 @@ def input_of(trace: Trace, value: Value, inside: str, events: Sequence[Event]) -
 def stream_site(trace: Trace, value: Value, block: Block) -> str | None:
     """Return the site where the stream can be seen and changed."""
     if value is block.pre:
-        own = [p for p in value.places if p.kind == "input" and p.path == block.path]
-        return trace.text(own[0]) if own else None
-    if value is block.post and value in [each for _, each in block.call.outputs]:
-        own = [p for p in value.places if p.kind == "output" and p.path == block.path]
-        return trace.text(own[-1]) if own else None
+        return next(iter(trace.sites(value, "input", block.path)), None)
+    if value is block.post and value in block.call.outputs.values():
+        return next(reversed(trace.sites(value, "output", block.path)), None)
     shape = block.pre.tensor.shape
     shaped = next((each for each in value.chain() if each.tensor.shape == shape), value)
     return site_of(trace, shaped, block.path)
@@ -260,9 +256,9 @@ def refuse_several_streams(layer: Layer) -> None:
 
 def name_layer(trace: Trace, layer: Layer) -> None:
     """Find the sites of the names of a layer, whose parts have kinds."""
-    block = layer.block
-    _put(layer, "resid_pre", stream_site(trace, block.pre, block), "the block has no input of it")
-    _put(layer, "resid_post", stream_site(trace, block.post, block), "the block does not return it")
+    block, names = layer.block, layer.names
+    names.put("resid_pre", stream_site(trace, block.pre, block), "the block has no input of it")
+    names.put("resid_post", stream_site(trace, block.post, block), "the block does not return it")
     for kind, prefix in KINDS.items():
         parts = layer.of_kind(kind)
         if len(parts) != 1:
@@ -270,17 +266,20 @@ def name_layer(trace: Trace, layer: Layer) -> None:
             if parts:
                 every = [site_of(trace, part.term.value, block.path) for part in parts]
                 why = f"the block has {len(parts)} {PLURALS[kind]}: {', '.join(map(str, every))}"
-            layer.refused.update({f"{prefix}_{end}": why for end in ("in", "out", "out_raw")})
+            names.refuse([f"{prefix}_{end}" for end in ("in", "out", "out_raw")], why)
             continue
         term = parts[0].term
         got, returned = ends(term)
-        why = NO_SITE
-        _put(layer, f"{prefix}_in", input_of(trace, got, block.path, term.events), why)
+        names.put(f"{prefix}_in", input_of(trace, got, block.path, term.events))
         is_added = any(value is returned.origin for value in term.value.chain())
         raw = term.value if is_added else returned
-        _put(layer, f"{prefix}_out_raw", site_of(trace, raw, block.path), why)
-        _put(layer, f"{prefix}_out", site_of(trace, term.value, block.path), why)
-    _name_mid(trace, layer)
+        names.put(f"{prefix}_out_raw", site_of(trace, raw, block.path))
+        names.put(f"{prefix}_out", site_of(trace, term.value, block.path))
+    mid, why = mid_of(layer)
+    if mid is None:
+        names.refuse(["resid_mid"], why)
+    else:
+        names.put("resid_mid", stream_site(trace, mid, block))
 
 
 def why_none(layer: Layer, kind: str) -> str:
@@ -300,14 +299,6 @@ PLURALS = {
     "attention": "attentions", "cross": "cross attentions", "mlp": "MLPs",
     "mixer": "other parts that mix tokens",
 }  # fmt: skip
-NO_SITE = "no module gets or returns it, and no function of torch makes it of the input"
-
-
-def _put(layer: Layer, name: str, site: str | None, why: str) -> None:
-    if site is None:
-        layer.refused[name] = why
-    else:
-        layer.sites[name] = site
 
 
 def mid_of(layer: Layer) -> tuple[Value | None, str]:
@@ -328,11 +319,3 @@ def mid_of(layer: Layer) -> tuple[Value | None, str]:
     if max(_index(read) for read in earlier) > _index(reads[0]):
         return None, "the MLP comes before a part that mixes tokens"
     return reads[0], ""
-
-
-def _name_mid(trace: Trace, layer: Layer) -> None:
-    mid, why = mid_of(layer)
-    if mid is None:
-        layer.refused["resid_mid"] = why
-    else:
-        _put(layer, "resid_mid", stream_site(trace, mid, layer.block), NO_SITE)

@@ -4,42 +4,76 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import final
 
 from torch import nn
 
 from hookline.engine import unwrap
+from hookline.verbs.anatomy.head import Head
+from hookline.verbs.anatomy.names import Names
+from hookline.verbs.anatomy.part_names import PartNames
 from hookline.verbs.anatomy.parts import Layer, is_cross, layer_of, refuse_several_streams
 from hookline.verbs.anatomy.stream import NoStream, block_of
 from hookline.verbs.anatomy.trace import ModuleCall, Trace
 
 
-class Chain(NamedTuple):
-    """Blocks that the stream goes through, one after the other.
+@final
+@dataclass(eq=False, slots=True)
+class Stack:
+    """Blocks that the stream goes through, one after the other, with their proven names.
 
     Attributes:
         path: the path of the module whose children they are.
         layers: the blocks, of which none is a norm before the first or after the last.
+        names: the names that belong to no layer.
+        head: what the model computes from the last stream; None where it cannot be told.
+        errors: the largest error of each name's identities, by layer; -1 is no layer.
+        shapes: the shapes of the values by site, for the first input.
     """
 
     path: str
     layers: list[Layer]
+    names: Names = field(default_factory=Names)
+    head: Head | None = None
+    errors: dict[tuple[str, int], float] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holds(self, path: str) -> bool:
         """Tell whether a module is one of the blocks, or in one."""
         return any(f"{path}.".startswith(f"{layer.block.path}.") for layer in self.layers)
 
+    def owners(self) -> dict[int, Names]:
+        """Return the names by layer; -1 is no layer."""
+        return {-1: self.names, **{k: layer.names for k, layer in enumerate(self.layers)}}
 
-def stacks_of(model: nn.Module, trace: Trace) -> tuple[list[Chain], list[str]]:
+    def part_names(self, model: nn.Module) -> PartNames:
+        """Return the names without the trace, which they would keep alive."""
+        owners = self.owners().items()
+        stream = self.layers[0].block.pre.tensor
+        return PartNames(
+            model=type(model).__name__,
+            stack=self.path,
+            blocks=tuple(layer.block.path for layer in self.layers),
+            sites={(name, k): site for k, each in owners for name, site in each.sites.items()},
+            refused={(name, k): why for k, each in owners for name, why in each.refused.items()},
+            errors=self.errors,
+            shapes=self.shapes,
+            width=stream.shape[-1],
+            n_tokens=stream[..., 0].numel(),
+            n_value_heads=tuple(layer.n_value_heads for layer in self.layers),
+        )
+
+
+def stacks_of(model: nn.Module, trace: Trace) -> tuple[list[Stack], list[str]]:
     """Return the stacks of a model, none inside another; and why chains of blocks are none."""
-    chains: list[Chain] = []
+    chains: list[Stack] = []
     reasons: list[tuple[int, str]] = []
     for path, calls in _chains(model, trace):
         layers = [_layer(trace, call) for call in calls]
-        chains += [Chain(path, run) for run in _runs(layers)]
+        chains += [Stack(path, run) for run in _runs(layers)]
         reasons += _reasons([model.get_submodule(call.path) for call in calls], layers)
-    stacks: list[Chain] = []
+    stacks: list[Stack] = []
     for chain in chains:
         inner = [each for each in chains if each is not chain and chain.holds(each.path)]
         if any(stack.holds(chain.path) for stack in stacks) or _is_of_stages(chain, inner):
@@ -96,13 +130,13 @@ def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _returns_what_it_gets(call: ModuleCall) -> bool:
-    given = {id(value.origin) for _, value in call.inputs}
-    return bool(call.outputs) and all(id(value.origin) in given for _, value in call.outputs)
+    given = {id(value.origin) for value in call.inputs.values()}
+    return bool(call.outputs) and all(id(value.origin) in given for value in call.outputs.values())
 
 
 def _hands_on(first: ModuleCall, second: ModuleCall) -> bool:
-    origins = {id(value.origin) for _, value in first.outputs}
-    return any(id(value.origin) in origins for _, value in second.inputs)
+    origins = {id(value.origin) for value in first.outputs.values()}
+    return any(id(value.origin) in origins for value in second.inputs.values())
 
 
 def _layer(trace: Trace, call: ModuleCall) -> Layer | NoStream:
@@ -135,21 +169,20 @@ def _without_last_norm(run: list[Layer]) -> list[Layer]:
     """Let the stream of the last block end before a norm that no other block ends with."""
     *others, last = run
     steps = last.block.steps
-    is_other = steps[-1].kind == "rescale"
-    if is_other and all(layer.block.steps[-1].kind == "sum" for layer in others):
+    if not steps[-1].terms and all(layer.block.steps[-1].terms for layer in others):
         block = replace(last.block, post=steps[-1].before, steps=steps[:-1])
         return [*others, layer_of(block)]
     return run
 
 
-def _is_of_stages(chain: Chain, inner: Sequence[Chain]) -> bool:
+def _is_of_stages(chain: Stack, inner: Sequence[Stack]) -> bool:
     """Tell whether the blocks are stages, each with blocks that have attention of their own."""
     return any(_n_attentions(chain, layer) > 1 for layer in chain.layers) and any(
         sum(_n_attentions(each, layer) > 0 for layer in each.layers) > 1 for each in inner
     )
 
 
-def _n_attentions(chain: Chain, layer: Layer) -> int:
+def _n_attentions(chain: Stack, layer: Layer) -> int:
     """Return how many parts of a block attend to the stream."""
     begin = chain.layers[0].block.call.begin
     parts = [part for part in layer.parts if part.cores]

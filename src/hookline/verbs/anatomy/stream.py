@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 from hookline.verbs.anatomy.identity_errors import error_of_rescale
@@ -34,13 +34,13 @@ class Term:
 
     Attributes:
         value: what is added.
-        reads: the values of the stream from which the part computes it.
         events: the calls that compute it.
+        reads: the values of the stream from which the part computes it.
     """
 
     value: Value
-    reads: list[Value]
     events: list[Event]
+    reads: list[Value]
 
 
 @final
@@ -49,16 +49,14 @@ class Step:
     """One step of the stream: it gets terms, or is scaled or normalised.
 
     Attributes:
-        kind: "sum", or "rescale" for a scale or a norm.
         before: the stream before the step.
         after: the stream after it.
-        terms: what a sum adds.
+        terms: what a sum adds; none for a scale or a norm.
     """
 
-    kind: str
     before: Value
     after: Value
-    terms: list[Term] = field(default_factory=list)
+    terms: list[Term]
 
 
 @final
@@ -85,6 +83,11 @@ class Block:
         """Return the terms of all sums, in order."""
         return [term for step in self.steps for term in step.terms]
 
+    @property
+    def stream_ids(self) -> set[int]:
+        """Return the ids of the values of the stream."""
+        return {id(value) for value in (self.pre, *(step.after for step in self.steps))}
+
 
 class NoStream(Exception):
     """A block has no residual stream, for a reason."""
@@ -96,8 +99,8 @@ def block_of(trace: Trace, call: ModuleCall) -> Block:
     Raises:
         NoStream: no sums, norms and scales alone lead from the block's input to its output.
     """
-    ends = [value for _, value in call.outputs if _may_be_stream(value)]
-    begins = [value for _, value in call.inputs if _may_be_stream(value)]
+    ends = [value for value in call.outputs.values() if _may_be_stream(value)]
+    begins = [value for value in call.inputs.values() if _may_be_stream(value)]
     streams = []
     for post in dict.fromkeys(ends):
         light = _light_before(post, call.begin)
@@ -115,7 +118,7 @@ def block_of(trace: Trace, call: ModuleCall) -> Block:
 def _why_none(call: ModuleCall, begins: list[Value], ends: list[Value]) -> str:
     if not begins or not ends:
         return f"{call.path} gets or returns no stream of floating numbers"
-    last = next((_last_heavy(end, call.begin) for end in ends), None)
+    last = _last_heavy(ends[0], call.begin)
     by = "" if last is None else f"; on the way is {last.path}@{last.name}{_bend_text(last)}"
     return f"no sums, norms and scales alone lead from the input of {call.path} to its output{by}"
 
@@ -123,7 +126,7 @@ def _why_none(call: ModuleCall, begins: list[Value], ends: list[Value]) -> str:
 def _bend_text(event: Event) -> str:
     """Say how far a call is from a scale or a norm, if it returns as many numbers as it gets."""
     before, after = event.data[0].tensor, event.outputs[0].tensor
-    off = error_of_rescale(before, after) if after.dim() > 1 else math.inf
+    off = error_of_rescale(after, before) if after.dim() > 1 else math.inf
     return f", off by {off:.1e} from a scale or a norm on input 1" if off < math.inf else ""
 
 
@@ -196,18 +199,16 @@ def cuts(values: Sequence[Value], last: Value) -> list[Value]:
 def _steps(spine: list[Value], light: list[Value], call: ModuleCall) -> list[Step]:
     on_stream = {id(value) for value in spine}
     steps = []
-    for before, after in itertools.pairwise(spine):
-        if after.like is before:
+    for start, end in itertools.pairwise(spine):
+        if end.like is start:
             continue
-        event = after.maker
+        event = end.maker
         assert event is not None
-        others = [value for value in event.data if value is not before]
-        if event.name in SUMS and before in event.data and len(others) == 1:
-            addends = _addends(others[0], event.path, on_stream, call.begin)
-            terms = [_term(value, on_stream, call) for value in addends]
-            steps.append(Step("sum", before, after, terms))
-        else:
-            steps.append(Step("rescale", before, after))
+        others = [value for value in event.data if value is not start]
+        is_sum = event.name in SUMS and start in event.data and len(others) == 1
+        addends = _addends(others[0], event.path, on_stream, call.begin) if is_sum else []
+        terms = [Term(value, *before(value, on_stream, call.begin)) for value in addends]
+        steps.append(Step(start, end, terms))
     return steps
 
 
@@ -222,11 +223,6 @@ def _addends(value: Value, path: str, on_stream: set[int], begin: int) -> list[V
         if not any(each.name in MATMULS for each in events):
             return [value]  # such as a bias
     return [each for part in event.data for each in _addends(part, path, on_stream, begin)]
-
-
-def _term(value: Value, on_stream: set[int], call: ModuleCall) -> Term:
-    events, reads = before(value, on_stream, call.begin)
-    return Term(value, reads, events)
 
 
 def before(value: Value, stop: Iterable[int], begin: int) -> tuple[list[Event], list[Value]]:

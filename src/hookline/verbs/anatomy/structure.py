@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,57 +23,18 @@ from hookline.errors import (
     SelectionError,
     StructureError,
 )
-from hookline.verbs.anatomy.claims import Claim, claims_of
-from hookline.verbs.anatomy.head import Head, Names, name_embeddings, name_head
+from hookline.verbs.anatomy.claims import claim_stream
+from hookline.verbs.anatomy.head import name_embeddings, name_head
 from hookline.verbs.anatomy.identity_errors import limit
 from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
 from hookline.verbs.anatomy.interventions import Interventions
-from hookline.verbs.anatomy.part_names import PartNames
-from hookline.verbs.anatomy.parts import Layer, name_layer
-from hookline.verbs.anatomy.stacks import stacks_of
+from hookline.verbs.anatomy.names import Claim
+from hookline.verbs.anatomy.parts import name_layer
+from hookline.verbs.anatomy.stacks import Stack, stacks_of
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.record.record import record
 from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import call
-
-
-@final
-@dataclass(eq=False, slots=True)
-class Stack:
-    """A stack of blocks with its proven names.
-
-    Attributes:
-        path: the path of the stack.
-        layers: its blocks.
-        names: the names that belong to no layer.
-        head: what the model computes from the last stream; None where it cannot be told.
-        errors: the largest error of each name's identities, by layer; -1 is no layer.
-        shapes: the shapes of the values by site, for the first input.
-    """
-
-    path: str
-    layers: list[Layer]
-    names: Names
-    head: Head | None = None
-    errors: dict[tuple[str, int], float] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def part_names(self, model: nn.Module) -> PartNames:
-        """Return the names without the trace, which they would keep alive."""
-        owners: list[tuple[int, Any]] = [(-1, self.names), *enumerate(self.layers)]
-        stream = self.layers[0].block.pre.tensor
-        return PartNames(
-            model=type(model).__name__,
-            stack=self.path,
-            blocks=tuple(layer.block.path for layer in self.layers),
-            sites={(name, k): site for k, each in owners for name, site in each.sites.items()},
-            refused={(name, k): why for k, each in owners for name, why in each.refused.items()},
-            errors=self.errors,
-            shapes=self.shapes,
-            width=stream.shape[-1],
-            n_tokens=stream[..., 0].numel(),
-            n_value_heads=tuple(layer.n_value_heads for layer in self.layers),
-        )
 
 
 def structure_of(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[Stack]:
@@ -93,8 +53,8 @@ def structure_of(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[
     for stack in stacks:
         _check_tokens(stack, inputs[0])
         Interventions(model, trace, inputs[0], stack.layers).tell_apart()
-        claims = list(_name(model, trace, stack, is_last=stack is stacks[-1]))
-        _prove(model, stack, claims, inputs)
+        _name(model, trace, stack, is_last=stack is stacks[-1])
+        _prove(model, stack, inputs)
         if stack.head is not None:
             stack.head.forget_the_trace()
     return stacks
@@ -123,15 +83,14 @@ _FEWEST_TOKENS = 3
 
 
 def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
-    chains, reasons = stacks_of(model, trace)
-    if not chains:
+    stacks, reasons = stacks_of(model, trace)
+    if not stacks:
         none = "no stack of blocks ran, two or more, each on what the last one returned"
         why = reasons[0] if reasons else none + _scripted_text(model)
         raise SelectionError(
             f"{type(model).__name__} must have a residual stream, and none can be proven: {why}."
             "\nSelect modules by their paths: hl.summary(model) lists them."
         )
-    stacks = [Stack(chain.path, chain.layers, Names()) for chain in chains]
     return sorted(stacks, key=lambda stack: stack.layers[-1].block.call.end)
 
 
@@ -141,26 +100,23 @@ def _scripted_text(model: nn.Module) -> str:
     return f"; {paths[0]} is a ScriptModule, whose calls are not seen" if paths else ""
 
 
-def _name(
-    model: nn.Module, trace: Trace, stack: Stack, *, is_last: bool
-) -> Iterable[tuple[int, Claim]]:
-    for number, layer in enumerate(stack.layers):
+def _name(model: nn.Module, trace: Trace, stack: Stack, *, is_last: bool) -> None:
+    """Find the sites of all names, and claim the identities that prove them."""
+    for layer in stack.layers:
         name_layer(trace, layer)
-        claims = claims_of(trace, layer)
-        claims += name_mlp(trace, layer)
-        claims += name_experts(trace, layer, model)
-        claims += name_attention(trace, layer)
-        yield from ((number, each) for each in claims)
-    name_embeddings(model, trace, stack.layers[0], stack.names)
+        claim_stream(trace, layer)
+        name_mlp(trace, layer)
+        name_experts(trace, layer, model)
+        name_attention(trace, layer)
+    n_words = name_embeddings(model, trace, stack.layers[0], stack.names)
     if is_last:
-        stack.head = name_head(trace, stack.layers[-1], stack.names)
-    yield from ((-1, each) for each in stack.names.claims)
+        stack.head = name_head(trace, stack.layers[-1], stack.names, n_words)
 
 
-def _prove(
-    model: nn.Module, stack: Stack, claims: Sequence[tuple[int, Claim]], inputs: Sequence[Any]
-) -> None:
+def _prove(model: nn.Module, stack: Stack, inputs: Sequence[Any]) -> None:
     """Measure every identity on every input, and refuse the names whose identities fail."""
+    owners = stack.owners()
+    claims = [(number, claim) for number, names in owners.items() for claim in names.claims]
     sites = sorted({site for _, each in claims for site in each.sites})
     bound = limit(stack.layers[0].block.pre.tensor.dtype)
     failing: dict[tuple[str, int], str] = {}
@@ -173,7 +129,7 @@ def _prove(
                 stack.errors[key] = worst
                 failing[key] = f"{why}, above {bound:.0e}" if worst < math.inf else why
     for (name, number), worst in stack.errors.items():
-        owner: Any = stack.names if number < 0 else stack.layers[number]
+        owner = owners[number]
         if worst > bound and name in owner.sites:
             owner.refused[name] = f"{failing[name, number]}, at {owner.sites.pop(name)}"
 

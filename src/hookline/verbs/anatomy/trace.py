@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -75,10 +74,7 @@ class Value:
     @property
     def origin(self) -> Value:
         """Return the earliest value of the same numbers."""
-        value = self
-        while value.like is not None:
-            value = value.like
-        return value
+        return self.chain()[-1]
 
     def chain(self) -> list[Value]:
         """Return the values of the same numbers before this one, this one first."""
@@ -127,8 +123,8 @@ class ModuleCall:
     path: str
     begin: int
     end: int = -1
-    inputs: list[tuple[tree.Leaf, Value]] = field(default_factory=list)
-    outputs: list[tuple[tree.Leaf, Value]] = field(default_factory=list)
+    inputs: dict[tree.Leaf, Value] = field(default_factory=dict)
+    outputs: dict[tree.Leaf, Value] = field(default_factory=dict)
 
 
 @while_tracing
@@ -243,51 +239,52 @@ class Trace(TorchFunctionMode):
     def bind(self, site: Site) -> Any:
         """Return the callback of a port of a module."""
 
-        def enter(_: Any, value: Any) -> None:
-            with without_function_modes():
-                self._enter(site, value)
+        note = self._enter if site.port == "input" else self._leave
 
-        def leave(_: Any, value: Any) -> None:
+        def callback(_: Any, value: Any) -> None:
             with without_function_modes():
-                self._leave(site, value)
+                note(site, value)
 
-        return enter if site.port == "input" else leave
+        return callback
 
     def _enter(self, site: Site, given: Any) -> None:
         module_call = ModuleCall(site.path, len(self.events))
         self.calls.setdefault(site.path, []).append(module_call)
         self._running.append(module_call)
-        module_call.inputs = list(self._seen(site, given, "input"))
+        module_call.inputs = dict(self._seen(site, given))
 
     def _leave(self, site: Site, result: Any) -> None:
         module_call = self._running.pop()
         module_call.end = len(self.events)
-        values = [value for _, value in module_call.inputs]
-        module_call.outputs = list(self._seen(site, result, "output"))
+        given = list(module_call.inputs.values())
+        module_call.outputs = dict(self._seen(site, result))
         made = [
             value
-            for _, value in module_call.outputs
+            for value in module_call.outputs.values()
             if value.maker is None and len(value.places) == 1 and not value.is_constant
         ]
-        if made and values and not any(value in values for value in made):
-            self._opaque(module_call, made)
+        if made and given and not any(value in given for value in made):
+            # One call of the module, because torch did not show what it did.
+            event = Event(len(self.events), site.path, "(module)", given, made)
+            self.events.append(event)
+            for value in made:
+                value.maker = event
 
-    def _opaque(self, module_call: ModuleCall, made: list[Value]) -> None:
-        """Note a module as one call, because torch did not show what it did."""
-        inputs = [value for _, value in module_call.inputs]
-        event = Event(len(self.events), module_call.path, "(module)", inputs, made)
-        self.events.append(event)
-        for value in made:
-            value.maker = event
-
-    def _seen(self, site: Site, values: Any, kind: str) -> Iterator[tuple[tree.Leaf, Value]]:
+    def _seen(self, site: Site, values: Any) -> Iterator[tuple[tree.Leaf, Value]]:
+        number = len(self.calls[site.path]) - 1
         for leaf, tensor in tree.tensors(values):
-            if is_wrapped(tensor):
-                continue
-            value = self.value(tensor)
-            number = len(self.calls[site.path]) - 1
-            value.places.append(Place(kind, site.path, leaf, number))
-            yield leaf, value
+            if not is_wrapped(tensor):
+                value = self.value(tensor)
+                value.places.append(Place(site.port, site.path, leaf, number))
+                yield leaf, value
+
+    def sites(self, value: Value, kind: str, path: str | None = None) -> list[str]:
+        """Return where a value is seen as a kind of place: of one module, or of any."""
+        return [
+            self.text(place)
+            for place in value.places
+            if place.kind == kind and path in (None, place.path)
+        ]
 
     def by_site(self) -> dict[str, Tensor]:
         """Return the numbers that each site had."""
@@ -327,15 +324,14 @@ def replay(events: Iterable[Event], given: dict[int, Tensor], wanted: Value) -> 
         args, kwargs = _mapped(copied if event.writes else number, event.arguments)
         result = event.function(*args, **kwargs)
         made = [tensor for _, tensor in tree.tensors(result)]
-        for value in event.outputs:
-            place = event.outputs.index(value)
+        for place, value in enumerate(event.outputs):
             numbers[id(value)] = made[place] if place < len(made) else args[0]
     return numbers[id(wanted)]
 
 
 def replay_tokens(
-    events: Iterable[Event],
-    given: dict[int, tuple[Value, Tensor]],
+    events: Sequence[Event],
+    given: Sequence[tuple[Value, Tensor]],
     wanted: Value,
     weights: Mapping[int, Tensor] | None = None,
 ) -> Tensor:
@@ -345,25 +341,21 @@ def replay_tokens(
 
     Args:
         events: the calls that lead to the value, in order.
-        given: the values, each with other numbers, by the ids of the values.
+        given: the values, each with other numbers.
         wanted: the value.
         weights: numbers in place of those of the run, by the ids of the values.
     """
-    calls = list(events)
-    rows = {key: numbers.flatten(0, -2) for key, (_, numbers) in given.items()}
-    n_rows = len(next(iter(rows.values())))
-    n_slots = next(iter(given.values()))[0].tensor.shape[:-1].numel()
+    places, shape = given[0][0].tensor.shape[:-1], given[0][1].shape[:-1]
+    rows = [(value, numbers.flatten(0, -2)) for value, numbers in given]
     results = []
-    for start in range(0, n_rows, n_slots):
-        slots = torch.arange(start, start + n_slots, device="cpu") % n_rows
-        parts = {key: rows[key][slots].reshape(given[key][0].tensor.shape) for key in given}
-        result = replay(calls, {**(weights or {}), **parts}, wanted)
-        places = next(iter(given.values()))[0].tensor.shape[:-1]
+    for start in range(0, shape.numel(), places.numel()):
+        slots = torch.arange(start, start + places.numel(), device="cpu") % shape.numel()
+        parts = {id(value): own[slots].reshape(value.tensor.shape) for value, own in rows}
+        result = replay(events, {**(weights or {}), **parts}, wanted)
         if result.shape[:-1] != places and result.shape[:-1] == places[::-1]:
             result = result.transpose(0, 1)  # tokens came first
         results.append(result.flatten(0, -2))
-    shape = next(iter(given.values()))[1].shape[:-1]
-    computed = torch.cat(results)[:n_rows]
+    computed = torch.cat(results)[: shape.numel()]
     return computed.reshape(*shape, *computed.shape[1:])
 
 
@@ -399,18 +391,12 @@ def _like(value: Value, inputs: Iterable[Value]) -> Value | None:
     return None
 
 
-@contextmanager
-def _attached(model: nn.Module, trace: Trace) -> Iterator[None]:
-    line = Line(model, name="anatomy")
+def traced(model: nn.Module, inputs: Any) -> Trace:
+    """Run a model, and trace its values."""
+    trace, line = Trace(model), Line(model, name="anatomy")
     line.options.quiet = line.options.lenient = True
     with line:
         line.tap(line.select(None, ("input", "output")), trace.bind, Order.RECORD)
-        yield
-
-
-def traced(model: nn.Module, inputs: Any) -> Trace:
-    """Run a model, and trace its values."""
-    trace = Trace(model)
-    with _attached(model, trace), trace:
-        call(model, copied(inputs))
+        with trace:
+            call(model, copied(inputs))
     return trace
