@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Site
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AmbiguousError, InputError, StructureError
 from hookline.verbs.edit.edit import edit
@@ -127,9 +126,11 @@ class Slopes:
                 f"metric must depend on a value at {', '.join(sites[:3])}, got one that depends on"
                 " none.\nSelect sites that the metric's part of the output is computed from."
             )
-        pairs = zip(zeros.leaves.values(), grads, strict=True)
-        known = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
-        return Point(number, zeros.values, dict(zip(zeros.leaves, known, strict=True)))
+        known = {
+            site: torch.zeros_like(zeros.leaves[site]) if grad is None else grad
+            for site, grad in zip(sites, grads, strict=True)
+        }
+        return Point(number, zeros.values, known)
 
     def end(self, sites: Sequence[str], moved: Values) -> dict[str, Tensor]:
         """Return the values at sites where others have reached their goals."""
@@ -140,31 +141,15 @@ class Slopes:
     def _run(self, sites: Sequence[str], zeros: _Zeros, moved: Values, fraction: float) -> Any:
         with ExitStack() as lines:
             if moved:
-                move = _Move(moved, fraction)
-                lines.enter_context(edit(self._model, list(moved), move))
-            lines.enter_context(edit(self._model, list(sites), zeros))
-            output = call(self._model, copied(self._inputs))
-        zeros.sort(sites)
-        return output
-
-
-class _SiteChange:
-    """A change that differs by site."""
-
-    def at(self, site: Site) -> Callable[[Any], Any]:
-        """Return the change at a site."""
-        return partial(self._change, str(site))
-
-    def __call__(self, value: Any) -> Any:
-        """Leave a value: a change is made at each site by `at`."""
-        return value
-
-    def _change(self, site: str, value: Any) -> Any:
-        raise NotImplementedError
+                moves = {site: partial(_moved, site, moved[site], fraction) for site in moved}
+                lines.enter_context(edit(self._model, moves))
+            additions = {site: partial(zeros.add, site) for site in sites}
+            lines.enter_context(edit(self._model, additions))
+            return call(self._model, copied(self._inputs))
 
 
 @final
-class _Zeros(_SiteChange):
+class _Zeros:
     """Add zeros to the value at each site, and differentiate with respect to them.
 
     The gradient with respect to one site's zeros is that of this site alone, also where another
@@ -179,7 +164,8 @@ class _Zeros(_SiteChange):
         self.leaves: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
 
-    def _change(self, site: str, value: Any) -> Tensor:
+    def add(self, site: str, value: Any) -> Tensor:
+        """Return the value at a site with its zeros."""
         tensor = floating(site, value)
         if site in self.leaves:
             raise AmbiguousError(
@@ -190,32 +176,20 @@ class _Zeros(_SiteChange):
         self.values[site] = tensor.detach().clone()
         return tensor + zero
 
-    def sort(self, sites: Sequence[str]) -> None:
-        """Put the sites into this order."""
-        self.leaves = {site: self.leaves[site] for site in sites}
 
-
-@final
-class _Move(_SiteChange):
-    """Move the value at each site by a fraction of the way to its goal."""
-
-    def __init__(self, goals: Values, fraction: float) -> None:
-        self._goals, self._fraction = goals, fraction
-
-    def _change(self, site: str, value: Any) -> Any:
-        goal = self._goals[site]
-        check_form(site, value, goal)
-        pairs = zip(tree.tensors(value), tree.tensors(goal), strict=True)
-        for (leaf, now), (_, then) in pairs:
-            if now.is_floating_point():
-                value = leaves.put(value, leaf, now + self._fraction * _way(now, then), site)
-            elif not torch.equal(now, then):
-                raise InputError(
-                    f"along must name values with a line between them, got {site}, which has other"
-                    f" {describe.in_words(now)} in the clean run.\nName a site with numbers that"
-                    " follow from it, such as the embedding."
-                )
-        return value
+def _moved(site: str, goal: Any, fraction: float, value: Any) -> Any:
+    """Return the value at a site, moved by a fraction of the way to its goal."""
+    check_form(site, value, goal)
+    for (leaf, now), (_, then) in zip(tree.tensors(value), tree.tensors(goal), strict=True):
+        if now.is_floating_point():
+            value = leaves.put(value, leaf, now + fraction * _way(now, then), site)
+        elif not torch.equal(now, then):
+            raise InputError(
+                f"along must name values with a line between them, got {site}, which has other"
+                f" {describe.in_words(now)} in the clean run.\nName a site with numbers that"
+                " follow from it, such as the embedding."
+            )
+    return value
 
 
 def check_form(site: str, value: Any, goal: Any) -> None:
