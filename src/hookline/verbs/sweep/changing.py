@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, final
+from functools import partial
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -25,51 +25,18 @@ from hookline.verbs.sweep.rows import (
 from hookline.verbs.sweep.site_change import SiteChange
 
 
-@final
-@dataclass(slots=True, eq=False)
-class _Rows:
-    """The changes at one site in the running forward.
+class _Asked(NamedTuple):
+    """Changes at one site that the running forward is asked for.
 
     Args:
-        site: the site.
-        known: the value at the site in the unchanged run; None during that run.
-        size: the size of the batch.
-
-    Attributes:
-        changes: the changes, each with its own rows; several such lists, if the site is changed
-            several times. Empty in the forwards of other sites.
+        changes: the changes, each with its own rows.
         n: how often the batch is repeated in the value.
         adds: whether the rows of the changes come to the value here, behind those that it has.
-        stirs: whether the first and the last of three batches get large values.
-        noted: for each site a copy of the value of each call so far; None where none is noted.
     """
 
-    site: str
-    known: Any
-    size: int
-    changes: list[Sequence[SiteChange]] = field(default_factory=list)
-    n: int = 1
-    adds: bool = False
-    stirs: bool = False
-    noted: dict[str, list[Any]] | None = None
-
-    def changed(self, current: Pass, value: Any) -> Any:
-        """Return the changed value; None in the forwards of other sites."""
-        if self.noted is not None:
-            self.noted.setdefault(self.site, []).append(copy_of(value))
-        if self.stirs:
-            return stirred(value, self.known)
-        for changes in self.changes:
-            if self.n == 1 and not self.adds:
-                value = changes[0](value)
-            elif isinstance(value, Tensor) and isinstance(self.known, Tensor):
-                if self.adds:
-                    value = with_further_rows(value, self.known, changes, self.n, self.size)
-                else:
-                    value = changed_rows(value, self.known, changes, self.n)
-            else:
-                raise NoRowsError
-        return value if self.changes else None
+    changes: Sequence[SiteChange]
+    n: int
+    adds: bool
 
 
 @final
@@ -90,31 +57,49 @@ class Changing:
         self.sites: Sequence[str] = sites
         self._size = batch_size(inputs) or 0
         self.known: dict[str, Any] = {}
-        self._rows: dict[str, _Rows] = {}
-        self._noted: dict[str, list[Any]] = {}
+        self._hooked: set[str] = set()
+        # Of the running forward: the changes by site, several if a site is changed several times;
+        # whether the first and the last of three batches get large values; and for each site a copy
+        # of the value of each call so far, None where none is noted.
+        self._asked: dict[str, list[_Asked]] = {}
+        self._stirs = False
+        self._noted: dict[str, list[Any]] | None = None
 
     @contextmanager
     def hooked(self, sites: Iterable[Site | str]) -> Iterator[None]:
         """Register hooks at sites for the block, as far as they have none."""
-        rows = {
-            site: _Rows(site, self.known.get(site), self._size)
-            for site in map(str, sites)
-            if site not in self._rows
-        }
-        if not rows:
+        new = [site for site in dict.fromkeys(map(str, sites)) if site not in self._hooked]
+        if not new:
             yield
             return
         line = Line(self.modules, name="sweep")
         line.options.lenient = True
-        line.tap(line.select(list(rows)), lambda site: rows[str(site)].changed, Order.EDIT)
+        line.tap(line.select(new), lambda site: partial(self._changed, str(site)), Order.EDIT)
         with line:
-            self._rows |= rows
+            self._hooked.update(new)
             try:
                 yield
             finally:
                 line.options.quiet = not any(tap.fired for tap in line.taps)  # no run was needed
-                for site in rows:
-                    del self._rows[site]
+                self._hooked.difference_update(new)
+
+    def _changed(self, site: str, _: Pass, value: Any) -> Any:
+        """Return the changed value at a site; None in the forwards of other sites."""
+        if self._noted is not None:
+            self._noted.setdefault(site, []).append(copy_of(value))
+        known, asked = self.known.get(site), self._asked.get(site)
+        if self._stirs:
+            return stirred(value, known)
+        for changes, n, adds in asked or ():
+            if n == 1 and not adds:
+                value = changes[0](value)
+            elif not isinstance(value, Tensor) or not isinstance(known, Tensor):
+                raise NoRowsError
+            elif adds:
+                value = with_further_rows(value, known, changes, n, self._size)
+            else:
+                value = changed_rows(value, known, changes, n)
+        return value if asked else None
 
     def noting(self, forward: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
         """Run a forward without a change, and note the values that come to the sites.
@@ -125,16 +110,13 @@ class Changing:
         Raises:
             NotRecordedError: the forward does not reach one of the sites.
         """
-        values = self._noted = {}
+        values: dict[str, list[Any]] = {}
         with self.hooked(self.sites):
+            self._noted = values
             try:
-                for rows in self._rows.values():
-                    rows.noted = values
                 output = forward()
             finally:
-                self._noted = {}
-                for rows in self._rows.values():
-                    rows.noted = None
+                self._noted = None
         missing = [site for site in self.sites if site not in values]
         if missing:
             recorded_run(self.modules, forward, missing)  # raises an error that says why
@@ -146,47 +128,25 @@ class Changing:
 
     def are_all_noted(self) -> bool:
         """Tell whether a value has come to each site in the running forward."""
-        return len(self._noted) == len(self.sites)
-
-    def know(self, known: Mapping[str, Any]) -> None:
-        """Take these values for those of the unchanged run."""
-        self.known = dict(known)
-        for site, rows in self._rows.items():
-            rows.known = known[site]
+        return self._noted is not None and len(self._noted) == len(self.sites)
 
     @contextmanager
-    def making(self, points: Sequence[Point], n: int) -> Iterator[None]:
-        """Make the changes of one group in the forward of the block.
-
-        Args:
-            points: the changes; each has its own rows of the batch.
-            n: how often the batch is repeated.
-        """
-        asked = self._asked(points, n, adds=False)
-        try:
-            yield
-        finally:
-            for rows in asked:
-                rows.changes.clear()
-
-    @contextmanager
-    def adding(self, shares: Sequence[Sequence[Point]]) -> Iterator[None]:
-        """Make the changes of several groups in the forward of the block, in further rows.
+    def making(self, shares: Sequence[Sequence[Point]], n: int | None = None) -> Iterator[None]:
+        """Make changes in the forward of the block, each in rows of its own.
 
         Args:
             shares: the changes of each group, in the order in which the forward comes to the sites.
-                From its site on, each has rows behind those of the inputs and of earlier groups.
+            n: how often the batch is repeated for the changes of one group; None adds rows: from
+                its site on, each change has rows behind those of the inputs and of earlier groups.
         """
-        asked: list[_Rows] = []
-        n = 1
+        n_before = 1
         try:
             for points in shares:
-                asked += self._asked(points, n, adds=True)
-                n += len(points)
+                self._ask(points, n_before if n is None else n, adds=n is None)
+                n_before += len(points)
             yield
         finally:
-            for rows in asked:
-                rows.changes.clear()
+            self._asked.clear()
 
     @contextmanager
     def stirring(self) -> Iterator[None]:
@@ -195,26 +155,20 @@ class Changing:
         The batch between keeps its own, unless its rows depend on others.
         """
         with self.hooked(self.sites):
-            for rows in self._rows.values():
-                rows.stirs = True
+            self._stirs = True
             try:
                 yield
             finally:
-                for rows in self._rows.values():
-                    rows.stirs = False
+                self._stirs = False
 
-    def _asked(self, points: Sequence[Point], n: int, *, adds: bool) -> list[_Rows]:
+    def _ask(self, points: Sequence[Point], n: int, *, adds: bool) -> None:
         """Ask the hooks at the sites of a group for its changes."""
-        asked = []
         for changes in zip(*[point.changes for point in points], strict=True):
-            rows = self._rows[str(changes[0].site)]
-            rows.n, rows.adds = n, adds
-            rows.changes.append(changes)
-            asked.append(rows)
+            asked = self._asked.setdefault(str(changes[0].site), [])
+            asked.append(_Asked(changes, n, adds))
         functions: dict[int, Callable[..., Any]] = {}
         for change in (change for point in points for change in point.changes):
             change.begin(functions)
-        return asked
 
 
 def recorded_run(

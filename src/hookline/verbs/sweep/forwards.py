@@ -117,7 +117,7 @@ class Forwards:
         recording = tape.recording(is_over=changing.are_all_noted)
         with nullcontext() if may_fuse else recording:
             output, values = changing.noting(lambda: self._forward(self._inputs))
-        changing.know({site: calls[0] for site, calls in values.items()})
+        changing.known = {site: calls[0] for site, calls in values.items()}
         if may_fuse:
             with tape.recording():
                 output = self._forward(self._inputs)
@@ -134,7 +134,7 @@ class Forwards:
     def _plain(self, point: Point) -> _Reading:
         """Measure one change by a whole forward of its own."""
         sites = [change.site for change in point.changes]
-        with self._changing.hooked(sites), self._changing.making([point], 1):
+        with self._changing.hooked(sites), self._changing.making([[point]], 1):
             return self._read(self._forward(self._inputs))
 
     def _read(self, output: Any) -> _Reading:
@@ -353,7 +353,7 @@ class Forwards:
         with self._changing.hooked(group.sites):
             for first in range(0, len(points), n):
                 shared = points[first : first + n]
-                with self._batches.shortened(batch, start), self._changing.making(shared, n):
+                with self._batches.shortened(batch, start), self._changing.making([shared], n):
                     output = self._forward(batch.inputs)
                 outputs = [output]
                 if n > 1 or self._batches.reuses:
@@ -377,7 +377,7 @@ class Forwards:
             with (
                 self._changing.hooked([site for group in groups for site in group.sites]),
                 self._batches.shortened(batch, start),
-                self._changing.adding(shares),
+                self._changing.making(shares),
             ):
                 output = self._forward(batch.inputs)
             points = [point for share in shares for point in share]
