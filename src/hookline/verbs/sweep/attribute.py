@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypedDict, Unpack
 
@@ -18,14 +19,7 @@ from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.changing import Changing, recorded_run
 from hookline.verbs.sweep.effects import Attribution
 from hookline.verbs.sweep.forwards import Forwards
-from hookline.verbs.sweep.grid import (
-    Each,
-    Grid,
-    Group,
-    check_each,
-    patches,
-    sites_of,
-)
+from hookline.verbs.sweep.grid import Each, Grid, Group, check_each, patches, sites_of
 from hookline.verbs.sweep.metric import Metric, check_callable, number_of, refuse_constant
 from hookline.verbs.sweep.rows import copy_of
 from hookline.verbs.sweep.slopes import Integral, Point, Slopes, check_form, floating
@@ -213,6 +207,6 @@ def _sampled(groups: Sequence[Group], n: int) -> list[Group]:
     turns = sorted((turn, number) for number, size in enumerate(sizes) for turn in size)
     counts = Counter(number for _, number in turns[:n])
     return [
-        Group(group.sites, group.modules, points[: counts[number]])
+        replace(group, points=points[: counts[number]])
         for number, (group, points) in enumerate(zip(groups, shuffled, strict=True))
     ]

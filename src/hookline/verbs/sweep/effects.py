@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, final
 
 import numpy as np
@@ -37,8 +36,13 @@ class Effects(Result):
     """
 
     def __init__(
-        self, axes: Mapping[str, tuple[Label, ...]], baseline: float, clean: float | None
+        self,
+        axes: Mapping[str, tuple[Label, ...]],
+        baseline: float,
+        clean: float | None,
+        is_change: NDArray[np.bool_],
     ) -> None:
+        self._is_change = is_change  # by index: sites may have values of other sizes
         self.axes: tuple[str, ...] = tuple(axes)
         self.labels: dict[str, tuple[Label, ...]] = dict(axes)
         self.baseline = baseline
@@ -95,25 +99,17 @@ class Effects(Result):
 
     def _places(self) -> Iterator[tuple[tuple[int, ...], dict[str, Label]]]:
         """Yield the index and the labels of each change, in the order of the arrays."""
-        effects = self.effects
-        for index in product(*[range(size) for size in effects.shape]):
-            if self._is_there(index):
-                pairs = zip(self.axes, index, strict=True)
-                yield index, {axis: self.labels[axis][number] for axis, number in pairs}
-
-    def _is_there(self, index: tuple[int, ...]) -> bool:
-        """Tell whether there is a change at an index: sites may have values of other sizes."""
-        return not math.isnan(self.effects[index])
+        for index in map(tuple, np.argwhere(self._is_change).tolist()):
+            pairs = zip(self.labels.items(), index, strict=True)
+            yield index, {axis: labels[number] for (axis, labels), number in pairs}
 
     def _largest(self) -> list[tuple[tuple[int, ...], dict[str, Label]]]:
         """Return the changes by the size of their effect, NaN first."""
-        effects = self.effects
-        sizes = {index: abs(effects[index]) for index, _ in self._places()}
-        return sorted(
-            self._places(),
-            key=lambda place: math.inf if math.isnan(sizes[place[0]]) else sizes[place[0]],
-            reverse=True,
-        )
+        sizes = np.nan_to_num(np.abs(self.effects), nan=np.inf, posinf=np.inf)
+        return sorted(self._places(), key=lambda place: float(sizes[place[0]]), reverse=True)
+
+    def _headings(self) -> list[Heading]:
+        return [Heading(axis, "path" if axis == "site" else "text") for axis in self.axes]
 
     def _between(self) -> str:
         clean = "" if self.clean is None else f", clean {measure(self.clean)}"
@@ -164,12 +160,11 @@ class Sweep(Effects):
         clean: float | None,
         is_change: NDArray[np.bool_],
     ) -> None:
-        super().__init__(axes, baseline, clean)
+        super().__init__(axes, baseline, clean, is_change)
         self.values: Array = np.full(is_change.shape, np.nan)
         self.unmoved: NDArray[np.bool_] = np.zeros(is_change.shape, dtype=bool)
         self.forwards = 0
         self.notes: list[str] = []
-        self._is_change = is_change
 
     @property
     def effects(self) -> Array:
@@ -177,10 +172,6 @@ class Sweep(Effects):
         with np.errstate(invalid="ignore"):  # infinity less infinity is NaN
             effects: Array = self.values - self.baseline
         return effects
-
-    def _is_there(self, index: tuple[int, ...]) -> bool:
-        """Tell whether there is a change at an index: sites may have values of other sizes."""
-        return bool(self._is_change[index])
 
     @property
     def rows(self) -> tuple[SweepRow, ...]:
@@ -220,8 +211,7 @@ class Sweep(Effects):
             title=f"{plural(len(ranked), 'change')}",
             head=f": {self._between()}; {plural(self.forwards, 'forward')}",
             headings=[
-                *[Heading(axis, "path" if axis == "site" else "text") for axis in self.axes],
-                Heading("metric", "number"), Heading("effect", "number"),
+                *self._headings(), Heading("metric", "number"), Heading("effect", "number"),
                 Heading("of clean", "number", 1), Heading("", "text"),
             ],
             rows=[self._cells(row) for row in shown],
@@ -265,7 +255,7 @@ class Attribution(Effects):
         effects: Array,
         measured: Array,
     ) -> None:
-        super().__init__(axes, baseline, clean)
+        super().__init__(axes, baseline, clean, ~np.isnan(effects))
         self.scores: dict[str, Tensor] = BySite(scores)
         self.gradients: dict[str, Tensor] = BySite(gradients)
         self._effects = effects
@@ -327,8 +317,7 @@ class Attribution(Effects):
             title=plural(len(ranked), "estimate"),
             head=f": {self._between()}",
             headings=[
-                *[Heading(axis, "path" if axis == "site" else "text") for axis in self.axes],
-                Heading("estimate", "number"), Heading("measured", "number"),
+                *self._headings(), Heading("estimate", "number"), Heading("measured", "number"),
             ],
             rows=[
                 [*[str(label) for label in labels.values()], f"{self._effects[index]:+.4g}",

@@ -90,40 +90,28 @@ class Forwards:
             )
 
     def _begin(self) -> Batches:
-        """Run the model without a change, and keep what the metric reads."""
-        modules = _modules_around(self._changing.modules, self._changing.sites)
-        tape = Tape(modules)
-        self.output = self._first_run(tape)
-        return Batches(modules, self._forward, self._inputs, tape)
-
-    def _first_run(self, tape: Tape) -> Any:
-        """Run the model without a change, and see what it does.
-
-        Args:
-            tape: records the calls.
-
-        Returns:
-            What the metric reads.
+        """Run the model without a change, keep what the metric reads, and see what the model does.
 
         Raises:
             InputError: the model gives another metric when it runs again.
             NotRecordedError: the model does not reach one of the sites.
         """
-        modules = [node.module for node in self._changing.modules.nodes]
+        changing, again = self._changing, partial(self._forward, self._inputs)
+        around = _modules_around(changing.modules, changing.sites)
+        tape = Tape(around)
+        modules = [node.module for node in changing.modules.nodes]
         random = RandomStates(generators_of(modules))
         # Hooks in such a layer switch its fast path off, which rounds otherwise.
         may_fuse = any(isinstance(module, nn.TransformerEncoderLayer) for module in modules)
-        changing = self._changing
         recording = tape.recording(is_over=changing.are_all_noted)
         with nullcontext() if may_fuse else recording:
-            output, values = changing.noting(lambda: self._forward(self._inputs))
+            self.output, values = changing.noting(again)
         changing.known = {site: calls[0] for site, calls in values.items()}
         if may_fuse:
             with tape.recording():
-                output = self._forward(self._inputs)
-        again = partial(self._forward, self._inputs)
-        refuse_random(random, self._metric, lambda: copy_of(output), again)
-        return output
+                self.output = again()
+        refuse_random(random, self._metric, lambda: copy_of(self.output), again)
+        return Batches(around, self._forward, self._inputs, tape)
 
     def _forward(self, inputs: Any) -> Any:
         self.count += 1
@@ -288,8 +276,7 @@ class Forwards:
 
     def _start(self, group: Group) -> int:
         """Return the time up to which a run does not depend on the changes of a group."""
-        pairs = zip(group.sites, group.modules, strict=True)
-        return min(self._batches.tape.start_of(site, module) for site, module in pairs)
+        return min(self._batches.tape.start_of(site, module) for site, module in group.places)
 
     def _agrees(self, reading: _Reading, plain: _Reading) -> bool:
         """Tell whether a change has the metric, or else the output, of a whole forward."""
@@ -318,9 +305,9 @@ class Forwards:
 
     def _may_join(self, group: Group) -> bool:
         """Tell whether a group is a few changes of one tensor, at a module that runs once."""
-        site = group.sites[0]
+        site, module = group.places[0]
         is_tensor = isinstance(self._changing.known[str(site)], Tensor) and not site.leaf
-        is_whole = len(group.sites) == 1 and self._batches.tape.runs_once(group.modules[0])
+        is_whole = len(group.places) == 1 and self._batches.tape.runs_once(module)
         return is_tensor and is_whole and 1 < len(self._missing(group.points)) <= self.n_rows
 
     def measure(self, groups: Sequence[Group]) -> None:
@@ -349,17 +336,11 @@ class Forwards:
         if not points:
             return
         n = n if len(points) > 1 else 1
-        batch, start = self._batches.of(n), self._start(group)
+        start = self._start(group)
         with self._changing.hooked(group.sites):
             for first in range(0, len(points), n):
                 shared = points[first : first + n]
-                with self._batches.shortened(batch, start), self._changing.making([shared], n):
-                    output = self._forward(batch.inputs)
-                outputs = [output]
-                if n > 1 or self._batches.reuses:
-                    _refuse_unmade(shared)
-                    outputs = parts_of(output, self.output, n)
-                self._note(shared, outputs)
+                self._note(shared, self._outputs([shared], start, n))
 
     def _measure_joined(self, groups: Sequence[Group]) -> bool:
         """Measure groups in one forward of the inputs, to which each adds rows at its site.
@@ -372,24 +353,43 @@ class Forwards:
             residual block, that have no such rows.
         """
         shares = [self._missing(group.points) for group in groups]
-        batch, start = self._batches.of(1), self._start(groups[0])
+        sites = [site for group in groups for site in group.sites]
         try:
-            with (
-                self._changing.hooked([site for group in groups for site in group.sites]),
-                self._batches.shortened(batch, start),
-                self._changing.making(shares),
-            ):
-                output = self._forward(batch.inputs)
-            points = [point for share in shares for point in share]
-            _refuse_unmade(points)
-            own, *outputs = parts_of(output, self.output, 1 + len(points))
+            with self._changing.hooked(sites):
+                own, *outputs = self._outputs(shares, self._start(groups[0]))
             if self._readings is not None:
                 self._readings[()] = self._read(own)
-            self._note(points, outputs)
+            self._note([point for share in shares for point in share], outputs)
         except Exception:  # of the model; a change will raise it again
             self.joins = False
             return False
         return True
+
+    def _outputs(
+        self, shares: Sequence[Sequence[Point]], start: int, n: int | None = None
+    ) -> list[Any]:
+        """Make changes in one forward, and return the output of each.
+
+        Args:
+            shares: the changes of each group.
+            start: the time up to which the forward does not depend on them.
+            n: how often the batch is repeated; None adds rows, behind those of the inputs, whose
+                output comes first.
+
+        Raises:
+            NoRowsError: a value has no rows, or the forward has not come to the site of a change.
+        """
+        batch = self._batches.of(n or 1)
+        with self._batches.shortened(batch, start), self._changing.making(shares, n):
+            output = self._forward(batch.inputs)
+        if n == 1 and not self._batches.reuses:
+            return [output]
+        points = [point for share in shares for point in share]
+        # A call that was left out may have held an earlier call of the changed module, so that the
+        # number in the site is that of another call.
+        if not all(change.n_calls for point in points for change in point.changes):
+            raise NoRowsError
+        return parts_of(output, self.output, n or 1 + len(points))
 
     def _note(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:
         for point, output in zip(points, outputs, strict=False):
@@ -405,19 +405,6 @@ _REFUSED = {
 }
 _UNSEEN = "Whole forwards: the model writes to outputs of modules unseen, as by .data."
 _NO_ROWS = "Some changes have a whole forward each: they could not share one, or leave calls out."
-
-
-def _refuse_unmade(points: Sequence[Point]) -> None:
-    """Refuse a forward that has not come to the site of a change.
-
-    A call that was left out may have held an earlier call of the changed module, so that the number
-    in the site is that of another call.
-
-    Raises:
-        NoRowsError: there is such a change.
-    """
-    if not all(change.n_calls for point in points for change in point.changes):
-        raise NoRowsError
 
 
 def _n_bytes(value: Any) -> int:

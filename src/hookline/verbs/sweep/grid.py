@@ -59,11 +59,15 @@ class Point:
 @final
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The changes at the same sites, which may share a forward."""
+    """The changes at the same sites, each with its module, which may share a forward."""
 
-    sites: tuple[Site, ...]
-    modules: tuple[nn.Module, ...]
+    places: tuple[tuple[Site, nn.Module], ...]
     points: list[Point]
+
+    @property
+    def sites(self) -> list[Site]:
+        """Return the sites."""
+        return [site for site, _ in self.places]
 
 
 @final
@@ -223,16 +227,9 @@ class Grid:
             self.axes[self._new("change")] = tuple(labels)
         self._part = cache(_part)  # most sites are cut alike
         self.groups: list[Group] = [
-            self._group(number, entry, by_site)
+            Group(entry.places, list(self._points(number, entry, by_site)))
             for number, (entry, by_site) in enumerate(zip(entries, cuts, strict=True))
         ]
-
-    def _group(self, number: int, entry: Entry, cuts: list[tuple[_Cut, ...]]) -> Group:
-        return Group(
-            tuple([site for site, _ in entry.places]),
-            tuple([module for _, module in entry.places]),
-            list(self._points(number, entry, cuts)),
-        )
 
     def _new(self, name: str) -> str:
         if name in self.axes:

@@ -13,6 +13,7 @@ from torch import Tensor
 from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
+from hookline.verbs.sweep.agreement import is_same
 
 Metric = Callable[[Any], Any]
 
@@ -85,4 +86,4 @@ def _is_moved(
         other = number_of(metric, tree.map_tensors(change, output))
     except Exception:  # it looks at the output, or the output cannot be changed like this
         return True
-    return other != number and not (math.isnan(other) and math.isnan(number))
+    return not is_same(other, number)

@@ -47,25 +47,6 @@ def repeated(inputs: Any, n: int) -> Any:
     return tree.map_tensors(repeat, inputs)
 
 
-def parts(value: Tensor, form: torch.Size, n: int) -> list[Tensor]:
-    """Cut a value of a repeated batch into the values of each batch, as views.
-
-    Args:
-        value: the value.
-        form: the shape of the value of one batch.
-        n: how often the batch was repeated.
-
-    Raises:
-        NoRowsError: the value has not one dimension that is n times as long.
-    """
-    dim = longer_dim(value.shape, form, n)
-    if dim is None:
-        if n > 1:
-            raise NoRowsError
-        return [value]
-    return list(torch.split(value, form[dim], dim))
-
-
 def longer_dim(shape: torch.Size, form: torch.Size, n: int) -> int | None:
     """Return the dimension in which a shape is n times as long as a form; None for equal ones.
 
@@ -97,8 +78,11 @@ def parts_of(output: Any, one_batch: Any, n: int) -> list[Any]:
     if type(output) is not type(one_batch):
         return [Uncut()] * n
     if isinstance(output, Tensor):
+        if n == 1 and output.shape == one_batch.shape:
+            return [output]
         try:
-            return list(parts(output, one_batch.shape, n))
+            dim = _dim_of_rows(output, one_batch, n)
+            return list(torch.split(output, one_batch.shape[dim], dim))
         except NoRowsError:
             return [output if _is_one_memory(output, one_batch) else Uncut()] * n
     if isinstance(output, _CONTAINERS) or is_dataclass(output):
@@ -261,17 +245,13 @@ def _places_of_rows(parts: Sequence[tuple[slice, ...]], form: torch.Size) -> Ten
         parts: for each row ranges of its first dimensions; all have as many.
         form: the shape of a row.
     """
-    mask = None
+    mask = np.ones(len(parts), dtype=bool)
     for dim, ranges in enumerate(zip(*parts, strict=True)):
         bounds = np.array([part.indices(form[dim])[:2] for part in ranges])
         places = np.arange(form[dim])
         is_in = (places >= bounds[:, :1]) & (places < bounds[:, 1:])
-        mask = (
-            is_in
-            if mask is None
-            else mask[..., None] & is_in.reshape(len(parts), *[1] * dim, form[dim])
-        )
-    return None if mask is None else torch.from_numpy(mask)
+        mask = mask[..., None] & is_in.reshape(len(parts), *[1] * dim, form[dim])
+    return torch.from_numpy(mask) if mask.ndim > 1 else None
 
 
 def is_near(a: Tensor, b: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Site, foreign_hooks, has_numbers
 from hookline.engine.pytree import tree
+from hookline.verbs.shared.rerun import version
 from hookline.verbs.sweep.rows import NoRowsError, longer_dim
 
 # The block that records or replays in this context. Other threads get the original forwards.
@@ -128,7 +129,7 @@ class Tape:
         self.calls.append(call)
         self._stack.append(call)
         given = _tensors_among(args, kwargs)
-        versions = list(map(_version, given))
+        versions = list(map(version, given))
         contents = [_contents(value) for value in (*args, *kwargs.values())]
         try:
             output = forward(*args, **kwargs)
@@ -139,7 +140,7 @@ class Tape:
             return output
         if self._kept is None or call.number in self._kept:
             pairs = enumerate(zip(given, versions, strict=True))
-            call.writes = [(n, tensor.clone()) for n, (tensor, v) in pairs if _version(tensor) != v]
+            call.writes = [(n, tensor.clone()) for n, (tensor, v) in pairs if version(tensor) != v]
             now = [_contents(value) for value in (*args, *kwargs.values())]
             call.fills = contents != now
         self._note(call, output)
@@ -158,14 +159,14 @@ class Tape:
         call.output = output
         if call.number in self._copied:
             call.output = tree.map_tensors(self._copy, output)
-        elif not is_tensor:
-            call.output = tree.map_tensors(_same, output)  # a cache may go on growing
+        elif not is_tensor:  # a cache may go on growing
+            call.output = tree.map_tensors(lambda tensor: tensor, output)
         if self._kept is None:  # a first run, which tells what may be kept
-            self._seen += [(call.number, t, _version(t), _sum(t)) for t in tensors]
+            self._seen += [(call.number, t, version(t), _sum(t)) for t in tensors]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # One copy of a tensor that several calls return: a write to it is seen by all of them.
-        key = id(tensor), _version(tensor)
+        key = id(tensor), version(tensor)
         if key not in self._copies:
             copy = tensor.clone()
             self._copies[key] = tensor, copy
@@ -179,8 +180,8 @@ class Tape:
         """
         numbers = {0} | {
             number
-            for number, tensor, version, _ in self._seen
-            if version is None or _version(tensor) != version
+            for number, tensor, before, _ in self._seen
+            if before is None or version(tensor) != before
         }
         self.unseen = {
             number
@@ -275,17 +276,14 @@ class Tape:
             time: the time.
             copied: the numbers of the calls whose outputs are handed out as copies.
         """
-        ended = {call.number for call in self.outermost(time)}
+        ended = {call.number: call for call in self.outermost(time)}
         queues: dict[int, list[Call | None]] = {}  # by id: a module may define == and lose its hash
         for call in self.calls:
             if call.number in ended or not call.has_ended(time):
-                answered = call if call.number in ended else None  # None: it runs
-                queues.setdefault(id(call.module), []).append(answered)
-        answer = _Replay({}, copied, self._origins)
-        for key, queue in queues.items():
-            answer.queues[key] = chain(queue, repeat(None))
-        modules = {id(self.calls[number].module): self.calls[number].module for number in ended}
-        with standing_in(modules.values(), answer):
+                queues.setdefault(id(call.module), []).append(ended.get(call.number))
+        endless = {key: chain(queue, repeat(None)) for key, queue in queues.items()}
+        modules = {id(call.module): call.module for call in ended.values()}
+        with standing_in(modules.values(), _Replay(endless, copied, self._origins)):
             yield
 
 
@@ -419,10 +417,6 @@ def _contents(value: Any, depth: int = 0) -> Any:
     return id(value), [(key, _contents(part, depth + 1)) for key, part in parts]
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
 def _sum(tensor: Tensor) -> Tensor | None:
     """Return the sum of a tensor, which most writes change; None of what has none."""
     has_sum = type(tensor) is Tensor and has_numbers(tensor) and tensor.layout is torch.strided
@@ -436,7 +430,3 @@ def _is_sum(tensor: Tensor, before: Tensor) -> bool:
     """Tell whether a tensor has the sum that it had before; NaN is NaN."""
     now = _sum(tensor)
     return now is not None and bool(((now == before) | (now.isnan() & before.isnan())).all())
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
