@@ -371,3 +371,18 @@ def test_scores_of_runs_that_do_not_repeat_are_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hl.cam(Noisy(1e-4), images, target=1, method="scorecam")  # as a GPU may round
+
+
+@pytest.mark.parametrize("method", ["gradcam", "eigencam", "scorecam"])
+def test_a_model_that_writes_to_its_inputs_leaves_yours(method, x):
+    class Writing(Small):
+        def forward(self, x, mask):
+            return super().forward(x.mul_(2) * mask.mul_(0.5).clone())
+
+    model, mask = Writing().double().eval(), torch.ones(3, 1, 1, 1, dtype=torch.float64)
+    before = x.clone()
+    maps = hl.cam(model, (x, mask), "conv", method=method)
+    assert torch.equal(x, before)
+    assert torch.equal(maps.images, before)
+    assert mask.eq(1).all()
+    torch.testing.assert_close(maps.scores, Small.forward(model, x).amax(1).detach())

@@ -203,14 +203,17 @@ class _CamRunner:
     # -- running ---------------------------------------------------------------------------------
 
     def _run(self, images: Tensor, rows: slice | None = None) -> Any:
-        """Run the model on other images, and on these rows of the other tensors of the batch."""
+        """Run the model on other images, and on these rows of the other tensors of the batch.
+
+        It gets copies, because it may write to its inputs, and cannot to a leaf.
+        """
 
         def replaced(tensor: Tensor) -> Tensor:
             if tensor is self._images:
-                return images
+                return images.clone()
             if rows is None or tensor.dim() == 0 or len(tensor) != self._n:
-                return tensor
-            return tensor[rows].expand(len(images), *tensor.shape[1:])
+                return tensor.clone()
+            return tensor[rows].repeat(len(images), *[1] * (tensor.dim() - 1))
 
         return call(self._model, tree.map_tensors(replaced, self._inputs))
 
@@ -222,7 +225,7 @@ class _CamRunner:
             images = self._leaf()
             return last_spatial(
                 self._model,
-                lambda: self._run(images.clone()),
+                lambda: self._run(images),
                 lambda output: self._flow_back(self._goal(output), output, images),
                 self._n,
                 self._size,
@@ -238,7 +241,7 @@ class _CamRunner:
             return _Forward(layers, activations, activations, aim, scores)
         with torch.enable_grad(), recorder(self._model, sites, ("output", "grad_output")) as run:
             leaf = self._leaf()
-            output = self._run(leaf.clone())  # a model may write to its input, but not to a leaf
+            output = self._run(leaf)
             layers, activations = self._read(run, sites)
             aim = self._goal(output)
             scores = self._flow_back(aim, output, leaf)
