@@ -130,8 +130,8 @@ def cam(
     model = unwrap(model) if is_compiled(model) else model
     with (
         torch.inference_mode(mode=False),
-        torch.set_grad_enabled(way.needs == "gradients"),
         eval_without_side_effects(model),
+        torch.set_grad_enabled(way.needs == "gradients"),
         savable_weights("hl.cam", model),
     ):
         inputs = without_list(model, inputs)
@@ -139,9 +139,8 @@ def cam(
 
 
 class _Forward(NamedTuple):
-    """The results of one run of the model: layers, activations, and the weights of the formula."""
+    """The results of one run: by layer the activations, and the weights of the formula."""
 
-    layers: list[Layer]
     activations: list[Tensor]
     weights: list[Tensor]
     goal: Goal | None
@@ -178,9 +177,9 @@ class _CamRunner:
             self._compare_again(shot)
             shot = shot._replace(weights=weights)
         raw = {
-            str(layer.site): self._method.formula(activations, weights).detach()
-            for layer, activations, weights in zip(
-                shot.layers, shot.activations, shot.weights, strict=True
+            str(site): self._method.formula(activations, weights).detach()
+            for site, activations, weights in zip(
+                sites, shot.activations, shot.weights, strict=True
             )
         }
         for name, maps in raw.items():
@@ -218,18 +217,18 @@ class _CamRunner:
         return call(self._model, tree.map_tensors(replaced, self._inputs))
 
     def _last(self) -> Site:
-        if self._method.needs != "gradients":
-            images = self._images
-            return last_spatial(self._model, lambda: self._run(images), None, self._n, self._size)
-        with torch.enable_grad():
-            images = self._leaf()
-            return last_spatial(
-                self._model,
-                lambda: self._run(images),
-                lambda output: self._flow_back(self._goal(output), output, images),
-                self._n,
-                self._size,
-            )
+        images = self._leaf()
+
+        def flow_back(output: Any) -> None:
+            self._flow_back(self._goal(output), output, images)
+
+        return last_spatial(
+            self._model,
+            lambda: self._run(images),
+            flow_back if self._method.needs == "gradients" else None,
+            self._n,
+            self._size,
+        )
 
     def _shoot(self, sites: list[Site]) -> _Forward:
         if self._method.needs != "gradients":
@@ -237,9 +236,9 @@ class _CamRunner:
                 output = self._run(self._images)
             aim = self._goal(output)
             scores = None if aim is None else self._scores(aim, output)
-            layers, activations = self._read(run, sites)
-            return _Forward(layers, activations, activations, aim, scores)
-        with torch.enable_grad(), recorder(self._model, sites, ("output", "grad_output")) as run:
+            _, activations = self._read(run, sites)
+            return _Forward(activations, activations, aim, scores)
+        with recorder(self._model, sites, ("output", "grad_output")) as run:
             leaf = self._leaf()
             output = self._run(leaf)
             layers, activations = self._read(run, sites)
@@ -255,7 +254,7 @@ class _CamRunner:
                     "\nName another layer, or method='eigencam' or 'scorecam', which need none."
                 )
             gradients.append(layer.maps(flowed))
-        return _Forward(layers, activations, gradients, aim, scores)
+        return _Forward(activations, gradients, aim, scores)
 
     def _leaf(self) -> Tensor:
         return self._images.detach().clone().requires_grad_()

@@ -114,13 +114,6 @@ def _check_reshaped(site: Site, value: Tensor, maps: Any, n_images: int) -> None
         )
 
 
-class _SpatialOutput(NamedTuple):
-    """A call of a layer that returned maps."""
-
-    site: Site
-    grid: Grid
-
-
 def last_spatial(
     model: nn.Module, run: RunModel, flow_back: FlowBack | None, n_images: int, size: Size
 ) -> Site:
@@ -148,21 +141,20 @@ def last_spatial(
             " square patches.\nName one with layer=, and with reshape= a function"
             " from its output to maps."
         )
-    last = candidates[-1]
-    if last.grid.form != "tokens" or flow_back is None:
-        return last.site
+    last, last_grid = candidates[-1]
+    if last_grid.form != "tokens" or flow_back is None:
+        return last
     tokens = [
-        output.site
-        for output in candidates
-        if output.grid == last.grid and output.site.module_type != "Linear"
+        site for site, grid in candidates if grid == last_grid and site.module_type != "Linear"
     ]
-    n_prefix = last.grid.n_prefix
-    with recorder(
-        model, tokens, ("grad_output",), keep=lambda grad: grad[:, n_prefix:].any()
-    ) as back:
+
+    def reaches_patches(grad: Tensor) -> Tensor:
+        return grad[:, last_grid.n_prefix :].any()
+
+    with recorder(model, tokens, ("grad_output",), keep=reaches_patches) as back:
         flow_back(run())
-    reached = (site for site in reversed(tokens) if gradient(back, site) is not None)
-    return next((site for site in reached if gradient(back, site)), last.site)
+    # The gradient is None where none has arrived.
+    return next((site for site in reversed(tokens) if gradient(back, site)), last)
 
 
 def gradient(run: Recording, site: Site) -> Any:
@@ -182,8 +174,9 @@ def _shape_alone(value: Any) -> Any:
 
 def _spatial(
     recording: Recording, n_images: int, size: Size, channels: Channels
-) -> list[_SpatialOutput]:
-    outputs: list[_SpatialOutput] = []
+) -> list[tuple[Site, Grid]]:
+    """Return the calls of layers that returned maps."""
+    outputs: list[tuple[Site, Grid]] = []
     for current in recording.passes:
         for site, call in current.fired():
             values = current.calls(site)
@@ -196,5 +189,5 @@ def _spatial(
             )  # fmt: skip
             if grid is not None:
                 call_site = replace(site, call=call) if len(values) > 1 else site
-                outputs.append(_SpatialOutput(call_site, grid))
+                outputs.append((call_site, grid))
     return outputs
