@@ -91,7 +91,7 @@ class Ranks:
         Raises:
             RanksError: the step failed on rank 0, or a rank did not come.
         """
-        return self.each(step if self.me == 0 else _nothing)[0]
+        return self.each(step if self.me == 0 else lambda: None)[0]
 
     def apart(self, step: Callable[[Pulse], None]) -> None:
         """Do a long step on each rank, at its own pace. A collective.
@@ -161,10 +161,6 @@ class Pulse:
         """Delete the keys. All ranks have ended."""
         for key in (self._beats, self._ended, self._failed):
             self._store.delete_key(key)
-
-
-def _nothing() -> None:
-    """Do nothing: the step is another rank's."""
 
 
 def raise_if(error: Exception | None) -> None:

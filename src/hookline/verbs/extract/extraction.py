@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, final
@@ -101,9 +102,8 @@ class Extraction:
         if self._begun is not None:
             _compare_environments(f"{self._place} was begun elsewhere", self._begun[1])
         n_bytes = self._batch_bytes * (self._job.n_batches or 0)
-        with Progress(
-            self._job, self._shards, self._ranks.n, n_bytes, shown=self._is_shown()
-        ) as progress:
+        shown = self._ranks.me == 0 and self._options.get("progress", True)
+        with Progress(self._job, self._shards, self._ranks.n, n_bytes, shown=shown) as progress:
             engine.run(self._job, self._left(numbers), progress.written)
         self._ranks.apart(self._finish)
 
@@ -272,7 +272,7 @@ class Extraction:
         """Write the manifest of a new store."""
         _check_space(self._place, self._batch_bytes * (self._job.n_batches or 1))
         if self._worker.source.names is not None:
-            self._place.write("names.json", [_json(self._worker.source.names)])
+            self._place.write("names.json", [json.dumps(self._worker.source.names).encode()])
         write_manifest(self._place, self._job.as_json(), made_here())
 
     def _finish(self, pulse: Pulse) -> None:
@@ -370,9 +370,6 @@ class Extraction:
             return batches.start == expected.start
         return batches == expected
 
-    def _is_shown(self) -> bool:
-        return self._ranks.me == 0 and self._options.get("progress", True)
-
 
 def check_free(place: Place) -> None:
     """Check that a place is empty or holds a store. Locking it alone would leave a file there.
@@ -407,10 +404,6 @@ def _in_threads(step: Callable[[T], None], values: Iterable[T]) -> None:
             pass
 
 
-def _json(names: list[str]) -> bytes:
-    return json.dumps(names).encode()
-
-
 def _check_space(place: Place, n_bytes: int) -> None:
     """Warn if a store will not fit on its disk, before anything large is written."""
     if isinstance(place, LocalPlace):
@@ -439,12 +432,10 @@ def _compare_environments(
 
 def _say(shards: Sequence[Shard]) -> None:
     """Warn of numbers that are not finite, and of items that were skipped."""
-    bad: dict[str, int] = {}
+    bad: Counter[str] = Counter()
     for shard in shards:
-        for name, moments in shard.statistics.items():
-            if moments.non_finite:
-                bad[name] = bad.get(name, 0) + moments.non_finite
-    for name, n_bad in bad.items():
+        bad.update({name: moments.non_finite for name, moments in shard.statistics.items()})
+    for name, n_bad in (+bad).items():
         numbers = plural(n_bad, f"number at {name} is", f"numbers at {name} are")
         warn(
             f"{numbers} NaN or infinite, and stored so."

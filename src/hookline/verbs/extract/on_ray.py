@@ -35,6 +35,7 @@ from hookline.verbs.extract.engines import read_elsewhere, write_shards
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.unpicklable import unpicklable
 from hookline.verbs.extract.worker import Worker
+from hookline.verbs.shared.rerun import Autocast, autocast_here
 
 _CONNECT_S = 10.0
 _LOOK_S = 60.0  # how long actors may take to start, before a warning
@@ -115,11 +116,12 @@ class OnRay:
         """
         starting = {actor.start.remote(): actor for actor in actors}
         begun: dict[Any, Any] = {}
-        waits = _WaitsForRoom(self._ray, self._device)
+        waited_s = 0.0
         while begun or tasks:
             ended, _ = self._ray.wait([*begun, *starting], timeout=None if begun else _LOOK_S)
             if not ended:
-                waits.tell()
+                waited_s += _LOOK_S
+                _tell_of_room(self._ray, self._device, waited_s)
                 continue
             result = self._ray.get(ended[0])
             is_new = ended[0] in starting
@@ -169,43 +171,31 @@ class OnRay:
             ) from cause
 
 
-@final
-class _WaitsForRoom:
+def _tell_of_room(ray: Any, device: str, seconds: float) -> None:
     """Tell that no actor has started, because others hold the CPUs of the cluster.
 
     Args:
         ray: Ray.
         device: the type of the model's device.
+        seconds: how long this has lasted.
+
+    Raises:
+        RanksError: this is too long.
     """
-
-    def __init__(self, ray: Any, device: str) -> None:
-        self._ray = ray
-        self._device = device
-        self._n_looks = 0
-
-    def tell(self) -> None:
-        """Tell what is waited for, after each time that no actor has started.
-
-        Raises:
-            RanksError: this has lasted too long.
-        """
-        self._n_looks += 1
-        n_threads = torch.get_num_threads()
-        free, there = self._ray.available_resources(), self._ray.cluster_resources()
-        kinds = ("CPU", "GPU") if self._device == "cuda" else ("CPU",)
-        room = " and ".join(
-            f"{free.get(kind, 0):g} of {there.get(kind, 0):g} {kind}s" for kind in kinds
-        )
-        seconds = self._n_looks * _LOOK_S
-        message = (
-            f"engine='ray' has waited {seconds:g} s for an actor, which takes"
-            f" {plural(n_threads, 'CPU')}{' and a GPU' if len(kinds) > 1 else ''}: {room} are free."
-            "\nEnd other work on the cluster, which `ray status` lists, or ask for fewer CPUs:"
-            " torch.set_num_threads(1). Shards that are written are kept."
-        )
-        if seconds >= PATIENCE_S:
-            raise RanksError(message)
-        warn(message)
+    n_threads = torch.get_num_threads()
+    free, there = ray.available_resources(), ray.cluster_resources()
+    kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
+    rooms = [f"{free.get(kind, 0):g} of {there.get(kind, 0):g} {kind}s" for kind in kinds]
+    message = (
+        f"engine='ray' has waited {seconds:g} s for an actor, which takes"
+        f" {plural(n_threads, 'CPU')}{' and a GPU' if len(kinds) > 1 else ''}:"
+        f" {' and '.join(rooms)} are free."
+        "\nEnd other work on the cluster, which `ray status` lists, or ask for fewer CPUs:"
+        " torch.set_num_threads(1). Shards that are written are kept."
+    )
+    if seconds >= PATIENCE_S:
+        raise RanksError(message)
+    warn(message)
 
 
 @final
@@ -247,7 +237,8 @@ class _Replica:
             self._worker = self._open.enter_context(_received(self._setup[0]).worker())
             self._worker.forms = {form.name: form for form in self._job.columns}
             _check_model(self._worker, self._job)
-        write_shards(self._place, self._worker, self._job, numbers, _nothing)
+        # The driver reads what it needs from the file of each shard.
+        write_shards(self._place, self._worker, self._job, numbers, lambda shard: None)
 
 
 @final
@@ -269,25 +260,24 @@ class _Process:
         n_threads: the threads of torch: as many, for equal bits.
         path: where modules are found, such as that of the model's class.
         has_torchvision: whether torchvision is loaded. Models of other packages import it.
-        autocast: the kinds of device under autocast, each with its dtype.
+        autocast: of each kind of device.
         precision: of products of float32 matrices.
     """
 
     n_threads: int
     path: list[str]
     has_torchvision: bool
-    autocast: list[tuple[str, torch.dtype]]
+    autocast: Autocast
     precision: str
 
     @staticmethod
     def here() -> _Process:
         """Return what this process has."""
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return _Process(
             torch.get_num_threads(),
             list(sys.path),
             "torchvision" in sys.modules,
-            [(kind, torch.get_autocast_dtype(kind)) for kind in kinds],
+            autocast_here(),
             torch.get_float32_matmul_precision(),
         )
 
@@ -295,8 +285,8 @@ class _Process:
         """Have it in this process, too; autocast in this thread."""
         torch.set_num_threads(self.n_threads)
         torch.set_float32_matmul_precision(self.precision)
-        for kind, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, True)
+        for kind, is_on, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, is_on)
             torch.set_autocast_dtype(kind, dtype)
         sys.path += [entry for entry in self.path if entry not in sys.path]
         if self.has_torchvision:
@@ -529,7 +519,3 @@ def _warn_of_another(driver: dict[str, Any], actor: dict[str, Any]) -> None:
             f"an actor differs from this process: {'; '.join(differences)}."
             "\nIts shards may differ in their last bits from those that this process would make."
         )
-
-
-def _nothing(shard: Shard) -> None:
-    """Do nothing: the driver reads what it needs from the shard's file."""

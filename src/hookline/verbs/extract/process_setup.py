@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -66,7 +67,7 @@ class Setup:
         ):
             prefix.state = state
             mask = Mask(options.get("mask", DEFAULT_MASK), "mask" in options)
-            gather = _Gather(keep, dtype) if is_split else None
+            gather = partial(_gathered, keep, dtype) if is_split else None
             worker = Worker(prefix, self.source, options.get("inputs"), mask, gather)
             yield worker
         changed = prefix.changing or (state.changed() if state else [])
@@ -82,29 +83,20 @@ class Setup:
             )
 
 
-@final
-@dataclass(frozen=True)
-class _Gather:
-    """Gathers a value of which each rank has a part, and makes of it what is stored.
+def _gathered(keep: Callable[[Any], Any] | None, dtype: torch.dtype | None, value: Any) -> Any:
+    """Gather a value of which each rank has a part, and return what is stored of it. A collective.
 
     Args:
         keep: what is kept of the whole value.
         dtype: the dtype of floating tensors as stored.
+        value: this rank's part.
     """
-
-    keep: Callable[[Any], Any] | None
-    dtype: torch.dtype | None
-
-    def __call__(self, value: Any) -> Any:
-        """Return what is stored of a value. A collective."""
-        whole = tree.map_tensors(_whole, value)
-        if self.keep is not None:
-            whole = measured(self.keep, whole)
-        return tree.map_tensors(self._converted, whole)
-
-    def _converted(self, tensor: Tensor) -> Tensor:
-        is_converted = self.dtype is not None and tensor.is_floating_point()
-        return tensor.to(self.dtype) if is_converted else tensor
+    whole = tree.map_tensors(_whole, value)
+    if keep is not None:
+        whole = measured(keep, whole)
+    if dtype is None:
+        return whole
+    return tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, whole)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -127,11 +127,14 @@ class Worker:
 
     def _run_seeded(self, batch: NumberedBatch) -> Chunk:
         if not batch.items:
-            columns = {name: form.empty() for name, form in (self.forms or {}).items()}
-            has_tokens = any(form.per == "token" for form in (self.forms or {}).values())
+            forms = self.forms or {}
+            columns = {name: form.empty() for name, form in forms.items()}
+            has_tokens = any(form.per == "token" for form in forms.values())
             return Chunk(batch.number, [], columns, [] if has_tokens else None, None, batch.skipped)
         data = self._inputs_of(batch)
-        tokens = tokens_of(self._given(batch, data), self._mask)
+        whole = data if self._inputs is None else batch.data
+        given = Given(data, whole, len(batch.items), self._has_decoder)
+        tokens = tokens_of(given, self._mask)
         with torch.no_grad():
             missing = self._forward_moved(tree.map_tensors(self._move, data))
         passes = self._prefix.recording.take()
@@ -191,10 +194,6 @@ class Worker:
                 " the model's inputs."
             )
         return data
-
-    def _given(self, batch: NumberedBatch, inputs: Any) -> Given:
-        whole = inputs if self._inputs is None else batch.data
-        return Given(inputs, whole, len(batch.items), self._has_decoder)
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
