@@ -198,13 +198,12 @@ def of_models(side_a: Side, side_b: Side, *, does_differ: bool) -> list[Finding]
 def _by_rank(a: list[RecordedModel], b: list[RecordedModel]) -> list[Finding]:
     """Compare the model of each rank with that of the same rank; what comes first is said."""
     of_ranks = [list(_of_identities(*pair)) for pair in zip(a, b, strict=True)]
-    by_rank = {rank: findings for rank, findings in enumerate(of_ranks) if findings}
-    if not by_rank:
+    rank = next((rank for rank, findings in enumerate(of_ranks) if findings), None)
+    if rank is None:
         return []
-    rank, findings = next(iter(by_rank.items()))
-    if all(by_rank.get(other) == findings for other in range(len(a))):
-        return findings
-    return [replace(finding, text=f"on rank {rank}: {finding.text}") for finding in findings]
+    if all(findings == of_ranks[rank] for findings in of_ranks):
+        return of_ranks[rank]
+    return [replace(finding, text=f"on rank {rank}: {finding.text}") for finding in of_ranks[rank]]
 
 
 def _are_stages(models: list[RecordedModel]) -> bool:

@@ -190,19 +190,16 @@ def _folded_cells(stretch: Sequence[ComparedSite]) -> tuple[str, ...]:
     verdicts = " or ".join(dict.fromkeys(row.verdict for row in stretch))
     largest = max(row.relative or 0.0 for row in stretch)
     relative = f"<= {number_text(largest)}" if largest else "0"
-    local = max((row.local or 0.0 for row in stretch if row.local is not None), default=None)
+    local = max((row.local for row in stretch if row.local is not None), default=None)
     local_text = f"<= {number_text(local)}" if local else number_text(local)
     return (f"… {plural(len(stretch), 'site')}", verdicts, local_text, relative, *[""] * 5)
 
 
 def _cells(row: ComparedSite) -> tuple[str, ...]:
-    floor = number_text(row.floor.relative) if row.verdict in ("noise", "differs") else ""
-    relative, worst_row, worst_element = map(
-        number_text, (row.relative, row.worst_row, row.worst_element)
-    )
-    ratio = ratio_text(row.norm_ratio)
-    numbers = (number_text(row.local), relative, floor, ratio, worst_row, worst_element)
-    return (row.site, row.verdict, *numbers, row.why)
+    floor = row.floor.relative if row.verdict in ("noise", "differs") else None
+    errors = map(number_text, (row.local, row.relative, floor))
+    worst = map(number_text, (row.worst_row, row.worst_element))
+    return (row.site, row.verdict, *errors, ratio_text(row.norm_ratio), *worst, row.why)
 
 
 def number_text(number: float | None) -> str:

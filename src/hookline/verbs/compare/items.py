@@ -99,11 +99,9 @@ def _of_alone(items: tuple[NDArray[np.int64], ...], common: NDArray[np.int64]) -
         for label, numbers in zip("ab", alone, strict=True)
         if len(numbers)
     ]
-    what = f"the stores have other items: {', '.join(texts)}"
-    if not texts:
-        what = "the stores have their items in another order"
+    what = f"other items: {', '.join(texts)}" if texts else "their items in another order"
     are = f"rows are those of the {plural(len(common), 'common item')}, in order of their numbers"
-    return Finding("inputs", f"{what}; {are}")
+    return Finding("inputs", f"the stores have {what}; {are}")
 
 
 def _shown(items: NDArray[np.int64]) -> str:
