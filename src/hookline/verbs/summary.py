@@ -240,8 +240,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     table.flops = counted.flops
     table.without_formula = tuple(counted.without_formula)
     holders = _holders(table)
-    leaves = [row for row in table.rows if row.path not in holders]
-    table.activation_bytes = sum(row.output_bytes for row in leaves)
+    table.activation_bytes = sum(row.output_bytes for row in table.rows if row.path not in holders)
     return table
 
 
@@ -315,8 +314,7 @@ def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, R
         row.parameters = sum(p.numel() for p in below)
         row.trainable = sum(p.numel() for p in below if p.requires_grad)
     table.parameters, table.trainable = table.rows[0].parameters, table.rows[0].trainable
-    known = [p for p in model.parameters() if not is_lazy(p)]
-    table.parameter_bytes = sum(describe.n_bytes(p) for p in known)
+    table.parameter_bytes = sum(describe.n_bytes(p) for p in model.parameters() if not is_lazy(p))
     table.buffer_bytes = sum(describe.n_bytes(b) for b in model.buffers() if not is_lazy(b))
     return table, rows
 

@@ -115,10 +115,8 @@ def without_list(model: nn.Module, inputs: Any) -> Any:
         with untouched(model), torch.no_grad():
             try:
                 model(inputs)
-            except (TypeError, AttributeError):
-                return False
-            except Exception:
-                return True
+            except Exception as error:
+                return not isinstance(error, TypeError | AttributeError)
         return True
 
     # In a context of its own, where no line of the caller sees the run.
