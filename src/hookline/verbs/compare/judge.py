@@ -94,27 +94,22 @@ class Judge:
                 yield row
             del values
 
-    def _rows_of(self, ours: Entry, theirs: Entry, values: Values | None) -> Iterator[ComparedSite]:
+    def _rows_of(self, ours: Entry, theirs: Entry, values: Values | None) -> list[ComparedSite]:
+        incomparable = partial(ComparedSite, ours.key, theirs.key, "not comparable")
         if values is None:
-            why = "overwritten in place after recording; record with copy=True"
-            yield ComparedSite(ours.key, theirs.key, "not comparable", why=why)
-            return
+            return [incomparable(why="overwritten in place after recording; record with copy=True")]
         pieces = ours.part(), theirs.part()
         if pieces[0] != pieces[1]:
-            yield ComparedSite(ours.key, theirs.key, "not comparable", why=_of_pieces(*pieces))
-            return
+            return [incomparable(why=_of_pieces(*pieces))]
         parts, judged = parted(values), partial(self._judged, ours, theirs)
         if parts is None:
             rows = list(judged(values).values())
         else:
-            row = ComparedSite(
-                ours.key, theirs.key, "not comparable", form="parts", other_form="parts"
-            )
-            rows = rows_by_rank(parts, judged, row)
+            rows = rows_by_rank(parts, judged, incomparable(form="parts", other_form="parts"))
             for row in rows:  # each was compared at the tokens of some ranks alone
                 self.partial.pop(row.site, None)
         self.flipped += [row for row in rows if row.why.endswith(_FLIPPED)]
-        yield from rows
+        return rows
 
     def _judged(self, ours: Entry, theirs: Entry, values: Values) -> dict[Leaf, ComparedSite]:
         """Return the row of each pair of tensors."""
