@@ -25,15 +25,10 @@
             line.text,
           ),
         );
-    } else parts.push(element("p", { class: "quiet" }, "The line of code is not known."));
+    } else parts.push(quiet("The line of code is not known."));
     if (keep)
       parts.push(
-        element(
-          "p",
-          { class: "quiet" },
-          "Its inputs are kept: ",
-          element("code", {}, `hookline replay ${keep} MODEL`),
-        ),
+        quiet("Its inputs are kept: ", element("code", {}, `hookline replay ${keep} MODEL`)),
       );
     return element("div", { class: "where" }, parts);
   }

@@ -219,7 +219,7 @@
         row.relative === null
           ? null
           : smallTable(["Number", "Measured", "Noise floor"], numbersOf(row)),
-        worst.length ? element("p", { class: "quiet" }, worst.join(" ")) : null,
+        worst.length ? quiet(worst.join(" ")) : null,
         links[view.row] ? values : null,
       );
       byId("pane").replaceChildren(
@@ -253,7 +253,7 @@
       const answer = await fetchJson(`maps?${link}&${ofState()}`);
       if (!answer?.own || !box.isConnected) return;
       const { own, other, difference, numbers } = answer;
-      if (!other) return box.replaceChildren(element("p", { class: "quiet" }, `Only in ${port}.`));
+      if (!other) return box.replaceChildren(quiet(`Only in ${port}.`));
       const names = Object.keys({ ...numbers[0], ...numbers[1] });
       const maps = element("div", { class: "maps" });
       const lines = names.map((name) => [name, ...numbers.map((side) => side[name] ?? "")]);
@@ -269,7 +269,7 @@
       view.redraw = () => drawMaps(maps, sets, view, view.redraw);
       if (sets.length) view.redraw();
       const problem = difference?.problem ?? own.problem;
-      if (problem) box.append(element("p", { class: "quiet" }, problem));
+      if (problem) box.append(quiet(problem));
     }
 
     // -- choosing --------------------------------------------------------------------------------
@@ -338,8 +338,7 @@
       },
       onKey: (event) => {
         if (event.key !== "Enter") return false;
-        openDrawer();
-        byId("pane").focus();
+        enterPane();
         return true;
       },
     });

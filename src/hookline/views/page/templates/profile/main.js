@@ -98,10 +98,7 @@
     say: (shown) =>
       (shown.length < paths.length ? `${shown.length} of ` : "") + counted(paths.length, "module"),
     onChoose: chosen,
-    onEnter() {
-      openDrawer();
-      byId("pane").focus();
-    },
+    onEnter: enterPane,
   });
 
   function nameOf(row) {
@@ -129,7 +126,7 @@
     drawPane();
     if (marks) flame.mark(paths[row]);
     if (opens) openDrawer();
-    history.replaceState(null, "", `${location.pathname}#at=${encodeURIComponent(paths[row])}`);
+    noteInAddress(new URLSearchParams(), paths[row]);
   }
 
   const fromAddress = () => rowOf.get(new URLSearchParams(location.hash.slice(1)).get("at"));
@@ -191,11 +188,9 @@
       "div",
       { class: "pane-body" },
       rough ? callout("note", rough) : null,
-      element("p", { class: "quiet" }, share + spread),
+      quiet(share + spread),
       smallTable(["Cost", "With those inside", "Itself"], lines),
-      aliases[row].length
-        ? element("p", { class: "quiet" }, `also ${aliases[row].join(", ")}`)
-        : null,
+      aliases[row].length ? quiet(`also ${aliases[row].join(", ")}`) : null,
     );
     byId("pane").replaceChildren(head, body);
   }
@@ -220,36 +215,20 @@
       const phases = PHASES.filter((phase) => part("self_time", phase, row)).map(
         (phase) => `${phase} ${durationText(part("self_time", phase, row))}`,
       );
-      return element(
-        "button",
-        {
-          type: "button",
-          class: "finding",
-          "aria-pressed": "false",
-          onclick() {
-            table.choose(row, false);
-            chosen(row, { opens: true });
-          },
-        },
-        element("span"),
-        element(
-          "strong",
-          {},
-          broken(paths[row]),
-          " ",
-          element("small", { class: "quiet" }, types[row]),
-        ),
-        element("span", { class: "number" }, shareText(all ? seconds / all : 0)),
-        element("span", { class: "why" }, phases.join(", ")),
-      );
+      const heading = [broken(paths[row]), " ", element("small", { class: "quiet" }, types[row])];
+      const share = shareText(all ? seconds / all : 0);
+      return findingButton([element("span"), heading, share, phases.join(", ")], () => {
+        table.choose(row, false);
+        chosen(row, { opens: true });
+      });
     });
-    byId("findings").replaceChildren(...items.map((item) => element("li", {}, item)));
+    showLines("findings", items);
     byId("tally").textContent =
       "the modules that cost most by themselves, of the time in the model";
     byId("totals").replaceChildren(
       numbersList(view.table.totals.map(([name, text]) => [name, text, false, text.length > 18])),
     );
-    byId("notices").replaceChildren(...view.table.notes.map((note) => element("li", {}, note)));
+    showLines("notices", view.table.notes);
     byId("notices").hidden = !view.table.notes.length;
     pressFinding(costly().indexOf(view.row));
   }
@@ -257,10 +236,8 @@
   // -- menus, keys, and the beginning ------------------------------------------------------------
 
   function fill(id, options, selected, onSelect) {
-    const select = byId(id);
-    select.replaceChildren(...options.map(([value, title]) => element("option", { value }, title)));
-    select.value = selected;
-    select.addEventListener("change", onSelect);
+    fillMenu(byId(id), options, selected);
+    byId(id).addEventListener("change", onSelect);
   }
 
   const hasCost = (node, of) => of(node) || node.children.some((inner) => hasCost(inner, of));

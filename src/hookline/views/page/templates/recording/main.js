@@ -18,7 +18,7 @@
     edges: [],
     pass: core.passes.at(-1) ?? 0,
     table: null,
-    columns: keptColumns(),
+    columns: kept("hookline-columns"),
     // of the maps in the pane
     choice: { sample: 0, order: "largest", first: 0, part: 0, form: "places" },
   };
@@ -37,7 +37,7 @@
   const pane = makePane(byId("pane"), core, view, { onClose: closePane, onStale: measureOne });
   const tree = makeTree(byId("view"), core, view, {
     onChoose: chosen,
-    onEnter: openPane,
+    onEnter: enterPane,
     onChange: noteAddress,
   });
   findEdges();
@@ -108,11 +108,6 @@
     }
   }
 
-  function openPane() {
-    openDrawer();
-    byId("pane").focus();
-  }
-
   function closePane() {
     closeDrawer(tree.grid);
   }
@@ -171,38 +166,23 @@
 
   function offerPasses() {
     byId("pass-choice").hidden = core.passes.length < 2;
-    byId("pass").replaceChildren(
-      ...core.passes.map((pass) => element("option", { value: pass }, String(pass))),
+    fillMenu(
+      byId("pass"),
+      core.passes.map((pass) => [pass, String(pass)]),
+      view.pass,
     );
-    byId("pass").value = String(view.pass);
     byId("pass").addEventListener("change", () => showPass(Number(byId("pass").value)));
-  }
-
-  function keptColumns() {
-    try {
-      return JSON.parse(localStorage.getItem("hookline-columns"));
-    } catch {
-      return null;
-    }
   }
 
   // A page that shows a new recording in its place is loaded again: folds, scroll and focus stay.
   addEventListener("pagehide", () => {
-    try {
-      const kept = { ...tree.position, paneTop: byId("pane").scrollTop };
-      sessionStorage.setItem("hookline-position", JSON.stringify(kept));
-    } catch {
-      /* a file has no store */
-    }
+    const position = { ...tree.position, paneTop: byId("pane").scrollTop };
+    keep("hookline-position", JSON.stringify(position), "sessionStorage");
   });
 
   function keptPosition() {
     if (!isServed || performance.getEntriesByType("navigation")[0]?.type !== "reload") return null;
-    try {
-      return JSON.parse(sessionStorage.getItem("hookline-position"));
-    } catch {
-      return null;
-    }
+    return kept("hookline-position", "sessionStorage");
   }
 
   function offerColumns() {
@@ -216,11 +196,7 @@
             if (box.checked) wanted.add(key);
             else wanted.delete(key);
             view.columns = [...wanted];
-            try {
-              localStorage.setItem("hookline-columns", JSON.stringify(view.columns));
-            } catch {
-              /* a file has no store */
-            }
+            keep("hookline-columns", JSON.stringify(view.columns));
             tree.relayOut();
           },
         });
@@ -261,18 +237,8 @@
     if (query) parameters.set("q", query);
     if (tree.sort) parameters.set("sort", tree.sort.key);
     if (tree.sort && !tree.sort.isDown) parameters.set("up", "");
-    const text = isServed && parameters.size ? `?${parameters}` : location.pathname;
     const isLast = view.pass === core.passes.at(-1);
-    let at = "";
-    try {
-      at =
-        view.row < 0
-          ? ""
-          : `#at=${encodeURIComponent(rows.label[view.row])}${isLast ? "" : `&pass=${view.pass}`}`;
-    } catch {
-      /* a name that no address can hold */
-    }
-    history.replaceState(null, "", text + at);
+    noteInAddress(parameters, rows.label[view.row], isLast ? "" : `&pass=${view.pass}`);
   }
 
   // Choose what the address names; false if it names nothing.

@@ -10,18 +10,15 @@ const ABOUT_CAM =
 function drawOver(host, over, sets, view) {
   const options = over?.why ? [] : optionsOf(over?.sets ?? [], over?.image ? sets : []);
   if (!options.length) {
-    host.replaceChildren(...(over?.why ? [element("p", { class: "quiet" }, over.why)] : []));
+    host.replaceChildren(...(over?.why ? [quiet(over.why)] : []));
     return null;
   }
   const figures = element("div", { class: "over-figures" });
   const readout = element("span", { class: "over-readout", "aria-live": "polite" });
-  const about = element("p", { class: "quiet" });
+  const about = quiet();
   const scale = element("span");
-  const select = element(
-    "select",
-    { id: "over-map", onchange: () => show(select.value) },
-    options.map(({ key, text }) => element("option", { value: key }, text)),
-  );
+  const titles = options.map(({ key, text }) => [key, text]);
+  const select = menuOf(titles, view.over, show, { id: "over-map" });
   const title = over.image ? "Over the input" : "At the patches";
   const label = element(
     "label",
@@ -173,10 +170,6 @@ function scoresSection({ classes, samples, sample, top, is_share: isShare }) {
     top.length
       ? element("ol", { class: "classes", "aria-labelledby": "scores-heading" }, items)
       : null,
-    element(
-      "p",
-      { class: "quiet" },
-      top.length ? about : "The scores of this sample hold NaN or infinity.",
-    ),
+    quiet(top.length ? about : "The scores of this sample hold NaN or infinity."),
   );
 }

@@ -40,9 +40,7 @@ function makePane(host, core, view, { onClose, onStale }) {
     if (first === undefined) {
       const isHere = values.of[row].length;
       body.append(
-        element(
-          "p",
-          { class: "quiet" },
+        quiet(
           isHere
             ? `Nothing in pass ${view.pass}. Choose another pass.`
             : "No value of its own was recorded here.",
@@ -64,17 +62,9 @@ function makePane(host, core, view, { onClose, onStale }) {
       (value) => !pair.includes(value),
     );
     if (others.length) body.append(cardsOf(recordsOf(others.slice(0, 8))));
-    if (others.length > 8)
-      body.append(element("p", { class: "quiet" }, `and ${others.length - 8} more values`));
+    if (others.length > 8) body.append(quiet(`and ${others.length - 8} more values`));
     if (!isServed && core.view)
-      body.append(
-        element(
-          "p",
-          { class: "quiet" },
-          "All channels and samples: ",
-          element("code", {}, core.view),
-        ),
-      );
+      body.append(quiet("All channels and samples: ", element("code", {}, core.view)));
     if (pair.some((value) => values.waiting.has(value)))
       onStale(pair.find((value) => values.waiting.has(value)));
   }
@@ -242,16 +232,13 @@ function makePane(host, core, view, { onClose, onStale }) {
       const had = boxes.maps.contains(document.activeElement) ? document.activeElement.id : "";
       drawMaps(boxes.maps, sets, view, redraw, { choices, onTile: showChannel });
       const lack = answer.gradient?.problem;
-      if (lack) boxes.maps.append(element("p", { class: "quiet" }, `Gradient: ${lack}`));
+      if (lack) boxes.maps.append(quiet(`Gradient: ${lack}`));
       if (had) byId(had)?.focus();
     };
     if (sets.length) redraw();
-    else if (answer.own?.problem)
-      boxes.maps.replaceChildren(element("p", { class: "quiet" }, answer.own.problem));
+    else if (answer.own?.problem) boxes.maps.replaceChildren(quiet(answer.own.problem));
     else if (!isServed && core.hasMaps && !values.problem[pair[0]])
-      boxes.maps.replaceChildren(
-        element("p", { class: "quiet" }, "Its picture did not fit into the file."),
-      );
+      boxes.maps.replaceChildren(quiet("Its picture did not fit into the file."));
     if (focused && document.activeElement === document.body) byId(focused)?.focus();
   }
 
@@ -298,17 +285,20 @@ function makePane(host, core, view, { onClose, onStale }) {
       ask();
     };
     const box = element("div", { class: "choices" });
-    const parts = partsOf(value);
-    if (parts.length)
+    const menu = (name, title, options, chooseIt = choose) =>
       box.append(
-        menuOf(
-          "part",
-          "Tensor",
-          choice.part,
-          parts.map(({ leaf }, k) => [k, leaf]),
-          choose,
+        element(
+          "label",
+          {},
+          `${title} `,
+          menuOf(options, choice[name], (chosen) => chooseIt({ [name]: chosen }), {
+            id: `maps-${name}`,
+          }),
         ),
       );
+    const chooseAnew = (change) => choose({ ...change, first: 0 });
+    const leaves = partsOf(value).map(({ leaf }, k) => [k, leaf]);
+    if (leaves.length) menu("part", "Tensor", leaves);
     const samples = Math.max(maps.samples, scores?.samples ?? 1);
     if (samples > 1) {
       const input = element("input", {
@@ -327,16 +317,9 @@ function makePane(host, core, view, { onClose, onStale }) {
         element("label", {}, "Sample ", input, soft(` of ${samples.toLocaleString("en")}`)),
       );
     }
-    if (maps.form)
-      box.append(
-        menuOf("form", "Tokens", choice.form, FORMS, (change) => choose({ ...change, first: 0 })),
-      );
+    if (maps.form) menu("form", "Tokens", FORMS, chooseAnew);
     if (maps.kind === "channels" && maps.of > 1) {
-      box.append(
-        menuOf("order", "Channels", choice.order, ORDERS, (change) =>
-          choose({ ...change, first: 0 }),
-        ),
-      );
+      menu("order", "Channels", ORDERS, chooseAnew);
       const { length } = maps.tiles;
       if (length < maps.of) {
         const turn = (text, name, first) =>
@@ -361,17 +344,6 @@ function makePane(host, core, view, { onClose, onStale }) {
       }
     }
     return box.children.length ? box : null;
-  }
-
-  function menuOf(name, title, chosen, options, choose) {
-    const select = element(
-      "select",
-      { id: `maps-${name}`, onchange: () => choose({ [name]: select.value }) },
-      options.map(([value, text]) =>
-        element("option", { value, selected: String(value) === String(chosen) }, text),
-      ),
-    );
-    return element("label", {}, `${title} `, select);
   }
 
   return { draw };

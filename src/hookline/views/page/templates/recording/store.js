@@ -4,9 +4,7 @@ function showStore({ facts, origin, shards, nShards, skipped, nSkipped }) {
   const sheet = (title, ...nodes) =>
     element("details", { class: "more" }, element("summary", {}, title), ...nodes.filter(Boolean));
   const rest = (shown, all) =>
-    shown < all
-      ? element("p", { class: "quiet" }, `and ${(all - shown).toLocaleString("en")} more`)
-      : null;
+    shown < all ? quiet(`and ${(all - shown).toLocaleString("en")} more`) : null;
   const isRagged = shards.some(([, items, rows]) => items !== rows);
   const lines = shards.map(([file, items, rows, size]) => {
     const counts = isRagged ? [items, rows] : [items];

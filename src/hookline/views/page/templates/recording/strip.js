@@ -333,16 +333,11 @@ function makeStrip(host, core, chosen, onChoose) {
       const place = row === null ? undefined : placeOf(row);
       if (place === undefined || level === "note") continue;
       pen.strokeStyle = ink(level);
-      pen.fillStyle = ink(level);
       pen.lineWidth = 1;
       pen.globalAlpha = 0.5;
       pen.strokeRect(x(place), TOP, 0, height - BOTTOM - 4 - TOP);
       pen.globalAlpha = 1;
-      pen.save();
-      pen.translate(x(place) - 5, 2);
-      pen.scale(10 / 12, 10 / 12);
-      pen.fill(new Path2D(GLYPHS[level]));
-      pen.restore();
+      drawPin(pen, level, x(place) - 5, 2);
     }
   }
 

@@ -140,6 +140,23 @@ const glyph = (level) =>
     shape("path", { d: GLYPHS[level] }),
   );
 
+// Draw the glyph of a finding as a pin, from its top left corner.
+function drawPin(pen, level, x, y) {
+  pen.save();
+  pen.translate(x, y);
+  pen.scale(10 / 12, 10 / 12);
+  pen.fillStyle = ink(level);
+  pen.fill(new Path2D(GLYPHS[level]));
+  pen.restore();
+}
+
+// A text whose beginning is left out where there is no room for it.
+function shortened(pen, text, room) {
+  let shown = text;
+  while (shown.length > 2 && pen.measureText(shown).width > room) shown = `…${shown.slice(2)}`;
+  return shown;
+}
+
 // What stands beside the pointer.
 function showTip(nodes, { clientX, clientY }) {
   const tip = byId("tip");
@@ -152,8 +169,6 @@ function showTip(nodes, { clientX, clientY }) {
 const hideTip = () => {
   byId("tip").hidden = true;
 };
-const strong = (text) => element("b", {}, text);
-const soft = (text) => element("span", {}, text);
 
 function shareText(share) {
   if (share === null || share === undefined) return "";
@@ -175,3 +190,18 @@ const KEY_STEPS = {
   Home: -Infinity,
   End: Infinity,
 };
+// How far a key moves over a grid: [down, right]; undefined for other keys.
+function gridStep({ key, altKey, ctrlKey, metaKey }) {
+  if (altKey || metaKey) return undefined;
+  const all = ctrlKey ? Infinity : 0;
+  return {
+    ArrowDown: [1, 0],
+    ArrowUp: [-1, 0],
+    ArrowRight: [0, 1],
+    ArrowLeft: [0, -1],
+    PageDown: [10, 0],
+    PageUp: [-10, 0],
+    Home: [-all, -Infinity],
+    End: [all, Infinity],
+  }[key];
+}

@@ -19,6 +19,27 @@ const element = (tag, attributes = {}, ...children) =>
 const shape = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
+const strong = (text) => element("b", {}, text);
+const soft = (text) => element("span", {}, text);
+const quiet = (...parts) => element("p", { class: "quiet" }, parts);
+
+// Fill a menu with [value, title] pairs; one that is open stays so if they are the same.
+function fillMenu(select, options, chosen) {
+  const text = JSON.stringify(options);
+  if (select.dataset.options !== text) {
+    select.dataset.options = text;
+    select.replaceChildren(...options.map(([value, title]) => element("option", { value }, title)));
+  }
+  const values = options.map(([value]) => String(value));
+  select.value = values.includes(String(chosen)) ? chosen : (values[0] ?? "");
+}
+
+function menuOf(options, chosen, onSelect, attributes = {}) {
+  const select = element("select", { ...attributes, onchange: () => onSelect(select.value) });
+  fillMenu(select, options, chosen);
+  return select;
+}
+
 // JSON lacks NaN and infinity: they come as words.
 const numberOf = (value) => (typeof value === "string" ? Number(value) : (value ?? NaN));
 const clamp = (number, low, high) => Math.max(low, Math.min(high, number));

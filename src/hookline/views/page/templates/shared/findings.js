@@ -17,32 +17,37 @@ function showFindings({ findings, judged, notes }, onChoose) {
   const verdict = isFine ? fine : counts.join(", ");
   byId("tally").replaceChildren(...(isFine ? [glyph("fine")] : []), element("span", {}, verdict));
   byId("tally").classList.toggle("all-fine", isFine);
-  byId("findings").replaceChildren(
-    ...findings.map((finding, index) => element("li", {}, buttonOf(finding, index, onChoose))),
+  showLines(
+    "findings",
+    findings.map((finding, index) => buttonOf(finding, () => onChoose(index))),
   );
   for (const note of notes ?? []) byId("notices").append(element("li", {}, note));
   byId("notices").hidden = !byId("notices").children.length;
 }
 
-function buttonOf(finding, index, onChoose) {
+const showLines = (id, lines) =>
+  byId(id).replaceChildren(...lines.map((line) => element("li", {}, line)));
+
+// A button of the list: a mark and a heading, a number, and why.
+const findingButton = ([mark, heading, number, why], onChoose) =>
+  element(
+    "button",
+    { type: "button", class: "finding", "aria-pressed": "false", onclick: onChoose },
+    mark,
+    element("strong", {}, heading),
+    element("span", { class: "number" }, number),
+    element("span", { class: "why" }, why),
+  );
+
+function buttonOf(finding, onChoose) {
   const { level, text, number, why, advice, follows } = finding;
   const following =
     follows && !/later|follow/.test(why)
       ? `${counted(follows, "later site follows", "later sites follow")}.`
       : "";
-  return element(
-    "button",
-    { type: "button", class: "finding", "aria-pressed": "false", onclick: () => onChoose(index) },
-    glyph(level),
-    element(
-      "strong",
-      {},
-      element("span", { class: "unseen" }, `${WORDS[level][0]}: `),
-      broken(text),
-    ),
-    element("span", { class: "number" }, number),
-    element("span", { class: "why" }, broken([why, following, advice].filter(Boolean).join(" "))),
-  );
+  const spoken = element("span", { class: "unseen" }, `${WORDS[level][0]}: `);
+  const words = broken([why, following, advice].filter(Boolean).join(" "));
+  return findingButton([glyph(level), [spoken, broken(text)], number, words], onChoose);
 }
 
 function pressFinding(index) {

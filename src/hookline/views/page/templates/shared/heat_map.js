@@ -125,13 +125,6 @@ function makeHeatMap(host, { label, about, onChoose }) {
     });
   }
 
-  function shortened(context, text, room) {
-    let shown = text;
-    while (shown.length > 2 && context.measureText(shown).width > room)
-      shown = `…${shown.slice(2)}`;
-    return shown;
-  }
-
   function place() {
     const [row, column] = at;
     const { left, top, width, height } = box;
@@ -170,20 +163,10 @@ function makeHeatMap(host, { label, about, onChoose }) {
     canvas.title = hit ? about(...hit) : "";
   });
   grid.addEventListener("keydown", (event) => {
-    const [row, column] = at;
-    const next = {
-      ArrowRight: [row, column + 1],
-      ArrowLeft: [row, column - 1],
-      ArrowDown: [row + 1, column],
-      ArrowUp: [row - 1, column],
-      Home: [event.ctrlKey ? 0 : row, 0],
-      End: [event.ctrlKey ? Infinity : row, Infinity],
-      PageDown: [row + 10, column],
-      PageUp: [row - 10, column],
-    }[event.key];
-    if (!next || event.altKey || event.metaKey) return;
+    const step = gridStep(event);
+    if (!step) return;
     event.preventDefault();
-    choose(...next);
+    choose(at[0] + step[0], at[1] + step[1]);
   });
   new ResizeObserver(draw).observe(host);
   onTheme(draw);

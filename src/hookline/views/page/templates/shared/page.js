@@ -39,29 +39,44 @@ async function fetchJson(address) {
   return undefined;
 }
 
+// What the browser keeps under a name: null without any. A file may have no store.
+function kept(name, store = "localStorage", read = JSON.parse) {
+  try {
+    return read(window[store].getItem(name));
+  } catch {
+    return null;
+  }
+}
+function keep(name, text, store = "localStorage") {
+  try {
+    window[store].setItem(name, text);
+  } catch {
+    /* a file has no store */
+  }
+}
+
+// Note in the address what is searched and chosen, but for a name that no address can hold.
+function noteInAddress(parameters, at, more = "") {
+  const text = state !== undefined && parameters.size ? `?${parameters}` : location.pathname;
+  let hash = "";
+  try {
+    if (at !== undefined) hash = `#at=${encodeURIComponent(at)}${more}`;
+  } catch {
+    /* a lone surrogate */
+  }
+  history.replaceState(null, "", text + hash);
+}
+
 (() => {
   // -- light and dark ------------------------------------------------------------------------
 
-  const remembered = () => {
-    try {
-      return localStorage.getItem("hookline-theme");
-    } catch {
-      return null;
-    }
-  };
-  const remember = (theme) => {
-    try {
-      localStorage.setItem("hookline-theme", theme);
-    } catch {
-      /* a file has no store */
-    }
-  };
   const showTheme = () => (byId("theme").textContent = isDark() ? "Light" : "Dark");
-  if (remembered() === "dark" || remembered() === "light")
-    document.documentElement.dataset.theme = remembered();
+  const remembered = kept("hookline-theme", "localStorage", String);
+  if (remembered === "dark" || remembered === "light")
+    document.documentElement.dataset.theme = remembered;
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    remember(document.documentElement.dataset.theme);
+    keep("hookline-theme", document.documentElement.dataset.theme);
     showTheme();
   });
   system.addEventListener("change", showTheme);

@@ -104,6 +104,10 @@ const smallTable = (titles, lines) =>
 
 // Open and close the pane where it is a drawer.
 const openDrawer = () => byId("pane").classList.add("open");
+function enterPane() {
+  openDrawer();
+  byId("pane").focus();
+}
 function closeDrawer(then) {
   byId("pane").classList.remove("open");
   then.focus();

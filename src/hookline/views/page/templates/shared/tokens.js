@@ -64,18 +64,11 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
 
   function fillBar() {
     const names = Object.keys(TOKEN_NUMBERS).filter((key) => data[key]);
-    const select = element(
-      "select",
-      {
-        onchange: () => {
-          name = select.value;
-          draw();
-        },
-      },
-      names.map((key) =>
-        element("option", { value: key, selected: key === name }, TOKEN_NUMBERS[key][0]),
-      ),
-    );
+    const titles = names.map((key) => [key, TOKEN_NUMBERS[key][0]]);
+    const turn = (key) => {
+      name = key;
+      draw();
+    };
     const sample = element("input", {
       type: "number",
       min: 0,
@@ -84,7 +77,7 @@ function makeTokens(host, { ask, onChoose = () => {} }) {
       onchange: () => show(clamp(Math.round(Number(sample.value)), 0, data.samples - 1)),
     });
     bar.replaceChildren(
-      ...(names.length > 1 ? [element("label", {}, "Number ", select)] : []),
+      ...(names.length > 1 ? [element("label", {}, "Number ", menuOf(titles, name, turn))] : []),
       ...(data.samples > 1
         ? [element("label", {}, "Sample ", sample, soft(` of ${data.samples}`))]
         : []),

@@ -129,9 +129,7 @@
       body,
     );
     if (!isThere)
-      body.append(
-        element("p", { class: "quiet" }, "The site’s value is not as large in this axis."),
-      );
+      body.append(quiet("The site’s value is not as large in this axis."));
     else
       body.append(
         numbersList(
@@ -174,22 +172,19 @@
       const more = others
         .map((name) => [TITLES[name], text(name, numbers[name][change])])
         .filter(([, shown]) => shown);
-      return element(
-        "button",
-        { type: "button", class: "finding", "aria-pressed": "false", onclick: () => goTo(change) },
-        element("i", { class: "swatch", style: `--mark: ${colour}`, "aria-hidden": "true" }),
-        element("strong", {}, broken(nameOf(change))),
-        element("span", { class: "number" }, text(main, effect) || "NaN"),
-        element(
-          "span",
-          { class: "why" },
-          [...more.map((pair) => pair.join(" ")), unmoved[change] ? "unmoved" : ""]
-            .filter(Boolean)
-            .join("; "),
-        ),
+      const swatch = { class: "swatch", style: `--mark: ${colour}`, "aria-hidden": "true" };
+      const words = [...more.map((pair) => pair.join(" ")), unmoved[change] ? "unmoved" : ""];
+      return findingButton(
+        [
+          element("i", swatch),
+          broken(nameOf(change)),
+          text(main, effect) || "NaN",
+          words.filter(Boolean).join("; "),
+        ],
+        () => goTo(change),
       );
     });
-    byId("findings").replaceChildren(...items.map((item) => element("li", {}, item)));
+    showLines("findings", items);
     const rest = ranked.length > MOST ? `, the largest ${MOST} below` : "";
     const forwards = data.forwards === undefined ? "" : `, ${counted(data.forwards, "forward")}`;
     byId("tally").textContent = `${counted(places.length, "change")}${forwards}${rest}`;
@@ -197,16 +192,13 @@
 
   // -- what to draw ------------------------------------------------------------------------------
 
-  function menu(label, options, selected, onSelect) {
-    const select = element(
-      "select",
-      { "aria-label": label, onchange: (event) => onSelect(Number(event.target.value)) },
-      options.map(([value, title]) =>
-        element("option", { value, selected: value === selected }, title),
-      ),
+  const menu = (label, options, selected, onSelect) =>
+    element(
+      "label",
+      {},
+      `${label} `,
+      menuOf(options, selected, (value) => onSelect(Number(value)), { "aria-label": label }),
     );
-    return element("label", {}, `${label} `, select);
-  }
 
   function showChoices() {
     const names = Object.keys(numbers);
@@ -296,7 +288,7 @@
       { id: "metrics" },
     ),
   );
-  byId("notes").replaceChildren(...data.remarks.map((note) => element("li", {}, note)));
+  showLines("notes", data.remarks);
   showChoices();
   showLargest();
   show();

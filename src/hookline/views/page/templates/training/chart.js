@@ -200,12 +200,6 @@ function makeChart(host, run, view, onChoose) {
     }
   }
 
-  function shortened(pen, text, space) {
-    let shown = text;
-    while (shown.length > 2 && pen.measureText(shown).width > space) shown = `…${shown.slice(2)}`;
-    return shown;
-  }
-
   // -- the loss and the steps --------------------------------------------------------------------
 
   // The place of a logged step among the columns.
@@ -238,12 +232,7 @@ function makeChart(host, run, view, onChoose) {
     if (series) drawSeries(pen, series);
     for (const { level, step } of [...run.findings].reverse()) {
       if (step === null || step === undefined || level === "note") continue;
-      pen.save();
-      pen.translate(plot.x(run.columnOf(step)) - 5, 1);
-      pen.scale(10 / 12, 10 / 12);
-      pen.fillStyle = ink(level);
-      pen.fill(new Path2D(GLYPHS[level]));
-      pen.restore();
+      drawPin(pen, level, plot.x(run.columnOf(step)) - 5, 1);
     }
     listen(canvas, false);
   }
@@ -453,18 +442,9 @@ function makeChart(host, run, view, onChoose) {
   );
   map.addEventListener("keydown", (event) => {
     const row = plot?.order.indexOf(view.site) ?? -1;
-    const [down, right] =
-      {
-        ArrowDown: [1, 0],
-        ArrowUp: [-1, 0],
-        ArrowRight: [0, 1],
-        ArrowLeft: [0, -1],
-        PageDown: [10, 0],
-        PageUp: [-10, 0],
-        Home: [event.ctrlKey ? -Infinity : 0, -Infinity],
-        End: [event.ctrlKey ? Infinity : 0, Infinity],
-      }[event.key] ?? [];
-    if (down === undefined || event.altKey || event.metaKey || row < 0) return;
+    const step = gridStep(event);
+    if (!step || row < 0) return;
+    const [down, right] = step;
     event.preventDefault();
     const site = plot.order[clamp(row + down, 0, plot.order.length - 1)];
     onChoose(site, clamp(view.column + right, 0, run.columns.length - 1));

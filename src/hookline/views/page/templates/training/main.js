@@ -52,13 +52,13 @@
 
   // Show what has come: what is chosen, scrolled and focused stays.
   function takeNew() {
-    fillMenu("number", run.names, choice.number);
+    fillMenu(byId("number"), run.names, choice.number);
     const kinds = Object.entries(core.kinds).filter(([port]) =>
       run.sites.some((site) => site.port === port),
     );
-    fillMenu("kind", [["", "all kinds"], ...kinds], choice.kind);
+    fillMenu(byId("kind"), [["", "all kinds"], ...kinds], choice.kind);
     const names = run.logged.map(({ name }) => [name, name]);
-    fillMenu("logged", names, choice.logged);
+    fillMenu(byId("logged"), names, choice.logged);
     byId("logged-label").hidden = names.length < 2;
     view.series = run.logged.find(({ name }) => name === byId("logged").value) ?? null;
     showNewFindings();
@@ -67,16 +67,6 @@
     if (view.site < 0 && run.sites.length) begin();
     render();
     showPulse();
-  }
-
-  function fillMenu(id, options, chosen) {
-    const select = byId(id);
-    const text = JSON.stringify(options);
-    if (select.dataset.options !== text) {
-      select.dataset.options = text; // a menu that is open stays so
-      select.replaceChildren(...options.map(([value, name]) => element("option", { value }, name)));
-    }
-    select.value = options.some(([value]) => value === chosen) ? chosen : (options[0]?.[0] ?? "");
   }
 
   function showNewFindings() {
@@ -250,17 +240,8 @@
     for (const [name, value] of Object.entries(usual))
       if (choice[name] && choice[name] !== value) parameters.set(name, choice[name]);
     if (search.value.trim()) parameters.set("q", search.value.trim());
-    const text = isServed && parameters.size ? `?${parameters}` : location.pathname;
-    let at = "";
-    try {
-      const label = run.sites[view.site]?.label;
-      if (label && !isAtEnd)
-        at = `#at=${encodeURIComponent(label)}&step=${run.columns[view.column].last}`;
-      else if (label) at = `#at=${encodeURIComponent(label)}`;
-    } catch {
-      /* a name that no address can hold */
-    }
-    history.replaceState(null, "", text + at);
+    const step = run.columns[view.column]?.last;
+    noteInAddress(parameters, run.sites[view.site]?.label, isAtEnd ? "" : `&step=${step}`);
   }
 
   // Choose what the address names; false if it names nothing.
@@ -306,8 +287,7 @@
     const keys = { findings: run.findings, view, onFinding: chooseFinding, onEscape: closePane };
     if (answerKey(event, keys)) return;
     if (event.key === "Enter" && event.target === chart.grid) {
-      openDrawer();
-      byId("pane").focus();
+      enterPane();
     } else if (["ArrowDown", "ArrowUp"].includes(event.key) && event.target === document.body) {
       event.preventDefault();
       chart.grid.focus();
