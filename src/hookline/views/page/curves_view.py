@@ -55,13 +55,16 @@ class OpenRun:
         folder: the folder.
         most_columns: the greatest number of columns.
 
+    Attributes:
+        reader: what reads the folder: it tells another run, and whether the monitor has ended.
+
     Raises:
         FolderError: the folder holds no curves.
     """
 
     def __init__(self, folder: Path, most_columns: int | None = None) -> None:
         self.folder = folder
-        self._reader = RunReader(folder)
+        self.reader = RunReader(folder)
         self.lock = threading.RLock()  # held while an answer is made
         self.table: CurveTable = CurveTable() if most_columns is None else CurveTable(most_columns)
         self.reports: Sequence[StepReport] = ()
@@ -70,24 +73,6 @@ class OpenRun:
         self._findings: tuple[tuple[int, int], Findings] = (-1, -1), Findings([])
         self._judged, self._seconds = 0.0, 0.0  # when the steps were judged, and how long it took
 
-    @property
-    def version(self) -> str:
-        """A text that another run's differs from; see `run_version`."""
-        return self._reader.version
-
-    @property
-    def has_ended(self) -> bool:
-        """Tell whether the monitor has ended; False of a run that was killed."""
-        return self._reader.has_ended
-
-    def is_replaced(self) -> bool:
-        """Tell whether the folder holds another run now, or a file that was cut short.
-
-        Raises:
-            FolderError: the folder cannot be read.
-        """
-        return self._reader.is_replaced()
-
     def read(self) -> None:
         """Take the reports that have been added since.
 
@@ -95,8 +80,8 @@ class OpenRun:
             FolderError: the folder is damaged or gone, or holds another run now.
         """
         with self.lock:
-            self.reports = self._reader.read()
-            self.logged = self._reader.read_logged()
+            self.reports = self.reader.read()
+            self.logged = self.reader.read_logged()
             n_reports = len(self.reports)
             self.table.add(self.reports[self._n_taken : n_reports])
             self._n_taken = n_reports
@@ -109,7 +94,7 @@ class OpenRun:
     def status(self) -> dict[str, Any]:
         """Return the last step, its age in seconds, and whether the run has ended."""
         if not self.reports:
-            return {"n_steps": 0, "n_logged": len(self.logged), "ended": self.has_ended}
+            return {"n_steps": 0, "n_logged": len(self.logged), "ended": self.reader.has_ended}
         last, recent = self.reports[-1], self.reports[-20:]
         return {
             "n_steps": self._n_taken,
@@ -119,7 +104,7 @@ class OpenRun:
             "when": last.seconds,
             "age": max(time.time() - last.seconds, 0.0),
             "pace": (last.seconds - recent[0].seconds) / max(len(recent) - 1, 1),
-            "ended": self.has_ended,
+            "ended": self.reader.has_ended,
             "n_ranks": self.n_ranks,
         }
 
@@ -167,7 +152,7 @@ class OpenRun:
         """Judge the steps so far; of a long run that goes on, now and then."""
         counts = len(self.reports), len(self.logged)
         start = time.monotonic()
-        is_early = not self.has_ended and start - self._judged < _PAUSES * self._seconds
+        is_early = not self.reader.has_ended and start - self._judged < _PAUSES * self._seconds
         if counts != self._findings[0] and not is_early:
             self._findings = counts, findings_of_steps(self.reports, self.logged, self.table)
             self._judged = time.monotonic()
@@ -305,9 +290,9 @@ def new_steps(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
     page = [number_of(parameters, name) or 0 for name in ("from", "stride", "known")]
     with run.lock:
         run.read()
-        if parameters.get("state", run.version) != run.version:
-            return {"state": run.version, "gone": ""}
-        answer: dict[str, Any] = {"state": run.version, **run.status()}
+        if parameters.get("state", run.reader.version) != run.reader.version:
+            return {"state": run.reader.version, "gone": ""}
+        answer: dict[str, Any] = {"state": run.reader.version, **run.status()}
         if number_of(parameters, "steps") != answer["n_steps"]:
             answer |= run.since(parameters.get("number", ""), *page)
         if number_of(parameters, "logged") != answer["n_logged"]:
@@ -347,7 +332,7 @@ def _render(
 ) -> str:
     facts = [("sites", f"{len(run.table.sites):,}"), ("steps", f"{len(run.reports):,}")]
     ranks = [("ranks, merged", f"{run.n_ranks:,}")] if run.n_ranks > 1 else []
-    now = {"state": run.version} if is_served else {"now": datetime.now().astimezone()}
+    now = {"state": run.reader.version} if is_served else {"now": datetime.now().astimezone()}
     return str(
         template.render(
             is_served=is_served,

@@ -128,7 +128,7 @@ class Pages:
             run = self._shelf.run()
         except FolderError as error:
             return {"state": "", "gone": str(error).splitlines()[0]}
-        state = self._shelf.state() if run is None else run.version
+        state = self._shelf.state() if run is None else run.reader.version
         missing = [
             source.name
             for source in (self._shelf.source, self._shelf.other)

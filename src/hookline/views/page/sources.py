@@ -227,7 +227,7 @@ class OpenRecordings:
         if not self.is_run():
             return None
         with self._lock:
-            if self._run is None or self._run.is_replaced():
+            if self._run is None or self._run.reader.is_replaced():
                 self._run = OpenRun(self.source.folder)
             run = self._run
         run.read()
