@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.layout import ABSENT, Entry, Layout, are_there
-from hookline.curves.numbers import numbers_of, percentile_names
+from hookline.curves.numbers import OF_MOMENTS, numbers_of, percentile_names
 from hookline.curves.step_reports import StepReport, blocks_of
 from hookline.statistics.histogram import HistogramStatistic
 from hookline.statistics.moments_statistic import MomentsStatistic
@@ -99,7 +99,7 @@ def single_names(statistic: Any) -> tuple[str, ...]:
         return (*percentile_names(statistic.q), "min", "max", "non_finite")
     if isinstance(statistic, HistogramStatistic):
         return ("zeros", "non_finite", "min", "max")
-    return ("mean", "std", "min", "max", "norm", "zero_share", "non_finite")
+    return OF_MOMENTS
 
 
 def is_computed(layout: Layout, site: str) -> bool:

@@ -21,24 +21,13 @@ def dead_units(reports: Sequence[StepReport]) -> Iterator[tuple[str, list[int]]]
     recent = reports[-RECENT:]
     if len(recent) < RECENT:
         return
-    for site in recent[-1].layout.by_site:
-        masks = [mask for report in recent if (mask := _is_dead(report, site)) is not None]
-        if len(masks) == RECENT and len({mask.shape for mask in masks}) == 1:
-            units = np.flatnonzero(np.all(masks, axis=0)).tolist()
+    masks: dict[str, list[NDArray[np.bool_]]] = {site: [] for site in recent[-1].layout.by_site}
+    for report in recent:
+        for site, covariance in dict(report.results_of(CovarianceStatistic, Covariance)).items():
+            is_zero = (covariance.mean == 0) & (covariance.matrix.diagonal() == 0)
+            masks.setdefault(site, []).append(np.asarray(is_zero.numpy()))
+    for site, of_site in masks.items():
+        if len(of_site) == RECENT and len({mask.shape for mask in of_site}) == 1:
+            units = np.flatnonzero(np.all(of_site, axis=0)).tolist()
             if units:
                 yield site, units
-
-
-def _is_dead(report: StepReport, site: str) -> NDArray[np.bool_] | None:
-    """Tell which units of a site were 0 in all rows of a step; None where that is not measured."""
-    layout = report.layout
-    if not any(
-        isinstance(layout.statistics[entry.statistic], CovarianceStatistic)
-        for entry, _ in layout.by_site.get(site, ())
-    ):
-        return None
-    for result in layout.results(site, report.slots, None, is_lenient=True):
-        if isinstance(result, Covariance) and result.count > result.non_finite:
-            is_zero = (result.mean == 0) & (result.matrix.diagonal() == 0)
-            return np.asarray(is_zero.numpy())
-    return None

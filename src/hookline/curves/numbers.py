@@ -12,6 +12,9 @@ from typing import Any
 from hookline.statistics import Moments
 from hookline.statistics.quantiles import Quantiles
 
+OF_MOMENTS = ("mean", "std", "min", "max", "norm", "zero_share", "non_finite")
+_OF_FINITE = ("min", "max", "norm")  # of finite numbers: NaN without any
+
 
 def numbers_of(result: Any) -> dict[str, float]:
     """Return the single numbers of a result, by name.
@@ -71,16 +74,8 @@ def _parts(result: Any) -> list[tuple[Any, Any]]:
 
 
 def _of_moments(moments: Moments) -> dict[str, float]:
-    is_any = moments.finite > 0
-    return {
-        "mean": moments.mean,
-        "std": moments.std,
-        "min": moments.min if is_any else math.nan,
-        "max": moments.max if is_any else math.nan,
-        "norm": moments.norm if is_any else math.nan,
-        "zero_share": moments.zero_share,
-        "non_finite": float(moments.non_finite),
-    }
+    numbers = {name: float(getattr(moments, name)) for name in OF_MOMENTS}
+    return numbers if moments.finite > 0 else numbers | dict.fromkeys(_OF_FINITE, math.nan)
 
 
 def _of_quantiles(quantiles: Quantiles) -> dict[str, float]:

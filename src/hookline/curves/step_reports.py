@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 from hookline.curves.layout import Layout
 from hookline.curves.numbers import numbers_of_all
 from hookline.engine.model_fingerprint import RecordedModel
+from hookline.statistics.covariance import Covariance
 from hookline.statistics.histogram import Histogram, HistogramStatistic
+
+_Counted = TypeVar("_Counted", Histogram, Covariance)
 
 LOGGED = "logged"  # stands for the site of the user's own numbers
 
@@ -99,14 +102,18 @@ class StepReport:
 
     def histograms(self) -> Iterator[tuple[str, Histogram]]:
         """Iterate over the histograms of the step that hold a finite number, by site."""
-        if not any(
-            isinstance(statistic, HistogramStatistic) for statistic in self.layout.statistics
-        ):
-            return
-        for site in self.layout.by_site:
-            for result in self.layout.results(site, self.slots, None, is_lenient=True):
-                if isinstance(result, Histogram) and result.count > result.non_finite:
-                    yield site, result
+        return self.results_of(HistogramStatistic, Histogram)
+
+    def results_of(
+        self, statistic: type[Any], kind: type[_Counted]
+    ) -> Iterator[tuple[str, _Counted]]:
+        """Iterate over the results of a statistic that hold a finite number, by site."""
+        statistics = self.layout.statistics
+        for site, entries in self.layout.by_site.items():
+            if any(isinstance(statistics[entry.statistic], statistic) for entry, _ in entries):
+                for result in self.layout.results(site, self.slots, None, is_lenient=True):
+                    if isinstance(result, kind) and result.count > result.non_finite:
+                        yield site, result
 
     def forget(self) -> None:
         """Free the numbers, which `numbers` computes again when it is called."""

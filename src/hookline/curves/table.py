@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hookline.curves.columns import computed, is_computed, of_moments, single_names
 from hookline.curves.layout import NO_TURN, Entry, Layout
-from hookline.curves.numbers import numbers_of_all
+from hookline.curves.numbers import OF_MOMENTS, numbers_of_all
 from hookline.curves.step_reports import StepReport, blocks_of, weight_of
 from hookline.errors import FolderError
 from hookline.statistics.moments_statistic import MomentsStatistic
@@ -28,7 +28,6 @@ RECENT = 10  # the reports that findings look back on
 _BLOCK = 64  # reports that are read at once
 _N_SLOTS = 8
 _N_SUMS = 6
-_OF_MOMENTS = ("mean", "std", "min", "max", "norm", "zero_share", "non_finite")
 _LARGEST = float(np.finfo(np.float32).max)
 
 Array = NDArray[Any]
@@ -227,14 +226,14 @@ class _Plan:
     def numbers(self, block: Sequence[StepReport]) -> tuple[list[str], Array]:
         """Return the names of the numbers, and the numbers, of shape [reports, names, sites]."""
         others = {k: _columns(self.layout, block, site) for k, site in self._others}
-        names = [*_OF_MOMENTS, *["ratio"] * bool(self._updates)] if len(self._at) else []
+        names = [*OF_MOMENTS, *["ratio"] * bool(self._updates)] if len(self._at) else []
         names = list(dict.fromkeys([*names, *itertools.chain.from_iterable(others.values())]))
         numbers = np.full((len(block), len(names), len(self.sites)), np.nan)
         if len(self._at):
             with np.errstate(all="ignore"):
                 moments = of_moments(self._merged(block))
-                columns = np.stack([moments[name] for name in _OF_MOMENTS], axis=1)
-                numbers[:, : len(_OF_MOMENTS), self._at] = columns
+                columns = np.stack([moments[name] for name in OF_MOMENTS], axis=1)
+                numbers[:, : len(OF_MOMENTS), self._at] = columns
                 norms = numbers[:, names.index("norm")]
                 for k, weight in self._updates:
                     ratio = norms[:, k] / norms[:, weight]
