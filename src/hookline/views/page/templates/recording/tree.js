@@ -9,13 +9,15 @@ function columnsOf(core, view) {
   const gradient = (row) => view.table.gradient[row];
   const number = (name) => (row) =>
     forward(row) === undefined ? null : (values[name][forward(row)] ?? null);
-  const ofNumber = (key, title, width = "66px") => ({
+  const order = (row) => values.order[forward(row) ?? gradient(row)] ?? null;
+  const wholeText = (whole) => whole?.toLocaleString("en") ?? "";
+  const ofNumber = (key, title, of, cellText = (at) => numberText(at), width = "66px") => ({
     key,
     title,
     width,
     isNumber: true,
-    sortKey: number(key),
-    cell: (row) => numberText(number(key)(row)),
+    sortKey: of,
+    cell: (row) => cellText(of(row), row),
   });
   const text = (key, title, width, of) => ({ key, title, width, sortKey: of, cell: of });
   const bad = (row) =>
@@ -39,48 +41,29 @@ function columnsOf(core, view) {
       (row) => core.dtypes[values.dtype[forward(row) ?? gradient(row)]] ?? "",
     ),
     { key: "bars", title: "Values", width: "48px", cell: (row) => spark(core, forward(row)) },
-    ofNumber("mean", "Mean"),
-    {
-      ...ofNumber("std", "Std"),
-      cell: (row) => numberText(number("std")(row)) || (bad(row) ? "NaN" : ""),
-    },
-    ofNumber("min", "Min"),
-    ofNumber("max", "Max"),
-    { ...ofNumber("zeros", "Zeros"), cell: (row) => zerosCell(number("zeros")(row)) },
-    {
-      key: "bad",
-      title: "NaN, inf",
-      width: "70px",
-      isNumber: true,
-      sortKey: bad,
-      cell: (row) => bad(row)?.toLocaleString("en") ?? "",
-    },
-    {
-      key: "gradient",
-      title: "∇ norm",
-      width: "66px",
-      isNumber: true,
-      sortKey: (row) => normOf(core, gradient(row)),
-      cell: (row) => (values.bad[gradient(row)] ? "NaN" : numberText(normOf(core, gradient(row)))),
-    },
-    {
-      key: "order",
-      title: "Order",
-      width: "58px",
-      isNumber: true,
-      sortKey: (row) => values.order[forward(row) ?? gradient(row)] ?? null,
-      cell: (row) => values.order[forward(row) ?? gradient(row)]?.toLocaleString("en") ?? "",
-    },
+    ofNumber("mean", "Mean", number("mean")),
+    ofNumber(
+      "std",
+      "Std",
+      number("std"),
+      (std, row) => numberText(std) || (bad(row) ? "NaN" : ""),
+    ),
+    ofNumber("min", "Min", number("min")),
+    ofNumber("max", "Max", number("max")),
+    ofNumber("zeros", "Zeros", number("zeros"), zerosCell),
+    ofNumber("bad", "NaN, inf", bad, wholeText, "70px"),
+    ofNumber(
+      "gradient",
+      "∇ norm",
+      (row) => normOf(core, gradient(row)),
+      (norm, row) => (values.bad[gradient(row)] ? "NaN" : numberText(norm)),
+    ),
+    ofNumber("order", "Order", order, wholeText, "58px"),
   ];
-  if (core.store)
-    list.push({
-      key: "stored",
-      title: "Size",
-      width: "70px",
-      isNumber: true,
-      sortKey: (row) => values.stored[forward(row)] ?? null,
-      cell: (row) => sizeText(values.stored[forward(row)]),
-    });
+  if (core.store) {
+    const stored = (row) => values.stored[forward(row)] ?? null;
+    list.push(ofNumber("stored", "Size", stored, sizeText, "70px"));
+  }
   if (view.own) {
     const mark = (row) =>
       element("i", {
@@ -88,15 +71,9 @@ function columnsOf(core, view) {
         style: `--mark: ${view.own.colourOf(row)}`,
         "aria-hidden": "true",
       });
-    list.unshift({
-      key: "own",
-      title: "Yours",
-      width: "82px",
-      isNumber: true,
-      sortKey: (row) => view.own.byRow.get(row) ?? null,
-      cell: (row) =>
-        view.own.byRow.has(row) ? [mark(row), numberText(view.own.byRow.get(row))] : "",
-    });
+    const own = (row) => view.own.byRow.get(row) ?? null;
+    const cell = (given, row) => (given === null ? "" : [mark(row), numberText(given)]);
+    list.unshift(ofNumber("own", "Yours", own, cell, "82px"));
   }
   const hasGradients = core.ports.some((port) => port.startsWith("grad"));
   const hasTypes = core.types.some(Boolean); // a store has none

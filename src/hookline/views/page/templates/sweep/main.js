@@ -56,6 +56,17 @@
       : name === "metric"
         ? numberText(number, 4)
         : signed(number);
+  // Some numbers of a change in words.
+  const wordsOf = (change, names) =>
+    [
+      ...names
+        .map((name) => [TITLES[name], text(name, numbers[name][change])])
+        .filter(([, shown]) => shown)
+        .map((pair) => pair.join(" ")),
+      unmoved[change] ? "unmoved" : "",
+    ]
+      .filter(Boolean)
+      .join("; ");
   const signed = (number) => (number > 0 ? "+" : "") + numberText(number, 4);
 
   // -- one table: for each cell, the change with the largest number -------------------------------
@@ -102,16 +113,7 @@
   function aboutCell(row, column) {
     const change = changeAt(row, column);
     if (change === undefined) return "no such change";
-    return [
-      nameOf(change),
-      ...Object.keys(numbers)
-        .map((name) => [TITLES[name], text(name, numbers[name][change])])
-        .filter(([, shown]) => shown)
-        .map((pair) => pair.join(" ")),
-      unmoved[change] ? "unmoved" : "",
-    ]
-      .filter(Boolean)
-      .join("; ");
+    return [nameOf(change), wordsOf(change, Object.keys(numbers))].filter(Boolean).join("; ");
   }
 
   // -- what is chosen ----------------------------------------------------------------------------
@@ -143,16 +145,19 @@
 
   const close = () => closeDrawer(document.querySelector(".heat-map"));
 
-  function goTo(change) {
+  function mark(change) {
     const indices = indicesOf[change];
+    const column = choice.columns < 0 ? 0 : indices[choice.columns];
+    map.choose(indices[choice.rows], column, { tells: false });
+    tell(change);
+  }
+
+  function goTo(change) {
     choice.fixed.forEach((index, axis) => {
-      if (index >= 0) choice.fixed[axis] = indices[axis];
+      if (index >= 0) choice.fixed[axis] = indicesOf[change][axis];
     });
     show();
-    map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], {
-      tells: false,
-    });
-    tell(change);
+    mark(change);
     openDrawer();
     document.querySelector(".heat-map").focus();
   }
@@ -169,17 +174,13 @@
     const items = ranked.slice(0, MOST).map((change) => {
       const effect = numbers[main][change];
       const colour = Number.isFinite(effect) ? cssColour(signedColour(effect / most)) : "#d55e00";
-      const more = others
-        .map((name) => [TITLES[name], text(name, numbers[name][change])])
-        .filter(([, shown]) => shown);
       const swatch = { class: "swatch", style: `--mark: ${colour}`, "aria-hidden": "true" };
-      const words = [...more.map((pair) => pair.join(" ")), unmoved[change] ? "unmoved" : ""];
       return findingButton(
         [
           element("i", swatch),
           broken(nameOf(change)),
           text(main, effect) || "NaN",
-          words.filter(Boolean).join("; "),
+          wordsOf(change, others),
         ],
         () => goTo(change),
       );
@@ -293,12 +294,6 @@
   showLargest();
   show();
   const [first] = ranked;
-  if (first !== undefined) {
-    const indices = indicesOf[first];
-    map.choose(indices[choice.rows], choice.columns < 0 ? 0 : indices[choice.columns], {
-      tells: false,
-    });
-    tell(first);
-  }
+  if (first !== undefined) mark(first);
   document.body.dataset.ready = "1";
 })();

@@ -61,10 +61,9 @@ function makeChart(host, run, view, onChoose) {
     total = y + 4;
     const step = (width - left) / Math.max(1, run.columns.length);
     plot = { width, left, height, step, x: (column) => left + step * (column + 0.5) };
-    plot.placeOf = new Map(
-      lines.filter(({ site }) => site !== undefined).map(({ site, y: top }) => [site, top]),
-    );
-    plot.order = lines.filter(({ site }) => site !== undefined).map(({ site }) => site);
+    const rows = lines.filter(({ site }) => site !== undefined);
+    plot.placeOf = new Map(rows.map(({ site, y: top }) => [site, top]));
+    plot.order = rows.map(({ site }) => site);
     map.setAttribute("aria-rowcount", plot.order.length);
     map.setAttribute("aria-colcount", run.columns.length);
   }
