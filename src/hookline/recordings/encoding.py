@@ -17,17 +17,11 @@ from torch import Tensor
 
 from hookline.engine import is_dtensor, layout_of, local_part
 from hookline.engine.pytree import describe, tree
+from hookline.files.safetensors_file import DTYPE_NAMES
 from hookline.recordings.placements import Layout, Part
 
 # The dtypes of the safetensors format; complex128 is stored as pairs of float64.
-# fmt: off
-STORABLE = frozenset({
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.complex128,
-})
-# fmt: on
+_STORABLE = frozenset({*DTYPE_NAMES, torch.complex128})
 
 StoreTensor = Callable[[Tensor], str]
 Lost = Callable[[str], None]
@@ -197,7 +191,7 @@ def _encode_tensor(value: Tensor, store_tensor: StoreTensor, lost: Lost) -> Any:
 
 
 def _is_storable(tensor: Tensor) -> bool:
-    if tensor.dtype not in STORABLE or tensor.layout is not torch.strided or tensor.is_meta:
+    if tensor.dtype not in _STORABLE or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     if tensor.is_nested or tensor.is_quantized:
         return False
