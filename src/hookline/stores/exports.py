@@ -28,12 +28,11 @@ Format = Literal["parquet", "datasets", "npy", "zarr", "lance"]
 
 _PART_BYTES = 16 * 2**20  # of what is read at once
 _CHUNK_BYTES = 2**20  # of a chunk of Zarr: a compromise of single rows and whole columns
-# Dtypes that the formats lack, and the one that holds each of their numbers exactly.
-_EXACT = {
-    torch.bfloat16: torch.float32, torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32, torch.float8_e4m3fnuz: torch.float32,
-    torch.float8_e5m2fnuz: torch.float32, torch.float8_e8m0fnu: torch.float32,
-}  # fmt: skip
+# Dtypes that the formats lack. float32 holds each of their numbers exactly.
+_WIDENED = frozenset({
+    torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+})  # fmt: skip
 
 
 class ExportedColumns(NamedTuple):
@@ -82,13 +81,13 @@ def export(source: ExportedColumns, to: str | os.PathLike[str], format: Format) 
 
 
 def _dtype(column: Column) -> torch.dtype:
-    return _EXACT.get(column.dtype, column.dtype)
+    return torch.float32 if column.dtype in _WIDENED else column.dtype
 
 
 def _numbers(column: Column, rows: slice) -> NDArray[Any]:
     """Read rows as NumPy numbers; dtypes that it lacks are widened, which is exact."""
-    if column.dtype in _EXACT:
-        return column[rows].to(_EXACT[column.dtype]).numpy()
+    if column.dtype in _WIDENED:
+        return column[rows].float().numpy()
     return column.numpy(rows)
 
 
