@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread
 from hookline.data.loading import RawBatch
 from hookline.display.text import listed
-from hookline.engine.pytree import describe
+from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
 
 _PIECE_BYTES = 8 * 1024**2
@@ -166,14 +166,9 @@ class ArrayItems:
 
     def load(self, number: int, indices: range) -> RawBatch:
         """Copy rows. Errors are raised: the rows are of one file or memory."""
-        start, stop = indices.start, indices.stop
-        data: Any
-        if isinstance(self._arrays, dict):
-            data = {key: rows.read(start, stop) for key, rows in self._arrays.items()}
-        elif isinstance(self._arrays, tuple):
-            data = tuple(rows.read(start, stop) for rows in self._arrays)
-        else:
-            data = self._arrays.read(start, stop)
+        parts = [rows.read(indices.start, indices.stop) for _, rows in _named(self._arrays)]
+        is_lone = isinstance(self._arrays, ArrayRows)
+        data = parts[0] if is_lone else tree.rebuild(self._arrays, parts)
         return RawBatch(number, list(indices), data)
 
 
