@@ -436,15 +436,18 @@ def _check_sites(meeting: _Meeting, answers: list[dict[str, Any]]) -> None:
         )
 
 
-def read_ranks(manifest: Any) -> dict[str, str]:
+def read_ranks(place: Place, manifest: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of the ranks' folders, each with its manifest's checksum.
 
     Raises:
-        ValueError: `write_ranks` did not write this manifest.
+        FolderError: `write_ranks` did not write this manifest.
     """
     ranks = manifest["ranks"]
     if not isinstance(ranks, dict) or not ranks or not all(map(RANK.fullmatch, ranks)):
-        raise ValueError(f"ranks must be the folders of one rank or more, got {ranks!r:.80}")
+        raise FolderError(
+            f"{place} is damaged: ranks must be the folders of one rank or more, got {ranks!r:.80}."
+            f"\n{REMEDY}"
+        )
     return ranks
 
 

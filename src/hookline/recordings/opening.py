@@ -87,12 +87,8 @@ def _recording_of(contents: Contents) -> Recording:
 
 
 def _open_ranks(place: Place, manifest: Mapping[str, Any]) -> tuple[Recording, list[Contents]]:
-    try:
-        ranks = read_ranks(manifest)
-    except ValueError as error:
-        raise FolderError(f"{place} is damaged: {error}.\n{REMEDY}") from error
     parts = []
-    for name, expected in ranks.items():
+    for name, expected in read_ranks(place, manifest).items():
         of_rank = read_manifest(place / name)
         if of_rank["checksum"] != expected:
             raise FileNotFoundError(f"{name} must be of the same recording as {MANIFEST}")
