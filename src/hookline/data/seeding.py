@@ -31,20 +31,13 @@ def seeded(number: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
         torch.default_generator.manual_seed(number)
         with ExitStack() as stack:
             for device in devices:
-                stack.enter_context(_seeded_device(device, number))
+                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+                # Not torch.manual_seed, which seeds every device.
+                state = torch.Generator(device).manual_seed(number).get_state()
+                torch.get_device_module(device).set_rng_state(state, device)
             yield
     finally:
         if is_users:
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.default_generator.set_state(states[2])
-
-
-@contextmanager
-def _seeded_device(device: torch.device, number: int) -> Iterator[None]:
-    with torch.random.fork_rng([device], device_type=device.type):
-        # Not torch.manual_seed, which seeds every device.
-        generator = torch.Generator(device)
-        generator.manual_seed(number)
-        torch.get_device_module(device).set_rng_state(generator.get_state(), device)
-        yield
