@@ -60,9 +60,6 @@ class Column:
 
     def __init__(self, shards: Shards, form: ColumnForm) -> None:
         self._shards, self._form = shards, form
-        self._begin()
-
-    def _begin(self) -> None:
         bounds = self._shards.bounds_of(per_token=self._form.per_token)
         self._starts, self._stops, self._stop_array = bounds
         self._mapped = self._shards.mapped_of(self._form.name)
@@ -77,12 +74,8 @@ class Column:
         if self._shards.is_mapped and Gatherer.can(self._form.shape):
             self._gatherer = Gatherer(self._form.shape, self._numpy_dtype)
 
-    def __getstate__(self) -> tuple[Shards, ColumnForm]:
-        return self._shards, self._form
-
-    def __setstate__(self, state: tuple[Shards, ColumnForm]) -> None:
-        self._shards, self._form = state
-        self._begin()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Column, (self._shards, self._form)
 
     @property
     def name(self) -> str:

@@ -667,16 +667,15 @@ def _forms(job: Mapping[str, Any]) -> Iterator[ColumnForm]:
 
 def _check_same(first: Store, other: Store) -> None:
     """Compare the columns of two stores."""
-    first_forms, other_forms = (
-        {form.name: form for form in store._forms} for store in (first, other)
-    )
-    for name in [*first_forms, *other_forms]:
-        if first_forms.get(name) != other_forms.get(name):
+    stores = first, other
+    forms, other_forms = ({form.name: form for form in store._forms} for store in stores)
+    for name in [*forms, *other_forms]:
+        if forms.get(name) != other_forms.get(name):
             texts = [
-                f"none in {store._where()}"
-                if form is None
-                else f"{store[name]!r} in {store._where()}"
-                for store, form in ((first, first_forms.get(name)), (other, other_forms.get(name)))
+                f"{store[name]!r} in {store._where()}"
+                if name in store._columns
+                else f"none in {store._where()}"
+                for store in stores
             ]
             raise StructureError(
                 f"stores that are joined must have the same columns, got {', '.join(texts)}."
