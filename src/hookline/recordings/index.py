@@ -78,8 +78,8 @@ class Index:
     def __init__(
         self,
         sites: tuple[Site, ...],
-        has_leaf: Callable[[int, Leaf], bool] | None = None,
-        sites_of_part: PartSites | None = None,
+        has_leaf: Callable[[int, Leaf], bool],
+        sites_of_part: PartSites | None,
     ) -> None:
         self._sites = sites
         self._has_leaf = has_leaf
@@ -178,7 +178,7 @@ class Index:
             leaf = (*map(_leaf_key, names[n_names:]), *named.leaf)
             site = replace(named, path="" if path == ROOT else path, leaf=leaf)
             index = self._covering(site, runs)
-            if index is None or self._has_leaf is None:
+            if index is None:
                 continue
             lookup = self._lookup(index, site, runs)
             if self._has_leaf(index, lookup.leaf):

@@ -27,9 +27,9 @@ class Lookups(Mapping[str, Any]):
 
     _log: Log
 
-    @abstractmethod
     def __getitem__(self, key: Key) -> Any:
         """Return the only value of a site; raise if it has none or several."""
+        return self._only(key)
 
     @abstractmethod
     def _only(self, key: Key, read: Read | None = None) -> Any:

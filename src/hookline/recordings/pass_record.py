@@ -72,14 +72,10 @@ class PassRecord(Lookups, Result):
         """List each site that fired, with the number of the module's call, in firing order."""
         return [(self._log.sites[index], call) for index, call, _ in self._fired()]
 
-    def __getitem__(self, key: Key) -> Any:
-        return self._only(key)
-
     def __contains__(self, key: object) -> bool:
         """Return whether a site has one or more values in this pass."""
-        if not isinstance(key, str | Site | Selection):
-            return False
-        return bool(self._log.has(key, self._pass, self._backward))
+        is_key = isinstance(key, str | Site | Selection)
+        return is_key and self._log.has(key, self._pass, self._backward)
 
     def outline(self, key: Key) -> Any:
         """Return a value's structure; a value in a folder has meta tensors without data.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -270,9 +270,3 @@ def _sizes(data: Any) -> tuple[int, ...]:
     if not isinstance(data, list) or any(type(size) is not int or size < 0 for size in data):
         raise TypeError("sizes must be integers from 0 up")
     return tuple(data)
-
-
-def parts_of(tensors: Sequence[Tensor], parts: Mapping[int, Part]) -> list[Part] | None:
-    """Return the tensors with their layouts; None if a tensor has no layout that can be joined."""
-    known = [parts[id(tensor)] for tensor in tensors if id(tensor) in parts]
-    return known if len(known) == len(tensors) else None

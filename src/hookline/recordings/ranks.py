@@ -33,7 +33,7 @@ from hookline.engine import (
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 from hookline.files.safetensors_file import flat_bytes
 from hookline.recordings.copied_parts import copies_of, copy_text, warn_of_unlike_copies
-from hookline.recordings.placements import Part, guess, join_copies, join_placed, parts_of
+from hookline.recordings.placements import Part, guess, join_copies, join_placed
 from hookline.recordings.rank_values import (
     COMBINED,
     Node,
@@ -185,7 +185,7 @@ def joined(
     check_alike(question, ranks, nodes)
     check_same(question, ranks, nodes, "number")
     of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
-    of_dtensors = [_known(parts_of(column, placed), dim, question) for column in of_tensors]
+    of_dtensors = [_parts_of(column, placed, dim, question) for column in of_tensors]
     plain = [
         column for column, whole in zip(columns(nodes), of_dtensors, strict=True) if whole is None
     ]
@@ -218,7 +218,7 @@ def copies(
     check_alike(question, list(values), [value.nodes for value in apart])
     check_same(question, list(values), [value.nodes for value in apart], "number")
     of_tensors = list(zip(*[value.tensors for value in apart], strict=True))
-    of_dtensors = [_known(parts_of(column, placed), None, question) for column in of_tensors]
+    of_dtensors = [_parts_of(column, placed, None, question) for column in of_tensors]
     if not any(of_dtensors):
         return dict(values)
     merge: Callable[[Sequence[Tensor]], Tensor] | None = None
@@ -236,21 +236,24 @@ def copies(
     return dict(made.values())
 
 
-def _known(parts: list[Part] | None, dim: int | None, question: str) -> list[Part] | None:
+def _parts_of(
+    tensors: Sequence[Tensor], placed: Mapping[int, Part], dim: int | None, question: str
+) -> list[Part] | None:
     """Return the parts of a DTensor; None for plain tensors, and where `dim` says how to join them.
 
     Raises:
         RanksError: a placement is unknown, and `dim` is None.
     """
-    unknown = "" if parts is None else parts[0][0].unknown
-    if parts is None or (unknown and dim is not None):
+    parts = [placed[id(tensor)] for tensor in tensors if id(tensor) in placed]
+    if len(parts) < len(tensors):
         return None
-    if unknown:
+    unknown = parts[0][0].unknown
+    if unknown and dim is None:
         raise RanksError(
             f"{question}: placements must be Shard, Replicate, or Partial with a known reduction,"
             f" got {unknown}.\n{guess(parts, question)}"
         )
-    return parts
+    return None if unknown else parts
 
 
 def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool) -> Any:

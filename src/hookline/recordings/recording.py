@@ -215,18 +215,18 @@ class Recording(Lookups, Result):
         self._refuse_of_ranks("passes")
         return PassList(self._log)
 
-    def __getitem__(self, key: Key) -> Any:
-        return self._holder(key)._only(key)
-
     def _only(self, key: Key, read: Read | None = None) -> Any:
-        lookup = self._log.index.find(key)
-        passes = self._log.find(lookup)
+        log = self._holder(key)._log
+        lookup = log.index.find(key)
+        passes = log.find(lookup)
         if len(passes) > 1:
+            of_pass = log.one_of_several(lookup, *passes[0])
             raise AmbiguousError(
-                f"{str(lookup)!r} has a value in each of {len(passes)} passes.\nWrite"
-                f" {self._in_pass(lookup, *passes[0])} for one of them{self._or_joined(lookup)}."
+                f"{str(lookup)!r} has a value in each of {len(passes)} passes."
+                f"\nWrite run.passes[{passes[0][0].number}][{str(of_pass)!r}] for one of them"
+                f"{_or_joined(log, lookup)}."
             )
-        return self._log.single(lookup, *passes[0], read)
+        return log.single(lookup, *passes[0], read)
 
     def __iter__(self) -> Iterator[str]:
         if self.ranks:
@@ -578,17 +578,6 @@ class Recording(Lookups, Result):
     def _resolve(self, key: Key) -> Lookup:
         return self._holder(key)._log.index.find(key)
 
-    def _in_pass(self, lookup: Lookup, current: Pass, entries: list[Entry]) -> str:
-        """Return the code that looks up a site's first value in a pass."""
-        key = self._log.one_of_several(lookup, current, entries)
-        return f"run.passes[{current.number}][{str(key)!r}]"
-
-    def _or_joined(self, lookup: Lookup) -> str:
-        try:
-            return f", or {way_to_join(self._log, lookup, self._log.outline)}"
-        except AmbiguousError:  # several backward passes cannot be joined
-            return ""
-
     def _holder(self, key: Key) -> Recording:
         """Return the recording of the only rank on which a site has a value."""
         if not self.ranks:
@@ -609,6 +598,13 @@ class Recording(Lookups, Result):
                 f"this recording holds {len(self.ranks)} ranks, and each has its own {attribute}."
                 f"\nWrite run.ranks[0].{attribute} for one of them."
             )
+
+
+def _or_joined(log: Log, lookup: Lookup) -> str:
+    try:
+        return f", or {way_to_join(log, lookup, log.outline)}"
+    except AmbiguousError:  # several backward passes cannot be joined
+        return ""
 
 
 def _remark(record: PassRecord, call: int, site: Site) -> str:
