@@ -68,7 +68,7 @@ def main_tensor(value: Any, *, with_meta: bool = False) -> Tensor | None:
     for _, tensor in tree.tensors(value):
         if tensor.is_meta and not with_meta:
             continue
-        if tensor.is_floating_point() or tensor.is_complex():
+        if _is_floating(tensor):
             return tensor
         first = tensor if first is None else first
     return first
@@ -85,13 +85,15 @@ def measured_tensors(value: Any) -> list[tuple[Leaf, Tensor]]:
         main tensor alone.
     """
     main = main_tensor(value)
-    by_id = {
-        id(tensor): (leaf, tensor)
-        for leaf, tensor in tree.tensors(value)
-        if tensor is main
-        or (not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()))
-    }
+    by_id: dict[int, tuple[Leaf, Tensor]] = {}
+    for leaf, tensor in tree.tensors(value):
+        if tensor is main or (_is_floating(tensor) and not tensor.is_meta):
+            by_id[id(tensor)] = leaf, tensor
     return list(by_id.values())
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def site_statistics(value: Any) -> Statistics | None:

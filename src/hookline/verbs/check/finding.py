@@ -101,17 +101,13 @@ class Measured:
 
     def __str__(self) -> str:
         head = f"{self.name} {self.dtype}{list(self.shape)}"
-        if self.moments is None:
+        moments, text = self.moments, "no finite number"
+        if moments is None:
             return head
-        least, greatest, mean = map(
-            measure, (self.moments.min, self.moments.max, self.moments.mean)
-        )
-        text = (
-            f"from {least} to {greatest}, mean {mean}"
-            if self.moments.finite
-            else "no finite number"
-        )
-        n_bad = self.moments.non_finite
+        if moments.finite:
+            least, greatest, mean = map(measure, (moments.min, moments.max, moments.mean))
+            text = f"from {least} to {greatest}, mean {mean}"
+        n_bad = moments.non_finite
         return f"{head}  {text}" + (f", {n_bad} not finite" if n_bad else "")
 
 
@@ -302,11 +298,8 @@ class CheckFinding:
         Raises:
             ValueError, TypeError, KeyError: it is not such a dict.
         """
-        values = {
-            name: data[name]
-            for name in CheckFinding.__dataclass_fields__
-            if name in data or name not in _LATER
-        }
+        names = [n for n in CheckFinding.__dataclass_fields__ if n in data or n not in _LATER]
+        values = {name: data[name] for name in names}
         values["line"] = SourceLine(*data["line"]) if data["line"] else None
         for name in ("inputs", "parameters"):
             values[name] = tuple(

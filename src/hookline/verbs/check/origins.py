@@ -282,21 +282,15 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _new(self, function: Any, inputs: list[Tensor], bad: list[Tensor]) -> Origin:
         node = traced_node()
+        if node is None:
+            number, name, line = None, self._names.name, source_line(users_frame(sys._getframe()))
+        else:
+            number, name, line = *node[:2], line_of_forward(node[2])
+        parts = [measured(self._name_of(part, index), part) for index, part in enumerate(inputs)]
         origin = Origin(
-            self.count,
-            "operation",
-            operation=str(function),
-            function=self._names.name if node is None else node[1],
-            line=source_line(users_frame(sys._getframe()))
-            if node is None
-            else line_of_forward(node[2]),
-            frames=self._frames(),
-            node=None if node is None else node[0],
-            inputs=tuple(
-                measured(self._name_of(tensor, index), tensor)
-                for index, tensor in enumerate(inputs)
-            ),
-        )
+            self.count, "operation", operation=str(function), function=name, line=line,
+            frames=self._frames(), node=number, inputs=tuple(parts),
+        )  # fmt: skip
         for tensor in bad:
             origin.count(tensor)
         return origin

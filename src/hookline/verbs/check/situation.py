@@ -62,6 +62,7 @@ class Situation:
             return name
 
         lost: list[str] = []
+        autocast = [(device, dtype) for device, is_on, dtype in self.autocast if is_on]
         body = {
             "format": _FORMAT,
             "finding": self.finding.as_json(),
@@ -71,11 +72,7 @@ class Situation:
             "rng": put(self.rng),
             "gradients": [put(grad) for grad in self.gradients],
             "training": self.training,
-            "autocast": [
-                (device, str(dtype).removeprefix("torch."))
-                for device, is_on, dtype in self.autocast
-                if is_on
-            ],
+            "autocast": [(device, str(dtype).removeprefix("torch.")) for device, dtype in autocast],
             "lost": lost,
         }
         finding = self.finding
@@ -104,9 +101,7 @@ class Situation:
         Returns:
             The finding; None if all is finite.
         """
-        module = next(
-            (node.module for node in module_tree(model).nodes if node.path == self.path), None
-        )
+        module = {node.path: node.module for node in module_tree(model).nodes}.get(self.path)
         if module is None:
             raise ModelError(
                 f"the model must have a module {self.path!r}, got {type(model).__name__}."

@@ -410,11 +410,8 @@ class Slots:
 
     def has_modules(self, slots: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
-        modules = self._of_modules()
+        modules = [site for site in self._all() if not site.is_parameter]
         return not modules or any(site.is_off or site.name in slots for site in modules)
-
-    def _of_modules(self) -> list[SiteSlots]:
-        return [site for site in self._all() if not site.is_parameter]
 
     def has_path(self, path: str) -> bool:
         """Tell whether a module has a path."""
@@ -422,7 +419,7 @@ class Slots:
 
     def has_values(self) -> bool:
         """Tell whether a module had a value in this step, if any module is selected."""
-        modules = self._of_modules()
+        modules = [site for site in self._all() if not site.is_parameter]
         return not modules or any(site.slots is not None for site in modules)
 
     def put(self, step_slots: StepSlots) -> None:

@@ -78,12 +78,14 @@ class Ledger:
             self.lanes.append(lane)
         return lane
 
-    def running_lane(self) -> Lane | None:
-        """Return the lane that is charged in this thread; None if there is none."""
-        if self.thread.lane is not None:
-            return self.thread.lane
+    def _lane_of_backward(self) -> Lane | None:
+        """Return the lane whose backward runs in this thread, which may be one of autograd's."""
         task = backward_number()
         return next((lane for lane in self.lanes if lane.runs(task)), None)
+
+    def running_lane(self) -> Lane | None:
+        """Return the lane that is charged in this thread; None if there is none."""
+        return self.thread.lane or self._lane_of_backward()
 
     def lane_of(self, current: Pass) -> Lane:
         """Return the lane that a call belongs to, and make it the active one.
@@ -92,9 +94,7 @@ class Ledger:
         """
         lane = self.thread.lane
         if lane is None or current.recomputation is not None:
-            task = backward_number()
-            lanes = (lane for lane in self.lanes if lane.runs(task))
-            lane = next(lanes, None) or self.own_lane()
+            lane = self._lane_of_backward() or self.own_lane()
         self.thread.active = lane
         return lane
 

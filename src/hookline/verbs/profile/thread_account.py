@@ -151,6 +151,7 @@ class Lane:
         self.clock.charge(self._costs, account.at, self._start, mark)
         if account.slot == BACKWARD:
             self._note(account, self._start, mark)
+        self._start = mark
 
     def _note(self, account: Account, start: Any, end: Any) -> None:
         if len(self.events) < _MOST_EVENTS:
@@ -188,14 +189,13 @@ class Lane:
         mark = self.clock.pause()
         if self.account is self._collectives:
             self._charge(mark)
-            self._start, self.account = mark, self._before_collectives
+            self.account = self._before_collectives
         calls = self.calls
         self._drop_dead(frame)
         if not calls and backward_number() == -1:
             self._tasks.clear()  # of a backward that raised
             self.account = self.top
         self._charge(mark)
-        self._start = mark
         if not calls and not is_again and number > self.windows.current.number:
             self.windows.begin(number)
             self._costs = self.windows.current.costs
@@ -241,7 +241,6 @@ class Lane:
         while self.calls[-1] is not call:
             self.calls.pop()
         self._charge(mark)
-        self._start = mark
         if call.began is not None:
             self._note(call.account, call.began, mark)
         self._owns(call.before)
