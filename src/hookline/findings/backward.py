@@ -39,11 +39,8 @@ def non_finite(survey: Survey) -> Iterator[Finding]:
 def cut(survey: Survey) -> Iterator[Finding]:
     """Name the last layer, in firing order, that the gradient never reached."""
     reached = {r.path for r in survey.gradients if r.port == "grad_output"}
-    missing = {
-        path
-        for path, port, why in survey.silent
-        if port == "grad_output" and not any(text in why for text in _NOT_NEEDED)
-    }
+    silent = [(path, why) for path, port, why in survey.silent if port == "grad_output"]
+    missing = {path for path, why in silent if not any(text in why for text in _NOT_NEEDED)}
     order = [r for r in survey.leaf_outputs if r.path in reached or r.path in missing]
     runs = [
         (is_lost, list(group)) for is_lost, group in groupby(order, lambda r: r.path in missing)

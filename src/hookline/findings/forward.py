@@ -105,13 +105,8 @@ def _overflow_text(first: Reading, source: Reading) -> str:
 
 def dead(survey: Survey) -> Iterator[Finding]:
     """Name each output that is all zero while what flows into it is not."""
-    zero = [
-        reading
-        for reading in survey.leaf_outputs
-        if reading.numbers.is_zero
-        and reading.numbers.numel > _LEAST_NUMEL
-        and not is_passing(reading.module_type)
-    ]
+    own = (r for r in survey.leaf_outputs if not is_passing(r.module_type))
+    zero = [r for r in own if r.numbers.is_zero and r.numbers.numel > _LEAST_NUMEL]
     meant = []
     for reading in zero:
         source = survey.before.get(id(reading))
@@ -280,7 +275,7 @@ def _is_held(path: str, aliases: Iterable[str]) -> bool:
 def dtypes(survey: Survey) -> Iterator[Finding]:
     """Name the sites whose dtype differs from that at the same place of other blocks."""
     odd: list[tuple[Reading, torch.dtype]] = []
-    for group in survey.alike([r for r in survey.outputs if r.numbers.dtype.is_floating_point]):
+    for group in survey.alike([r for r in survey.outputs if r.is_floating]):
         ((usual, n_usual),) = Counter(r.numbers.dtype for r in group).most_common(1)
         if n_usual > len(group) / 2:
             odd += [(reading, usual) for reading in group if reading.numbers.dtype is not usual]

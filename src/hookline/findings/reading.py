@@ -108,6 +108,11 @@ class Reading:
     call: int
     numbers: Numbers
 
+    @property
+    def is_floating(self) -> bool:
+        """Tell whether the tensor holds floating-point numbers."""
+        return self.numbers.dtype.is_floating_point
+
 
 def numbers_of(tensor: Tensor, module_type: str) -> Numbers:
     """Read the numbers of a tensor.

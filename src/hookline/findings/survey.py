@@ -70,11 +70,7 @@ class Survey:
     @functools.cached_property
     def leaf_outputs(self) -> list[Reading]:
         """The floating outputs of modules that hold no other, in firing order."""
-        return [
-            reading
-            for reading in self.outputs
-            if self.is_leaf(reading) and reading.numbers.dtype.is_floating_point
-        ]
+        return [r for r in self.outputs if self.is_leaf(r) and r.is_floating]
 
     @functools.cached_property
     def before(self) -> dict[int, Reading]:
@@ -82,11 +78,8 @@ class Survey:
 
         It is the recorded input, else the leaf that fired before.
         """
-        inputs = {
-            (reading.path, reading.call): reading
-            for reading in self.readings
-            if reading.port == "input" and reading.numbers.dtype.is_floating_point
-        }
+        of_inputs = (r for r in self.readings if r.port == "input" and r.is_floating)
+        inputs = {(reading.path, reading.call): reading for reading in of_inputs}
         earlier, previous = dict[int, Reading](), None
         for reading in self.leaf_outputs:
             source = inputs.get((reading.path, reading.call), previous)
@@ -122,7 +115,7 @@ class Survey:
         for reading in self.outputs:
             holds_others = reading.path in self.containers
             is_block = holds_others and self.modules.get(reading.path) not in PLAIN_HOLDERS
-            if is_block and reading.numbers.dtype.is_floating_point:
+            if is_block and reading.is_floating:
                 blocks.setdefault(reading.path, reading)
         outputs, places = list(blocks.values()), repeated(list(blocks))
         if not places:
@@ -133,11 +126,7 @@ class Survey:
 
     def inside(self, path: str) -> list[Reading]:
         """Return the leaf outputs inside a module, in firing order."""
-        return [
-            reading
-            for reading in self.leaf_outputs
-            if reading.path.startswith(f"{path}.") or reading.path == path
-        ]
+        return [r for r in self.leaf_outputs if r.path.startswith(f"{path}.") or r.path == path]
 
 
 def template_of(path: str) -> str:

@@ -111,11 +111,8 @@ def _stored(statements: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 def _at(statements: list[ast.stmt], lineno: int) -> ast.stmt | None:
     """Return the statement at a line; None if there are several."""
-    matches = [
-        statement
-        for statement in statements
-        if statement.lineno <= lineno <= (statement.end_lineno or statement.lineno)
-    ]
+    begun = [statement for statement in statements if statement.lineno <= lineno]
+    matches = [part for part in begun if lineno <= (part.end_lineno or part.lineno)]
     return matches[0] if len({statement.lineno for statement in matches}) == 1 else None
 
 

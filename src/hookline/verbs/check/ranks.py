@@ -62,11 +62,8 @@ def earliest(finding: CheckFinding | None, timeout: float = TIMEOUT_S) -> CheckF
             raise
         note = f"the ranks did not meet: {first_line(error)}"
         return finding.with_(rank=rank_here(), notes=(*finding.notes, note))
-    findings = {
-        rank: CheckFinding.from_json(answer)
-        for rank, answer in zip(ranks, answers, strict=True)
-        if answer is not None
-    }
+    pairs = zip(ranks, answers, strict=True)
+    findings = {rank: CheckFinding.from_json(data) for rank, data in pairs if data is not None}
     if not findings:
         return None
 

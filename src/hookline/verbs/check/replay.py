@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -424,9 +425,7 @@ def _suspect(parts: Sequence[Measured], node: ModuleNode) -> str | None:
     """Name the parameter or buffer that is not finite, or else the largest if it is very large."""
     entries = [(part.name, part.moments) for part in parts if part.moments is not None]
     bad = [name for name, moments in entries if moments.non_finite]
-    size, largest = max(
-        ((moments.max_abs, name) for name, moments in entries if moments.finite), default=(0.0, ""),
-        key=lambda entry: entry[0],
-    )  # fmt: skip
+    sizes = [(moments.max_abs, name) for name, moments in entries if moments.finite]
+    size, largest = max(sizes, default=(0.0, ""), key=itemgetter(0))
     name = bad[0] if bad else largest if size > _LARGE else None
     return f"{node.path}.{name}".lstrip(".") if name else None

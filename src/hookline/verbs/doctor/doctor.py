@@ -195,12 +195,8 @@ def _unlike(nodes: list[ModuleNode], ran: set[int], again: Observations) -> Modu
 
 def _used_by_itself(node: ModuleNode, facts: Facts) -> bool:
     """Tell whether a module that was not called before was called where uses were observed."""
-    use = facts.observations.used.get(id(node.module))
-    return (
-        use is not None
-        and use.within == node.path
-        and id(node.module) not in facts.observations.ran
-    )
+    use, has_run = facts.observations.used.get(id(node.module)), facts.observations.ran
+    return use is not None and use.within == node.path and id(node.module) not in has_run
 
 
 def _differing(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode | None:

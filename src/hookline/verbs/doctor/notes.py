@@ -72,7 +72,8 @@ def environment(model: nn.Module) -> dict[str, str]:
 
 def notes(model: nn.Module, verdicts: list[SiteVerdict], facts: Facts) -> Iterator[Note]:
     """Yield all notes that apply."""
-    yield from _versions()
+    for fault, version in known_faults_here():
+        yield Note(fault.package, f"{version} {fault.wrong}", fault.fix)
     yield from _compiled(model)
     yield from _wrappers(model)
     yield from _checkpointing(model, facts)
@@ -84,18 +85,9 @@ def notes(model: nn.Module, verdicts: list[SiteVerdict], facts: Facts) -> Iterat
     yield from _inside_one_operation(facts.nodes)
     yield from _structures(verdicts, facts)
     yield from _the_run(facts)
-    yield from _repetition(facts)
-
-
-def _repetition(facts: Facts) -> Iterator[Note]:
     why = not_repeated(facts)
     if why is not None:
         yield Note("the runs", why.why, why.remedy)
-
-
-def _versions() -> Iterator[Note]:
-    for fault, version in known_faults_here():
-        yield Note(fault.package, f"{version} {fault.wrong}", fault.fix)
 
 
 def _compiled(model: nn.Module) -> Iterator[Note]:
@@ -143,14 +135,13 @@ def _checkpointing(model: nn.Module, facts: Facts) -> Iterator[Note]:
 
 
 def _fast_path(facts: Facts) -> Iterator[Note]:
-    fast = [
-        path_text(node.path) for node in facts.nodes if id(node.module) in facts.observations.fast
-    ]
-    if fast:
+    fast = facts.observations.fast
+    texts = [path_text(node.path) for node in facts.nodes if id(node.module) in fast]
+    if texts:
         yield Note(
             "fast path",
-            f"torch runs each of {_list(fast)} as one operation. A line on a module inside switches"
-            " this off while it lasts, so the last bits of the numbers may differ",
+            f"torch runs each of {_list(texts)} as one operation. A line on a module inside"
+            " switches this off while it lasts, so the last bits of the numbers may differ",
             "call torch.backends.mha.set_fastpath_enabled(False) for the same numbers with and"
             " without a line",
         )
@@ -159,10 +150,7 @@ def _fast_path(facts: Facts) -> Iterator[Note]:
 def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
     hooks = [hook for hook in inventory(model) if hook.owner not in ("hookline", "torch")]
     if hooks:
-        texts = [
-            f"{hook.kind} {hook.function} on {path_text(hook.path)}" + f" ({hook.owner})"
-            for hook in hooks
-        ]
+        texts = [f"{h.kind} {h.function} on {path_text(h.path)} ({h.owner})" for h in hooks]
         yield Note(
             "other hooks",
             f"{plural(len(hooks), 'hook')} of other code: {_list(texts)}",
@@ -240,11 +228,9 @@ def _places(model: nn.Module) -> Iterator[Note]:
 
 
 def _aliases(verdicts: list[SiteVerdict]) -> Iterator[Note]:
-    shared = {
-        verdict.site.path: verdict.site.aliases for verdict in verdicts if verdict.site.aliases
-    }
-    if shared:
-        texts = [f"{path} is also {', '.join(aliases[:2])}" for path, aliases in shared.items()]
+    sites = {verdict.site.path: verdict.site for verdict in verdicts if verdict.site.aliases}
+    if sites:
+        texts = [f"{site.path} is also {', '.join(site.aliases[:2])}" for site in sites.values()]
         yield Note(
             "shared",
             f"{_list(texts)}: one module, so one site; its gradient is the sum over all uses",
@@ -299,12 +285,8 @@ def _the_run(facts: Facts) -> Iterator[Note]:
 
 def _autocast(tensors: list[Any]) -> str:
     kinds = sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"})
-    on = [
-        f"{kind} {_plain(torch.get_autocast_dtype(kind))}"
-        for kind in kinds
-        if torch.is_autocast_enabled(kind)
-    ]
-    return ", ".join(on) or "off"
+    on = filter(torch.is_autocast_enabled, kinds)
+    return ", ".join(f"{kind} {_plain(torch.get_autocast_dtype(kind))}" for kind in on) or "off"
 
 
 def _names(values: Iterable[Any]) -> list[str]:

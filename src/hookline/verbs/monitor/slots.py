@@ -89,7 +89,10 @@ class SiteSlots:
                 value = value.detach()
             # Another thread may prepare or move the slots, so the look at them is locked, too.
             with self._of.lock:
-                if not self._is_ready(value):
+                is_same = value.dtype is self._dtype and value.device == self._device
+                if not is_same or not value.numel():
+                    self._prepare(value)
+                if self.is_off:
                     return
                 if not torch.is_autocast_enabled(value.device.type):
                     self._update(value, is_shared)
@@ -103,9 +106,11 @@ class SiteSlots:
 
     def spread(self, value: Tensor) -> None:
         """Note which ranks count for a DTensor, and that a parameter is spread over its mesh."""
-        self.counts = counts_of(value) or self.counts
-        self.splits_features |= is_dtensor(value) and _splits_features(value)
-        if self.is_parameter and is_dtensor(value):
+        if not is_dtensor(value):
+            return
+        self.counts = MINE if _is_counted(value) else NOT_MINE
+        self.splits_features |= _splits_features(value)
+        if self.is_parameter:
             self.over = value.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
 
     @property
@@ -150,12 +155,6 @@ class SiteSlots:
             and value.device == self._device
             and value.numel() > 0
         )
-
-    def _is_ready(self, value: Tensor) -> bool:
-        device, dtype = value.device, value.dtype
-        if device != self._device or dtype is not self._dtype or not value.numel():
-            self._prepare(value)
-        return not self.is_off
 
     def _update(self, value: Tensor, is_shared: bool) -> None:
         slots = self.slots
@@ -501,18 +500,10 @@ def _splits_features(tensor: Any) -> bool:
     )
 
 
-def counts_of(tensor: Tensor) -> str | None:
-    """Tell whether this rank counts for a DTensor: the first rank that holds a part does.
-
-    None for plain tensors.
-    """
-    if not is_dtensor(tensor):
-        return None
-    spread: Any = tensor
-    coordinate = spread.device_mesh.get_coordinate()
-    counts = coordinate is not None and all(
-        position == 0
-        for position, placement in zip(coordinate, spread.placements, strict=True)
-        if placement.is_replicate()
-    )
-    return MINE if counts else NOT_MINE
+def _is_counted(tensor: Any) -> bool:
+    """Tell whether this rank counts for a DTensor: the first rank that holds a part does."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    pairs = zip(coordinate, tensor.placements, strict=True)
+    return all(position == 0 for position, placement in pairs if placement.is_replicate())

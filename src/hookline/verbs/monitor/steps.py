@@ -295,9 +295,12 @@ class TrainingSteps:
             self._not_held = None
         return entry[1]
 
-    def _of_model(self) -> set[int]:
+    def _parameters(self) -> list[nn.Parameter]:
         model = self._model()
-        return set() if model is None else {id(parameter) for parameter in model.parameters()}
+        return [] if model is None else list(model.parameters())
+
+    def _of_model(self) -> set[int]:
+        return set(map(id, self._parameters()))
 
     @_guarded
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -376,12 +379,8 @@ class TrainingSteps:
     def _not_held_by_any(self) -> list[Tensor]:
         if self._not_held is None:
             held_ids = frozenset().union(*(ids for _, ids in self._held.values()))
-            model = self._model()
-            self._not_held = [
-                weakref.ref(parameter)
-                for parameter in ([] if model is None else model.parameters())
-                if id(parameter) not in held_ids
-            ]
+            free = [weight for weight in self._parameters() if id(weight) not in held_ids]
+            self._not_held = list(map(weakref.ref, free))
         return [parameter for ref in self._not_held if (parameter := ref()) is not None]
 
     # -- who tells ---------------------------------------------------------------------------------
@@ -516,11 +515,8 @@ class TrainingSteps:
         try:
             self._finish(error is not None)
         finally:
-            self.ranks.leave(
-                f"has ended hl.monitor at step {self.number}"
-                if error is None
-                else f"has left hl.monitor at step {self.number} ({type_and_line(error)})"
-            )
+            how, why = ("ended", "") if error is None else ("left", f" ({type_and_line(error)})")
+            self.ranks.leave(f"has {how} hl.monitor at step {self.number}{why}")
             self._slots.is_on = False
             self._logged.report_others(None)
         self._slots.tell()

@@ -275,11 +275,8 @@ def _value_text(value: Any) -> str:
         return _text_of_blocks(value)
     value = local_shards(value)  # nothing here communicates with other ranks
     text = describe.shape_or_structure(value)
-    floating = [
-        (leaf, tensor)
-        for leaf, tensor in tree.tensors(value)
-        if tensor.is_floating_point() and not tensor.is_meta
-    ]
+    tensors = tree.tensors(value)
+    floating = [pair for pair in tensors if pair[1].is_floating_point() and not pair[1].is_meta]
     if not floating:
         return text
     (_, first), *rest = floating

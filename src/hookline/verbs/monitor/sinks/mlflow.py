@@ -48,11 +48,8 @@ class MlflowWriter:
         """Write the metrics in batches. A report that raised goes on with the batch that failed."""
         from mlflow.entities import Metric
 
-        stamp = int(report.seconds * 1000)
-        metrics = [
-            Metric(metric_name(name), number, stamp, report.step)
-            for name, number in report.numbers().items()
-        ]
+        stamp, numbers = int(report.seconds * 1000), report.numbers().items()
+        metrics = [Metric(metric_name(name), n, stamp, report.step) for name, n in numbers]
         begun, n_sent = self._partly
         for start in range(n_sent if begun is report else 0, len(metrics), _MOST_METRICS):
             self._partly = report, start
