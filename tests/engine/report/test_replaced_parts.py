@@ -335,7 +335,7 @@ class Grows(nn.Module):
         return self.inner(x)
 
 
-def test_modules_beside_the_selected_ones_cost_one_search(monkeypatch):
+def test_modules_beside_the_selected_ones_cost_no_search(monkeypatch):
     searches, module_tree = [], replaced_parts.module_tree
     monkeypatch.setattr(
         replaced_parts, "module_tree", lambda root: searches.append(root) or module_tree(root)
@@ -344,7 +344,7 @@ def test_modules_beside_the_selected_ones_cost_one_search(monkeypatch):
     with hl.record(model, "inner.0") as run:
         for _ in range(5):
             model(X)
-        assert len(searches) == 1
+        assert not searches
         model.inner[0] = nn.Linear(2, 2)
         with pytest.warns(hl.HooklineWarning, match="the module inner.0 was replaced"):
             model(X)

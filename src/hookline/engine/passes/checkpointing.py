@@ -81,6 +81,7 @@ class CheckpointedRegion(_Changes):
 
     Attributes:
         calls: how often each tap that counts calls had run when the region began.
+        first: returns the pass; None if it has been freed.
         early: the tensors that came from outside and got their hooks in the first run, by tap and
             call.
         runs: the numbers of the compiled code's runs; gradients come back under these numbers.
@@ -88,7 +89,7 @@ class CheckpointedRegion(_Changes):
     """
 
     __slots__ = (
-        "_first", "at_late", "by_root", "calls", "early", "is_reentrant", "number", "outer",
+        "at_late", "by_root", "calls", "early", "first", "is_reentrant", "number", "outer",
         "passes", "runs",
     )  # fmt: skip
 
@@ -108,12 +109,8 @@ class CheckpointedRegion(_Changes):
         self.at_late: set[Callable[[], None]] = set()
         self.runs: list[Tensor] = []
         # A weak reference: the graph holds the region, and recorded values may hold the graph.
-        real = current if again is None else again.first() or current
-        self._first = weakref.ref(real)
-
-    def first(self) -> Pass | None:
-        """Return the pass; None if it has been freed."""
-        return self._first()
+        real = current if again is None else again.region.first() or current
+        self.first: Callable[[], Pass | None] = weakref.ref(real)
 
     def run_number(self, number: Tensor) -> Tensor:
         """Keep and return the number of a compiled run that begins."""
@@ -163,17 +160,13 @@ class Recomputation(_Changes):
         """Tell whether the run of the root that began this pass has not been recomputed yet."""
         return bool(self.region.by_root) and not self._has_run
 
-    def first(self) -> Pass | None:
-        """Return the pass of the first run; None if it has been freed."""
-        return self.region.first()
-
     def pass_of_gradients(self) -> Pass:
         """Return the pass that gradients belong to.
 
         Returns:
             The pass of the first run if gradients flow only in the second; else the stand-in pass.
         """
-        return (self.first() if self.has_gradients else None) or self.current
+        return (self.region.first() if self.has_gradients else None) or self.current
 
     def early(self, tap: Any, call: int) -> Any:
         """Return the tensors of a call that got their hooks in the first run; None without any."""
@@ -281,17 +274,18 @@ class _Checkpoint:
         self._regions: list[CheckpointedRegion] = []
         self._running: list[tuple[Pass, CheckpointedRegion, Callable[..., None]]] = []
         self._draws: list[Tensor] = []
-        for passes in _WATCH.lines():
+        for passes in _WATCH.lines:
             current = passes.in_thread.running
             again = None if current is None else current.recomputation
             # In a repeated run, the recomputation is a part of the repetition.
             if current is not None and (again is None or not again.is_repetition):
                 # The run of the root that begins this pass may itself be part of the region.
                 is_awaited = again is not None and again.is_awaited
-                self._add(passes, current, True if is_awaited else None)
+                self.pass_begins(passes, current, by_root=True if is_awaited else None)
         THREAD.checkpoints = (*THREAD.checkpoints, self)
 
-    def _add(self, passes: Passes, current: Pass, by_root: bool | None) -> None:
+    def pass_begins(self, passes: Passes, current: Pass, *, by_root: bool | None) -> None:
+        """Add a pass that begins inside the region; with None, one that began before it."""
         region = CheckpointedRegion(
             passes, current, is_reentrant=self._is_reentrant, by_root=by_root
         )
@@ -300,10 +294,6 @@ class _Checkpoint:
         current.region = region
         if self._is_reentrant:
             current.note = partial(_note_detached, current.note)
-
-    def pass_begins(self, passes: Passes, current: Pass, *, by_root: bool) -> None:
-        """Add a pass that begins inside the region."""
-        self._add(passes, current, by_root)
 
     def end(self) -> None:
         """End the first run."""
@@ -399,19 +389,15 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
-        self._lines: tuple[Passes, ...] = ()
+        self.lines: tuple[Passes, ...] = ()  # the passes of all lines that are on
         self._patch: CheckpointPatch | None = None
-
-    def lines(self) -> tuple[Passes, ...]:
-        """Return the passes of all lines that are on."""
-        return self._lines
 
     def hold(self, passes: Passes) -> None:
         """Turn the notifications on for a line that begins. Idempotent."""
         with self._lock:
-            if passes in self._lines:
+            if passes in self.lines:
                 return
-            self._lines = (*self._lines, passes)
+            self.lines = (*self.lines, passes)
             if self._patch is None:
                 self._patch = CheckpointPatch(_begin)
                 self._patch.start()
@@ -419,8 +405,8 @@ class _Watch:
     def release(self, passes: Passes) -> None:
         """Turn the notifications off for a line that ends. Idempotent."""
         with self._lock:
-            self._lines = tuple(line for line in self._lines if line is not passes)
-            if not self._lines and self._patch is not None:
+            self.lines = tuple(line for line in self.lines if line is not passes)
+            if not self.lines and self._patch is not None:
                 self._patch.stop()
                 self._patch = None
 
@@ -439,5 +425,5 @@ forget_checkpoints: Callable[[Passes], None] = _WATCH.release
 
 def stop_all() -> None:
     """End this thread's passes of all lines after a deliberate early exit."""
-    for passes in _WATCH.lines():
+    for passes in _WATCH.lines:
         passes.stop()

@@ -102,15 +102,10 @@ class Originals:
     # FSDP1 puts other tensors in the parameters' places, and back.
     _has_parameters: bool = True
     _lock: threading.RLock = field(default_factory=fork_safe_lock)
-    # Made at the second look. `_children` has the attributes and the children of each module above
-    # a selected module, which is quickest to make and to compare. `_named` takes its place after a
-    # change of other modules. It has each module on a selected path, with its name and the
-    # attributes of its parent. `_tensors` has each selected parameter, with its name and the
+    # Made at the second look: each module on a selected path, with its name and the attributes of
+    # its parent, where wrappers may be around it; each selected parameter, with its name and the
     # attributes of its module. Attributes, not their tables: `del sequential[1]` makes a new table.
-    _children: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = field(
-        default_factory=list
-    )
-    _named: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
+    _modules: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
     _tensors: list[tuple[dict[str, Any], str, ParameterNode]] = field(default_factory=list)
     _n_linked: int = -1  # the number of taps when they were made
 
@@ -126,7 +121,7 @@ class Originals:
         """Release the model."""
         self._root = self._core = self._tree = None
         self._nodes, self._further = {}, []
-        self._children, self._named, self._tensors = [], [], []
+        self._modules, self._tensors = [], []
 
     def look(self) -> None:
         """Warn of the sites that were replaced since the last look. Called when a pass begins."""
@@ -166,40 +161,29 @@ class Originals:
         root = self._root  # another thread may end the line meanwhile
         if root is None or unwrap(root) is not self._core:
             return root is None
-        if not all(starmap(_holds, self._children)):
-            return False
-        for attributes, name, module in self._named:
+        for attributes, name, module in self._modules:
             table = attributes["_modules"]
-            if name not in table or table[name] is not module:
+            if name not in table:
+                return False
+            if table[name] is not module and unwrap(table[name]) is not module:
                 return False
         return all(starmap(_is_held, self._tensors)) or in_functional_call()
 
-    def _link(self, nodes: list[Node], *, by_name: bool = False) -> None:
-        """Note the places of the modules and parameters of some nodes.
-
-        Args:
-            nodes: the nodes.
-            by_name: True leaves out the modules beside those on the paths.
-        """
+    def _link(self, nodes: list[Node]) -> None:
+        """Note the places of the modules and parameters of some nodes."""
         above = {node.parent for node in nodes}
         waiting = list(above)
         for node in waiting:
             if node is not None and node.parent not in above:
                 above.add(node.parent)
                 waiting.append(node.parent)
-        tables = [(table_of(node.module, "_modules"), node.children) for node in above if node]
-        self._children, self._named = [table for table in tables if table[1]], []
-        if by_name:
-            ids = {id(node.module) for node in (*nodes, *above) if isinstance(node, ModuleNode)}
-            self._named = [
-                (attributes, name, child)
-                for attributes, _ in self._children
-                for name, child in attributes["_modules"].items()
-                if child is not None and id(unwrap(child)) in ids
-            ]
-            self._children = []
+        self._modules = [
+            (table_of(node.parent.module, "_modules"), _name_of(node), node.module)
+            for node in {*nodes, *above}
+            if type(node) is ModuleNode and node.parent is not None
+        ]
         self._tensors = [
-            (table_of(node.parent.module, "_parameters"), node.path.rpartition(".")[2], node)
+            (table_of(node.parent.module, "_parameters"), _name_of(node), node)
             for node in nodes
             if isinstance(node, ParameterNode) and node.parent and self._can_lose(node)
         ]
@@ -237,7 +221,7 @@ class Originals:
         if not losses:
             # The next look is quick again: it knows the wrappers and the other paths.
             self._core = unwrap(root)
-            self._link(nodes, by_name=True)
+            self._link(nodes)
         return losses
 
     def _can_lose(self, node: Node) -> bool:
@@ -268,6 +252,11 @@ class Originals:
             f"hl.{self._name}: {'; '.join(parts)}{remainder}."
             f"\nEnd the line, and call hl.{self._name} again after the model has changed."
         )
+
+
+def _name_of(node: Node) -> str:
+    """Return the name under which a module holds a node's object."""
+    return node.path.rpartition(".")[2]
 
 
 def _holds(attributes: dict[str, Any], children: tuple[nn.Module | None, ...]) -> bool:
@@ -331,7 +320,7 @@ class _Search:
             return Loss(site, "parameter", node.path, "swapped (torch.utils.swap_tensors)", None)
         if not self._is_there(node.parent):
             return self._loss_above(site, node.parent, now)
-        successor = dict(parameters(node.parent.module).items()).get(node.path.rpartition(".")[2])
+        successor = dict(parameters(node.parent.module).items()).get(_name_of(node))
         event = "unregistered"  # a parametrization leaves an attribute of the same name
         if successor is not None:
             event = _replaced(type(node.tensor).__name__, type(successor).__name__)
