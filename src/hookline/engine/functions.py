@@ -83,10 +83,7 @@ def argument_names(function: Function) -> ArgumentNames:
         function = inner
     if isinstance(function, _OF_C):
         return _names_of_c(function)
-    try:
-        own = _signature(function)
-    except (TypeError, ValueError):
-        return _documented(function)
+    own = _own_names(function)
     is_method = own.names[:1] == ("self",) and function.__module__ == Tensor.split.__module__
     return own._replace(names=("input", *own.names[1:])) if is_method else own
 
@@ -96,10 +93,7 @@ _OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 
 @functools.cache
 def _names_of_c(function: Function) -> ArgumentNames:
-    try:
-        own = _signature(function)
-    except (TypeError, ValueError):
-        own = _documented(function)
+    own = _own_names(function)
     if isinstance(function, BuiltinFunctionType):
         return own
     names = ("input", *own.names[isinstance(function, WrapperDescriptorType) :])
@@ -111,8 +105,11 @@ def _names_of_c(function: Function) -> ArgumentNames:
     return ArgumentNames(names, own.rest)
 
 
-def _signature(function: Function) -> ArgumentNames:
-    parameters = list(inspect.signature(function).parameters.values())
+def _own_names(function: Function) -> ArgumentNames:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return _documented(function)
     single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in single]
     rest = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]

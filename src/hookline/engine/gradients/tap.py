@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -42,6 +43,7 @@ ROOT_INPUTS = object()
 
 
 @final
+@dataclass(slots=True, eq=False)
 class PendingGradient:
     """One value of one call, whose gradients are pending.
 
@@ -54,12 +56,9 @@ class PendingGradient:
         gathered: the state that a verb keeps for a value of several tensors, by run of autograd.
     """
 
-    __slots__ = ("call", "form", "gathered")
-
-    def __init__(self, call: int) -> None:
-        self.call: int = call
-        self.form: Any = None
-        self.gathered: dict[Any, Any] = {}
+    call: int
+    form: Any = None
+    gathered: dict[Any, Any] = field(default_factory=dict)
 
 
 class TappedCall(NamedTuple):

@@ -136,8 +136,7 @@ class TensorHooks(EverywhereHooks):
                 f" paths.\nUse hl.attach(model), or line.{kind}(model.fc.weight, fn)."
             )
         places = list(self.select(selector, ("grad",)).places)
-        trained = [node for _, node in places if _is_trained(node)]
-        if places and not trained and all(site.port == "grad" for site, _ in places):
+        if all(isinstance(n, ParameterNode) and not n.tensor.requires_grad for _, n in places):
             raise AttachError(
                 f"{places[0][0]} must require a gradient, got a frozen parameter, on which torch"
                 " calls no gradient hooks.\nCall requires_grad_() on it first."
@@ -151,10 +150,6 @@ class TensorHooks(EverywhereHooks):
                 )
             if node.tensor.requires_grad:
                 yield site, node
-
-
-def _is_trained(node: Any) -> bool:
-    return not isinstance(node, ParameterNode) or node.tensor.requires_grad
 
 
 @final
