@@ -199,9 +199,7 @@ class Judge:
             hint = "; its inputs are equal up to noise"
         elif entry.n_modules:  # of a recording
             hint = '; record ports=("input", "output") to tell it from the code that feeds it'
-        n_unknown = sum(row.verdict == "not comparable" for row in rows[: rows.index(first)])
-        if n_unknown:
-            hint += f"; {plural(n_unknown, 'value')} before it could not be compared"
+        hint += _of_unknown(rows[: rows.index(first)])
         return path, [Finding("site", text + hint, first.site)]
 
 
@@ -214,6 +212,11 @@ def _of_pieces(a: str, b: str) -> str:
         f"a DTensor, of which one rank has {' and '.join(texts)}; save all ranks in one folder by"
         " run.save(folder), and compare hl.open(folder)"
     )
+
+
+def _of_unknown(rows: list[ComparedSite]) -> str:
+    n_unknown = sum(row.verdict == "not comparable" for row in rows)
+    return f"; {plural(n_unknown, 'value')} before it could not be compared" if n_unknown else ""
 
 
 def _of_choice(flipped: list[ComparedSite]) -> str:
