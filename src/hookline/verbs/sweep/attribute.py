@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Selector, module_tree
 from hookline.errors import InputError, only_options, positive_integer
+from hookline.statistics.by_site import BySite
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
 from hookline.verbs.shared.run_model import Inputs, call
 from hookline.verbs.sweep.changing import Changing, recorded_run
@@ -153,7 +154,11 @@ def attribute(
                 measured[index] = number - start.number
     numbers = start.number, number_of(metric, output)
     gradients = {site: integral.mean for site, integral in integrals.items()}
-    return Attribution(grid.axes, *numbers, scores, gradients, _parts(grid, scores), measured)
+    estimates = _parts(grid, scores)
+    return Attribution(
+        grid.axes, *numbers, ~np.isnan(estimates), BySite(scores), BySite(gradients), estimates,
+        measured,
+    )  # fmt: skip
 
 
 def _check_options(options: AttributeOptions) -> None:

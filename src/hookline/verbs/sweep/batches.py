@@ -90,15 +90,6 @@ class Batches:
         self._batches.clear()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Leave no calls out in the block."""
-        reuses, self.reuses = self.reuses, False
-        try:
-            yield
-        finally:
-            self.reuses = reuses
-
-    @contextmanager
     def shortened(self, batch: Batch, start: int) -> Iterator[None]:
         """Leave calls out of the forward in the block, if their outputs are known.
 

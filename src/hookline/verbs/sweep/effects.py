@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,7 +17,6 @@ from hookline.display.text import listed, plural
 from hookline.display.units import measure
 from hookline.engine import Site, as_written
 from hookline.errors import InputError
-from hookline.statistics.by_site import BySite
 from hookline.verbs.sweep.grid import Label
 from hookline.verbs.sweep.verdict import Array, Verdict, spearman, verdicts
 
@@ -25,6 +24,7 @@ _MOST_ROWS, _MOST_NAMED = 12, 4
 _ENOUGH = 20  # measured changes a site, for a verdict
 
 
+@dataclass(eq=False, repr=False)
 class Effects(Result):
     """The effects of many changes: an array with named axes.
 
@@ -35,18 +35,15 @@ class Effects(Result):
         clean: the metric of the clean run; None if there was none.
     """
 
-    def __init__(
-        self,
-        axes: Mapping[str, tuple[Label, ...]],
-        baseline: float,
-        clean: float | None,
-        is_change: NDArray[np.bool_],
-    ) -> None:
-        self._is_change = is_change  # by index: sites may have values of other sizes
-        self.axes: tuple[str, ...] = tuple(axes)
-        self.labels: dict[str, tuple[Label, ...]] = dict(axes)
-        self.baseline = baseline
-        self.clean = clean
+    labels: dict[str, tuple[Label, ...]]
+    baseline: float
+    clean: float | None
+    _is_change: NDArray[np.bool_]  # by index: sites may have values of other sizes
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes, in the order of the arrays."""
+        return tuple(self.labels)
 
     @property
     @abstractmethod
@@ -135,6 +132,7 @@ class SweepRow:
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Sweep(Effects):
     """The metric of a model under each of many changes: an array with named axes.
 
@@ -153,18 +151,10 @@ class Sweep(Effects):
         notes: how the forwards were shared, and why not where they were not.
     """
 
-    def __init__(
-        self,
-        axes: Mapping[str, tuple[Label, ...]],
-        baseline: float,
-        clean: float | None,
-        is_change: NDArray[np.bool_],
-    ) -> None:
-        super().__init__(axes, baseline, clean, is_change)
-        self.values: Array = np.full(is_change.shape, np.nan)
-        self.unmoved: NDArray[np.bool_] = np.zeros(is_change.shape, dtype=bool)
-        self.forwards = 0
-        self.notes: list[str] = []
+    values: Array
+    unmoved: NDArray[np.bool_]
+    forwards: int
+    notes: list[str]
 
     @property
     def effects(self) -> Array:
@@ -229,6 +219,7 @@ class Sweep(Effects):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Attribution(Effects):
     """Estimates of the effects of putting back clean values: an array with named axes.
 
@@ -245,21 +236,10 @@ class Attribution(Effects):
         measured: the effects of the changes that were measured, as `check` asks; NaN elsewhere.
     """
 
-    def __init__(
-        self,
-        axes: Mapping[str, tuple[Label, ...]],
-        baseline: float,
-        clean: float,
-        scores: dict[str, Tensor],
-        gradients: dict[str, Tensor],
-        effects: Array,
-        measured: Array,
-    ) -> None:
-        super().__init__(axes, baseline, clean, ~np.isnan(effects))
-        self.scores: dict[str, Tensor] = BySite(scores)
-        self.gradients: dict[str, Tensor] = BySite(gradients)
-        self._effects = effects
-        self.measured = measured
+    scores: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    _effects: Array
+    measured: Array
 
     @property
     def effects(self) -> Array:

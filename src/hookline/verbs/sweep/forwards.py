@@ -319,28 +319,26 @@ class Forwards:
         if self.joins and is_small and self._measure_joined(groups):
             return
         for group in groups:
-            try:
-                self._measure(group, self.n_rows)
-            except Exception:  # of the model, too: in a whole forward it will be raised again
-                if self.n_rows == 1 and not self._batches.reuses:
-                    raise
-                with self._batches.whole():
-                    self._measure(group, 1)
-                self.notes += [_NO_ROWS] * (_NO_ROWS not in self.notes)
+            with self._changing.hooked(group.sites):
+                try:
+                    self._measure_shared(group)
+                except Exception:  # of the model, too: in a whole forward it will be raised again
+                    self.notes += [_NO_ROWS] * (_NO_ROWS not in self.notes)
+                for point in self._missing(group.points):
+                    self._keep(point, self._plain(point))
 
     def _missing(self, points: Sequence[Point]) -> list[Point]:
         return [point for point in points if point.index not in self.results]
 
-    def _measure(self, group: Group, n: int) -> None:
+    def _measure_shared(self, group: Group) -> None:
+        """Measure the changes of a group as far as forwards are shared, or calls are left out."""
         points = self._missing(group.points)
-        if not points:
+        n = self.n_rows if len(points) > 1 else 1
+        if n == 1 and not self._batches.reuses:
             return
-        n = n if len(points) > 1 else 1
-        start = self._start(group)
-        with self._changing.hooked(group.sites):
-            for first in range(0, len(points), n):
-                shared = points[first : first + n]
-                self._note(shared, self._outputs([shared], start, n))
+        for first in range(0, len(points), n):
+            shared = points[first : first + n]
+            self._note(shared, self._outputs([shared], self._start(group), n))
 
     def _measure_joined(self, groups: Sequence[Group]) -> bool:
         """Measure groups in one forward of the inputs, to which each adds rows at its site.
@@ -382,8 +380,6 @@ class Forwards:
         batch = self._batches.of(n or 1)
         with self._batches.shortened(batch, start), self._changing.making(shares, n):
             output = self._forward(batch.inputs)
-        if n == 1 and not self._batches.reuses:
-            return [output]
         points = [point for share in shares for point in share]
         # A call that was left out may have held an earlier call of the changed module, so that the
         # number in the site is that of another call.
@@ -393,10 +389,12 @@ class Forwards:
 
     def _note(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:
         for point, output in zip(points, outputs, strict=False):
-            reading = self._read(output)
-            self.results[point.index] = reading.number, point.has_moved
-            if self._readings is not None:
-                self._readings[point.index] = reading
+            self._keep(point, self._read(output))
+
+    def _keep(self, point: Point, reading: _Reading) -> None:
+        self.results[point.index] = reading.number, point.has_moved
+        if self._readings is not None:
+            self._readings[point.index] = reading
 
 
 _REFUSED = {

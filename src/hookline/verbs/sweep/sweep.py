@@ -173,15 +173,13 @@ def _measure(forwards: Forwards, grid: Grid, folder: SweepFolder | None, *, show
 
 
 def _result(grid: Grid, forwards: Forwards, clean: float | None) -> Sweep:
-    is_change = np.zeros(grid.shape, dtype=bool)
-    if forwards.results:
-        is_change[tuple(np.transpose(list(forwards.results)))] = True
-    result = Sweep(grid.axes, forwards.baseline, clean, is_change)
+    values = np.full(grid.shape, np.nan)
+    is_change, unmoved = np.zeros((2, *grid.shape), dtype=bool)
     for index, (number, has_moved) in forwards.results.items():
-        result.values[index] = number
-        result.unmoved[index] = not has_moved
-    result.forwards, result.notes = forwards.count + (clean is not None), forwards.notes
-    return result
+        values[index], is_change[index], unmoved[index] = number, True, not has_moved
+    count = forwards.count + (clean is not None)
+    numbers = grid.axes, forwards.baseline, clean, is_change, values, unmoved
+    return Sweep(*numbers, count, forwards.notes)
 
 
 @contextmanager
