@@ -78,20 +78,18 @@ def images_of(entries: Sequence[ValueEntry], number: int) -> Images | None:
     """
     of_pass = (entry for entry in entries if entry.place.pass_number == number)
     first = next((entry for entry in of_pass if entry.is_image), None)
+    if first is None:
+        return None
     try:
-        if first is None:
-            return None
         if is_input(first):
-            pixels = tensor_of(first)
-            return _images(pixels, pixels if is_picture(pixels) else None)
-        return _images(main_tensor(first.recorded.outline(), with_meta=True), None)
+            maps: Tensor | None = tensor_of(first)
+        else:
+            maps = main_tensor(first.recorded.outline(), with_meta=True)
     except HooklineError:
         return None
-
-
-def _images(maps: Tensor | None, pixels: Tensor | None) -> Images | None:
     if maps is None:
         return None
+    pixels = maps if is_input(first) and is_picture(maps) else None
     return Images(len(maps), (maps.shape[2], maps.shape[3]), pixels)
 
 

@@ -77,8 +77,8 @@ class Pages:
             return served_page(self._templates["training"], run, name)
         kept = self._shelf.kept()
         if kept is not None:
-            core, state = packed(check_data(kept)), self._shelf.state()
-            return self._render("check", title=title_of(kept), state=state, where=name, core=core)
+            data, state = packed(check_data(kept)), self._shelf.state()
+            return self._render("check", title=title_of(kept), state=state, where=name, core=data)
         page, state = self._page(parameters)
         if page.other is not None:
             return self._compared(page, state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,20 +36,16 @@ def token_rows(rows: Sequence[Row], entries: Sequence[ValueEntry], number: int) 
         entries: the values in firing order, of which none is read.
         number: the number of the pass.
     """
-    sizes: list[tuple[int, int]] = []
-    outputs: list[tuple[int, ValueEntry]] = []
+    by_size: dict[tuple[int, int], list[tuple[int, ValueEntry]]] = {}
     for index in trunk_of(rows):
         entry = _output_of(rows[index], entries, number)
         shape = None if entry is None else _SHAPE.fullmatch(entry.shape)
         if entry is not None and shape is not None:
-            sizes.append((int(shape[2]), int(shape[1])))
-            outputs.append((index, entry))
-    if not sizes:
+            size = int(shape[2]), int(shape[1])
+            by_size.setdefault(size, []).append((index, entry))
+    size, blocks = max(by_size.items(), key=lambda item: len(item[1]), default=((0, 0), []))
+    if len(blocks) < _LEAST_BLOCKS or size[0] < _LEAST_TOKENS:
         return None
-    (size, n_blocks), *_ = Counter(sizes).most_common(1)
-    if n_blocks < _LEAST_BLOCKS or size[0] < _LEAST_TOKENS:
-        return None
-    blocks = [output for output, other in zip(outputs, sizes, strict=True) if other == size]
     return TokenRows(*size, blocks)
 
 
