@@ -74,8 +74,9 @@ class PassRecord(Lookups, Result):
 
     def __contains__(self, key: object) -> bool:
         """Return whether a site has one or more values in this pass."""
-        is_key = isinstance(key, str | Site | Selection)
-        return is_key and self._log.has(key, self._pass, self._backward)
+        if not isinstance(key, str | Site | Selection):
+            return False
+        return self._log.has(key, self._pass, self._backward)
 
     def outline(self, key: Key) -> Any:
         """Return a value's structure; a value in a folder has meta tensors without data.

@@ -26,7 +26,7 @@ from hookline.errors import FolderError
 from hookline.files.place import Place
 from hookline.files.reading import DAMAGE, reading
 from hookline.files.sealed_json import MANIFEST, FolderFormat, sealed, unsealed
-from hookline.statistics import merged
+from hookline.statistics import Moments, merged
 from hookline.stores.manifest_form import check_manifest
 from hookline.stores.shard_file import Chunk, ColumnForm, Shard
 
@@ -122,15 +122,13 @@ class Job:
         job, stored = exact(self.as_json()), exact(other.as_json())
         texts = []
         for key in ("model", "sites", "options", "data", "batch_size", "n_items"):
-            if job[key] == stored[key]:
-                continue
             if isinstance(job[key], Mapping):
                 texts += [
                     _differ(f"{key}.{name}", stored[key].get(name), job[key].get(name))
                     for name in {**job[key], **stored[key]}
                     if job[key].get(name) != stored[key].get(name)
                 ]
-            else:
+            elif job[key] != stored[key]:
                 texts.append(_differ(key, stored[key], job[key]))
         return texts
 
@@ -257,7 +255,8 @@ def write_manifest(
             "sizes": [shard.size for shard in shards],
             "seals": [shard.seal for shard in shards],
         }
-        statistics = reduce(merged, (shard.statistics for shard in shards), {})
+        of_shards = (shard.statistics for shard in shards)
+        statistics: Mapping[str, Moments] = reduce(merged, of_shards, {})
         body["statistics"] = {name: moments.as_json() for name, moments in statistics.items()}
         body["skipped"] = [list(item) for shard in shards for item in shard.skipped]
     place.write(MANIFEST, [sealed({**STORE.head(), **body})])

@@ -364,7 +364,9 @@ class Store(Result):
         joined = Store.__new__(Store)
         joined._place, joined._manifest, joined.parts = stores[0]._place, {}, stores
         joined._forms = stores[0]._forms
-        joined.statistics = BySite(reduce(merged, (store.statistics for store in stores), {}))
+        of_stores = (store.statistics for store in stores)
+        numbers: Mapping[str, Moments] = reduce(merged, of_stores, {})
+        joined.statistics = BySite(numbers)
         joined.skipped = [item for store in stores for item in store.skipped]
         joined._begin(Shards.joined(store._shards for store in stores))
         return joined
