@@ -110,10 +110,11 @@ class StepReport:
         """Iterate over the results of a statistic that hold a finite number, by site."""
         statistics = self.layout.statistics
         for site, entries in self.layout.by_site.items():
-            if any(isinstance(statistics[entry.statistic], statistic) for entry, _ in entries):
-                for result in self.layout.results(site, self.slots, None, is_lenient=True):
-                    if isinstance(result, kind) and result.count > result.non_finite:
-                        yield site, result
+            if not any(isinstance(statistics[entry.statistic], statistic) for entry, _ in entries):
+                continue
+            for result in self.layout.results(site, self.slots, None, is_lenient=True):
+                if isinstance(result, kind) and result.count > result.non_finite:
+                    yield site, result
 
     def forget(self) -> None:
         """Free the numbers, which `numbers` computes again when it is called."""
