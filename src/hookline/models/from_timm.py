@@ -39,10 +39,10 @@ def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
     timm = import_package("timm", name)
     architecture, _, tag = model_name.partition(".")
     if not timm.is_model(architecture):
-        raise unknown_name(name, model_name, timm.list_models(), "timm.list_models()")
+        raise unknown_name(name, timm.list_models(), "timm.list_models()")
     tagged = timm.list_pretrained(f"{architecture}.*")
     if tag and model_name not in tagged:
-        raise unknown_name(name, model_name, tagged, f"timm.list_pretrained('{architecture}.*')")
+        raise unknown_name(name, tagged, f"timm.list_pretrained('{architecture}.*')")
     if default_weights:
         _check_source(timm, model_name, name)
     try:

@@ -39,7 +39,7 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
     models = import_package("torchvision", name).models
     names = models.list_models()
     if model_name not in names:
-        raise unknown_name(name, model_name, names, "torchvision.models.list_models()")
+        raise unknown_name(name, names, "torchvision.models.list_models()")
     weights = getattr(models.get_model_weights(model_name), "DEFAULT", None)
     if default_weights and weights is None:
         raise ModelError(
@@ -58,9 +58,9 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
     return LoadedModel(name, model, preprocess, None, tuple(labels) if labels else None)
 
 
-def unknown_name(name: str, short: str, names: list[str], listing: str) -> ModelError:
+def unknown_name(name: str, names: list[str], listing: str) -> ModelError:
     """Return the error for a model that a library does not have, with the closest names."""
-    library = name.partition(":")[0]
+    library, _, short = name.partition(":")
     close = difflib.get_close_matches(short, names, n=4, cutoff=0.6)
     hint = (
         f"Did you mean {', '.join(f'{library}:{match}' for match in close)}?"

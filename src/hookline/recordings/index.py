@@ -50,8 +50,7 @@ class Lookup(NamedTuple):
 
     def at(self, leaf: tuple[str | int, ...]) -> str:
         """Return the key of a leaf of the value."""
-        site = replace(self.site, leaf=self.site.leaf + leaf) if leaf else self.site
-        return f"{site}{run_text(self.backward, self.pass_number)}"
+        return str(self._replace(site=replace(self.site, leaf=self.site.leaf + leaf)))
 
     def of_call(self, call: int) -> Lookup:
         """Return the key of one call."""
