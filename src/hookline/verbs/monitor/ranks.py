@@ -257,7 +257,8 @@ class GatheredRanks:
         if is_new:
             return placed
         widths = [sum(site.widths) for site in sites]
-        for site, part in zip(sites, packed_slots.cpu().split(widths), strict=True):
+        parts = torch.split(packed_slots.cpu(), widths)
+        for site, part in zip(sites, parts, strict=True):
             spans = [span for _, span in self._layout.by_site[site.name]]
             place = placed[1 + spans[0].start : 1 + spans[-1].stop]
             if len(place) == len(part):

@@ -383,23 +383,26 @@ class Slots:
     def layout(self) -> tuple[list[SiteSlots], int]:
         """Return the sites that ever had a value, in order, and the version that they belong to."""
         with self.lock:
-            sites = [site for site in self._sites.values() if site.widths]
+            sites = filter(attrgetter("widths"), self._sites.values())
             return sorted(sites, key=attrgetter("order")), self.version
 
     def take(self) -> StepSlots:
         """Return the slots of each site that had a value in this step, and begin a new step."""
-        step_slots = StepSlots()
         with self.lock:
-            for site in self._sites.values():
-                slots = site.take()
-                if slots is not None:
-                    step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
-        return step_slots
+            return self._take()
 
     def take_apart(self) -> StepSlots:
         """Return the slots that are kept apart: they count only where passes are steps."""
         with self.lock, self.apart(self._sites.values()):
-            return self.take()
+            return self._take()
+
+    def _take(self) -> StepSlots:
+        step_slots = StepSlots()
+        for site in self._sites.values():
+            slots = site.take()
+            if slots is not None:
+                step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
+        return step_slots
 
     def count_apart(self) -> None:
         """Have the values count that were kept apart: passes are steps."""

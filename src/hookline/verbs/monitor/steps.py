@@ -295,12 +295,12 @@ class TrainingSteps:
             self._not_held = None
         return entry[1]
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def _weights(self) -> list[nn.Parameter]:
         model = self._model()
         return [] if model is None else list(model.parameters())
 
     def _of_model(self) -> set[int]:
-        return set(map(id, self._parameters()))
+        return set(map(id, self._weights()))
 
     @_guarded
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -379,7 +379,7 @@ class TrainingSteps:
     def _not_held_by_any(self) -> list[Tensor]:
         if self._not_held is None:
             held_ids = frozenset().union(*(ids for _, ids in self._held.values()))
-            free = [weight for weight in self._parameters() if id(weight) not in held_ids]
+            free = [weight for weight in self._weights() if id(weight) not in held_ids]
             self._not_held = list(map(weakref.ref, free))
         return [parameter for ref in self._not_held if (parameter := ref()) is not None]
 

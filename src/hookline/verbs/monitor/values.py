@@ -13,7 +13,6 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import (
     Bound,
     GradientCallback,
-    GradientTap,
     GradInputTap,
     GradOutputTap,
     InBlocks,
@@ -162,23 +161,12 @@ def _leaf_of(form: Any, slot: int) -> Leaf | None:
     return None
 
 
-class _MeasuringTap(GradientTap):
-    """Note which gradients have left a compiled graph."""
-
-    __slots__ = ()
-    on: _GradientMeasure
-
-    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
-        """Measure a gradient that has left a compiled graph, which may have another order."""
-        with self.on.slots.from_graph():
-            super().arrived_from_graph(number, call, slot, grad)
-
-
 @final
-class _MeasuringGradOutputTap(_MeasuringTap, GradOutputTap):
+class _MeasuringGradOutputTap(GradOutputTap):
     """Hook gradients only in steps that are reported."""
 
     __slots__ = ()
+    on: _GradientMeasure
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Wait for the gradients of the output: the forward hook."""
@@ -193,12 +181,18 @@ class _MeasuringGradOutputTap(_MeasuringTap, GradOutputTap):
                 return None
         return self.look(module, output, id(sys._getframe(1)))
 
+    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+        """Measure a gradient that has left a compiled graph, which may have another order."""
+        with self.on.slots.from_graph():
+            super().arrived_from_graph(number, call, slot, grad)
+
 
 @final
-class _MeasuringGradInputTap(_MeasuringTap, GradInputTap):
+class _MeasuringGradInputTap(GradInputTap):
     """Hook gradients only in steps that are reported."""
 
     __slots__ = ()
+    on: _GradientMeasure
 
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -211,3 +205,8 @@ class _MeasuringGradInputTap(_MeasuringTap, GradInputTap):
             if not slots.is_on:
                 return None
         return super().fire(module, args, kwargs)
+
+    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+        """Measure a gradient that has left a compiled graph, which may have another order."""
+        with self.on.slots.from_graph():
+            super().arrived_from_graph(number, call, slot, grad)
