@@ -333,16 +333,11 @@ class GradientTap(Tap):
     def _hook_slot(
         self, call: TappedCall, pending: PendingGradient, slot: int, tensor: Tensor
     ) -> bool:
-        """Hook one tensor of a value, and tell whether it was hooked."""
-        hook = self._hook_for(pass_of_gradients(call.current), pending, slot)
-        if not self._hook_tensor(call, tensor, hook):
-            return False
-        if self.on.awaits is not None:
-            self.on.awaits(call.current, pending, slot, tensor)
-        return True
+        """Hook one tensor of a value, and tell whether it was hooked.
 
-    def _hook_tensor(self, call: TappedCall, tensor: Tensor, hook: GradHook) -> bool:
-        """Hook a tensor and tell whether it was hooked; a hook on a leaf would outlive the pass."""
+        A hook on a leaf would outlive the pass.
+        """
+        hook = self._hook_for(pass_of_gradients(call.current), pending, slot)
         aliases = call.aliases
         index = None if aliases is None else aliases.index(tensor)
         if aliases is not None and index is not None:
@@ -357,6 +352,8 @@ class GradientTap(Tap):
             if not has_aliases(tensor):
                 self.lose(_NO_ALIAS)
             return False
+        if self.on.awaits is not None:
+            self.on.awaits(call.current, pending, slot, tensor)
         return True
 
     def _comes_later(self, current: Pass) -> bool:

@@ -410,9 +410,8 @@ class Line:
         return node.glob if isinstance(node, OperationNode) else ""
 
     def _explain(self, silent: list[Tap]) -> dict[Site, str]:
-        elsewhere = next(
-            filter(None, [attachment.why_silent() for attachment in self.attached]), None
-        )
+        reasons = (attachment.why_silent() for attachment in self.attached)
+        elsewhere = next(filter(None, reasons), None)
         losses = self.originals.losses()
         why = {}
         for tap in silent:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any, NoReturn, Protocol, final
 
@@ -65,6 +66,7 @@ class Plain:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Progress:
     """Track the step that a running call has reached, in a module that computes attention stepwise.
 
@@ -76,14 +78,11 @@ class Progress:
         memory: the memory of the scores and, from the softmax on, that of the pattern.
     """
 
-    __slots__ = ("layout", "memory", "n_keys", "n_scores", "step")
-
-    def __init__(self) -> None:
-        self.step: int = 0
-        self.n_keys: int = 0
-        self.n_scores: int = 0
-        self.layout: Matrices | Letters | None = None
-        self.memory: Memory | None = None
+    step: int = 0
+    n_keys: int = 0
+    n_scores: int = 0
+    layout: Matrices | Letters | None = None
+    memory: Memory | None = None
 
 
 class _Stack(threading.local):

@@ -9,6 +9,7 @@ encoder must keep its tensors padded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch import nn
@@ -102,6 +103,7 @@ def is_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @final
+@dataclass(eq=False)
 class FastPaths:
     """The fast paths that the hooks of a line turn off.
 
@@ -114,14 +116,11 @@ class FastPaths:
         taps: the taps that tell which fast paths were turned off, by the id of their node.
     """
 
-    def __init__(
-        self, tree: ModuleTree, passes: Passes, place: Callable[[list[tuple[Tap, Any]]], None]
-    ) -> None:
-        self.taps: dict[int, FusedTap | PaddedTap] = {}
-        self._tree = tree
-        self._passes = passes
-        self._place = place
-        self._may_fuse: bool | None = None  # None until first asked
+    _tree: ModuleTree
+    _passes: Passes
+    _place: Callable[[list[tuple[Tap, Any]]], None]
+    _may_fuse: bool | None = None  # None until first asked
+    taps: dict[int, FusedTap | PaddedTap] = field(default_factory=dict)
 
     def watch(self, nodes: Iterable[ModuleNode]) -> None:
         """Watch the layers around modules and operations that are about to get hooks."""

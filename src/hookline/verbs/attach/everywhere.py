@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -48,6 +49,7 @@ class _GlobalHook(NamedTuple):
 
 
 @final
+@dataclass(slots=True, eq=False)
 class GlobalHooks(Attachment):
     """The hooks of one line on modules, registrations and optimizers everywhere.
 
@@ -56,14 +58,11 @@ class GlobalHooks(Attachment):
         is_all: whether the line has no model, so that these are all its hooks.
     """
 
-    __slots__ = ("groups", "is_all", "note", "passes", "taps")
-
-    def __init__(self, passes: Passes, *, is_all: bool) -> None:
-        self.passes: Passes = passes
-        self.is_all: bool = is_all
-        self.note: str | None = None  # a warning, if torch ran matching modules as one operation
-        self.taps: list[_GlobalHook] = []
-        self.groups: set[str] = set()
+    passes: Passes
+    is_all: bool = field(kw_only=True)
+    note: str | None = None  # a warning, if torch ran matching modules as one operation
+    taps: list[_GlobalHook] = field(default_factory=list)
+    groups: set[str] = field(default_factory=set)
 
     def add(self, kind: str, matches: Matcher, tap: Any, *, prepend: bool) -> None:
         """Add a hook of a kind on the modules that `matches` accepts."""

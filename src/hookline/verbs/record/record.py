@@ -226,20 +226,15 @@ def start_recording(
         after: called with each site after its value has been kept; refuses gradient sites.
     """
     selection = line.select(selector, ports)
-    if after is not None:
-        _refuse_gradients(line.name, selection)
+    back = None if after is None else next((s for s in selection if s.is_gradient), None)
+    if back is not None:
+        raise SelectionError(
+            f"hl.{line.name} must be given sites of the forward, got {back}.\nUse hl.record(model,"
+            f" {str(back)!r}), and call backward() inside the block."
+        )
     recorder = _Recorder(line, selection, options, after)
     line.tap(selection, recorder.bind, Order.RECORD)
     return RecordLine(line, recorder.recording)
-
-
-def _refuse_gradients(name: str, selection: Selection) -> None:
-    back = next((site for site in selection if site.is_gradient), None)
-    if back is not None:
-        raise SelectionError(
-            f"hl.{name} must be given sites of the forward, got {back}.\nUse hl.record(model,"
-            f" {str(back)!r}), and call backward() inside the block."
-        )
 
 
 @final
