@@ -105,7 +105,7 @@ class Originals:
     # Made at the second look: each module on a selected path, with its name and the attributes of
     # its parent, where wrappers may be around it; each selected parameter, with its name and the
     # attributes of its module. Attributes, not their tables: `del sequential[1]` makes a new table.
-    _modules: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
+    _linked: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
     _tensors: list[tuple[dict[str, Any], str, ParameterNode]] = field(default_factory=list)
     _n_linked: int = -1  # the number of taps when they were made
 
@@ -121,7 +121,7 @@ class Originals:
         """Release the model."""
         self._root = self._core = self._tree = None
         self._nodes, self._further = {}, []
-        self._modules, self._tensors = [], []
+        self._linked, self._tensors = [], []
 
     def look(self) -> None:
         """Warn of the sites that were replaced since the last look. Called when a pass begins."""
@@ -161,7 +161,7 @@ class Originals:
         root = self._root  # another thread may end the line meanwhile
         if root is None or unwrap(root) is not self._core:
             return root is None
-        for attributes, name, module in self._modules:
+        for attributes, name, module in self._linked:
             table = attributes["_modules"]
             if name not in table:
                 return False
@@ -177,7 +177,7 @@ class Originals:
             if node is not None and node.parent not in above:
                 above.add(node.parent)
                 waiting.append(node.parent)
-        self._modules = [
+        self._linked = [
             (table_of(node.parent.module, "_modules"), _name_of(node), node.module)
             for node in {*nodes, *above}
             if type(node) is ModuleNode and node.parent is not None
