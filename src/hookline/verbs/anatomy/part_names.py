@@ -86,17 +86,15 @@ class PartNames:
                 f"{name!r} belongs to no layer, got layer {layer}.\nWrite parts[{name!r}]."
             )
         n_layers = len(self.blocks)
-        if layer is None and layers:
-            return [self.sites[name, each] for each in layers]
         if layer is not None and not -n_layers <= layer < n_layers:
             raise SelectionError(
                 f"the layer must be from 0 to {n_layers - 1}, got {layer}."
                 f"\nWrite parts[{name!r}, {n_layers - 1}] for the last layer."
             )
-        site = None if layer is None else self.sites.get((name, layer % n_layers))
-        if site is None:
+        wanted = [k for k in layers if layer is None or k == layer % n_layers]
+        if not wanted:
             raise SelectionError(self.why_not(name, layer))
-        return [site]
+        return [self.sites[name, k] for k in wanted]
 
     def why_not(self, name: str, layer: int | None = None) -> str:
         """Return the message for a name that is not proven."""

@@ -262,10 +262,11 @@ def name_layer(trace: Trace, layer: Layer) -> None:
     for kind, prefix in KINDS.items():
         parts = layer.of_kind(kind)
         if len(parts) != 1:
-            why = f"the block has no {WORDS[kind]}{why_none(layer, kind)}"
+            singular, several = WORDS[kind]
+            why = f"the block has no {singular}{why_none(layer, kind)}"
             if parts:
                 every = [site_of(trace, part.term.value, block.path) for part in parts]
-                why = f"the block has {len(parts)} {PLURALS[kind]}: {', '.join(map(str, every))}"
+                why = f"the block has {len(parts)} {several}: {', '.join(map(str, every))}"
             names.refuse([f"{prefix}_{end}" for end in ("in", "out", "out_raw")], why)
             continue
         term = parts[0].term
@@ -292,12 +293,9 @@ def why_none(layer: Layer, kind: str) -> str:
 
 KINDS = {"attention": "attn", "cross": "cross_attn", "mixer": "mixer", "mlp": "mlp"}
 WORDS = {
-    "attention": "attention", "cross": "cross attention", "mlp": "MLP",
-    "mixer": "other part that mixes tokens",
-}  # fmt: skip
-PLURALS = {
-    "attention": "attentions", "cross": "cross attentions", "mlp": "MLPs",
-    "mixer": "other parts that mix tokens",
+    "attention": ("attention", "attentions"), "cross": ("cross attention", "cross attentions"),
+    "mixer": ("other part that mixes tokens", "other parts that mix tokens"),
+    "mlp": ("MLP", "MLPs"),
 }  # fmt: skip
 
 

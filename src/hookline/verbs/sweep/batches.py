@@ -68,11 +68,9 @@ class Batches:
         self.is_written_unseen = self.reuses and bool(kept & self.tape.unseen)
         self.reuses = self.reuses and not self.is_written_unseen
         if self.reuses and kept & self._written:
-            tape = Tape(self._named_modules)
-            with tape.recording(kept=kept, copied=self._written):
-                self._forward(self._inputs)
-            self.reuses = tape.same_calls(self.tape)
-            self.tape = tape
+            tape = self._recorded(self._inputs)
+            self.reuses = tape is not None
+            self.tape = tape or self.tape
         self.tape.keep(kept)
 
     def of(self, n: int) -> Batch:
@@ -82,7 +80,10 @@ class Batches:
             self._batches[n] = Batch(inputs, n, self.tape if n == 1 else None)
         batch = self._batches[n]
         if self.reuses and batch.tape is None and batch.n_tries == 1:
-            self._record(batch)
+            # Its outputs cannot be told from its shapes: a change may have led to other calls, or
+            # its hook to those that a fast path leaves out.
+            batch.tape = self._recorded(batch.inputs)
+            batch.n_tries += 1
         return batch
 
     def forget(self) -> None:
@@ -110,13 +111,9 @@ class Batches:
             with batch.tape.replaying(start, self._written):
                 yield
 
-    def _record(self, batch: Batch) -> None:
-        """Record the outputs of a repeated batch, where they cannot be told from its shapes.
-
-        A change may have led to other calls, or its hook to those that a fast path leaves out.
-        """
+    def _recorded(self, inputs: Any) -> Tape | None:
+        """Return the tape of a run on inputs; None if it makes other calls."""
         tape = Tape(self._named_modules)
         with tape.recording(kept=self._kept, copied=self._written):
-            self._forward(batch.inputs)
-        batch.tape = tape if tape.same_calls(self.tape) else None
-        batch.n_tries += 1
+            self._forward(inputs)
+        return tape if tape.same_calls(self.tape) else None
