@@ -7,7 +7,7 @@ as ever, and hooks are called as ever. Nothing of the model's architecture needs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -301,7 +301,7 @@ class _Replay:
         copies: the copies that were handed out, by the ids of the tensors in the recorded run.
     """
 
-    queues: dict[int, Iterator[Call | None]]
+    queues: Mapping[int, Iterator[Call | None]]
     copied: Collection[int]
     origins: dict[int, int]
     copies: dict[int, Tensor] = field(default_factory=dict)
