@@ -78,10 +78,8 @@ class Interventions:
         what it mixes is kept, a change of some tokens reaches no other token.
         """
         without = self._with(self._disturbed, self._zeros)
-        alone = kept = None
-        if self._mixed:
-            alone = self._with(self._kept, self._one_token)
-            kept = self._with(self._disturbed, self._kept)
+        alone = self._with(self._kept, self._one_token) if self._mixed else None
+        kept = self._with(self._disturbed, self._kept) if self._mixed else None
         for layer in self._layers:
             for part in layer.parts:
                 part.kind = self._kind(layer, part, _Runs(without, alone, kept))
