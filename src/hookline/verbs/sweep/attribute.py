@@ -143,7 +143,6 @@ def attribute(
             moved = {str(site): line[site] for site in line.sites}
             points = (slopes.at(list(goals), moved, place) for place in _midpoints(steps))
             integrals = _integrals(start, slopes.end(list(goals), moved), points)
-        scores = {site: integral.score for site, integral in integrals.items()}
         grid = Grid(entries, each, start.values)
         measured = np.full(grid.shape, np.nan)
         if n_checked:
@@ -152,13 +151,17 @@ def attribute(
             forwards.measure(_sampled(grid.groups, n_checked))
             for index, (number, _) in forwards.results.items():
                 measured[index] = number - start.number
-    numbers = start.number, number_of(metric, output)
-    gradients = {site: integral.mean for site, integral in integrals.items()}
-    estimates = _parts(grid, scores)
-    return Attribution(
-        grid.axes, *numbers, ~np.isnan(estimates), BySite(scores), BySite(gradients), estimates,
-        measured,
-    )  # fmt: skip
+    return _result(grid, (start.number, number_of(metric, output)), integrals, measured)
+
+
+def _result(
+    grid: Grid, numbers: tuple[float, float], integrals: Mapping[str, Integral], measured: Array
+) -> Attribution:
+    scores = BySite({site: integral.score for site, integral in integrals.items()})
+    gradients = BySite({site: integral.mean for site, integral in integrals.items()})
+    effects = _parts(grid, scores)
+    is_change = ~np.isnan(effects)
+    return Attribution(grid.axes, *numbers, is_change, scores, gradients, effects, measured)
 
 
 def _check_options(options: AttributeOptions) -> None:
