@@ -280,8 +280,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
     The wrapper's forward may broadcast buffers, in eval mode as well: a collective.
     """
-    is_wrapper = isinstance(model, nn.parallel.DistributedDataParallel)
-    return model.module if is_wrapper else model
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model
 
 
 def sharding(model: nn.Module) -> str:

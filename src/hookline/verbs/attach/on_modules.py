@@ -198,7 +198,7 @@ class ModuleHooks(EverywhereHooks):
         return self._backward(BackwardTap, "backward", selector, hook, prepend=prepend)
 
     def _backward(
-        self, tap: type[Tap], kind: str, selector: Selector, hook: Hook, *, prepend: bool
+        self, tap: Callable[..., Tap], kind: str, selector: Selector, hook: Hook, *, prepend: bool
     ) -> HookHandle:
         check_callable(kind, hook)
         make = partial(tap, passes=self.passes, function=hook, is_everywhere=self.is_everywhere)
