@@ -31,7 +31,7 @@ backward_number: Callable[[], int] = getattr(torch._C, "_current_graph_task_id",
 class _Outer(threading.local):
     # The number of the backward in which a checkpoint runs another backward.
     number: int | None = None
-    at_end: tuple[Callable[[], object], ...] = ()
+    at_end: tuple[Callable[[], None], ...] = ()
 
 
 OUTER = _Outer()
@@ -242,7 +242,7 @@ def node_of_write(base: Tensor, n_writes: int) -> Any:
     return write
 
 
-def at_end_of_backward(function: Callable[[], object]) -> None:
+def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the user's run of autograd has ended; only from within a hook."""
     if OUTER.number is not None:
         OUTER.at_end = (*OUTER.at_end, function)

@@ -325,7 +325,7 @@ class BackwardTap(_RawBackwardTap):
         if run not in call.grad_output:
             call.grad_output[run] = {}
             # Where no gradient of an input is wanted, nothing else removes the gradients.
-            at_end_of_backward(partial(call.grad_output.pop, run, None))
+            at_end_of_backward(partial(_forget, call, run))
         call.grad_output[run][slot] = grad
         if not call.has_inputs:  # no input requires a gradient, and this is the only output
             self._answer(call, {})
@@ -357,6 +357,10 @@ class BackwardTap(_RawBackwardTap):
         current = self.in_thread.running
         opened = None if current is None else current.opened.get(self)
         return opened[-1] if opened else None
+
+
+def _forget(call: _Call, run: int) -> None:
+    call.grad_output.pop(run, None)
 
 
 def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
