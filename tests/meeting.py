@@ -13,11 +13,11 @@ class ToldLock:
         self._lock = threading.RLock()
         self.told = threading.Event()
 
-    def acquire(self):
-        if not self._lock.acquire(blocking=False):
-            self.told.set()
-            self._lock.acquire()
-        return True
+    def acquire(self, blocking=True):
+        if self._lock.acquire(blocking=False):
+            return True
+        self.told.set()
+        return self._lock.acquire(blocking=blocking)
 
     def release(self):
         self._lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine import Site
-from hookline.engine.passes import passes
+from hookline.util import locks
 from hookline.verbs.monitor import steps
 from hookline.verbs.monitor.slots import Slots
 from hookline.verbs.monitor.steps import OptimizerPairs
@@ -22,8 +23,7 @@ PASSES = (4, steps._MOST_WAITING + 4)
 
 @pytest.fixture(autouse=True)
 def told_locks(monkeypatch):
-    monkeypatch.setattr(passes, "fork_safe_lock", ToldLock)
-    monkeypatch.setattr(steps, "fork_safe_lock", ToldLock, raising=False)
+    monkeypatch.setattr(locks, "threading", SimpleNamespace(RLock=ToldLock))
 
 
 def test_a_new_optimizer_is_looked_at_between_steps():
