@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
+from hookline.cli.command_words import in_words_of_commands
 from hookline.cli.terminal import Busy
-from hookline.cli.wording import in_words_of_commands
 from hookline.data import guess_input, load_input
 from hookline.display.text import plural
 from hookline.engine import PORTS, Report

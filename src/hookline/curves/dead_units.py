@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.step_reports import StepReport
-from hookline.curves.table import RECENT
+from hookline.curves.thinned_table import RECENT
 from hookline.statistics.covariance import Covariance, CovarianceStatistic
 
 

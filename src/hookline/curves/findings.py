@@ -17,7 +17,7 @@ from hookline.curves.layout import NO_TURN
 from hookline.curves.logged import logged_of
 from hookline.curves.ports import STAGES, path_and_port
 from hookline.curves.step_reports import StepReport
-from hookline.curves.table import RECENT, CurveTable
+from hookline.curves.thinned_table import RECENT, ThinnedTable
 from hookline.display.text import listed, plural
 from hookline.findings.finding import Finding, Findings, Level, in_order
 from hookline.findings.survey import TIMES, further_text, template_of, times_text
@@ -76,7 +76,7 @@ class _Onset:
 class _Training:
     """The numbers of a training, and the order in which its sites fired."""
 
-    def __init__(self, reports: Sequence[StepReport], table: CurveTable | None) -> None:
+    def __init__(self, reports: Sequence[StepReport], table: ThinnedTable | None) -> None:
         self.reports = reports
         self.table = _table_of(reports) if table is None else table
         self.sites = self.table.sites
@@ -106,8 +106,8 @@ class _Training:
         return replace(self.onset(k, column, math.nan), step=step, usual=math.nan)
 
 
-def _table_of(reports: Sequence[StepReport]) -> CurveTable:
-    table = CurveTable()
+def _table_of(reports: Sequence[StepReport]) -> ThinnedTable:
+    table = ThinnedTable()
     table.add(reports)
     return table
 
@@ -133,7 +133,7 @@ def _turn_of(report: StepReport, site: str, default: int) -> int:
 def findings_of_steps(
     reports: Sequence[StepReport],
     logged: Sequence[StepReport] = (),
-    table: CurveTable | None = None,
+    table: ThinnedTable | None = None,
 ) -> Findings:
     """Judge the steps of a training.
 

@@ -40,7 +40,7 @@ from hookline.engine.passes.modes import (
     has_numbers, innermost, is_transformed, plain, without_autocast,
 )
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
-from hookline.engine.passes.rerun import repeated
+from hookline.engine.passes.as_recomputation import as_recomputation
 from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.pytree.hidden_tensors import every_tensor, tensor_holder
 from hookline.engine.pytree.tree import local_shards
@@ -49,7 +49,7 @@ from hookline.engine.report.report import Report, facts
 from hookline.engine.selection.module_tree import (
     ModuleNode, ModuleTree, OperationNode, ParameterNode, module_tree, require_model,
 )
-from hookline.engine.selection.part_names import has_parts, register_parts, sites_of_part
+from hookline.engine.selection.model_parts import has_parts, register_parts, sites_of_part
 from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
     select_in,

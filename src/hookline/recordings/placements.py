@@ -121,7 +121,7 @@ class Layout:
         """The mesh and the replica in it that a part belongs to."""
         return self.first, self.along("replicate")
 
-    def rows(self) -> list[Tensor]:
+    def indices(self) -> list[Tensor]:
         """The indices in the whole of this rank's part, for each dimension of the tensor."""
         rows = [torch.arange(size, device="cpu") for size in self.shape]
         for at, n, row in zip(self.at, self.mesh, self.placements, strict=True):
@@ -229,7 +229,7 @@ def _whole(parts: list[Part], question: str, replica: tuple[int, ...] | None = N
         copy = part_layout.along("replicate")
         if copy != replica if replica is not None else any(copy):
             continue
-        rows = part_layout.rows()
+        rows = part_layout.indices()
         if [len(row) for row in rows] != list(part.shape):
             raise RanksError(
                 f"{question}: the part at {place} of the mesh {list(layout.mesh)} must have the"

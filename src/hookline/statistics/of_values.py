@@ -16,9 +16,9 @@ from hookline.engine.pytree import tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
 from hookline.statistics.equal_bins import counts_between
+from hookline.statistics.mean_and_std import BLOCK_NUMEL, mean_and_std
 from hookline.statistics.moments import Moments
 from hookline.statistics.moments_statistic import measure
-from hookline.statistics.spread import BLOCK_NUMEL, mean_and_std
 from hookline.statistics.to_numbers import pieces
 
 Array = NDArray[Any]

@@ -14,11 +14,11 @@ from torch import nn
 import hookline as hl
 from alive import Alive
 from hookline.engine.attention import pattern
-from hookline.statistics import spread
+from hookline.statistics.mean_and_std import BLOCK_NUMEL
 
 TOKENS = 1024
 BLOCK = 1 << 17  # scores, so 128 queries
-CHUNKS = 3 * 8 * spread.BLOCK_NUMEL  # which statistics copy in float64
+CHUNKS = 3 * 8 * BLOCK_NUMEL  # which statistics copy in float64
 
 
 class Attention(nn.Module):

@@ -525,7 +525,9 @@ def test_a_ctrl_c_leaves_nothing_behind(left_as_found, interrupted):
         net.train()
 
     step = 1
-    while interrupted(step, ("hookline.verbs.check", "hookline.engine.passes.rerun"), use):
+    while interrupted(
+        step, ("hookline.verbs.check", "hookline.engine.passes.as_recomputation"), use
+    ):
         with warnings.catch_warnings():  # of a line that nobody holds
             warnings.simplefilter("ignore")
             gc.collect()

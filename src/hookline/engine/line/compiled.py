@@ -263,16 +263,19 @@ class Compiled(Attachment):
         if not self._new:
             return
         with self._lock:
-            if self._root is None:
-                return
-            hooked = {id(self._root): self._root}
-            for tap in self._new:
-                tap.prepare()
-                node = self._nodes.get(id(tap))
-                if isinstance(node, ModuleNode):
-                    hooked[id(node.owner)] = node.owner
-            self._marks.add(hooked.values())
-            self._new.clear()
+            self._mark_new()
+
+    def _mark_new(self) -> None:
+        if self._root is None:
+            return
+        hooked = {id(self._root): self._root}
+        for tap in self._new:
+            tap.prepare()
+            node = self._nodes.get(id(tap))
+            if isinstance(node, ModuleNode):
+                hooked[id(node.owner)] = node.owner
+        self._marks.add(hooked.values())
+        self._new.clear()
 
     def refuse_stale(self, module: nn.Module) -> None:
         """Refuse a call for which torch has fetched a forward that the class no longer has.

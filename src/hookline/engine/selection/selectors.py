@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hookline.display.results import Heading, Printout, Result
 from hookline.display.text import plural
 from hookline.engine.pytree.describe import in_words
+from hookline.engine.selection.model_parts import sites_of_part
 from hookline.engine.selection.module_tree import (
     ModuleNode,
     ModuleTree,
@@ -29,7 +30,6 @@ from hookline.engine.selection.module_tree import (
     require_model,
 )
 from hookline.engine.selection.operations import operation_names, refuse_graph
-from hookline.engine.selection.part_names import sites_of_part
 from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, glob, parse, paths_above
 from hookline.engine.selection.suggestions import Query, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap

@@ -162,11 +162,12 @@ class _Dispatcher:
         with self._lock:
             if line not in self._lines:
                 self._lines = (*self._lines, line)
-            for group in _GROUPS:  # in their order
-                if group in line.groups and group not in self._placed:
-                    self._place(group)
+            for group in filter(line.groups.__contains__, _GROUPS):  # in their order
+                self._place(group)
 
     def _place(self, group: str) -> None:
+        if group in self._placed:
+            return
         registrations = self._placed[group] = Registrations()
         try:
             for kind in _GROUPS[group]:

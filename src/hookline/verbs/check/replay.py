@@ -22,6 +22,7 @@ from hookline.engine import (
     Order,
     Passes,
     Registrations,
+    as_recomputation,
     buffers,
     inside_compiled,
     is_scripted,
@@ -29,7 +30,6 @@ from hookline.engine import (
     next_number,
     parameters,
     path_text,
-    repeated,
     unwrap,
     without_modes,
 )
@@ -172,7 +172,7 @@ class Replay:
         args, kwargs = start.args, start.kwargs
         if run.has_grad:
             args, kwargs = tree.map_tensors(self._cut, (args, kwargs))
-        with repeated(self._passes), start.again(self._root), self._hooked():
+        with as_recomputation(self._passes), start.again(self._root), self._hooked():
             self._name_tensors(args, kwargs)
             anomaly = torch.autograd.set_detect_anomaly(run.has_grad, check_nan=False)
             with anomaly, self._names, self._origins:
@@ -216,7 +216,7 @@ class Replay:
         # A checkpoint runs its modules again, in the backward.
         self._is_backward = True
         with (
-            repeated(self._passes),
+            as_recomputation(self._passes),
             rerun.restore_state(list(self._root.modules())),
             self._hooked(),
             torch.autograd.set_detect_anomaly(True, check_nan=False),

@@ -250,7 +250,7 @@ def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str
         return f"the inputs differ: no sequence is in both{_example(a, b)}"
     if with_copies and is_known:
         pairs = _with_copies(a, b, pairs)
-    lengths, notes = _lengths(a, b, pairs)
+    lengths, notes = _common_lengths(a, b, pairs)
     lengths_differ = bool(notes)
     if not is_known:
         notes.append("the ids of tokens are not known: sequences are matched in their order")
@@ -344,7 +344,7 @@ def _begins(a: _Streams, b: _Streams) -> bool:
     return bool(both) and all(mine[: len(yours)] == yours[: len(mine)] for mine, yours in both)
 
 
-def _lengths(
+def _common_lengths(
     a: Tokens, b: Tokens, pairs: list[tuple[int, int]]
 ) -> tuple[dict[str, list[int]], list[str]]:
     """Count the common tokens of each pair in each stream, and note where one is longer."""

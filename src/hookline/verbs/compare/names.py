@@ -42,8 +42,8 @@ def paired(a: Side, b: Side, names: Names | None) -> Pairing:
     theirs = _by_name(b.entries, _renamer(a, b, names))
     ours = {(entry.path, entry.rest): entry for entry in a.entries}
     are_given = (a.noun, b.noun) == ("arrays", "recording")
-    is_unordered = are_given or not _is_in_firing_order(a.entries)
-    is_by_b = is_unordered and _is_in_firing_order(b.entries)
+    is_unordered = are_given or not _inner_outputs_come_first(a.entries)
+    is_by_b = is_unordered and _inner_outputs_come_first(b.entries)
     order = theirs if is_by_b else ours
     pairs = [(ours[key], theirs[key]) for key in order if key in ours and key in theirs]
     if not pairs:
@@ -55,7 +55,7 @@ def paired(a: Side, b: Side, names: Names | None) -> Pairing:
     )
 
 
-def _is_in_firing_order(entries: Sequence[Entry]) -> bool:
+def _inner_outputs_come_first(entries: Sequence[Entry]) -> bool:
     """Tell whether no module returns before one inside it does."""
     ended: set[tuple[str, str]] = set()
     for entry in entries:

@@ -11,9 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hookline.data.batch_tokens import Given, Mask, tokens_of
 from hookline.data.batches import DataSource, NumberedBatch
 from hookline.data.seeding import seeded
-from hookline.data.token_mask import Given, Mask, tokens_of
 from hookline.engine import Site, sharding
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, NotRecordedError

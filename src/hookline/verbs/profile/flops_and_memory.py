@@ -107,7 +107,7 @@ def _run(copy: ShapesOnly, kind: Kind, counted: _CallStack) -> None:
         for path, module in run.modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
                 counted.attach(registrations, path, module)
-        counter = OperationCounter(counted.done, counted.lacks, counted.workspace)
+        counter = OperationCounter(counted.charge, counted.lacks, counted.workspace)
         stack.enter_context(counter.counting())
         with torch.set_grad_enabled(kind.has_gradients):
             output = run.modules[kind.path](*run.args, **run.kwargs)
@@ -161,7 +161,7 @@ class _CallStack:
         at = -1 if node is None else bisect_right(self._numbers, number_of(node)) - 1
         return self._owners[min(at, len(self._owners) - 1)] if at >= 0 else self._stack[0]
 
-    def done(self, flops: int, n_bytes: int) -> None:
+    def charge(self, flops: int, n_bytes: int) -> None:
         """Charge an operation to the module that runs it."""
         is_backward = backward_number() != -1
         context, is_inside = self._running()

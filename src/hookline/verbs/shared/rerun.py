@@ -550,21 +550,28 @@ class ChangingBuffers:
                 self.generators = generators_of(modules)
                 self._all = [(table, name) for table, name, _ in _buffers_of(modules)]
                 self._versions = [_identity(*place) for place in self._all]
-            places = self._changing if self._versions is None else self._all
-            tensors = [(table, name, table.get(name)) for table, name in places]
-            return [
-                (table, name, tensor.detach().clone())
-                for table, name, tensor in tensors
-                if tensor is not None
-            ]
+            return _copies(self._changing if self._versions is None else self._all)
 
     def learn(self) -> None:
         """Learn which buffers a run has changed that has ended."""
         with self._lock:
             before, self._versions = self._versions, None
             if before is not None:
-                pairs = zip(self._all, before, strict=True)
-                self._changing = [place for place, was in pairs if _identity(*place) != was]
+                self._changing = _changed(self._all, before)
+
+
+def _copies(places: list[_Place]) -> list[_Buffer]:
+    tensors = [(table, name, table.get(name)) for table, name in places]
+    return [
+        (table, name, tensor.detach().clone())
+        for table, name, tensor in tensors
+        if tensor is not None
+    ]
+
+
+def _changed(places: list[_Place], before: list[tuple[int, int | None]]) -> list[_Place]:
+    pairs = zip(places, before, strict=True)
+    return [place for place, was in pairs if _identity(*place) != was]
 
 
 def _identity(table: dict[str, Tensor | None], name: str) -> tuple[int, int | None]:

@@ -21,7 +21,7 @@ from hookline.curves import Logged, RunReader, StepReport, logged_of, numbers_of
 from hookline.curves.findings import findings_of_steps
 from hookline.curves.layout import NO_TURN
 from hookline.curves.ports import PORTS, path_and_port
-from hookline.curves.table import CurveTable
+from hookline.curves.thinned_table import ThinnedTable
 from hookline.display.text import escape_invisible
 from hookline.errors import InputError
 from hookline.findings import Findings
@@ -66,7 +66,9 @@ class OpenRun:
         self.folder = folder
         self.reader = RunReader(folder)
         self.lock = threading.RLock()  # held while an answer is made
-        self.table: CurveTable = CurveTable() if most_columns is None else CurveTable(most_columns)
+        self.table: ThinnedTable = (
+            ThinnedTable() if most_columns is None else ThinnedTable(most_columns)
+        )
         self.reports: Sequence[StepReport] = ()
         self.logged: Sequence[StepReport] = ()
         self._n_taken = 0

@@ -235,7 +235,7 @@ def measured(
             bins, _, statistics = histogram(main, BINS)
             counts = tuple(bins.tolist())
         parts = _parts(entry.site, value, main)
-        broken = _broken(entry.site, value, main, statistics)
+        broken = _non_finite(entry.site, value, main, statistics)
     except (RuntimeError, TypeError) as error:
         # One dtype or layout that torch cannot convert must not fail the whole page.
         return replace(entry, shape="", problem=f"cannot be measured: {first_line(error)}")
@@ -256,7 +256,7 @@ def _parts(site: Site, value: Any, main: Tensor | None) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _broken(
+def _non_finite(
     site: Site, value: Any, main: Tensor | None, statistics: Statistics | None
 ) -> tuple[tuple[str, int], ...]:
     """Return the leaves of a value with elements that are NaN or infinite, and their numbers."""

@@ -48,24 +48,26 @@ def flow_of(rows: Sequence[Row], entries: Sequence[ValueEntry], pass_number: int
         return list(_sequences(rows))
     row_of = {entry.order: index for index, row in enumerate(rows) for entry in row.entries}
     holders = {row.parent for row in rows if not row.name.startswith("@")}
-    seen = _Seen()
+    earlier = _Earlier()
     edges: dict[Edge, None] = {}
     for entry in of_pass:
         target = row_of[entry.order]
-        for source, is_join in _sources_of(entry, target in holders, seen):
+        for source, is_join in _sources_of(entry, target in holders, earlier):
             edges[Edge(row_of[source.order], target, is_join)] = None
-        seen.add(entry)
+        earlier.add(entry)
     return [edge for edge in edges if edge.source != edge.target]
 
 
-def _sources_of(entry: ValueEntry, is_holder: bool, seen: _Seen) -> list[tuple[ValueEntry, bool]]:
+def _sources_of(
+    entry: ValueEntry, is_container: bool, earlier: _Earlier
+) -> list[tuple[ValueEntry, bool]]:
     """Return what a value was made of, and whether by adding: of inputs, and holders' outputs."""
-    if is_holder != (entry.site.port == "output"):
+    if is_container != (entry.site.port == "output"):
         return []
-    source = seen.equal(entry)
+    source = earlier.equal(entry)
     if source is None:
-        return [(part, True) for part in seen.sum_of(entry)]
-    return [] if is_holder else [(source, False)]
+        return [(part, True) for part in earlier.sum_of(entry)]
+    return [] if is_container else [(source, False)]
 
 
 def _sequences(rows: Sequence[Row]) -> Iterator[Edge]:
@@ -79,7 +81,7 @@ def _sequences(rows: Sequence[Row]) -> Iterator[Edge]:
         last[row.parent] = index
 
 
-class _Seen:
+class _Earlier:
     """The values so far, by what identifies them."""
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ class Repetition:
 
 
 @contextmanager
-def repeated(repeating: Passes) -> Iterator[None]:
+def as_recomputation(repeating: Passes) -> Iterator[None]:
     """Let the lines of this context take the runs in the block for recomputations.
 
     Another line that sees every thread takes them for new passes.

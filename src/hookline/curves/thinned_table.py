@@ -45,7 +45,7 @@ class StepSpan:
 
 
 @final
-class CurveTable:
+class ThinnedTable:
     """The numbers of a run, which grow by reports.
 
     Args:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hookline.cli.app import app
-from hookline.cli.wording import PHRASES, in_words_of_commands
+from hookline.cli.command_words import PHRASES, in_words_of_commands
 from source import texts
 
 NETS = """
@@ -51,7 +51,9 @@ def test_calls_and_arguments_become_commands_and_options(text, words):
 
 
 def test_phrases_that_are_replaced_stand_in_messages():
-    others = "".join(text for module, text in texts().items() if module != "hookline.cli.wording")
+    others = "".join(
+        text for module, text in texts().items() if module != "hookline.cli.command_words"
+    )
     assert [part for phrase in PHRASES for part in phrase.split("…") if part not in others] == []
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hookline.statistics import spread
+from hookline.statistics.mean_and_std import mean_and_std
 from hookline.views import site_statistics
 from thoroughness import examples
 
@@ -22,14 +22,14 @@ NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20)
 def test_parts_give_the_mean_and_deviation_of_the_whole(parts, offset):
     parts = [torch.tensor(part, dtype=torch.float64) + offset for part in parts]
     whole = torch.cat(parts).tolist()
-    mean, std = spread.mean_and_std(parts)
+    mean, std = mean_and_std(parts)
     assert mean == pytest.approx(statistics.fmean(whole), rel=1e-12, abs=1e-9)
     assert std == pytest.approx(statistics.pstdev(whole), rel=1e-9, abs=1e-6)
 
 
 def test_without_numbers_there_is_neither():
-    assert all(math.isnan(one) for one in spread.mean_and_std([]))
-    mean, std = spread.mean_and_std([torch.tensor([math.inf], dtype=torch.float64)])
+    assert all(math.isnan(one) for one in mean_and_std([]))
+    mean, std = mean_and_std([torch.tensor([math.inf], dtype=torch.float64)])
     assert not math.isfinite(mean)
     assert math.isnan(std)
 

@@ -9,14 +9,14 @@ from torch import nn
 
 import hookline as hl
 from hookline.curves import RunReader
-from hookline.curves.table import CurveTable
+from hookline.curves.thinned_table import ThinnedTable
 from runs import layout_of, report_of
 
 NAN = float("nan")
 
 
 def table_of(reports, most=512):
-    table = CurveTable(most)
+    table = ThinnedTable(most)
     table.add(reports)
     return table
 
@@ -117,7 +117,7 @@ def test_more_steps_than_columns_keep_every_extreme(n_steps):
     layout = layout_of(["a"])
     numbers = np.random.default_rng(0).normal(size=n_steps)
     reports = [report_of(k, layout, [[one]], 0.0) for k, one in enumerate(numbers)]
-    table = CurveTable(8)
+    table = ThinnedTable(8)
     for one in reports:  # as they come, one by one
         table.add([one])
     assert len(table.columns) <= 8
