@@ -104,7 +104,9 @@ class QuantilesStatistic(BinnedStatistic):
         """Read slots."""
         check_slots(slots, self.n_slots)
         *_, non_finite, negated_min, greatest = slots.tolist()
-        (n,), (values,) = (numbers.tolist() for numbers in self.values_of(slots.numpy()[None]))
+        (n,), (values,) = (
+            numbers.tolist() for numbers in self.values_of(slots.cpu().numpy()[None])
+        )
         counts = int(n + non_finite), int(non_finite)
         return Quantiles(self.q, tuple(values), self.error, *counts, -negated_min, greatest)
 
