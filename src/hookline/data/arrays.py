@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread
 from hookline.data.loading import RawBatch
-from hookline.display.text import listed
+from hookline.display.text import listed, torch_name
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
 
@@ -239,7 +239,7 @@ def _rows(array: Any, name: str) -> ArrayRows:
             "\nMake it on the CPU or an accelerator."
         )
     if array.is_nested or array.layout is not torch.strided:
-        kind = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
+        kind = "nested" if array.is_nested else torch_name(array.layout)
         dense = "to_padded_tensor(0.0)" if array.is_nested else "to_dense()"
         raise InputError(
             f"{name} must be a dense tensor, whose rows can be cut out, got a {kind} one."
@@ -283,5 +283,5 @@ def _identity(rows: ArrayRows) -> dict[str, Any]:
         ranges = [(row, row + 1) for row in spread(n, most)]
     for start, stop in ranges:
         digest.update(bytes_of(rows.read(start, stop)).data)
-    dtype = str(first.dtype).removeprefix("torch.")
+    dtype = torch_name(first.dtype)
     return {"shape": list(rows.shape), "dtype": dtype, "fingerprint": digest.hexdigest()}

@@ -46,6 +46,15 @@ def some_of(items: Sequence[_Item], n: int) -> list[_Item]:
     return [items[round(k * (len(items) - 1) / max(n - 1, 1))] for k in range(n)]
 
 
+def torch_name(thing: object) -> str:
+    """Name a dtype, layout or the like of torch without `torch.`.
+
+    >>> torch_name(torch.bfloat16), torch_name(torch.strided)
+    ('bfloat16', 'strided')
+    """
+    return str(thing).removeprefix("torch.")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message without its full stop, or the error's type.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
+from hookline.display.text import torch_name
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import paths_above
 from hookline.engine.torch_private.modes import float32_precision
@@ -127,7 +128,7 @@ def settings_of(noted: Noted | Settings | None) -> Settings | None:
             if _first_known(modes, paths_above(path)) is not mode
         },
         {
-            device: str(dtype).removeprefix("torch.")
+            device: torch_name(dtype)
             for device, dtype in zip(_DEVICES, (cpu, cuda), strict=True)
             if dtype
         },

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hookline.display.text import listed, plural
+from hookline.display.text import listed, plural, torch_name
 from hookline.display.units import share
 from hookline.findings.finding import Finding, Level
 from hookline.findings.reading import Reading
@@ -93,7 +93,7 @@ def _is_bad(reading: Reading, survey: Survey) -> bool:
 
 
 def _overflow_text(first: Reading, source: Reading) -> str:
-    dtype = str(first.numbers.dtype).removeprefix("torch.")
+    dtype = torch_name(first.numbers.dtype)
     greatest = max(abs(source.numbers.low), abs(source.numbers.high))
     if first.numbers.dtype is torch.float16 or greatest > _FLOAT16_NEAR:
         most = torch.finfo(first.numbers.dtype).max
@@ -283,7 +283,7 @@ def dtypes(survey: Survey) -> Iterator[Finding]:
         return
     place = {id(reading): k for k, reading in enumerate(survey.readings)}
     first, usual = min(odd, key=lambda pair: place[id(pair[0])])
-    got, wanted = (str(d).removeprefix("torch.") for d in (first.numbers.dtype, usual))
+    got, wanted = (torch_name(d) for d in (first.numbers.dtype, usual))
     text = f"{first.site} is {got}, where other blocks have {wanted}."
     why = f"{plural(len(odd), 'value differs so', 'values differ so')}."
     advice = "Look for a cast, or for a module that was converted alone."

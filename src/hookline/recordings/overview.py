@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hookline.display.results import Heading, Printout
-from hookline.display.text import listed, plural
+from hookline.display.text import listed, plural, torch_name
 from hookline.engine import Pass, Site, local_shards
 from hookline.engine.pytree import describe, tree
 from hookline.errors import FolderError
@@ -143,7 +143,7 @@ def _forms(
                 continue
             forms[number][describe.shape_or_structure(value)] = None
             for _, tensor in tree.tensors(value):
-                dtypes[number][str(tensor.dtype).removeprefix("torch.")] = None
+                dtypes[number][torch_name(tensor.dtype)] = None
     return {number: (_forms_text(forms[number]), _forms_text(dtypes[number])) for number in numbers}
 
 

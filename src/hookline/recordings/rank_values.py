@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.display.text import torch_name
 from hookline.engine import is_dtensor, say_by_rank
 from hookline.engine.pytree import describe, tree
 from hookline.errors import RanksError
@@ -117,7 +118,7 @@ def _leaf(value: Any, at: str, *, is_attribute: bool) -> Node | None:
     """Describe a leaf that ranks can combine or compare; None for other values."""
     if isinstance(value, Tensor):
         kind = "dtensor" if is_dtensor(value) else "plain"
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = torch_name(value.dtype)
         return None if value.is_nested else {**_node(at, kind, dtype), "shape": [*value.shape]}
     if type(value) is np.ndarray and _is_native(value):
         return {**_node(at, "array", str(value.dtype)), "shape": [*value.shape]}

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.display.text import plural
+from hookline.display.text import plural, torch_name
 from hookline.engine import Selection, Site, as_written
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
@@ -51,7 +51,7 @@ class Value:
     @property
     def form(self) -> str:
         """The shape, dtype and pass: `[1, 64, 56, 56] float32, pass 1`."""
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        dtype = torch_name(self.tensor.dtype)
         return f"{describe.shape(self.tensor)} {dtype}" + f", {self.where}" * bool(self.where)
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hookline.display.text import torch_name
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
@@ -140,7 +141,7 @@ def statistics_of(moments: Moments, shape: str, dtype: torch.dtype) -> Statistic
         non_finite=moments.non_finite,
         numel=moments.count,
         shape=shape,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=torch_name(dtype),
     )
 
 

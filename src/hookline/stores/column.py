@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
-from hookline.display.text import plural
+from hookline.display.text import plural, torch_name
 from hookline.engine import hides
 from hookline.errors import StructureError
 from hookline.files.safetensors_file import DTYPES
@@ -390,7 +390,7 @@ class Column:
 
     def __repr__(self) -> str:
         kind = "token" if self._form.per_token else "item"
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = torch_name(self.dtype)
         return (
             f"Column {self.name!r}: {plural(self._length, 'row')} of {list(self._form.shape)}"
             f" {dtype}, one for each {kind}"

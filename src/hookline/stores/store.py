@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.display.results import Heading, Printout, Result
-from hookline.display.text import first_line, plural
+from hookline.display.text import first_line, plural, torch_name
 from hookline.display.units import measure, size
 from hookline.engine import Site, parse_site
 from hookline.engine.provenance import Provenance
@@ -592,7 +592,7 @@ class Store(Result):
             {
                 "site": name,
                 "shape": self._columns[name].shape,
-                "dtype": str(self._columns[name].dtype).removeprefix("torch."),
+                "dtype": torch_name(self._columns[name].dtype),
                 "bytes": self._columns[name].nbytes,
                 "statistics": _numbers(self.statistics.get(name)),
             }
@@ -605,7 +605,7 @@ class Store(Result):
             column, moments = self._columns[name], self.statistics.get(name, Moments())
             mean, std = (moments.mean, moments.std) if moments.finite else (None, None)
             rows.append((
-                name, f"{list(column.shape)}", str(column.dtype).removeprefix("torch."),
+                name, f"{list(column.shape)}", torch_name(column.dtype),
                 "token" if column.is_ragged else "item", measure(mean), measure(std),
                 f"{moments.non_finite:,}", size(column.nbytes),
             ))  # fmt: skip

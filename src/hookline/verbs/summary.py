@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hookline.display.results import Cell, Heading, Printout, Result
+from hookline.display.text import torch_name
 from hookline.display.units import count, size
 from hookline.engine import (
     ON_NESTED,
@@ -292,7 +293,7 @@ class _Gauge:
         tensors = [innermost(tensor) for _, tensor in tree.tensors(value)]
         row.output_bytes += describe.n_bytes(tensors)
         if tensors and not row.dtype:
-            row.dtype = str(tensors[0].dtype).removeprefix("torch.")
+            row.dtype = torch_name(tensors[0].dtype)
 
 
 def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, Row]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookline.display.text import torch_name
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.identity_map import IdentityMap
 from hookline.errors import AttachError
@@ -128,7 +129,7 @@ def refuse_unaliased(name: str, values: tuple[Any, ...]) -> None:
     """
     for tensor in _tensors(values, fixed_only=True):
         if torch.is_grad_enabled() and tensor.requires_grad and not has_aliases(tensor):
-            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            kind = "nested" if tensor.is_nested else torch_name(tensor.layout)
             raise AttachError(
                 f"{name} takes a {kind} tensor, of which torch makes no alias, so a raw backward"
                 " hook cannot be given its gradient."

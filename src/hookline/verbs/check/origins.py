@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hookline.display.text import torch_name
 from hookline.engine import (
     is_grouped,
     storage_address,
@@ -302,7 +303,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def measured(name: str, tensor: Tensor) -> Measured:
     """Measure a tensor."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = torch_name(tensor.dtype)
     numbers = moments(tensor) if is_measurable(tensor) else None
     return Measured(name, tuple(tensor.shape), dtype, numbers)
 

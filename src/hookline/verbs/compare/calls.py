@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from hookline.display.text import first_line
+from hookline.display.text import first_line, torch_name
 from hookline.engine import module_tree
 from hookline.engine.pytree import tree
 from hookline.errors import HooklineError, InputError
@@ -87,7 +87,7 @@ def run_both(
             wide = [cast_model(model, torch.float64) for model in copies]
             runs = [ModelRun(model, _calls(model, _cast(inputs, torch.float64))) for model in wide]
         except Exception as error:  # a kernel without float64, a forward that is bound to a model
-            name = str(coarser).removeprefix("torch.")
+            name = torch_name(coarser)
             text = f"float64 is not tried, so the floors are of {name}: {first_line(error)}"
             remarks.append(Finding("floor", text))
         else:

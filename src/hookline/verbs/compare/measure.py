@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.display.text import first_line
+from hookline.display.text import first_line, torch_name
 from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
@@ -100,7 +100,7 @@ def measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
     if not are_nested and tuple(a.shape) != tuple(b.shape):
         return result._replace(why=f"shapes {_shape(a)} and {_shape(b)}")
     if _has_fractions(a.dtype) != _has_fractions(b.dtype):
-        return result._replace(why=f"dtypes {_name(a.dtype)} and {_name(b.dtype)}")
+        return result._replace(why=f"dtypes {torch_name(a.dtype)} and {torch_name(b.dtype)}")
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _of_tensors(result, a, b)
     return result._replace(gap=_of_columns(a, b))
@@ -113,7 +113,7 @@ def _of_tensors(result: Measured, a: Tensor, b: Tensor) -> Measured:
     try:
         gap = difference(a, b)
     except NotImplementedError:  # packed dtypes
-        return result._replace(why=f"torch cannot read numbers of {_name(a.dtype)}")
+        return result._replace(why=f"torch cannot read numbers of {torch_name(a.dtype)}")
     except RuntimeError as error:  # large sparse tensors
         return result._replace(why=first_line(error))
     if math.isinf(gap.worst_element) and gap.problem.startswith("shapes"):  # of nested tensors
@@ -191,15 +191,11 @@ def is_number(value: Any, leaf: Leaf) -> bool:
 
 
 def _form(array: Array) -> str:
-    return f"{_shape(array)} {_name(array.dtype)}"
+    return f"{_shape(array)} {torch_name(array.dtype)}"
 
 
 def _shape(array: Array) -> str:
     return describe.shape(array) if isinstance(array, Tensor) else str(list(array.shape))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _has_fractions(dtype: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from hookline.display.text import torch_name
 from hookline.engine import NO_BACKWARD, ModuleNode, OperationNode, ParameterNode, Site, path_text
 from hookline.engine.report.why_silent import (
     RAISED,
@@ -88,7 +89,7 @@ def _frozen(node: ParameterNode) -> Why | None:
     if tensor.requires_grad:
         return None
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return Why(f"it is {_name(tensor.dtype)}, which has no gradient", _FLOAT_MODEL)
+        return Why(f"it is {torch_name(tensor.dtype)}, which has no gradient", _FLOAT_MODEL)
     return Why("it is frozen: requires_grad is False", "call requires_grad_() on it")
 
 
@@ -356,10 +357,6 @@ def _to_mind(site: Site, run: TrialRun) -> Why | None:
 
 def _value_at(site: Site, facts: Facts) -> SiteValue | None:
     return facts.run.values.get((site.path, site.port.removeprefix("grad_"))) if facts.run else None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 Cause = Callable[[Site, Any, Facts], Why | None]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookline.display.text import plural
+from hookline.display.text import plural, torch_name
 from hookline.engine import ModuleNode, dynamo_config, has_compiled, is_compiled, path_text
 from hookline.engine.report.known_faults import known_faults_here
 from hookline.verbs.doctor.causes_of_silence import Facts, not_repeated
@@ -65,7 +65,7 @@ def environment(model: nn.Module) -> dict[str, str]:
         "parameters": ", ".join([*_names(t.device for t in tensors),
                                  *_names(p.dtype for p in model.parameters())]) or "none",
         "default device": str(torch.get_default_device()),
-        "default dtype": _plain(torch.get_default_dtype()),
+        "default dtype": torch_name(torch.get_default_dtype()),
         "dynamo": "has compiled code" if has_compiled() else dynamo,
     }  # fmt: skip
 
@@ -218,7 +218,7 @@ def _places(model: nn.Module) -> Iterator[Note]:
             f"parameters and buffers are on several: {_list(list(devices))}",
             "give hl.record(..., device='cpu') to keep values on one",
         )
-    dtypes = Counter(_plain(p.dtype) for p in model.parameters() if p.is_floating_point())
+    dtypes = Counter(torch_name(p.dtype) for p in model.parameters() if p.is_floating_point())
     if len(dtypes) > 1:
         yield Note(
             "dtypes",
@@ -286,15 +286,11 @@ def _the_run(facts: Facts) -> Iterator[Note]:
 def _autocast(tensors: list[Any]) -> str:
     kinds = sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"})
     on = filter(torch.is_autocast_enabled, kinds)
-    return ", ".join(f"{kind} {_plain(torch.get_autocast_dtype(kind))}" for kind in on) or "off"
+    return ", ".join(f"{kind} {torch_name(torch.get_autocast_dtype(kind))}" for kind in on) or "off"
 
 
 def _names(values: Iterable[Any]) -> list[str]:
-    return list(dict.fromkeys(_plain(value) for value in values))
-
-
-def _plain(value: Any) -> str:
-    return str(value).removeprefix("torch.")
+    return list(dict.fromkeys(torch_name(value) for value in values))
 
 
 def _list(texts: list[str]) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from hookline.display.text import torch_name
 from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, StructureError
@@ -148,13 +149,13 @@ class Operand:
         """
         odd = ""
         if _breadth(self._kind) > _breadth(value.dtype):
-            odd = _short(self._kind)
+            odd = torch_name(self._kind)
         elif _breadth(value.dtype) == 1 and value.dtype is not self._kind:
             odd = self._outside(value.dtype)
         if odd:
             raise StructureError(
                 f"the value here is {describe.in_full(value)}, which cannot hold {odd}."
-                f"\nGive a number or tensor that {_short(value.dtype)} can hold."
+                f"\nGive a number or tensor that {torch_name(value.dtype)} can hold."
             )
         if not self._is_tensor or is_dynamo_compiling():
             return
@@ -196,7 +197,3 @@ def _breadth(dtype: torch.dtype) -> int:
     if dtype.is_floating_point:
         return 2
     return int(dtype is not torch.bool)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.display.results import fold_line
-from hookline.display.text import listed, type_and_line
+from hookline.display.text import listed, torch_name, type_and_line
 from hookline.engine import (
     GradientCallback,
     InBlocks,
@@ -280,7 +280,7 @@ def _value_text(value: Any) -> str:
     if not floating:
         return text
     (_, first), *rest = floating
-    dtype = str(first.dtype).removeprefix("torch.")
+    dtype = torch_name(first.dtype)
     try:
         with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
             mean, std = _mean_and_std(innermost(first.detach()))
