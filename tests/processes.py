@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -80,11 +81,11 @@ class Processes:
                 lines[line.recv()] = line
             self.lines = [lines[rank] for rank in range(self.n)]
 
-    def stop(self) -> None:
+    def stop(self, signal_: int = signal.SIGKILL) -> None:
         for line in self.lines:
             line.close()
         for process in self.running:
-            process.end()
+            process.end(signal_)
         self.lines, self.running = [], []
 
     def run(self, file: str, name: str, *args: Any) -> list[Any]:
@@ -116,7 +117,10 @@ class Processes:
                     said.append(("hung", f"no answer in {self.seconds:g} s"))
             except (EOFError, ConnectionError):
                 said.append(("died", "its process has ended"))
-        if any(kind in ("hung", "died") for kind, _ in said):
+        kinds = {kind for kind, _ in said}
+        if "hung" in kinds:
+            self.stop(signal.SIGABRT)  # each says where it was
+        elif "died" in kinds:
             self.stop()
         return said
 

@@ -87,9 +87,9 @@ class Running:
         self._line.send((self._id, signal_))
         return self._line.recv()
 
-    def end(self) -> None:
-        """Kill the process."""
-        self.wait(signal.SIGKILL)
+    def end(self, signal_: int = signal.SIGKILL) -> None:
+        """Kill the process. After `SIGABRT` it says where it was."""
+        self.wait(signal_)
 
 
 @cache
