@@ -34,22 +34,22 @@ from hookline.engine.operations.attention_parts import PARTS
 from hookline.engine.operations.call_list import CallList, FunctionCall
 from hookline.engine.operations.mode import operations_on
 from hookline.engine.operations.operation import Operation
+from hookline.engine.passes.as_recomputation import as_recomputation
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.checkpointing import same_draws, stop_all
 from hookline.engine.passes.modes import (
     has_numbers, innermost, is_transformed, plain, without_autocast,
 )
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
-from hookline.engine.passes.as_recomputation import as_recomputation
 from hookline.engine.pytree.call_arguments import Arguments
 from hookline.engine.pytree.hidden_tensors import every_tensor, tensor_holder
 from hookline.engine.pytree.tree import local_shards
 from hookline.engine.report.replaced_parts import Lapse
 from hookline.engine.report.report import Report, facts
+from hookline.engine.selection.model_parts import has_parts, register_parts, sites_of_part
 from hookline.engine.selection.module_tree import (
     ModuleNode, ModuleTree, OperationNode, ParameterNode, module_tree, require_model,
 )
-from hookline.engine.selection.model_parts import has_parts, register_parts, sites_of_part
 from hookline.engine.selection.selectors import (
     Selection, Selector, SitedNode, as_written, check_ports, parse_site, ports_for, select,
     select_in,
