@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from each_regime import QUANTIZATION, SENTENCES, checkpointed, replaced
 from tiny_transformers import tiny
-from zoo import ROWS, Delegating, NotCheckpointed, encoder, int8_net, rows_net
+from zoo import ROWS, Delegating, NotCheckpointed, data_parallel, encoder, int8_net, rows_net
 
 OTHER = ROWS.flip(0) * 0.5 + 0.1
 
@@ -101,7 +101,7 @@ AGAIN = [
       for is_reentrant in (True, False)),
     Again("no_grad, inference_mode", linear_net, around=torch.no_grad),
     Again("no_grad, inference_mode", linear_net, around=torch.inference_mode),
-    Again("DataParallel", lambda: nn.DataParallel(linear_net()), plain=linear_net),
+    Again("DataParallel", lambda: data_parallel(linear_net()), plain=linear_net),
     Again("models of transformers", Logits, "model.model.layers.0",
           (torch.tensor([[3, 7, 5, 9]]), torch.tensor([[4, 7, 8, 9]]))),
     Again("TransformerEncoder, torch's fast path on", eval_encoder, **ENCODER,

@@ -29,6 +29,7 @@ from zoo import (
     NotCheckpointed,
     Recursive,
     Tagged,
+    data_parallel,
     encoder,
     int8_net,
     lazy_net,
@@ -332,7 +333,7 @@ REGIMES = [
            training=True),
     Regime("`no_grad` or `enable_grad` inside forward", switching, step, values=("0", "1"),
            gradients=("2:grad_output", "3:grad_input"), untold=("clip",)),
-    Regime("DataParallel", lambda: nn.DataParallel(rows_net()), step, plain=rows_net, **ROWS_NET),
+    Regime("DataParallel", lambda: data_parallel(rows_net()), step, plain=rows_net, **ROWS_NET),
 
     Regime("TransformerEncoder, with gradients", encoder, partial(step, x=SENTENCES), "training",
            values=LAYERS[:2], gradients=LAYER_PORTS, tokens=LAYERS, training=True),

@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*num_workers"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ import hookline as hl
 from by_torch import assert_gradients_are_torchs
 from zoo import SmallNet
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),  # torch's own first one
+]
 GPU = torch.device("cuda")
 
 
@@ -171,10 +176,19 @@ def test_an_edit_changes_what_comes_after():
     assert not torch.equal(model(data), expected)
 
 
-def test_an_edit_with_a_tensor_of_another_device_says_so():
+def test_an_edit_takes_its_tensors_to_the_device():
+    model, data = language().eval(), tokens()
+    direction = torch.randn(32)
+    with hl.edit(model, "h.1", hl.edits.add(direction.to(GPU))):
+        expected = model(data)
+    with hl.edit(model, "h.1", hl.edits.add(direction)):
+        assert torch.equal(model(data), expected)
+
+
+def test_an_edit_that_returns_a_tensor_of_the_cpu_says_so():
     model = language().eval()
-    message = "(?s)the edit at h.1 .*cuda"
-    with hl.edit(model, "h.1", hl.edits.add(torch.randn(32))):
+    message = r"the edit at h\.1 .* on cuda:0, got Tensor.* on cpu"
+    with hl.edit(model, "h.1", lambda value: value.cpu()):
         with pytest.raises(hl.HooklineError, match=message):
             model(tokens())
 
@@ -194,6 +208,61 @@ def test_statistics_are_those_of_the_cpu():
 
     for on_gpu, on_cpu in zip(numbers(model, data), numbers(host, data.cpu()), strict=True):
         assert float(on_gpu) == pytest.approx(float(on_cpu), rel=1e-3, abs=1e-4)
+
+
+def loss_of_token_3(logits):
+    return logits[..., 3].float().mean()
+
+
+def swept(model, data):
+    effects = hl.sweep(model, data, "h.*", loss_of_token_3, clean=data + 1, each={"position": 1})
+    return effects.values.ravel().tolist()
+
+
+def attributed(model, data):
+    shares = hl.attribute(model, data, "h.*", loss_of_token_3, clean=data + 1)
+    return [row["estimate"] for row in shares.to_dict()["rows"]]
+
+
+def norms(model, data):
+    loss_of_token_3(model(data)).backward()
+    with hl.record(model, "h.*", ports=("output", "grad_output")) as run:
+        loss_of_token_3(model(data)).backward()
+    return [row.norm for row in run.gradients().rows]
+
+
+@pytest.mark.parametrize("numbers", [swept, attributed, norms])
+def test_numbers_of_a_verb_are_those_of_the_cpu(numbers):
+    model, data = language().eval(), tokens() % 40
+    expected = numbers(copy.deepcopy(model).cpu(), data.cpu())
+    assert len(expected) > 2
+    assert numbers(model, data) == pytest.approx(expected, rel=1e-2, abs=1e-6)
+
+
+def test_a_run_on_the_device_and_one_on_the_cpu_are_compared():
+    model, data = language().eval(), tokens()
+    host, runs = copy.deepcopy(model).cpu(), []
+    for each, batch in ((model, data), (host, data.cpu())):
+        with hl.record(each, "h.*") as run:
+            each(batch)
+        runs.append(run)
+    assert hl.compare(*runs).first is None
+
+
+def test_two_models_on_the_device_are_compared():
+    model, data = language().eval(), tokens()
+    changed = copy.deepcopy(model)
+    assert hl.shadow(changed, model, data).first is None
+    with torch.no_grad():
+        changed.h[1].out.weight.mul_(1.01)
+    assert hl.shadow(changed, model, data).first.site == "h.1.out"
+
+
+def test_what_is_extracted_are_the_values_of_the_device(tmp_path):
+    net, rows = small_net(), torch.randn(10, 3, 8, 8)
+    expected = by_hand(net, ["layer1"], lambda: net(rows.to(GPU)))["layer1"]
+    store = hl.extract(net, rows, "layer1", tmp_path / "store", batch_size=4)
+    torch.testing.assert_close(store["layer1"][:].to(GPU), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_features_stop_early():
@@ -384,18 +453,52 @@ def test_a_saved_recording_is_read_on_a_machine_without_a_device(tmp_path):
 
 
 def test_nothing_waits_for_the_device_while_recording():
-    model, data = language().eval(), tokens()
+    model, data, moments = language().eval(), tokens(), hl.stats.moments()
     model(data)
     torch.cuda.set_sync_debug_mode("error")
     try:
         with (
             hl.record(model, "h.*"),
-            hl.record(model, "h.*", keep=hl.stats.moments()),
+            hl.record(model, "h.*", keep=lambda t: moments.update(moments.start(t), t)),
             hl.edit(model, "h.1", hl.edits.scale(0.5)),
         ):
             model(data)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def synchronisations(step):
+    """The lines of code where a step waited for the device, by torch's own count."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [
+        f"{Path(warning.filename).stem}:{warning.lineno}"
+        for warning in caught
+        if "called a synchronizing" in str(warning.message)
+    ]
+
+
+def test_a_check_waits_after_forward_and_before_backward():
+    model, data = language().eval(), tokens()
+    step_of(model, data=data)
+    assert synchronisations(lambda: step_of(model, data=data)) == []
+    with hl.check(model):
+        step_of(model, data=data)
+        assert len(waits := synchronisations(lambda: step_of(model, data=data))) <= 4, waits
+
+
+def test_a_monitor_waits_for_the_device_where_it_reports():
+    model, data = language().eval(), tokens()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hl.monitor(model, every=10):
+        for _ in range(2):
+            step_of(model, optimizer, data=data)
+        assert synchronisations(lambda: step_of(model, optimizer, data=data)) == []
 
 
 def test_training_under_each_verb_gives_the_same_bits():

@@ -17,6 +17,7 @@ from torch import nn
 
 import hookline as hl
 from thoroughness import tries
+from zoo import data_parallel
 
 
 @pytest.fixture
@@ -215,7 +216,7 @@ def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
     note="Tested on the CPU, where `DataParallel` calls the module directly.",
 )
 def test_data_parallel_on_the_cpu_is_the_module(model):
-    parallel = nn.DataParallel(model)
+    parallel = data_parallel(model)
     with hl.record(parallel, "0", ports=("output", "grad_output")) as run:
         parallel(batch(1)).sum().backward()
     assert list(run) == ["0", "0:grad_output"]

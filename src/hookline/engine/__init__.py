@@ -73,7 +73,7 @@ from hookline.engine.torch_private.distributed import (
     split_over, unwrapped, waiting_gradients,
 )
 from hookline.engine.torch_private.dynamo import (
-    TracingAttachError, dynamo_config, has_compiled, while_tracing,
+    TracingAttachError, dynamo_config, has_compiled, uncompiled, while_tracing,
 )
 from hookline.engine.torch_private.graph.checkpoint import aside
 from hookline.engine.torch_private.graph.dispatch import (

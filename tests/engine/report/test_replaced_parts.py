@@ -16,6 +16,7 @@ import hookline as hl
 from hookline.display.results import printout_of
 from hookline.engine.report import replaced_parts
 from thoroughness import examples
+from zoo import data_parallel
 
 X = torch.ones(1, 2)
 
@@ -190,7 +191,7 @@ def put_back(model):
 
 HARMLESS = {
     "a dtype and back": lambda model: model.double().float(),
-    "torch's wrapper": lambda model: model.__setitem__(0, nn.DataParallel(model[0])),
+    "torch's wrapper": lambda model: model.__setitem__(0, data_parallel(model[0])),
     "functional_call": call_functionally,
     "put back": put_back,
     "new data": lambda model: model.load_state_dict(model.state_dict()),

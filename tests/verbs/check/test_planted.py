@@ -210,6 +210,8 @@ def test_a_nan_in_a_buffer():
 
 @pytest.mark.parametrize("by", ["torch.compile", "model.compile", "part"])
 def test_inside_compiled_code(by, fresh_dynamo):
+    from torch._dynamo.utils import counters
+
     model = Between(lambda x: (x - 100).log())  # planted compiled
     run = model
     if by == "torch.compile":
@@ -221,6 +223,7 @@ def test_inside_compiled_code(by, fresh_dynamo):
     finding = found(model, lambda: train(model, run=run))
     assert (finding.operation, finding.path) == ("aten.log.default", "mid")
     assert (finding.n_nan, planted_at(finding)) == (12, "compiled")
+    assert not counters["graph_break"]  # the repetition compiles nothing
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from hookline.display.text import plural
 from hookline.engine.pytree.tree import _SETS, Key, Leaf, items, tensors
@@ -37,7 +38,7 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
         if isinstance(old, Tensor) or isinstance(new, Tensor) or (old is None) != (new is None):
             return f"expected {in_words(old)}{at}, got {in_words(new)}"
         return None
-    if not isinstance(old, tuple) and old is new:  # dynamo knows no identity of tuples
+    if not is_dynamo_compiling() and old is new:  # dynamo knows no identity of containers
         return None
     parts_new = items(new)
     if type(old) is not type(new) or parts_new is None or len(parts_new) != len(parts):

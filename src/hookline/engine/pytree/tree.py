@@ -143,6 +143,8 @@ def _tuple(value: Any, parts: list[Any]) -> Any:
 
 def _with_attributes_of(value: Any, new: Any) -> Any:
     """Give a new object the attributes of another that it lacks."""
+    if OLD_DYNAMO and is_dynamo_compiling():
+        return new  # which sees no `__dict__`
     attributes = getattr(value, "__dict__", None)
     if attributes and attributes.keys() != new.__dict__.keys():
         new.__dict__.update(attributes)

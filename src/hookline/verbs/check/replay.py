@@ -30,6 +30,7 @@ from hookline.engine import (
     next_number,
     parameters,
     path_text,
+    uncompiled,
     unwrap,
     without_modes,
 )
@@ -175,7 +176,8 @@ class Replay:
         with as_recomputation(self._passes), start.again(self._root), self._hooked():
             self._name_tensors(args, kwargs)
             anomaly = torch.autograd.set_detect_anomaly(run.has_grad, check_nan=False)
-            with anomaly, self._names, self._origins:
+            # What is compiled in place would be compiled anew, with the hooks of the repetition.
+            with uncompiled(), anomaly, self._names, self._origins:
                 self.output = self._root(*args, **kwargs)
             self._judge_output()
         self.likeness.end({call.node.path for call in self.calls})
