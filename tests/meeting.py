@@ -1,9 +1,29 @@
-"""A second thread that acts while a first one is in the middle of something."""
+"""A second thread that acts while a first one is in the middle of something, or waits for it."""
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable
+
+
+def in_autograds_thread(act: Callable[[], object]) -> None:
+    """Call a function in a thread that `threading` does not know, as autograd's are on a GPU."""
+    done, errors = _thread.allocate_lock(), []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.release()
+
+    done.acquire()
+    _thread.start_new_thread(run, ())
+    assert done.acquire(timeout=30)
+    for error in errors:
+        raise error
 
 
 class ToldLock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import threading
 import weakref
 
@@ -15,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.engine.passes.passes import THREAD
 from hookline.errors import AttachError, HooklineWarning
+from meeting import in_autograds_thread
 
+anywhere = pytest.mark.parametrize("run_in", [operator.call, in_autograds_thread])
 both = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 
 
@@ -78,7 +81,8 @@ def test_an_edit_gone_in_backward_is_refused_unlike_a_raw_hook(
 
 
 @both
-def test_lines_between_forward_and_backward_see_nothing(reentrant):
+@anywhere
+def test_lines_between_forward_and_backward_see_nothing(run_in, reentrant):
     plain, model = Net(), Net(reentrant)
     plain(X).sum().backward()
     loss = model(X).sum()
@@ -88,7 +92,7 @@ def test_lines_between_forward_and_backward_see_nothing(reentrant):
     raw = hl.attach(model)
     raw.forward("block.0", lambda m, args, out: out * 0)
     raw.saved("block.2", lambda t: t * 0, lambda t: t)
-    loss.backward()
+    run_in(loss.backward)
     with pytest.warns(HooklineWarning, match="8 of 9 sites never fired"):
         recorder.remove()
     assert torch.equal(gradients(plain), gradients(model))
@@ -186,20 +190,21 @@ def test_submodules_run_by_hand_are_gathered_once(reentrant):
 
 
 @both
-def test_a_forward_in_a_users_backward_hook_is_a_pass_of_its_own(reentrant):
+@anywhere
+def test_a_forward_in_a_users_backward_hook_is_a_pass_of_its_own(run_in, reentrant):
     model = Net(reentrant)
     other = []
     y = model(X)
     y.register_hook(torch.enable_grad()(lambda g: other.append(model(X * 2).sum())))
     with hl.record(model, "block.0") as run:
-        y.sum().backward()
+        run_in(y.sum().backward)
     assert len(run.passes) == 1
     assert torch.equal(run["block.0"], model.block[0](model.stem(X * 2)))
 
     y = model(X)
     y.register_hook(lambda g: other.append(model.head(torch.ones(4)).sum()))
     with hl.record(model, "head") as run:
-        y.sum().backward()
+        run_in(y.sum().backward)
     assert torch.equal(run["head"], model.head(torch.ones(4)))
 
 
@@ -298,14 +303,15 @@ def test_what_was_recorded_is_freed_with_recording_and_graph(reentrant, detach):
 
 
 @both
-def test_hooks_on_everything_change_both_runs_and_count_once(reentrant):
+@anywhere
+def test_hooks_on_everything_change_both_runs_and_count_once(run_in, reentrant):
     plain, model = Net(), Net(reentrant)
     grads = []
-    for one in (plain, model):
+    for net in (plain, model):
         with hl.attach(hl.EVERYWHERE) as line:
             line.forward(nn.Tanh, lambda m, args, out: out * 2)
             line.backward(nn.Sigmoid, lambda m, gi, go: grads.append((*gi, *go)))
-            one(X).sum().backward()
+            run_in(net(X).sum().backward)
         assert [count for _, count in line.report().fired] == [1, 1]
     assert len(grads) == 2
     assert all(map(torch.equal, *grads))

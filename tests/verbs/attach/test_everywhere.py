@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import itertools
 import sys
@@ -19,6 +18,7 @@ from torch.nn.modules import module as tables
 from torch.testing import assert_close
 
 import hookline as hl
+from meeting import in_autograds_thread
 from thoroughness import examples, tries
 
 MODULE_KINDS = ["forward_pre", "forward", "backward_pre", "backward"]
@@ -170,21 +170,11 @@ def test_of_two_threads_that_train_only_the_lines_own_is_seen():
 
 
 def test_a_backward_in_a_foreign_thread_belongs_to_its_line():
-    seen, done = [], _thread.allocate_lock()
-    model = nn.Linear(3, 2)
-
-    def run(loss):
-        try:
-            loss.backward()
-        finally:
-            done.release()
-
+    seen, model = [], nn.Linear(3, 2)
     with hl.attach(hl.EVERYWHERE) as line:
         line.backward_pre(None, lambda *_: seen.append("before"))
         line.backward(None, lambda *_: seen.append("after"))
-        done.acquire()
-        _thread.start_new_thread(run, (model(torch.ones(2, 3, requires_grad=True)).sum(),))
-        assert done.acquire(timeout=30)
+        in_autograds_thread(model(torch.ones(2, 3, requires_grad=True)).sum().backward)
     assert seen == ["before", "after"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import gc
 import io
 import pickle
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from meeting import in_autograds_thread
 
 
 def backward(model, image):
@@ -154,27 +154,14 @@ def test_a_line_in_a_block_sees_the_backward_of_its_own_thread(net, image):
 
 @pytest.mark.trap(42)
 def test_a_backward_in_a_thread_of_autograd_belongs_to_the_line(net, image):
-    """Such threads have no context, and Python's threading does not know them."""
-    seen, done, errors = [], _thread.allocate_lock(), []
-    done.acquire()
-
-    def run(loss):
-        try:
-            loss.backward()
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            done.release()
-
-    with hl.attach(net) as line, hl.record(net, ["fc:grad_output", "fc.bias:grad"]) as run_:
+    seen = []
+    with hl.attach(net) as line, hl.record(net, ["fc:grad_output", "fc.bias:grad"]) as run:
         line.grad("fc.bias", lambda grad: seen.append("grad"))
         line.backward("fc", lambda *_: seen.append("backward"))
-        _thread.start_new_thread(run, (net(image).sum(),))
-        done.acquire()
-    assert errors == []
+        in_autograds_thread(net(image).sum().backward)
     assert seen in (["backward", "grad"], ["grad", "backward"])
-    assert run_["fc:grad_output"].shape == (2, 5)
-    assert run_["fc.bias:grad"].shape == (5,)
+    assert run["fc:grad_output"].shape == (2, 5)
+    assert run["fc.bias:grad"].shape == (5,)
 
 
 def test_a_tensor_pickled_meanwhile_leaves_its_hooks_behind(net):

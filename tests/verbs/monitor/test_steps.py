@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from hookline.util import locks
 from hookline.verbs.monitor import steps
 from hookline.verbs.monitor.slots import Slots
 from hookline.verbs.monitor.steps import OptimizerPairs
-from meeting import Meanwhile, ToldLock
+from meeting import Meanwhile, ToldLock, in_autograds_thread
 
 X = torch.ones(1, 2)
 PASSES = (4, steps._MOST_WAITING + 4)
@@ -436,20 +437,21 @@ def test_a_number_belongs_to_the_step_whose_part_has_run():
 # -- optimizers in the backward ------------------------------------------------------------------
 
 
-def gradients_of_inputs(model, n_steps):
-    """Train; return the norms of the gradients of the inputs."""
+def gradients_of_inputs(model, n_steps, run):
+    """Train; return the norms of the gradients of the inputs. `run` calls each backward."""
     norms = []
     torch.manual_seed(0)
     for _ in range(n_steps):
         x = torch.randn(5, 2, requires_grad=True)
-        model(x).square().mean().backward()
+        run(model(x).square().mean().backward)
         norms.append(x.grad.norm().item())
     return norms
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("has_unused", [False, True])
-def test_optimizers_in_the_backward_step_with_all_of_it(has_unused, every):
+@pytest.mark.parametrize("run", [operator.call, in_autograds_thread])
+def test_optimizers_in_the_backward_step_with_all_of_it(run, has_unused, every):
     model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     if has_unused:
         model[0].register_parameter("unused", nn.Parameter(torch.ones(1)))
@@ -463,7 +465,7 @@ def test_optimizers_in_the_backward_step_with_all_of_it(has_unused, every):
     for weight in used:
         weight.register_post_accumulate_grad_hook(step)
     with hl.monitor(model, ports=("output", "grad_input", "grad", "update"), every=every) as seen:
-        norms = gradients_of_inputs(model, 4)
+        norms = gradients_of_inputs(model, 4, run)
     assert seen.steps.tolist() == list(range(0, 4, every))
     assert seen["0:grad_input"].norm.tolist() == pytest.approx(norms[::every], rel=1e-6)
     assert seen["0.weight:update"].count.tolist() == [8] * len(seen)
@@ -471,7 +473,8 @@ def test_optimizers_in_the_backward_step_with_all_of_it(has_unused, every):
     assert seen["0"].count.tolist() == [20] * len(seen)
 
 
-def test_a_backward_that_raises_ends_its_step_later():
+@pytest.mark.parametrize("run", [operator.call, in_autograds_thread])
+def test_a_backward_that_raises_ends_its_step_later(run):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     raises = [False, True, False, False]
@@ -485,7 +488,7 @@ def test_a_backward_that_raises_ends_its_step_later():
     with hl.monitor(model) as seen:
         for k in range(4):
             try:
-                model(X).sum().backward()
+                run(model(X).sum().backward)
             except ZeroDivisionError:
                 assert k == 1
     assert seen.steps.tolist() == [0, 1, 2, 3]

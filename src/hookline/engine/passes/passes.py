@@ -31,6 +31,7 @@ from typing import Any, Protocol, final
 from hookline.engine.distributed.rendezvous import note_failure
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.modes import Mode, is_transformed, mode_now
+from hookline.engine.torch_private.autograd import backward_number
 from hookline.util.locks import fork_safe_lock
 
 # The passes of the lines made in this context. A tuple, since contexts share it.
@@ -236,8 +237,13 @@ class Passes:
         return False
 
     def may_see(self) -> bool:
-        """Tell whether the line sees this thread, or a thread of autograd, which has no context."""
-        return self.is_here() or not (self.closed or _is_of_python())
+        """Tell whether the line sees what runs here.
+
+        On a GPU, autograd runs a backward, and the forwards inside it, in threads of its own.
+        """
+        if self.is_here():
+            return True
+        return not (self.closed or backward_number() == -1 or _thread_kind.is_of_python)
 
     def begin(self, frame: FrameType, root: object = None) -> None:
         """Begin a pass before the root runs.
@@ -260,7 +266,7 @@ class Passes:
                 local.current = None
                 self._finish(current, failed=True)
                 current = None
-        if not self.is_here():
+        if not self.may_see():
             self.other_contexts += not self.closed
             return
         mode = mode_now() if current is None else None
@@ -335,7 +341,7 @@ class Passes:
         outside = self.in_thread.outside
         if outside is not None and outside.recomputation is not None:
             return outside
-        if not self.is_here():
+        if not self.may_see():
             if not self.closed:
                 self.other_contexts = max(self.other_contexts, 1)
             return None
@@ -417,13 +423,18 @@ ELSEWHERE = (
 )
 
 
-def _is_of_python() -> bool:
+class _ThreadKind(threading.local):
     """Tell whether Python, and not torch, started the present thread."""
-    me = threading.get_ident()
-    return any(
-        thread.ident == me and not isinstance(thread, threading._DummyThread)
-        for thread in threading.enumerate()
-    )
+
+    def __init__(self) -> None:
+        me = threading.get_ident()
+        self.is_of_python: bool = any(
+            thread.ident == me and not isinstance(thread, threading._DummyThread)
+            for thread in threading.enumerate()
+        )
+
+
+_thread_kind = _ThreadKind()
 
 
 def lines_here() -> tuple[Passes, ...]:

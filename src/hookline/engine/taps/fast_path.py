@@ -51,7 +51,7 @@ class FusedTap(Tap):
         """Check whether torch would run this call as one operation: the forward-pre hook."""
         if kwargs is None or self.ran or is_dynamo_compiling():
             return
-        if self.in_thread.current is None and not self.passes.is_here():
+        if self.in_thread.current is None and not self.passes.may_see():
             self._slow_path(module)  # removes the tap, if it was copied along with the model
         elif is_fused(module, args, kwargs) and not any(map(foreign_hooks, module.modules())):
             self.ran: bool = True

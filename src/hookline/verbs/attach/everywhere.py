@@ -155,7 +155,7 @@ class _Dispatcher:
 
     def here(self) -> list[GlobalHooks]:
         """List the lines that see the present thread and task."""
-        return [line for line in self._lines if line.passes.is_here()]
+        return [line for line in self._lines if line.passes.may_see()]
 
     def add(self, line: GlobalHooks) -> None:
         """Register the process-wide hooks that a line needs by now."""
