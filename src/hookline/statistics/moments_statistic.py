@@ -67,8 +67,10 @@ class MomentsStatistic:
         self._meter = Meter(_WORTH_A_COMPILER if compile is None else math.inf, native_moments)
 
     def start(self, value: Tensor) -> Tensor:
-        """Return empty slots on the value's device."""
-        return torch.tensor(_EMPTY, dtype=torch.float64, device=slot_device(value))
+        """Return empty slots on the value's device, which is not waited for."""
+        slots = torch.zeros(len(_EMPTY), dtype=torch.float64, device=slot_device(value))
+        slots[_N_SUMS:].fill_(-math.inf)
+        return slots
 
     def update(self, slots: Tensor, value: Tensor) -> Tensor:
         """Return the slots with one more value.

@@ -422,7 +422,8 @@ def positions(index: Any, length: int, word: str) -> NDArray[np.int64]:
             f"\nGive the numbers of {word}, such as [0, 5], or a slice such as [:100]."
         )
     if numbers.dtype.kind == "u":
-        numbers = np.minimum(numbers.astype(np.uint64), 2**63 - 1)  # else it would become negative
+        # Else it would become negative.
+        numbers = np.minimum(numbers.astype(np.uint64), np.uint64(2**63 - 1))
     numbers = numbers.astype(np.int64, copy=False)
     if not numbers.size or numbers.view(np.uint64).max() < length:
         return numbers  # the common case, in one look: a negative number would be a large one

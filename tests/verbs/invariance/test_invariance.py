@@ -100,7 +100,7 @@ class Placed(nn.Module):
     ],
 )
 def test_a_copy_on_another_device_is_compared(net, outcome, first, monkeypatch):
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cpu", 0))
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: torch.device("cpu", 0))
     row = hl.invariance(net, X, only=["other device"])["other device"]
     assert (row.outcome, row.first) == (outcome, first)
 
@@ -540,6 +540,7 @@ def test_checks_of_nothing_are_no_success(batch):
     assert not invariance.ok
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @torch.no_grad()
 def test_a_cache_of_earlier_tokens_is_refused():
     net, tokens = model("gpt2"), ids(3, 6)
@@ -551,6 +552,7 @@ def test_a_cache_of_earlier_tokens_is_refused():
     assert cache.get_seq_length() == 4
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_a_cache_of_a_fixed_length_is_no_fault_of_the_model():
     from transformers import StaticCache
 

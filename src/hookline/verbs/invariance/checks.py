@@ -70,7 +70,9 @@ def chunked(trials: Trials) -> Pair:
     """Run the first half of the tokens, then the second with the cache of the first."""
     feed = trials.feed.decoded
     half = feed.n_tokens // 2
-    name = next((name for name in CACHES if name in feed.accepted), "")
+    # That which the inputs have, if any: the model takes one of them alone.
+    names = [*filter(feed.named.__contains__, CACHES), *filter(feed.accepted.__contains__, CACHES)]
+    name = next(iter(names), "")
     if not name or "use_cache" not in feed.accepted:
         raise NotApplicable(f"the forward takes no {CACHES[-1]}")
     if not half:
@@ -186,7 +188,7 @@ def in_dtype(dtype: torch.dtype, trials: Trials) -> Pair:
 def on_other_device(trials: Trials) -> Pair:
     """Run a copy on another device: on an accelerator, or else on the processor."""
     kinds = {tensor.device.type for tensor in trials.model.parameters()}
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         raise NotApplicable("torch finds no accelerator")
     if len(kinds) > 1:
