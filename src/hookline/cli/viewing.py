@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hookline.cli.judging import findings_in
 from hookline.cli.terminal import out, say
-from hookline.curves import is_run
+from hookline.curves import is_run, open_run
 from hookline.errors import FolderError, InputError
 from hookline.findings import Findings
 from hookline.verbs.compare.compare import compare
@@ -100,7 +100,9 @@ def write_view(
         return write_comparison_page(compare(*folders), target, names), None
     folder = folders[0]
     if is_run(folder):
-        return write_curves_page(folder, target), findings_in(folder)
+        title, where = folder.resolve().name, os.fspath(folder)
+        page = write_curves_page(open_run(folder), target, title=title, where=where)
+        return page, findings_in(folder)
     if is_kept(folder):
         return write_page(finding_in(folder), target), None
     contents = FolderSource(folder, items).read()

@@ -15,13 +15,14 @@ from hookline.curves.findings import findings_of_steps
 from hookline.curves.layout import Layout
 from hookline.curves.logged import Logged, checked_logged, logged_of
 from hookline.curves.overview import curves_printout, site_numbers
-from hookline.curves.step_reports import LOGGED, ReportSource, StepReport, weight_of
+from hookline.curves.step_reports import LOGGED, Reports, ReportSource, StepReport, weight_of
 from hookline.display.results import Printout, Result
 from hookline.engine import as_written
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.provenance import Provenance
 from hookline.errors import InputError, NotRecordedError, RanksError
 from hookline.findings.finding import Findings
+from hookline.util.hidden import hides
 
 
 @final
@@ -101,6 +102,7 @@ class Curve:
 
 
 @final
+@hides("reports")
 class Curves(Result):
     """The statistics that `hl.monitor` measured, by site and training step.
 
@@ -356,6 +358,20 @@ class Curves(Result):
             The findings, the worst first: print them, or ask `.ok` and `.worst`.
         """
         return findings_of_steps(self._source.read(), self._source.read_logged())
+
+    def reports(self) -> ReportSource:
+        """Return the reports that the curves are read from, those of one rank with it alone."""
+        if self._rank is None:
+            return self._source
+        reports, at = Reports(self._source.model), slice(self._rank, self._rank + 1)
+        for report in self._source.read():
+            if len(slots := report.slots[at]):
+                row = StepReport(report.step, report.seconds, report.layout, slots, report.order)
+                reports.add(row)
+        for report in self._source.read_logged():
+            reports.add(StepReport.of_logged(report.step, report.seconds, report.logged))
+        reports.has_ended = self._source.has_ended
+        return reports
 
     def rank(self, number: int) -> Curves:
         """Return the curves with the numbers of one rank alone.

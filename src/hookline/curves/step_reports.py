@@ -158,9 +158,13 @@ class ReportSource(Protocol):
 
     Attributes:
         model: the identity of the model; None if it is not known.
+        has_ended: whether the monitor has ended; False of one that goes on or was killed.
+        version: a text that is another one once the reports are those of another monitor.
     """
 
     model: RecordedModel | None
+    has_ended: bool
+    version: str
 
     def read(self) -> Sequence[StepReport]:
         """Return the reports of measured steps so far, in order."""
@@ -181,6 +185,7 @@ class Reports:
 
     def __init__(self, model: RecordedModel | None = None) -> None:
         self.model = model
+        self.has_ended, self.version = False, ""
         self._reports: list[StepReport] = []
         self._logged: list[StepReport] = []
 

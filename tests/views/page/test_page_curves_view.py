@@ -16,8 +16,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.curves import RunFolder, RunReader, StepReport
-from hookline.views.page import write_curves_page
 from hookline.views.page.curves_view import logged_data
+from packed_pages import data_of
 from runs import Writer, layout_of, report_of
 
 NAN = float("nan")
@@ -117,7 +117,7 @@ def test_a_damaged_run_is_said(served, run):
         assert answer["state"] == ""
         assert "is damaged at byte" in answer["gone"]
     with pytest.raises(hl.FolderError, match="is damaged at byte"):
-        write_curves_page(run.folder.path, run.folder.path / "page.html")
+        hl.write_page(hl.open(run.folder.path), run.folder.path / "page.html")
     data[-20] ^= 255
     path.write_bytes(data)
     assert json.loads(server.get("state").text)["state"].startswith("run-")
@@ -189,7 +189,7 @@ def test_a_step_that_the_statistic_cannot_read_is_left_out(served, tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.add(report_of(0, layout, [[1.0]]))
     with pytest.warns(hl.HooklineWarning, match="HistogramStatistic at a are left out"):
-        write_curves_page(tmp_path / "run", tmp_path / "page.html")
+        hl.write_page(hl.open(tmp_path / "run"), tmp_path / "page.html")
 
 
 def test_ranks_have_numbers_of_their_own(served, tmp_path):
@@ -223,7 +223,7 @@ def test_the_policy_lets_only_the_pages_own_script_run(served, run, runs, tmp_pa
         script = re.search(r"<script>(.*?)</script>", answer.text, re.DOTALL)[1]
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in answer.headers["content-security-policy"]
-    text = write_curves_page(str(run.folder.path), tmp_path / "page.html").read_text()
+    text = hl.write_page(hl.open(str(run.folder.path)), tmp_path / "page.html").read_text()
     script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in text
@@ -234,7 +234,7 @@ def test_no_name_becomes_markup(served, tmp_path):
     writer = Writer(tmp_path / "<b>run", names)
     writer.add([1.0], [2.0], [3.0])
     server = served(tmp_path / "<b>run")
-    file = write_curves_page(tmp_path / "<b>run", tmp_path / "page.html").read_text()
+    file = hl.write_page(hl.open(tmp_path / "<b>run"), tmp_path / "page.html").read_text()
     for text in (server.get().text, file):
         assert "<b>run" not in text
         assert "<img" not in text
@@ -244,14 +244,34 @@ def test_no_name_becomes_markup(served, tmp_path):
 
 
 def test_a_page_in_a_folder_is_called_report(run, tmp_path):
-    assert write_curves_page(run.folder.path, tmp_path) == tmp_path / "report.html"
-    assert write_curves_page(run.folder.path, f"{tmp_path}/new/").name == "report.html"
+    assert hl.write_page(hl.open(run.folder.path), tmp_path) == tmp_path / "report.html"
+    assert hl.write_page(hl.open(run.folder.path), f"{tmp_path}/new/").name == "report.html"
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(hl.FolderError, match="cannot be read"):
-        write_curves_page(tmp_path, tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()
+def test_curves_in_memory_have_the_page_of_their_folder(tmp_path):
+    model = nn.Linear(2, 2)
+    with hl.monitor(model, ports="output", to=tmp_path / "run") as seen:
+        for k in range(3):
+            seen.log(loss=model(torch.full((4, 2), float(k))).sum())
+    texts = [
+        hl.write_page(curves, tmp_path / "page.html").read_text()
+        for curves in (seen, hl.open(tmp_path / "run"))
+    ]
+    assert "<title>Training of Linear" in texts[0]
+    first, second = ({**data_of(text), "age": 0.0} for text in texts)
+    assert first == second
+    assert first["ended"]
+
+
+def test_curves_of_one_rank_have_a_page_of_their_own(tmp_path):
+    writer = Writer(tmp_path / "run", ["a"])
+    writer.add_ranks([[1.0]], [[3.0]])
+    curves = hl.open(tmp_path / "run")
+    means = [
+        floats(data_of(hl.write_page(part, tmp_path / "p.html").read_text())["numbers"]["mean"][0])
+        for part in (curves, curves.rank(1))
+    ]
+    assert [mean.tolist() for mean in means] == [[2.0], [3.0]]
 
 
 def test_a_monitor_says_when_its_run_has_ended(served, tmp_path):

@@ -16,7 +16,6 @@ from torch import nn
 import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.curves import RunFolder, StepReport
-from hookline.views.page import write_curves_page
 from runs import Writer, layout_of, report_of
 
 NAN = float("nan")
@@ -56,7 +55,7 @@ def page(request, run, visit, new_page, tmp_path):
         log(run, k, lr=0.1, loss=loss)
     if request.param == "served":
         return visit(run)
-    address = write_curves_page(run.folder.path, tmp_path / "report.html").as_uri()
+    address = hl.write_page(hl.open(run.folder.path), tmp_path / "report.html").as_uri()
     return new_page(address, address)
 
 
@@ -300,7 +299,7 @@ def test_a_jump_has_its_factor_in_the_finding_alone(new_page, tmp_path):
     with hl.monitor(model, ports="output", to=tmp_path / "run") as seen:
         for k in range(40):
             seen.log(loss=model(torch.ones(2, 4) * (1e4 if k > 29 else 1.0)).square().mean())
-    address = write_curves_page(tmp_path / "run", tmp_path / "report.html").as_uri()
+    address = hl.write_page(hl.open(tmp_path / "run"), tmp_path / "report.html").as_uri()
     page = new_page(address, address)
     numbers = page.locator("#pane dl.numbers").first
     expect(numbers).to_contain_text("median of all steps")

@@ -66,6 +66,7 @@ class Reporting:
 
     def close(self) -> None:
         """Write what could not be written before, and close the writers."""
+        self.reports.has_ended = True
         if self._process.is_here:
             with contextlib.ExitStack() as stack:  # one that raises does not keep others open
                 for writer in reversed(self._writers):

@@ -17,10 +17,11 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves import Logged, RunReader, StepReport, logged_of, numbers_of_all
+from hookline.curves import Curves, Logged, StepReport, logged_of, numbers_of_all
 from hookline.curves.findings import findings_of_steps
 from hookline.curves.layout import NO_TURN
 from hookline.curves.ports import PORTS, path_and_port
+from hookline.curves.step_reports import ReportSource
 from hookline.curves.thinned_table import ThinnedTable
 from hookline.display.text import escape_invisible
 from hookline.errors import InputError
@@ -49,22 +50,15 @@ assert set(_KINDS) == set(PORTS)
 
 @final
 class OpenRun:
-    """The run of a folder, which may grow or be replaced while it is shown.
+    """A run, which may grow while it is shown.
 
     Args:
-        folder: the folder.
+        reader: gives its reports.
         most_columns: the greatest number of columns.
-
-    Attributes:
-        reader: what reads the folder: it tells another run, and whether the monitor has ended.
-
-    Raises:
-        FolderError: the folder holds no curves.
     """
 
-    def __init__(self, folder: Path, most_columns: int | None = None) -> None:
-        self.folder = folder
-        self.reader = RunReader(folder)
+    def __init__(self, reader: ReportSource, most_columns: int | None = None) -> None:
+        self.reader = reader
         self.lock = threading.RLock()  # held while an answer is made
         self.table: ThinnedTable = (
             ThinnedTable() if most_columns is None else ThinnedTable(most_columns)
@@ -276,9 +270,9 @@ def _packed(numbers: NDArray[Any], kind: Any) -> str:
     return base64.b64encode(array.tobytes()).decode("ascii")
 
 
-def served_page(template: Any, run: OpenRun, where: str) -> str:
+def served_page(template: Any, run: OpenRun, title: str, where: str) -> str:
     """Render the page of a run, which asks for the numbers itself."""
-    return _render(template, run, where, {"kinds": _KINDS}, is_served=True)
+    return _render(template, run, title, where, {"kinds": _KINDS}, is_served=True)
 
 
 def new_steps(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
@@ -309,28 +303,26 @@ def numbers_of_ranks(run: OpenRun, parameters: dict[str, str]) -> list[list[floa
         return run.of_ranks(-1 if site is None else site, parameters.get("number", ""))
 
 
-def write_curves_page(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
-    """Write the page of a run as one HTML file, which loads nothing.
+def write_curves_page(
+    curves: Curves, path: str | os.PathLike[str], *, title: str = "", where: str = ""
+) -> Path:
+    """Write curves as a page; see `write_page`.
 
     Args:
-        path: the file to write, or a folder, in which `report.html` is written.
-
-    Returns:
-        The file's path.
-
-    Raises:
-        FolderError: the folder holds no curves or is damaged, or the file cannot be written.
-        HooklineError: jinja2 is not installed.
+        title: the heading; empty for one that names the model, if it is known.
+        where: the folder of the run, if there is one.
     """
-    run = OpenRun(Path(folder), _COLUMNS_IN_FILE)
+    run = OpenRun(curves.reports(), _COLUMNS_IN_FILE)
     run.read()
+    of_model = "" if curves.model is None else f" of {curves.model.type.rpartition('.')[2]}"
     data = {"kinds": _KINDS, **run.whole()}
-    text = _render(template_of("training"), run, os.fspath(folder), data, is_served=False)
+    title = title or f"Training{of_model}"
+    text = _render(template_of("training"), run, title, where, data, is_served=False)
     return replace_file(target_of(path), text)
 
 
 def _render(
-    template: Any, run: OpenRun, where: str, core: dict[str, Any], *, is_served: bool
+    template: Any, run: OpenRun, title: str, where: str, core: dict[str, Any], *, is_served: bool
 ) -> str:
     facts = [("sites", f"{len(run.table.sites):,}"), ("steps", f"{len(run.reports):,}")]
     ranks = [("ranks, merged", f"{run.n_ranks:,}")] if run.n_ranks > 1 else []
@@ -338,7 +330,7 @@ def _render(
     return str(
         template.render(
             is_served=is_served,
-            title=run.folder.resolve().name or where,
+            title=title or where,
             subtitle="" if is_served else where,
             where=where,
             facts=[*([] if is_served else facts), *ranks],

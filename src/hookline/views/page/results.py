@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hookline.curves import Curves
 from hookline.display.results import plain, printout_of
 from hookline.errors import InputError
 from hookline.recordings import Recording
@@ -20,6 +21,7 @@ from hookline.verbs.profile.profile import Profile
 from hookline.verbs.sweep.effects import Effects, Sweep
 from hookline.views.page.check_page import check_data, title_of
 from hookline.views.page.core import pack, visible
+from hookline.views.page.curves_view import write_curves_page
 from hookline.views.page.profile_page import profile_data
 from hookline.views.page.render import template_of
 from hookline.views.page.single_file import (
@@ -35,7 +37,7 @@ _TITLES = {True: "Measured effects", False: "Estimated effects"}
 
 
 def write_page(
-    result: Recording | Store | Comparison | Effects | Profile | CheckFinding,
+    result: Recording | Store | Comparison | Effects | Profile | Curves | CheckFinding,
     path: str | os.PathLike[str],
     *,
     title: str = "",
@@ -53,12 +55,14 @@ def write_page(
     A recording is shown with its findings, the depth strip and its values, and so is a store, whose
     pictures and histograms are of its first eight items; a comparison with the error over depth and
     its sites in firing order; a sweep or an attribution as a heat map; a profile as nested bars and
-    a table; a finding of `hl.check` as the chain of values that led to it. The file is written
-    under a temporary name and renamed, so an older page stays until the new one is complete.
+    a table; the curves of a training as a map of time and depth; a finding of `hl.check` as the
+    chain of values that led to it. The file is written under a temporary name and renamed, so an
+    older page stays until the new one is complete.
 
     Args:
-        result: what `hl.record`, `hl.compare`, `hl.shadow`, `hl.sweep`, `hl.attribute` or
-            `hl.profile` returned, a store of `hl.extract`, or `error.finding` of `hl.check`.
+        result: what `hl.record`, `hl.compare`, `hl.shadow`, `hl.sweep`, `hl.attribute`,
+            `hl.profile` or `hl.monitor` returned, a store of `hl.extract`, or `error.finding` of
+            `hl.check`.
         path: the file to write, or an existing folder, in which `report.html` is written. Missing
             folders are created.
         title: the heading of the page; empty for one that says what the result is.
@@ -89,6 +93,8 @@ def write_page(
         case Profile():
             title = title or f"Profile of {result.table.model_type}"
             return _write("profile", path, profile_data(result), title=title)
+        case Curves():
+            return write_curves_page(result, path, title=title)
         case Store():
             title = title or last_part(str(result.place))
             file, _ = write_contents_page(contents_of_store(result), path, title=title)
@@ -97,8 +103,8 @@ def write_page(
             return _write("check", path, check_data(result), title=title or title_of(result))
     raise InputError(
         f"result must be one that has a page, got {type(result).__name__}.\nGive what hl.record,"
-        " hl.extract, hl.compare, hl.shadow, hl.sweep, hl.attribute or hl.profile returned, or"
-        " error.finding of hl.check."
+        " hl.extract, hl.compare, hl.shadow, hl.sweep, hl.attribute, hl.profile or hl.monitor"
+        " returned, or error.finding of hl.check."
     )
 
 

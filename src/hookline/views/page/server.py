@@ -74,7 +74,8 @@ class Pages:
         name = self._shelf.source.name
         run = self._shelf.run()
         if run is not None:
-            return served_page(self._templates["training"], run, name)
+            title = self._shelf.source.folder.resolve().name
+            return served_page(self._templates["training"], run, title, name)
         kept = self._shelf.kept()
         if kept is not None:
             data, state = packed(check_data(kept)), self._shelf.state()

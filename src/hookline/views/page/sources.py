@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from hookline.curves import Curves, is_run, run_version
+from hookline.curves import Curves, RunReader, is_run, run_version
 from hookline.display.text import plural
 from hookline.errors import FolderError, InputError
 from hookline.findings import Finding, Findings, Level, in_order
@@ -199,7 +199,7 @@ class OpenRecordings:
         self._lock = threading.Lock()
         self._pages: dict[tuple[int, ...] | None, PageState] = {}  # the last used one last
         self._state = ""
-        self._run: OpenRun | None = None
+        self._run: tuple[RunReader, OpenRun] | None = None
         self._comparing = threading.Lock()  # a comparison takes long; other pages go on
         self._comparison: tuple[str, Comparison] | None = None  # of which state
 
@@ -227,9 +227,10 @@ class OpenRecordings:
         if not self.is_run():
             return None
         with self._lock:
-            if self._run is None or self._run.reader.is_replaced():
-                self._run = OpenRun(self.source.folder)
-            run = self._run
+            if self._run is None or self._run[0].is_replaced():
+                reader = RunReader(self.source.folder)
+                self._run = reader, OpenRun(reader)
+            _, run = self._run
         run.read()
         return run
 
