@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -177,6 +178,8 @@ def tokenizer():
 
 
 def test_a_tokenizer_of_transformers_is_taken_as_it_is(tokenizer, tmp_path):
+    if version("tokenizers") == "0.23.2":
+        pytest.skip("its encodings do not tell what was cut")
     (tmp_path / "a.txt").write_text("one\ntwo one\ntwo two two two\n")
     source = source_of(tmp_path / "a.txt", batch_size=2, tokenize=tokenizer)
     with pytest.warns(hl.HooklineWarning, match="more than 3 tokens and are cut there"):
