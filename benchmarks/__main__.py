@@ -34,16 +34,16 @@ def main(arguments: list[str] | None = None) -> int:
         f" models on {about['device']};"
         f" torch {about['torch']}, hookline {about['hookline']}, Python {about['python']}"
     )
-    results = []
     for row in rows:
         rounds = options.rounds or (row.quick_rounds if options.quick else row.rounds)
         start = monotonic()
-        results.append(measure(row, Plan(rounds, CLOCKS[clock])))
-        print(f"\n{report.as_text(results[-1])}")
+        result = measure(row, Plan(rounds, CLOCKS[clock]))
+        print(f"\n{report.as_text(result)}")
         print(f"  {rounds} rounds, {monotonic() - start:.0f} s", flush=True)
+        if not options.quick:  # each at once: an interrupt loses no row that is measured
+            path = history.keep(result, about, str(options.rounds or "full"))
     if options.quick:  # few rounds say whether it runs, and are not kept
         return 0
-    path = history.keep(results, about, str(options.rounds or "full"))
     history.write()
     tables.write()
     print(f"\nwritten: {path.relative_to(history.HERE.parent)}, and the tables of the pages")

@@ -24,8 +24,8 @@ BEGIN, END = "<!-- the table: made by benchmarks/history.py -->\n", "<!-- end --
 File = dict[str, Any]  # of one version on one machine: hookline, machine, rows by name
 
 
-def keep(results: list[Result], about: dict[str, Any], rounds: str) -> Path:
-    """Keep results in the file of this version and machine; return the file."""
+def keep(result: Result, about: dict[str, Any], rounds: str) -> Path:
+    """Keep a result in the file of this version and machine; return the file."""
     RESULTS.mkdir(exist_ok=True)
     machine = {name: about[name] for name in ("processor", "cores", "threads", "device")}
     words = f"{machine['processor']} {machine['device']}".lower()
@@ -34,8 +34,7 @@ def keep(results: list[Result], about: dict[str, Any], rounds: str) -> Path:
     if path.exists():
         file = json.loads(path.read_text("utf-8"))
     told = {name: about[name] for name in ("date", "clock", "load", "python", "torch")}
-    for result in results:
-        file["rows"][result.name] = {**_row(result), **told, "rounds": rounds}
+    file["rows"][result.name] = {**_row(result), **told, "rounds": rounds}
     # A line for each row, so that a change of one shows as one.
     lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in file["rows"].items()]
     head = json.dumps({**file, "rows": {}}).removesuffix("}}")
