@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from meeting import in_autograds_thread
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*degrees of freedom"),
@@ -333,6 +334,15 @@ def test_a_gradient_made_in_the_loss(name):
     finding = finding_of(model, lambda: function(model(X)).backward())
     assert (finding.kind, finding.function) == ("loss", node)
     assert f"the loss made it, by {node} at {__file__}" in finding.message
+
+
+def test_a_backward_in_a_gpus_thread_has_a_line(monkeypatch):
+    engine = torch.autograd._engine_run_backward
+    def elsewhere(*args, **kwargs):
+        in_autograds_thread(lambda: engine(*args, **kwargs))
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", elsewhere)
+    test_a_gradient_made_in_the_loss("masked log")
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "by labels"])

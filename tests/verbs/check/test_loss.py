@@ -214,10 +214,11 @@ def test_a_thread_with_the_identifier_of_another_is_told_from_it():
         return first
 
     first = nodes(5)
-    numbers._runs[threading.get_ident()] = [_RunNodes(first + 2, 10**9, True, None)]
+    here = threading.get_ident()
+    numbers._runs[here] = [_RunNodes(first + 2, 10**9, True, None)]
     numbers.add(first, is_finite=False)
-    assert numbers.find(first) is False
-    assert numbers.find(next_number()) is None
+    assert numbers.find(first, here) is False
+    assert numbers.find(next_number(), here) is None
 
 
 def test_the_line_of_an_operation_under_anomaly_mode():

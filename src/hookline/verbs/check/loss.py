@@ -120,14 +120,14 @@ class NodeNumbers:
             runs.append(_RunNodes(first, after, is_finite, called_at))
             del runs[:-_MOST_RUNS]
 
-    def find(self, number: int) -> bool | None:
+    def find(self, number: int, thread: int) -> bool | None:
         """Return whether the output of a node's run is known to be finite; None without a run."""
-        run = self.last_before(number)
+        run = self.last_before(number, thread)
         return run.is_finite if run is not None and number < run.after else None
 
-    def last_before(self, number: int) -> _RunNodes | None:
-        """Return the last run of this thread that began before a node."""
-        runs = self._runs.get(threading.get_ident(), [])
+    def last_before(self, number: int, thread: int) -> _RunNodes | None:
+        """Return the last run of a thread that began before a node."""
+        runs = self._runs.get(thread, [])
         index = bisect.bisect_right(runs, number, key=attrgetter("first"))
         return runs[index - 1] if index else None
 
@@ -176,7 +176,7 @@ class LossGraph:
                 self._handles.append(hook_node(node, self._hook(node)))
 
     def _is_of_run(self, number: int) -> bool:
-        is_finite = self._numbers.find(number)
+        is_finite = self._numbers.find(number, self.thread)
         self._is_output_finite &= is_finite is not False
         return is_finite is not None
 
@@ -215,7 +215,7 @@ class LossGraph:
         """Add the line to a fault, if the graph does not know it."""
         node, frame = fault.node, self._frame
         if fault.line is None and node is not None and frame is not None:
-            run = self._numbers.last_before(number_of(node))
+            run = self._numbers.last_before(number_of(node), self.thread)
             called_at = None if run is None else run.called_at
 
             def reaches(later: Any) -> bool:
