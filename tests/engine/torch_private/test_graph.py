@@ -203,6 +203,63 @@ def test_fused_layers_of_gpus_have_the_flops_of_their_matrices(name):
     assert backward(x, weights, 5, None, [True, True, True, False]) == 2 * 20 * matrices
 
 
+class GpuLayer(nn.LSTM):
+    """Run a layer by the operation of a GPU."""
+
+    def forward(self, x):
+        weights, state = self._flat_weights, x.new_zeros(1, x.shape[1], 3)
+        rest = (2, 3, 0, 1, False, 0.0, True, False, [], None)
+        return torch.ops.aten._cudnn_rnn(x, weights, 4, None, state, state, *rest)[0]
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_the_backward_of_a_layer_on_a_gpu_has_shapes(has_weights):
+    layer, x = GpuLayer(6, 3).requires_grad_(has_weights), torch.ones(5, 4, 6, requires_grad=True)
+    copy, counts = ShapesOnly(layer, {"": layer}), []
+    counter = OperationCounter(lambda n_flops, _: counts.append(n_flops))
+    with copy.running(copy.copied(((x,), {})), flags_of(layer)) as run, counter.counting():
+        fake = run.modules[""]
+        fake(*run.args).sum().backward()
+    matrices = 4 * 3 * (6 + 3)
+    assert sum(counts) == 2 * 20 * matrices * (3 if has_weights else 2)
+    assert run.args[0].grad.shape == x.shape
+    for weight in fake.parameters():
+        assert (weight.grad is not None) == has_weights
+
+
+def test_the_nodes_of_a_copy_run_in_one_thread():
+    model = nn.Linear(2, 2)
+    copy = ShapesOnly(model, {"": model})
+    with copy.running(((), {}), flags_of(model)):
+        assert not torch._C._is_multithreading_enabled()
+    assert torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.parametrize("n_heads", [4, 2])
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_attention_on_a_gpu_has_flops_for_each_query(name, n_heads):
+    operation = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+    query, key, value = (
+        torch.ones(2, n, 10, 8, device="meta", requires_grad=True) for n in (4, n_heads, n_heads)
+    )
+    counter = FlopCounterMode(display=False, custom_mapping=formulas())
+    with counter:
+        result = operation(query, key, value, *((None, True) if name == "cudnn" else ()))
+        result[0].sum().backward()
+    product = 2 * 2 * 4 * 10 * 10 * 8
+    assert counter.get_total_flops() == (2 + 5) * product
+
+
+def test_products_in_a_given_dtype_have_flops():
+    left, right = torch.ones(3, 4, 6), torch.ones(3, 6, 5)
+    aten, table = torch.ops.aten, formulas()
+    assert table[aten.bmm](left, right, torch.float32, out_val=None) == 2 * 3 * 4 * 6 * 5
+    for name, batch in (("addmm", 1), ("baddbmm", 3)):
+        parts = (left, right) if batch > 1 else (left[0], right[0])
+        flops = table[getattr(aten, name)](left, *parts, torch.float32, out_val=None)
+        assert flops == 2 * batch * 4 * 6 * 5
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "flops"),
     [

@@ -11,36 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.engine.torch_private.graph.fused_ops import CPU_ATTENTION
-
 Formula = Callable[..., int]
 _aten = torch.ops.aten
 
 
 @functools.cache
 def formulas() -> dict[Any, Formula]:
-    """Return formulas for operations that torch's counter lacks; a multiply-add counts as two.
+    """Return formulas that torch's counter lacks, or has wrong; a multiply-add counts as two.
 
     A formula takes the operation's own arguments and, as `out_val`, its result.
     """
-    from torch.utils import flop_counter  # late, because it would slow `import hookline`
-
-    attention = flop_counter.sdpa_flop_count
-    attention_backward = flop_counter.sdpa_backward_flop_count
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-        return int(attention(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
-
-    def fused_backward(grad: Tensor, *tensors: Any, **_: Any) -> int:
-        shapes = [tensor.shape for tensor in (grad, *tensors[:3])]
-        return int(attention_backward(*shapes))  # type: ignore[no-untyped-call]
-
-    on_cpu = "_scaled_dot_product_flash_attention_for_cpu_backward"
-    of_backend = "_scaled_dot_product_fused_attention_overrideable"
     table: dict[Any, Formula] = {
-        CPU_ATTENTION: fused,
-        getattr(_aten, on_cpu): fused_backward,
-        getattr(_aten, of_backend): fused,
         _aten._native_multi_head_attention: _multi_head,
         _aten.mkldnn_rnn_layer: _rnn_layer,
         _aten.mkldnn_rnn_layer_backward: lambda *args, **_: 2 * _rnn_layer(*args),
@@ -50,21 +31,34 @@ def formulas() -> dict[Any, Formula]:
         _aten.mv: lambda matrix, _, **__: 2 * matrix.numel(),
         _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
         _aten.addmv_: lambda _, matrix, *__, **___: 2 * matrix.numel(),
+        _aten.bmm: _product,
         _aten.dot: lambda vector, _, **__: 2 * vector.numel(),
         _aten.vdot: lambda vector, _, **__: 2 * vector.numel(),
         _aten._int_mm: _product,
         _aten._grouped_mm: _product,
         _aten._sparse_addmm: lambda _, *matrices, **__: _product(*matrices),
     }
-    for name in ("addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"):
+    for name in _ADDED_TO:
         table[getattr(_aten, name)] = lambda _, *matrices, **__: _product(*matrices)
     for name in ("_cudnn_rnn", "miopen_rnn"):
         table[getattr(_aten, name)] = _rnn
         table[getattr(_aten, f"{name}_backward")] = _rnn_backward
+    for name in _ATTENTION:
+        table[getattr(_aten, f"_scaled_dot_product_{name}")] = _attention
+        table[getattr(_aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
     every: Any = table.values()
     for formula in every:
         formula._get_raw = True  # torch's mark of a formula that takes tensors
     return table
+
+
+# torch's formulas of these refuse keys with fewer heads than queries, as grouped queries have.
+_ATTENTION = (
+    "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu",
+    "fused_attention_overrideable",
+)  # fmt: skip
+# Some have a formula of torch, which fails where a dtype of the result is given.
+_ADDED_TO = ("addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation")
 
 
 def of_sparse(operation: Any, args: Sequence[Any]) -> Formula | None:
@@ -155,6 +149,20 @@ def _multi_head(query: Tensor, key: Tensor, value: Tensor, width: int, *_: Any, 
     batch, n_queries, n_keys = query.shape[0], query.shape[1], key.shape[1]
     projections = 2 * batch * width * width * (2 * n_queries + 2 * n_keys)
     return projections + 4 * batch * n_queries * n_keys * width
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Count the products of each head of queries with keys, and with values."""
+    pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+    return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
+
+
+def _attention_backward(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+) -> int:
+    """Count the scores again, and two products for each product of the forward."""
+    pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+    return int(2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 
 def _trilinear(*args: Any, **_: Any) -> int:

@@ -9,9 +9,6 @@ from torch import Tensor, nn
 
 from hookline.engine.torch_private.graph.function_modes import is_overridden
 
-# The CPU's fused attention, for which torch's FLOP counter has no formula.
-CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
 
 def runs_fused(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether torch runs this encoder layer as one operation, if no module in it has a hook.

@@ -105,7 +105,9 @@ class ShapesOnly:
                 module.training = training
                 for parameter, need in zip(module.parameters(recurse=False), needs, strict=False):
                     parameter.requires_grad_(need)
-            with _quiet(), self._stand_ins.computing(), _GroupedProducts():
+            # In threads of their own, as on a GPU, nodes would have numbers of their own.
+            in_thread = torch.autograd.set_multithreading_enabled(False)
+            with _quiet(), in_thread, self._stand_ins.computing(), _Shapes():
                 yield Runnable(modules, args, kwargs)
 
     def _without_hooks(self, module: nn.Module) -> None:
@@ -244,10 +246,11 @@ def _quiet() -> Iterator[None]:
 
 
 @final
-class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Give products of groups of matrices, as of experts, a shape in each dtype.
+class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Give a shape to results of which torch knows none.
 
-    torch computes them in each dtype, but knows the shape of those in bfloat16 alone.
+    torch computes products of groups of matrices, as of experts, in each dtype, but knows the shape
+    of those in bfloat16 alone. It knows no shapes of the backward of recurrent layers on a GPU.
     """
 
     supports_higher_order_operators = True
@@ -258,7 +261,25 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _product_of_groups(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if func in _RNN_BACKWARDS:
+            return _gradients_of_rnn(*args)
+        result = func(*args, **(kwargs or {}))
+        if func in _RNNS and result[-1] is None:  # the weights as one buffer, which backward asks
+            return (*result[:-1], result[0].new_empty(0))
+        return result
+
+
+_aten = torch.ops.aten
+_RNNS = (_aten._cudnn_rnn.default, _aten.miopen_rnn.default)
+_RNN_BACKWARDS = (_aten._cudnn_rnn_backward.default, _aten.miopen_rnn_backward.default)
+
+
+def _gradients_of_rnn(
+    inputs: Tensor, weights: list[Tensor], _: int, buffer: Tensor, *rest: Any
+) -> tuple[Any, ...]:
+    state, cell, has_weights = rest[0], rest[1], rest[-1][-1]
+    given = [None if tensor is None else torch.empty_like(tensor) for tensor in (state, cell)]
+    return torch.empty_like(inputs), *given, [*map(torch.empty_like, weights if has_weights else [])]
 
 
 def _product_of_groups(
