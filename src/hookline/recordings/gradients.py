@@ -211,9 +211,10 @@ def _measure(value: Any) -> tuple[float, float, int, int]:
 
 def _norm(tensor: Tensor, largest: float) -> float:
     """Return the norm of absolute values, also where their squares overflow or vanish."""
-    is_plain = not 0 < largest < math.inf or _SMALL < largest < _LARGE
-    unit = 1.0 if is_plain else largest
-    return unit * float(torch.linalg.vector_norm(tensor if is_plain else tensor / unit))
+    if not 0 < largest < math.inf or _SMALL < largest < _LARGE:
+        return float(torch.linalg.vector_norm(tensor))
+    # On the CPU: a GPU divides by a number as it multiplies by the reciprocal, which may overflow.
+    return largest * float(torch.linalg.vector_norm(tensor.cpu().double() / largest))
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import hookline as hl
+from hookline.verbs.watch.watch import _mean_and_std
 from meeting import Meanwhile
 
 
@@ -70,8 +72,30 @@ def test_mean_and_deviation_are_those_of_float64(shape, dtype, scale):
     (line, _) = watched(nn.Sequential(nn.Identity()), x)
     mean, std = re.search(r"mean (\S+)  std (\S+)", line).groups()
     expected = x.double()
-    assert float(mean) == pytest.approx(expected.mean().item(), rel=1e-3, nan_ok=True)
-    assert float(std) == pytest.approx(expected.std(correction=0).item(), rel=1e-3, nan_ok=True)
+    wanted = pytest.approx(expected.mean().item(), rel=1e-3, abs=0, nan_ok=True)
+    assert float(mean) == wanted
+    wanted = pytest.approx(expected.std(correction=0).item(), rel=1e-3, abs=0, nan_ok=True)
+    assert float(std) == wanted
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of a device that computes a deviation in float32."""
+
+    device = SimpleNamespace(type="cuda")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.std_mean:
+            return (args[0].as_subclass(torch.Tensor) ** 2).mean().sqrt(), result[1]
+        return result.as_subclass(torch.Tensor) if func is torch.Tensor.cpu else result
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_squares_that_float32_lacks_are_those_of_float64(scale):
+    value = torch.tensor([-1.0, 1.0]) * scale
+    mean, std = _mean_and_std(value.as_subclass(OnDevice))
+    assert (mean, std) == (0, pytest.approx(scale, rel=1e-6, abs=0))
 
 
 def test_a_constant_has_no_deviation():

@@ -318,6 +318,8 @@ def _text_of_blocks(blocks: QueryBlocks) -> str:
 
 
 _N_BROKEN = 3  # leaves that are named
+# Deviations whose squares neither vanish nor overflow in float32.
+_SMALL, _LARGE = 1e-15, 1e15
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -330,15 +332,18 @@ def _mean_and_std(tensor: Tensor) -> tuple[float, float]:
     """Compute the mean and the standard deviation of all elements, in float64 on the CPU.
 
     `torch.std_mean` takes ten times as long on the CPU. A long hook also slows down the model after
-    it, because more of the model's data leaves the caches.
+    it, because more of the model's data leaves the caches. On another device it squares in float32.
     """
     if tensor.is_nested:
         tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
     if not tensor.numel():
         return math.nan, math.nan  # torch would warn about the deviation of no elements
     if tensor.device.type != "cpu":
-        both = torch.std_mean(tensor.float(), correction=0)
-        return both[1].item(), both[0].item()
+        wide = tensor if tensor.dtype is torch.float64 else tensor.float()
+        std, mean = (part.item() for part in torch.std_mean(wide, correction=0))
+        if _SMALL < std < _LARGE:
+            return mean, std
+        tensor = tensor.cpu()
     blocks = torch.split(tensor.reshape(-1), BLOCK_NUMEL)
     mean, std = mean_and_std(block.double() for block in blocks)
     if math.isfinite(mean):
