@@ -62,3 +62,23 @@ def test_a_value_of_one_number_keeps_its_dtype():
     wide = torch.tensor(2.0, dtype=torch.float64)
     for change in (hl.edits.scale(wide), hl.edits.add(wide), hl.edits.replace(wide)):
         assert change(torch.tensor(1.0)).dtype is torch.float32
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that is not on the processor."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_number_on_a_gpu_is_not_rounded_first(dtype):
+    value, number = torch.tensor([[1000.0, 1e-3, -7.0]]).to(dtype), torch.tensor(1.005)
+    operand = Operand(number.as_subclass(OnDevice), "scale").like(value)
+    assert (operand.shape, operand.dtype) == ((1, 1), torch.float32)
+    for name in ("scale", "add", "replace"):
+        change = getattr(hl.edits, name)
+        new = change(number.as_subclass(OnDevice))(value)
+        assert new.dtype is dtype
+        assert torch.equal(new, change(1.005)(value))
+    plain = torch.ones(3)
+    assert not Operand(number.as_subclass(OnDevice), "scale").like(plain).dim()

@@ -53,7 +53,7 @@ def scale(factor: float | Tensor) -> Edit:
     """
     operand = Operand(factor, "scale")
     # In this order torch does not round a tensor without dimensions first.
-    return named_edit("scale", lambda value: value * operand.like(value))
+    return named_edit("scale", lambda value: (value * operand.like(value)).to(value.dtype))
 
 
 def add(offset: float | Tensor) -> Edit:
@@ -78,7 +78,7 @@ def add(offset: float | Tensor) -> Edit:
             `offset`, or `offset` does not broadcast to its shape.
     """
     operand = Operand(offset, "add")
-    return named_edit("add", lambda value: operand.like(value) + value)
+    return named_edit("add", lambda value: (operand.like(value) + value).to(value.dtype))
 
 
 def replace(new: float | Tensor) -> Edit:

@@ -102,8 +102,8 @@ class Operand:
     def like(self, value: Tensor) -> float | Tensor:
         """Return the number or tensor on the value's device, and in the value's dtype.
 
-        A tensor without dimensions keeps its own dtype, as in torch: the result has the value's,
-        and the numbers that the same plain number gives.
+        A tensor without dimensions gives the numbers that the same plain number gives, once the
+        result is cast to the value's dtype.
 
         Raises:
             StructureError: the value is quantized, or `check` refuses it.
@@ -119,9 +119,17 @@ class Operand:
         if self._is_tensor:
             if value.dim() and not self._tensor.dim():
                 # Of one on the processor, torch takes the number, and does not round it first.
-                return self._tensor if self._tensor.is_cpu else self._tensor.to(value.device)
+                return self._tensor if self._tensor.is_cpu else self._unrounded(value)
             return self._tensor.to(value.device, value.dtype)
         return self._tensor if is_dynamo_compiling() else self._number
+
+    def _unrounded(self, value: Tensor) -> Tensor:
+        """Return the tensor on the value's device. With dimensions, torch does not round it."""
+        tensor = self._tensor.to(value.device)
+        is_plain = value.layout is torch.strided and not value.is_nested
+        if not is_plain or value.dtype not in (torch.float16, torch.bfloat16):
+            return tensor
+        return tensor.float().reshape([1] * value.dim())
 
     def check_shape(self, value: Tensor) -> None:
         """Refuse a value of another shape than the tensor's, unless the tensor has no dimensions.
