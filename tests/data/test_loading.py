@@ -105,6 +105,14 @@ def test_pinning_keeps_a_tuple(monkeypatch):
     assert loaded.pin_memory().data == (torch.ones(1), {"mask": torch.tensor([2.0])}, "text")
 
 
+def test_what_torch_cannot_pin_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+    parts = [torch.ones(1, device="meta"), torch.eye(2).to_sparse()]  # as on a GPU; not dense
+    loaded = RawBatch(0, [0], parts).pin_memory().data
+    assert loaded[0] is parts[0]
+    assert loaded[1] is parts[1]
+
+
 @pytest.mark.processes
 def test_workers_end_with_a_loop_that_is_left_early():
     batches = source_of(Squares(100), batch_size=2, workers=2).batches(range(50))

@@ -103,8 +103,14 @@ class RawBatch:
     def pin_memory(self) -> RawBatch:
         """Put the tensors in page-locked memory. DataLoader calls this in a thread."""
         # torch's own pinning would turn a tuple, which is the model's arguments, into a list.
-        self.data = map_tensors(Tensor.pin_memory, self.data)
+        self.data = map_tensors(_pinned, self.data)
         return self
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Pin a tensor; return others than dense ones on the CPU, which torch cannot pin, as given."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.pin_memory() if is_dense and tensor.device.type == "cpu" else tensor
 
 
 class Items(Protocol):
