@@ -25,6 +25,8 @@ from zoo import Holder, Looped, SmallNet
 
 # typer builds all commands anew for each that a test types.
 typer.testing._get_command = cache(typer.testing._get_command)
+# On a GPU, gradients of convolutions would else differ from run to run.
+torch.backends.cudnn.deterministic = True
 if not torch.accelerator.is_available():
     # Each would keep the seed, and the stack of who gave it, for a device that is not there.
     for device in (torch.cuda, torch.xpu, torch.mtia):

@@ -263,7 +263,8 @@ def test_gradients_through_a_layers_other_result_are_unknown():
     net, x = Cell(), torch.randn(2, 4, WIDTH)
     with hl.record(net, "cell:grad_output") as run:
         net(x).sum().backward()
-    assert run["cell:grad_output"][1] is not None
+    # A GPU computes both results of the cell in one operation.
+    assert x.is_cuda or run["cell:grad_output"][1] is not None
     call = torch.compile(net, backend="aot_eager")
     # Torch 2.11 leaves the cell in eager code, and 2.15 goes on in one graph after the nn.LSTM.
     if not (2, 12) <= torch.__version__ < (2, 15):

@@ -28,7 +28,9 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        # Not by unflatten, which torch does not compile under a default device.
+        shape = (*x.shape[:-1], 2, 4)
+        q, k, v = (part.reshape(shape).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         rate = 0.1 if self.training else 0.0
         mixed = scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
