@@ -19,6 +19,7 @@ import hookline as hl
 from hookline.engine import ShapesOnly
 from hookline.util import stopwatch
 from hookline.verbs.profile import windows
+from meeting import in_autograds_thread
 from moved_clock import moved_clock
 
 hand = pytest.fixture(moved_clock)
@@ -486,6 +487,21 @@ def test_recomputation_has_a_column_of_its_own(hand, reentrant):
         assert row.calls == 2
     assert prof["stem"].time == (2, 20, 0)
     assert prof.total.time == (17, 141.5, 15 if reentrant else 0)
+
+
+def test_a_recomputation_on_a_gpu_has_its_own_backward(hand):
+    model = Checkpointed(hand, reentrant=True)
+    with hl.profile(model) as prof:
+        loss = model(ones()).sum()
+
+        def backward():
+            stopwatch.STOPWATCH._clock = hand  # each thread has its own
+            loss.backward()
+
+        in_autograds_thread(backward)
+    for path, (forward, _, backward, _) in EXPECTED.items():
+        row = prof[f"body.{path}".rstrip(".")]
+        assert row.time == (forward, backward, forward)
 
 
 class Saving(torch.autograd.Function):

@@ -7,6 +7,7 @@ graph that another module made, and around the steps of an optimizer.
 from __future__ import annotations
 
 import sys
+import threading
 from bisect import bisect_right
 from functools import partial
 from types import FrameType
@@ -101,6 +102,18 @@ class ModuleCall:
         self.run: Run | None = None
 
 
+class _Borders(threading.local):
+    """The borders of calls among the nodes of a lane: from a number on, an account.
+
+    Each thread numbers its own nodes, also one of autograd, which recomputes calls on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.owners: list[Account] = []
+        self.hooked: set[int] = set()
+
+
 @final
 class Lane:
     """The calls of one thread, its clock, and the account that is charged.
@@ -136,10 +149,7 @@ class Lane:
         self.n_lost: int = 0
         self.closed: bool = False
         self._tasks: list[tuple[int, Account]] = []
-        # The borders of calls among the numbers of nodes: from this number on, this context.
-        self._numbers: list[int] = []
-        self._owners: list[Account] = []
-        self._hooked: set[int] = set()
+        self._borders: _Borders = _Borders()
         clock.pause()
         self._start: Any = clock.resume()
 
@@ -254,7 +264,7 @@ class Lane:
             self._hook_outputs(call, output)
         if call.run is not None and not call.run.has_failed:
             call.run.kind.is_noted = True
-        if not self.calls and len(self._numbers) > _MOST_BORDERS:
+        if not self.calls and len(self._borders.numbers) > _MOST_BORDERS:
             self._forget_oldest()
         self.account = call.before
         self._start = self.clock.resume()
@@ -317,8 +327,9 @@ class Lane:
 
     def _owns(self, account: Account) -> None:
         """Note that the nodes from now on belong to an account; in backward, to its backward."""
-        self._numbers.append(next_number())
-        self._owners.append(account.backward or self._backward_of(account))
+        borders = self._borders
+        borders.numbers.append(next_number())
+        borders.owners.append(account.backward or self._backward_of(account))
 
     def _backward_of(self, account: Account) -> Account:
         """Return the account of backward through what an account has made."""
@@ -330,18 +341,21 @@ class Lane:
 
     def _forget_oldest(self) -> None:
         """Forget the borders of old calls, whose graphs hardly go on into another call."""
-        del self._numbers[: _MOST_BORDERS // 2], self._owners[: _MOST_BORDERS // 2]
-        self._hooked = {number for number in self._hooked if number >= self._numbers[0]}
+        borders = self._borders
+        del borders.numbers[: _MOST_BORDERS // 2], borders.owners[: _MOST_BORDERS // 2]
+        borders.hooked = {number for number in borders.hooked if number >= borders.numbers[0]}
 
     def _owner(self, number: int) -> Account:
         """Return the account of the innermost call that made a node."""
-        at = bisect_right(self._numbers, number) - 1
-        return self._owners[at] if at >= 0 else self.top
+        borders = self._borders
+        at = bisect_right(borders.numbers, number) - 1
+        return borders.owners[at] if at >= 0 else self.top
 
     def _hook(self, node: Any, number: int) -> None:
         """Have backward charge the module that made a node when the node's turn comes."""
-        if number not in self._hooked and number < 2**63:
-            self._hooked.add(number)
+        hooked = self._borders.hooked
+        if number not in hooked and number < 2**63:
+            hooked.add(number)
             hook_node_before(node, self._owner(number))
 
     def _note_kept(self, nodes: list[tuple[int, Any]], run: Run) -> None:
