@@ -338,6 +338,7 @@ def test_a_gradient_made_in_the_loss(name):
 
 def test_a_backward_in_a_gpus_thread_has_a_line(monkeypatch):
     engine = torch.autograd._engine_run_backward
+
     def elsewhere(*args, **kwargs):
         in_autograds_thread(lambda: engine(*args, **kwargs))
 

@@ -279,7 +279,8 @@ def _gradients_of_rnn(
 ) -> tuple[Any, ...]:
     state, cell, has_weights = rest[0], rest[1], rest[-1][-1]
     given = [None if tensor is None else torch.empty_like(tensor) for tensor in (state, cell)]
-    return torch.empty_like(inputs), *given, [*map(torch.empty_like, weights if has_weights else [])]
+    of_weights = [torch.empty_like(weight) for weight in weights if has_weights]
+    return torch.empty_like(inputs), *given, of_weights
 
 
 def _product_of_groups(
