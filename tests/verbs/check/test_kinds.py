@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from hookline.engine import backward_number
 from meeting import in_autograds_thread
 
 pytestmark = [
@@ -336,14 +337,31 @@ def test_a_gradient_made_in_the_loss(name):
     assert f"the loss made it, by {node} at {__file__}" in finding.message
 
 
-def test_a_backward_in_a_gpus_thread_has_a_line(monkeypatch):
+@pytest.fixture
+def gpus_thread(monkeypatch):
+    """Let autograd run in a thread of its own, as on a GPU."""
     engine = torch.autograd._engine_run_backward
 
     def elsewhere(*args, **kwargs):
-        in_autograds_thread(lambda: engine(*args, **kwargs))
+        if backward_number() != -1:  # inside another backward
+            return engine(*args, **kwargs)
+        return in_autograds_thread(lambda: engine(*args, **kwargs))
 
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", elsewhere)
+
+
+@pytest.mark.usefixtures("gpus_thread")
+def test_a_backward_in_a_gpus_thread_has_a_line():
     test_a_gradient_made_in_the_loss("masked log")
+
+
+@pytest.mark.usefixtures("gpus_thread")
+def test_a_repeated_run_in_a_gpus_thread_is_no_pass():
+    model = Around(lambda x: (x * 0).sqrt() + x)
+    with hl.record(model) as run:
+        finding = finding_of(model, lambda: model(X).sum().backward())
+    assert (finding.kind, finding.path) == ("backward", "mid")
+    assert len(run.passes) == 1
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "by labels"])

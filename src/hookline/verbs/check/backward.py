@@ -126,10 +126,9 @@ class BackwardChecks:
                 del self._runs[next(iter(self._runs))]
             runs = self._runs[number] = []
             loss = self._loss_here()
+            judge = self._backward_ends if loss is None else loss.in_context(self._backward_ends)
             # Behind others: there DDP writes the reduced gradients.
-            at_end_of_backward(
-                lambda: at_end_of_backward(lambda: self._backward_ends(number, loss))
-            )
+            at_end_of_backward(lambda: at_end_of_backward(lambda: judge(number, loss)))
         if run not in runs:
             runs.append(run)
         run.gradients[slot] = grad.detach()

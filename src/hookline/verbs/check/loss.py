@@ -16,6 +16,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, final
 
@@ -137,12 +139,13 @@ class LossGraph:
     """Hold the graph between the outputs of a model and the tensors that a backward begins at."""
 
     __slots__ = (
-        "_frame", "_gradients", "_handles", "_is_output_finite", "_nodes", "_numbers", "_room",
-        "fault", "is_accumulating", "is_nan", "thread", "value",
+        "_context", "_frame", "_gradients", "_handles", "_is_output_finite", "_nodes", "_numbers",
+        "_room", "fault", "is_accumulating", "is_nan", "thread", "value",
     )  # fmt: skip
 
     def __init__(self, roots: Sequence[Any], numbers: NodeNumbers) -> None:
         self.thread: int = threading.get_ident()
+        self._context = copy_context()
         # True: gradients were as the last backward had left them
         self.is_accumulating: bool = False
         self._frame = users_frame(sys._getframe(1))
@@ -200,6 +203,13 @@ class LossGraph:
             handle.remove()
         self._handles, self._nodes, self._frame = [], [], None
         self._gradients = []
+
+    def in_context(self, act: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that acts among the lines of the backward's caller.
+
+        A thread of autograd, on a GPU, has no context, and so no lines.
+        """
+        return act if self.thread == threading.get_ident() else partial(self._context.run, act)
 
     def fault_of_backward(self) -> Fault | None:
         """Return the first operation in the loss's backward that made a NaN or an infinity."""
