@@ -105,12 +105,13 @@ def test_pinning_keeps_a_tuple(monkeypatch):
     assert loaded.pin_memory().data == (torch.ones(1), {"mask": torch.tensor([2.0])}, "text")
 
 
-def test_what_torch_cannot_pin_stays_as_it_is(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
-    parts = [torch.ones(1, device="meta"), torch.eye(2).to_sparse()]  # as on a GPU; not dense
-    loaded = RawBatch(0, [0], parts).pin_memory().data
-    assert loaded[0] is parts[0]
-    assert loaded[1] is parts[1]
+def test_what_is_no_dense_cpu_tensor_is_not_pinned(monkeypatch):
+    # torch raises for these; meta stands for an accelerator.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: 1 / 0)
+    nested = torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)
+    data = [torch.ones(2, device="meta"), torch.eye(2).to_sparse(), nested]
+    pinned = RawBatch(0, [0], list(data)).pin_memory().data
+    assert all(after is before for after, before in zip(pinned, data, strict=True))
 
 
 @pytest.mark.processes

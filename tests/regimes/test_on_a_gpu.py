@@ -258,6 +258,17 @@ def test_two_models_on_the_device_are_compared():
     assert hl.shadow(changed, model, data).first.site == "h.1.out"
 
 
+@pytest.mark.parametrize("of_model", ["cuda", "cpu"])
+@pytest.mark.parametrize("kind", ["tensor", "list"])
+def test_data_on_the_device_is_extracted(tmp_path, kind, of_model):
+    rows = torch.randn(10, 3, 8, 8, device=GPU)
+    net = small_net().to(of_model)
+    data = list(rows) if kind == "list" else rows
+    store = hl.extract(net, data, "layer1", tmp_path / "store", batch_size=4)
+    expected = by_hand(net, ["layer1"], lambda: net(rows[:4].to(of_model)))["layer1"]
+    assert torch.equal(store["layer1"][:4], expected.cpu())
+
+
 def test_what_is_extracted_are_the_values_of_the_device(tmp_path):
     net, rows = small_net(), torch.randn(10, 3, 8, 8)
     expected = by_hand(net, ["layer1"], lambda: net(rows.to(GPU)))["layer1"]

@@ -108,7 +108,7 @@ class RawBatch:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """Pin a tensor; return others than dense ones on the CPU, which torch cannot pin, as given."""
+    """Return a dense CPU tensor in page-locked memory; torch can pin no other one."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
     return tensor.pin_memory() if is_dense and tensor.device.type == "cpu" else tensor
 
