@@ -45,6 +45,13 @@ def test_a_gpu_value_lies_in_pinned_memory_when_ready():
     assert all(torch.equal(copy, value.cpu()) for copy, value in zip(copies, values, strict=True))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two CUDA devices")
+def test_values_of_another_gpu_are_there_at_once():
+    value = torch.randn(1 << 24, device="cuda:1")
+    copy = Offload(torch.device("cuda:0"))(value)
+    assert torch.equal(copy, value.cpu())
+
+
 @on_a_gpu
 def test_gpu_memory_is_not_reused_while_it_is_copied():
     offload = Offload(torch.device("cuda"))

@@ -263,7 +263,8 @@ class Offload:
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return a contiguous CPU tensor that holds no more memory than its rows."""
         tensor = tensor.detach().contiguous()
-        if self._stream is None or not tensor.is_cuda:
+        # torch copies on a stream of the tensor's own device: that of another GPU is not this one.
+        if self._stream is None or tensor.device != self._stream.device:
             tensor = tensor.cpu()
             is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
             return tensor.clone() if is_part else tensor

@@ -69,6 +69,19 @@ def test_rows_are_the_models_own_values_bit_by_bit(model, tmp_path, batch_size):
     assert store.items[:].tolist() == list(range(100))
 
 
+def test_batches_for_a_model_on_the_cpu_are_waited_for(tmp_path, monkeypatch):
+    # From a GPU, torch copies to the CPU in the background if non_blocking is True.
+    to, asked = torch.Tensor.to, []
+
+    def moved(tensor, device, *, non_blocking=False):
+        asked.append(non_blocking)
+        return to(tensor, device)
+
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    hl.extract(nn.Identity(), torch.zeros(4, 1), "", tmp_path / "s", batch_size=2)
+    assert asked == [False, False]
+
+
 def test_a_value_that_is_overwritten_in_place_is_stored_in_time(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))

@@ -196,7 +196,8 @@ class Worker:
         return data
 
     def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        # To the CPU, torch would return before the numbers are there.
+        return tensor.to(self._device, non_blocking=self._device.type != "cpu")
 
 
 @final
