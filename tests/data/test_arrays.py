@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hookline.data import arrays
+from hookline.data.arrays import array_items
 from source_checks import run, said, source_of
 
 
@@ -59,6 +60,21 @@ def test_a_column_that_slices_as_a_tensor_keeps_its_dtype():
     batch.data.zero_()
     assert rows.sum() == 15
     assert source.identity() == source_of(rows).identity()
+
+
+@pytest.mark.parametrize("rows", [torch.ones(6, 2), np.arange(6, dtype=">f4")[::-1, None]])
+def test_rows_are_copied_to_pinned_memory_at_once(rows, monkeypatch):
+    empty_like, pinned = torch.empty_like, []
+
+    def in_pinned(tensor, *, pin_memory):  # this machine has nothing to pin for
+        assert pin_memory
+        pinned.append(empty_like(tensor))
+        return pinned[-1]
+
+    monkeypatch.setattr(torch, "empty_like", in_pinned)
+    batch = array_items(rows).load(0, range(1, 3), pinned=True)
+    assert batch.data is pinned[-1]
+    assert batch.data.tolist() == rows[1:3].tolist()
 
 
 @pytest.mark.parametrize("cut", [slice(None), slice(3, 9), slice(None, None, -2)])

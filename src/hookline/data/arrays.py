@@ -109,18 +109,28 @@ class ArrayRows:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_array": None} if self._part is not None else vars(self)
 
-    def read(self, start: int | None = None, stop: int | None = None) -> Tensor:
-        """Copy rows into a tensor, in this machine's byte order."""
+    def read(
+        self, start: int | None = None, stop: int | None = None, *, pinned: bool = False
+    ) -> Tensor:
+        """Copy rows into a tensor, in this machine's byte order.
+
+        `pinned` copies rows that are not on a device into page-locked memory.
+        """
         if self._array is None:
             assert self._part is not None
             self._array = self._part.mapped()
         rows = self._array[slice(start, stop) if self.shape else ()]
         if isinstance(rows, Tensor):  # copied: a model may change its input in place
-            return rows.detach().clone()
+            rows = rows.detach()
+            if pinned and rows.device.type == "cpu":
+                return torch.empty_like(rows, pin_memory=True).copy_(rows)
+            return rows.clone()
         rows = np.asarray(rows)
-        copy = np.array(rows, rows.dtype.newbyteorder("="), order="C", copy=True)
-        tensor = torch.from_numpy(copy)
-        return tensor if self._to is None else tensor.to(self._to)
+        copy = torch.from_numpy(np.empty(rows.shape, rows.dtype.newbyteorder("=")))
+        if pinned:
+            copy = torch.empty_like(copy, pin_memory=True)
+        np.copyto(copy.numpy(), rows)
+        return copy if self._to is None else copy.to(self._to)
 
 
 @final
@@ -164,9 +174,10 @@ class ArrayItems:
             return {"kind": "array", **parts[""]}
         return {"kind": "arrays", "arrays": parts}
 
-    def load(self, number: int, indices: range) -> RawBatch:
+    def load(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
         """Copy rows. Errors are raised: the rows are of one file or memory."""
-        parts = [rows.read(indices.start, indices.stop) for _, rows in _named(self._arrays)]
+        start, stop = indices.start, indices.stop
+        parts = [rows.read(start, stop, pinned=pinned) for _, rows in _named(self._arrays)]
         is_lone = isinstance(self._arrays, ArrayRows)
         data = parts[0] if is_lone else tree.rebuild(self._arrays, parts)
         return RawBatch(number, list(indices), data)

@@ -133,8 +133,12 @@ class Items(Protocol):
     def identity(self) -> dict[str, Any]:
         """Return what tells this data set from another one."""
 
-    def load(self, number: int, indices: range) -> RawBatch:
-        """Load a batch; errors are in the result."""
+    def load(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
+        """Load a batch; errors are in the result.
+
+        `pinned` tells that the tensors will be put in page-locked memory: what is copied anyway may
+        be copied there at once.
+        """
 
 
 class SingleItems(ABC):
@@ -158,8 +162,8 @@ class SingleItems(ABC):
     def collate(self, values: list[Any], indices: list[int]) -> Any:
         """Make one value of items."""
 
-    def load(self, number: int, indices: range) -> RawBatch:
-        """Load a batch; errors are in the result."""
+    def load(self, number: int, indices: range, *, pinned: bool = False) -> RawBatch:
+        """Load a batch; errors are in the result. None of it is pinned here."""
         batch = RawBatch(number, [])
         values = []
         try:
@@ -227,18 +231,20 @@ class _Batches(Dataset[RawBatch]):
         items: the items.
         n_items: how many there are, for the whole job: the length of a data set may change.
         batch_size: the items of a batch.
+        pinned: whether the tensors will be put in page-locked memory by this process.
     """
 
     items: Items
     n_items: int
     batch_size: int
+    pinned: bool
 
     def __getitem__(self, number: int) -> RawBatch:
         start = number * self.batch_size
         stop = min(start + self.batch_size, self.n_items)
         try:
             with seeded(number) if self.items.may_draw else nullcontext():
-                return self.items.load(number, range(start, stop))
+                return self.items.load(number, range(start, stop), pinned=self.pinned)
         except InputError as error:
             if get_worker_info() is None:
                 raise
@@ -308,13 +314,14 @@ class IndexedSource:
             workers = min(workers, max(len(numbers), 1))
         options = dict(self._options) if workers else {}
         dataset = getattr(self._items, "dataset", None)
+        pins = self._loading.pin_memory and torch.accelerator.is_available()
         loader: DataLoader[RawBatch] = DataLoader(
-            _Batches(self._items, self.n_items, self.batch_size),
+            _Batches(self._items, self.n_items, self.batch_size, pins and not workers),
             batch_size=None,  # each item of the data set is a batch
             sampler=self._in_range(numbers),
             collate_fn=_as_it_is,
             num_workers=workers,
-            pin_memory=self._loading.pin_memory and torch.accelerator.is_available(),
+            pin_memory=pins,
             worker_init_fn=_StartWorker(dataset, options.pop("worker_init_fn", None)),
             # Its own generator: the default one would draw from the user's.
             generator=torch.Generator(),
