@@ -85,10 +85,14 @@ class Worker:
         The rows show the forms of the values that a store will hold. The model runs to its end, so
         that a module which runs several times is noticed.
         """
-        # For `first_again`: a model may write to its input.
-        self._first_copy = self.first._replace(data=tree.map_tensors(Tensor.clone, self.first.data))
+        self._first_copy = self.first._replace(data=tree.map_tensors(self._kept, self.first.data))
         self._first_chunk = self._run_to_the_end(self.first)
         return self._first_chunk
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the first batch for `first_again`: a copy if a run may write to it."""
+        has_functions = self._inputs is not None or callable(self._mask.value)
+        return tensor.clone() if has_functions or tensor.device == self._device else tensor
 
     def first_again(self) -> Chunk:
         """Run the model once more on the first batch, and return its rows."""
