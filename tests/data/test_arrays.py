@@ -65,6 +65,7 @@ def test_a_column_that_slices_as_a_tensor_keeps_its_dtype():
 @pytest.mark.parametrize("rows", [torch.ones(6, 2), np.arange(6, dtype=">f4")[::-1, None]])
 def test_rows_are_copied_to_pinned_memory_at_once(rows, monkeypatch):
     empty_like, pinned = torch.empty_like, []
+    items = array_items(rows)
 
     def in_pinned(tensor, *, pin_memory):  # this machine has nothing to pin for
         assert pin_memory
@@ -72,7 +73,7 @@ def test_rows_are_copied_to_pinned_memory_at_once(rows, monkeypatch):
         return pinned[-1]
 
     monkeypatch.setattr(torch, "empty_like", in_pinned)
-    batch = array_items(rows).load(0, range(1, 3), pinned=True)
+    batch = items.load(0, range(1, 3), pinned=True)
     assert batch.data is pinned[-1]
     assert batch.data.tolist() == rows[1:3].tolist()
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
+from hookline.data.batch_memory import BatchMemory
 from hookline.data.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread
 from hookline.data.loading import RawBatch
 from hookline.display.text import listed, torch_name
@@ -101,6 +102,7 @@ class ArrayRows:
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dtype: Any = array.dtype
         self._to = to
+        self._memory = BatchMemory()
 
     def converted(self, to: torch.dtype) -> ArrayRows:
         """Return the same rows in another dtype, as they are read."""
@@ -122,15 +124,18 @@ class ArrayRows:
         rows = self._array[slice(start, stop) if self.shape else ()]
         if isinstance(rows, Tensor):  # copied: a model may change its input in place
             rows = rows.detach()
-            if pinned and rows.device.type == "cpu":
-                return torch.empty_like(rows, pin_memory=True).copy_(rows)
-            return rows.clone()
+            is_here = type(rows) is Tensor and rows.device.type == "cpu"
+            return self._empty_like(rows, pinned=pinned).copy_(rows) if is_here else rows.clone()
         rows = np.asarray(rows)
-        copy = torch.from_numpy(np.empty(rows.shape, rows.dtype.newbyteorder("=")))
-        if pinned:
-            copy = torch.empty_like(copy, pin_memory=True)
+        form = torch.from_numpy(np.empty(rows.shape, rows.dtype.newbyteorder("=")))
+        copy = self._empty_like(form, pinned=pinned)
         np.copyto(copy.numpy(), rows)
         return copy if self._to is None else copy.to(self._to)
+
+    def _empty_like(self, tensor: Tensor, *, pinned: bool) -> Tensor:
+        if pinned:
+            return torch.empty_like(tensor, pin_memory=True)
+        return self._memory.empty_like(tensor)
 
 
 @final
