@@ -24,6 +24,7 @@ import hookline as hl
 from hookline.files.place import place_of
 from hookline.files.sealed_json import sealed
 from hookline.stores import job as manifest_module
+from hookline.stores.batch_columns import Offload
 from hookline.stores.job import environment, write_manifest
 from hookline.stores.merging import merge
 from thoroughness import tries
@@ -80,6 +81,20 @@ def test_batches_for_a_model_on_the_cpu_are_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", moved)
     hl.extract(nn.Identity(), torch.zeros(4, 1), "", tmp_path / "s", batch_size=2)
     assert asked == [False, False]
+
+
+def test_few_batches_wait_for_the_device(tmp_path, monkeypatch):
+    begun, ended, waiting = [], [], []
+
+    def ready(offload):
+        begun.append(offload)
+        waiting.append(len(begun) - len(ended))
+        return lambda: ended.append(offload)
+
+    monkeypatch.setattr(Offload, "ready", ready)
+    hl.extract(nn.Identity(), torch.zeros(40, 1), "", tmp_path / "s", batch_size=2)
+    assert len(waiting) > 20
+    assert max(waiting) <= 4  # that of the shard is one of them
 
 
 def test_a_value_that_is_overwritten_in_place_is_stored_in_time(tmp_path):

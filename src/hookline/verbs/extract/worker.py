@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,8 @@ from hookline.stores.job import Job
 from hookline.stores.shard_file import Chunk, ColumnForm
 from hookline.verbs.extract.call_hint import note_inputs
 from hookline.verbs.record.prefix import Prefix
+
+_MOST_AHEAD = 2  # batches that wait for the device
 
 
 @final
@@ -65,6 +68,7 @@ class Worker:
         self._has_decoder: bool = getattr(config, "is_encoder_decoder", False) is True
         self._device = _device_of(prefix)
         self.offload: Offload = Offload(self._device)
+        self._ahead: deque[Callable[[], None]] = deque()
         self.forms: dict[str, ColumnForm] | None = None
         self._first_chunk: Chunk | None = None
         self._first_copy: NumberedBatch | None = None
@@ -127,7 +131,12 @@ class Worker:
 
     def _run(self, batch: NumberedBatch) -> Chunk:
         with seeded(batch.number, self._accelerators):
-            return self._run_seeded(batch)
+            chunk = self._run_seeded(batch)
+        # A batch holds pinned memory until the device has it.
+        self._ahead.append(self.offload.ready())
+        if len(self._ahead) > _MOST_AHEAD:
+            self._ahead.popleft()()
+        return chunk
 
     def _run_seeded(self, batch: NumberedBatch) -> Chunk:
         if not batch.items:
