@@ -19,6 +19,8 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
 import hookline as hl
+from hookline.engine.compile import runs
+from hookline.engine.memory import unversioned
 from zoo import Step, steps
 
 pytestmark = [
@@ -170,6 +172,42 @@ def test_features_are_those_of_the_eager_model(form):
     run = torch.compile(model, **OPTIONS) if form == "whole" else by_part(model)
     assert same(hl.features(run, X, ["2", "0.linear"]), expected)
     assert is_bare(model)
+
+
+class Static:
+    """A backend whose graphs return the same memory in each run, as CUDA graphs do."""
+
+    def __call__(self, graph, examples):
+        kept = []
+
+        def run(*args):
+            out = graph(*args)
+            kept.extend(map(torch.empty_like, out[len(kept) :]))
+            for memory, tensor in zip(kept, out, strict=True):
+                memory.data.copy_(tensor)
+            return tuple(kept)
+
+        return run
+
+
+@pytest.mark.parametrize("form", ["whole", "by part"])
+def test_values_in_memory_of_cuda_graphs_are_copied(form, monkeypatch):
+    for module in (runs, unversioned):
+        monkeypatch.setattr(module, "graphs_own_memory", lambda: True)
+    model, batches = nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.Linear(8, 2)), (X, X + 1)
+    expected = [hl.features(model, x, ["0", "1"]) for x in batches]
+    run = torch.compile(model, backend=Static()) if form == "whole" else model
+    if form == "by part":
+        model[0].compile(backend=Static())
+    with torch.no_grad(), hl.record(model, ["0", "1"]) as seen:
+        for x in batches:
+            run(x)
+    with torch.no_grad(), hl.record(model, "0", keep=torch.sum) as sums:
+        for x in batches:
+            run(x)
+    for recorded, total, values in zip(seen.passes, sums.passes, expected, strict=True):
+        assert same(dict(recorded), values)
+        torch.testing.assert_close(total["0"], values["0"].sum())
 
 
 def test_a_compiled_part_that_is_called_by_hand_is_seen():

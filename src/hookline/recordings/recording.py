@@ -27,7 +27,6 @@ from hookline.engine import (
     Unversioned,
     has_parts,
     hides,
-    is_grouped,
     is_transformed,
     sites_of_part,
     unwrap,
@@ -126,7 +125,7 @@ class Recording(Lookups, Result):
             current.note = partial(note_transformed, current.log, self._log.keeps_graph)
             self._is_transformed = True
         unversioned = self._log.unversioned
-        if unversioned is not None and is_grouped() and unversioned.begin_pass(current):
+        if unversioned is not None and unversioned.begin_pass(current):
             current.note = partial(note_copied, current.note)
 
     def finish(self, report: Report) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 from hookline.engine.autograd import gradient_operator
 
@@ -25,3 +29,15 @@ def test_one_thread_at_a_time_defines_the_operator(monkeypatch):
     gradient_operator.number_of(try_the_lock)  # as the first line does
     try_the_lock()
     assert may_another == [False, True]
+
+
+@pytest.mark.parametrize("name", ["gradient", "jagged_gradient"])
+def test_the_operator_is_left_out_of_cuda_graphs(name):
+    """A replay of a CUDA graph runs no Python, so gradients would come in the first runs alone."""
+    from torch._inductor.ir import FallbackKernel
+
+    gradient_operator.define()
+    arguments = getattr(torch.ops.hookline, name).default._schema.arguments
+    assert arguments[0].name == "tap"
+    args = [SimpleNamespace(get_device=lambda at=at: torch.device(at)) for at in ("cpu", "cuda")]
+    assert FallbackKernel.find_device(args, None).type == "cpu"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from hookline.engine.torch_private.graph.compilers import filters_guards, has_compiled_backward
+from hookline.engine.torch_private.graph.compilers import (
+    filters_guards,
+    graphs_own_memory,
+    has_compiled_backward,
+)
 from hookline.engine.torch_private.graph.formulas import formulas, has_unknown_flops
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward,
@@ -314,3 +320,28 @@ def test_a_compiled_module_tells_of_its_filter_of_guards():
     skip = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
     assert filters_guards(torch.compile(model, options=dict(skip)))
     assert filters_guards(torch.compile(model, backend="eager", options=skip))
+
+
+def test_the_memory_of_cuda_graphs_is_told_from_others(monkeypatch):
+    # Without it, a later run would overwrite the recorded values of compiled code.
+    from torch._inductor import cudagraph_trees
+
+    containers = {}
+    monkeypatch.setattr(cudagraph_trees.local, "tree_manager_containers", containers)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    containers[0] = cudagraph_trees.TreeManagerContainer(0)
+    assert not graphs_own_memory()
+    containers[0].tree_manager = SimpleNamespace()
+    assert graphs_own_memory()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not graphs_own_memory()
+
+
+def test_a_thread_that_cannot_tell_takes_memory_for_graphs(monkeypatch):
+    from torch._inductor import cudagraph_trees
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(graphs_own_memory).result()
+        # It was not told of any graphs meanwhile.
+        assert not pool.submit(hasattr, cudagraph_trees.local, "tree_manager_containers").result()

@@ -64,8 +64,10 @@ def define() -> None:
 
 @functools.cache
 def _define() -> None:
+    # Inductor takes the device of the first tensor, the CPU, for that of the operator. So it leaves
+    # the operator out of CUDA graphs, whose replays would run no Python.
     @torch.library.custom_op("hookline::gradient", mutates_args=())
-    def gradient(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
+    def gradient(tap: Tensor, of_run: Tensor, call: int, slot: int, grad: Tensor) -> None:
         waiting = _waiting.get(int(tap))
         if waiting is not None:
             # A copy, because the graph may reuse the memory.
@@ -76,7 +78,7 @@ def _define() -> None:
     # torch gives an operator of others no jagged tensors, only their parts.
     @torch.library.custom_op("hookline::jagged_gradient", mutates_args=())
     def jagged_gradient(
-        parts: Sequence[Tensor], dim: int, tap: Tensor, of_run: Tensor, call: int, slot: int
+        tap: Tensor, of_run: Tensor, call: int, slot: int, parts: Sequence[Tensor], dim: int
     ) -> None:
         waiting = _waiting.get(int(tap))
         if waiting is not None:
@@ -164,11 +166,11 @@ def _put_hook(
     def hook(grad: Tensor) -> Tensor | None:
         if change is not None:
             # Announces the change, so that Python may refuse it.
-            gradient(tap, *address)
+            gradient(*address, tap)
         if is_handed_out and grad.layout is torch.jagged:
-            jagged(*jagged_parts(grad), *address)
+            jagged(*address, *jagged_parts(grad))
         elif is_handed_out:
-            gradient(grad, *address)
+            gradient(*address, grad)
         if change is None:
             return None
         leaf, changed = change
@@ -176,7 +178,7 @@ def _put_hook(
         return new
 
     def lost() -> None:
-        gradient(tap, tap, of_run, LOST, slot)
+        gradient(tap, of_run, LOST, slot, tap)
 
     if not is_of_trace(tensor) and is_repeating_graph():
         return tensor  # a backend that runs the graph as it is: the first run has the hook

@@ -75,6 +75,11 @@ class GraphCapture:
         """Tell whether the present call should be captured."""
         return self.call is None or self.call == self.n_before + self.n_calls()
 
+    def own(self) -> None:
+        """Copy the captured values, which lie in memory of a CUDA graph."""
+        caught, self.caught = self.caught, None  # also if a tensor was overwritten already
+        self.caught = tree.map_tensors(Tensor.clone, caught)
+
     def taken(self) -> tuple[Any, ...]:
         """Return the captured values and clear them."""
         caught, self.caught = self.caught, None
@@ -131,6 +136,9 @@ class GraphGradient(GraphCapture):
         super().__init__(call)
         self.number: Tensor = number
         self.switch: Switch = switch
+
+    def own(self) -> None:
+        """Leave the tensors as they are, because they get hooks."""
 
 
 def defaults_by_name(function: Callable[..., Any], n_given: int) -> Callable[..., Any]:

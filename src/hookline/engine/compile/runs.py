@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.passes.passes import Pass, Switch
+from hookline.engine.torch_private.graph.compilers import graphs_own_memory
 
 _runs: weakref.WeakValueDictionary[int, CompiledRun] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -190,9 +191,11 @@ class CurrentRun:
         run, self._run = self._run, None  # the callbacks called here must not collect again
         if run is None or current is None:
             return
-        is_new = False
+        is_new, must_own = False, graphs_own_memory()
         for tap in taps:
             if tap.traced is not None and tap.traced.caught is not None:
+                if must_own:
+                    tap.traced.own()
                 tap.collect(current, run)
                 is_new = True
         if is_new and not is_over:

@@ -1,8 +1,9 @@
 """Memory that may change while torch's version counter does not.
 
 A tensor's `_version` counts every in-place operation that goes through torch's dispatcher. It does
-not count collectives, running statistics that a kernel updates, and fused optimizers. These write
-to parameters and buffers, and in a job of several ranks to any tensor.
+not count collectives, running statistics that a kernel updates, fused optimizers and replays of
+CUDA graphs. These write to parameters and buffers, and in a job of several ranks, or in a process
+where compiled code makes CUDA graphs, to any tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.engine.passes.modes import has_numbers, innermost
 from hookline.engine.torch_private.distributed import is_dtensor, is_shared_job
+from hookline.engine.torch_private.graph.compilers import graphs_own_memory
 from hookline.engine.torch_private.modules import parameters, tensor_tables
 from hookline.util.weak_map import WeakIdentityMap
 
@@ -50,8 +52,8 @@ _EVERYTHING = range(1 << 64)  # all memory
 class Unversioned:
     """The memory of a model that may change without a version counter.
 
-    This memory is that of the model's parameters and buffers. With sharded weights, or in a process
-    group of several ranks, it is all memory.
+    This memory is that of the model's parameters and buffers. With sharded weights, in a process
+    group of several ranks, or with CUDA graphs of compiled code, it is all memory.
 
     Args:
         root: the model, which is not held; None without a model.
@@ -66,8 +68,8 @@ class Unversioned:
         self._seen: tuple[int, Container[int]] = -1, ()
 
     def begin_pass(self, current: Any) -> bool:
-        """Note in a pass of a process group that all memory is unversioned; tell whether it is."""
-        if not is_shared_job(self._model()):
+        """Note in a pass that all memory is unversioned, and tell whether it is."""
+        if not graphs_own_memory() and not is_shared_job(self._model()):
             return False
         current.unversioned = _EVERYTHING
         return True
@@ -89,6 +91,9 @@ class Unversioned:
         parameters would take longer than a small model. If only other parameters have moved,
         `has_now` finds it.
         """
+        if graphs_own_memory():  # since this pass has begun
+            current.unversioned = _EVERYTHING
+            return _EVERYTHING
         model = self._model()
         memory = _Memory() if model is None else _memories.get_or_add(model, _Memory)
         if memory.n_modules != self._n_modules or memory.has_moved():

@@ -123,11 +123,12 @@ def record(
     such values.
 
     hookline notices changes by torch's version counter (`tensor._version`). Collectives, fused
-    optimizers and kernels that update buffers change tensors and leave the counter as it is. So
-    hookline copies a tensor where such a change is possible:
+    optimizers, CUDA graphs and kernels that update buffers change tensors and leave the counter as
+    it is. So hookline copies a tensor where such a change is possible:
 
     - tensors that share memory with a parameter or buffer, DTensors and inference tensors
-    - all tensors, in a process group of several ranks or where weights are sharded
+    - all tensors, in a process group of several ranks, where weights are sharded, or where compiled
+      code makes CUDA graphs (`mode="reduce-overhead"`)
 
     hookline cannot notice writes that bypass torch: through `.data`, NumPy, DLPack or
     `untyped_storage()`, or by a custom kernel that does not declare what it writes. It cannot
