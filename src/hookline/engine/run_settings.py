@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, final
@@ -16,6 +17,11 @@ from hookline.engine.torch_private.modes import float32_precision
 
 _DEVICES = ("cpu", "cuda")
 _LIBRARIES = ("CUDA products", "cuDNN convolutions", "CPU products")
+
+# The relative rounding of products of float32 that a library computes at lower precision.
+ROUNDING = {"ieee": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7}
+# The types of modules that cuDNN computes; of classes derived from them, most names say so.
+_OF_CUDNN = re.compile(r"Conv(Transpose)?[123]d|^(RNN|LSTM|GRU)$")
 
 
 @final
@@ -43,6 +49,18 @@ class Settings:
     def is_training(self, path: str) -> bool:
         """Tell whether a module was in training mode."""
         return _first_known(self.training, [path, *paths_above(path)]) or False
+
+    def tf32_flags(self, kinds: Collection[str]) -> list[str]:
+        """Return the flags of torch that had a GPU multiply in TF32.
+
+        Args:
+            kinds: the names of the types of the model's modules; empty if unknown.
+        """
+        library = "cuDNN convolutions"
+        is_with_cudnn = not kinds or any(map(_OF_CUDNN.search, kinds))
+        flags = ["cuda.matmul"] * (self.precision.get("CUDA products") == "tf32")
+        flags += ["cudnn"] * (is_with_cudnn and self.precision.get(library) == "tf32")
+        return [f"torch.backends.{name}.allow_tf32" for name in flags]
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as `from_json` reads them."""

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
+from hookline.engine.run_settings import ROUNDING
 from hookline.files.safetensors_file import DTYPE_NAMES, DTYPES, flat_bytes
 
 # The values of a column are dealt to so many sums, with arbitrary signs. A prime: the sums cut
 # across any dimension.
 _N_SUMS = 31
-_TF32, _BF16 = 2.0**-10, 2.0**-7  # the rounding of products at lower precision
+_PRECISIONS = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
 # The greatest distance of whole numbers of one model on other hardware, such as of an argmax.
 _INTEGERS_ELSEWHERE = 0.5
 
@@ -44,10 +45,9 @@ class Computing(NamedTuple):
     @staticmethod
     def of(device: str, dtypes: Iterable[torch.dtype], *, is_split: bool) -> Computing:
         """Return the description of a model with parameters, or an autocast, of these dtypes."""
-        precision = {"highest": 0.0, "high": _TF32, "medium": _BF16}
         rounding = max(
-            precision[torch.get_float32_matmul_precision()],
-            0.0 if device == "cpu" else _TF32,
+            ROUNDING[_PRECISIONS[torch.get_float32_matmul_precision()]],
+            ROUNDING["ieee" if device == "cpu" else "tf32"],
             *map(_rounding_of, {torch.float32, *dtypes} if device != "cpu" else dtypes),
             0.0,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hookline.display.text import listed, plural
@@ -15,6 +15,7 @@ from hookline.verbs.compare.comparison import ComparedSite
 from hookline.verbs.compare.floor import FINE
 from hookline.verbs.compare.names import Pairing
 from hookline.verbs.compare.sides import Side
+from hookline.verbs.compare.tf32 import IN_TF32
 
 _MOST_NAMED = 3
 _NOT_RECORDED = (
@@ -37,12 +38,13 @@ def of_inputs(inputs: list[ComparedSite]) -> list[Finding]:
     ]
 
 
-def of_floors(eps: float, rows: list[ComparedSite]) -> list[Finding]:
-    """Say that a coarse dtype hides small faults.
+def of_floors(eps: float, rows: list[ComparedSite], flags: Sequence[str]) -> list[Finding]:
+    """Say that a coarse dtype, or TF32, hides small faults.
 
     Args:
         eps: the coarsest eps of all values.
         rows: the rows.
+        flags: the flags of torch that had a GPU multiply in TF32, if that made the floors.
     """
     if eps < FINE:
         return []
@@ -51,7 +53,12 @@ def of_floors(eps: float, rows: list[ComparedSite]) -> list[Finding]:
         f"differences below {largest:.1g} are noise in these dtypes: to see smaller ones, run both"
         " in float32 or float64, or measure the noise and give floor="
     )
-    if not largest:  # a measured floor of zero
+    if flags:
+        text = (
+            f"differences below {largest:.1g} are noise, because {IN_TF32}: to see smaller ones,"
+            f" set {' and '.join(flags)} = False"
+        )
+    elif not largest:  # a measured floor of zero
         text = (
             f"these dtypes round away what is below {eps / 2:.1g} of a value: to see it, run both"
             " in float32 or float64, as hl.shadow(a, b, inputs) does"

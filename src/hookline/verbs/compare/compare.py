@@ -68,7 +68,8 @@ def compare(
         floor: a comparison of two runs that only rounding tells apart, with the sites of a:
             `hl.compare(run, run_in_float64)`. Four times what it measured is noise; where it
             measured none, the values must be equal. None takes the floors of the dtypes, which are
-            wider.
+            wider. Where a GPU multiplied in TF32, they are those of float16; a finding names what
+            ends that.
         tokens: which rows and tokens of two recordings are the same. "auto" reads it from the
             recorded inputs of the model: `input_ids`, `attention_mask`, `position_ids`,
             `cu_seqlens`, the length of the cache. So a sequence alone is compared with its row of a
@@ -133,6 +134,7 @@ def compare_all(
     about_tokens = of_tokens(alignment, why, judge.partial, does_differ=does_differ)
     if any(remark.kind == "inputs" for remark in about_tokens):
         suspect = None  # the inputs are
+    eps = max(judge.eps, judge.coarsest)
     modes, rest = of_settings(side_a, side_b) if does_differ else ([], [])
     findings = [
         *modes,
@@ -144,7 +146,7 @@ def compare_all(
         *rest,
         *of_names(pairing, judge.alone),
         *of_forms(rows),
-        *(first if does_differ else of_floors(max(judge.eps, judge.coarsest), rows)),
+        *(first if does_differ else of_floors(eps, rows, judge.tf32_flags)),
     ]
     return Comparison(rows, findings, suspect), judge.alone
 

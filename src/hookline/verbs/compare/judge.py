@@ -7,10 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+import torch
+
 from hookline.display.text import plural
 from hookline.engine import path_text
 from hookline.engine.pytree.describe import leaf_text
 from hookline.engine.pytree.tree import Leaf
+from hookline.engine.run_settings import ROUNDING
 from hookline.findings import Finding
 from hookline.statistics.difference import Difference
 from hookline.verbs.compare.aligned import (
@@ -34,6 +37,7 @@ from hookline.verbs.compare.measure import Measured, measured
 from hookline.verbs.compare.names import Pairing
 from hookline.verbs.compare.parts import parted, rows_by_rank
 from hookline.verbs.compare.sides import Entry, Side
+from hookline.verbs.compare.tf32 import IN_TF32, flags_of
 
 
 @final
@@ -56,6 +60,8 @@ class Judge:
         self._pairs = pairing.pairs
         self._alignment = alignment
         self.eps: float = 0.0  # the coarsest on the way, since its errors travel on
+        self._stored_eps: float = 0.0  # of the dtypes alone, without TF32
+        self._flags: tuple[list[str], ...] = ()  # what had a GPU multiply in TF32, by side
         self.coarsest: float = 0.0  # also of values with a measured floor
         self.entry_of: dict[str, Entry] = {}  # by the site of a row
         # The values of one side alone, and tensors in one value of a pair.
@@ -88,6 +94,7 @@ class Judge:
     def _rows(self, a: Side, b: Side) -> Iterator[ComparedSite]:
         if self._alignment is not None:
             observe(self._alignment, self._pairs)
+        self._flags = flags_of(a), flags_of(b)
         for (ours, theirs), values in read_in_turn(self._pairs, a, b):
             for row in self._rows_of(ours, theirs, values):
                 self.entry_of[row.site] = ours
@@ -152,6 +159,10 @@ class Judge:
         exceeded = floor.exceeded_by(gap)
         verdict: Verdict = "differs" if exceeded else "noise" if gap.differs else "identical"
         why = _why(gap, exceeded, is_exact=not eps_of(pair.dtypes)) if gap.differs else ""
+        if verdict == "noise" and self.eps > self._stored_eps:
+            depth = max(ours.n_modules, theirs.n_modules)
+            exceeded = floor_of(self._stored_eps, entry.kind, depth).exceeded_by(gap)
+            why = f"{_why(gap, exceeded, is_exact=False)}: {IN_TF32}" if exceeded else ""
         return row(
             verdict, relative=gap.relative, norm_ratio=gap.norm_ratio, worst_row=gap.worst_row,
             worst_element=gap.worst_element, row=gap.row, element=gap.element, floor=floor, why=why,
@@ -175,8 +186,20 @@ class Judge:
             )
         if entry.kind == "stored" and not entry.is_input:
             return floor_of(eps, "stored")
-        self.eps = max(self.eps, eps)
+        self._stored_eps = max(self._stored_eps, eps)
+        self.eps = max(self.eps, eps, ROUNDING["tf32" if self._is_in_tf32(pair) else "ieee"])
         return floor_of(self.eps, entry.kind, n_modules)
+
+    def _is_in_tf32(self, pair: Measured) -> bool:
+        """Tell whether a GPU multiplied in TF32 for one of two tensors."""
+        sides = zip(self._flags, pair.dtypes, strict=False)
+        return any(flags and dtype in _MULTIPLIED for flags, dtype in sides)
+
+    @property
+    def tf32_flags(self) -> list[str]:
+        """The flags of torch that made the floors wider than those of the dtypes."""
+        flags = dict.fromkeys(flag for flags in self._flags for flag in flags)
+        return list(flags) if self.eps > self._stored_eps else []
 
     def suspect(self, rows: list[ComparedSite]) -> tuple[str | None, list[Finding]]:
         """Return the path of the module that makes the first difference, and the finding of it."""
@@ -204,6 +227,7 @@ class Judge:
 
 
 _FLIPPED = "their scores are equal up to noise"
+_MULTIPLIED = (torch.float32, torch.complex64)  # what TF32 may stand in for
 
 
 def _of_pieces(a: str, b: str) -> str:

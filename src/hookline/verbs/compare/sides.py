@@ -133,11 +133,12 @@ class Side:
 
     def shares_model_with(self, other: Side) -> bool:
         """Tell whether both were recorded from one model that is alive."""
-        model = self._living_model
-        return model is not None and model is other._living_model
+        model = self.living_model
+        return model is not None and model is other.living_model
 
     @property
-    def _living_model(self) -> nn.Module | None:
+    def living_model(self) -> nn.Module | None:
+        """Return the model that it was recorded from, if that is alive."""
         return living_model(self.source) if isinstance(self.source, Recording) else None
 
     @property

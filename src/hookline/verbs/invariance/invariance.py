@@ -13,6 +13,7 @@ from hookline.engine import path_text, require_model
 from hookline.errors import InputError
 from hookline.findings import Finding
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
+from hookline.verbs.compare.tf32 import IN_TF32
 from hookline.verbs.invariance.checks import CHECKS
 from hookline.verbs.invariance.feed import NotApplicable, feed_of
 from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of, reason_of
@@ -176,7 +177,7 @@ def _checked(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
         why = next(iter(texts), "the model returns no tensor")
         return Checked(name, "not applicable", why=why, comparison=comparison), None
     if holds(comparison):
-        why = _inside(comparison)
+        why = _inside(comparison) or _in_tf32(comparison)
         return Checked(name, "holds", _largest(outputs), "", None, why, comparison), None
     reason = reason_of(name, trials, comparison)
     outcome: Outcome = "may differ" if reason is not None and reason.is_expected else "differs"
@@ -209,6 +210,13 @@ def _inside(comparison: Comparison) -> str:
     if not odd:
         return ""
     return f"the outputs agree; inside differ {listed(odd, _MOST_NAMED)}"
+
+
+def _in_tf32(comparison: Comparison) -> str:
+    """Say that the outputs agree as far as TF32 goes, if float32 asks for more."""
+    if not any(row.why.endswith(IN_TF32) for row in outputs_of(comparison)):
+        return ""
+    return next((finding.text for finding in comparison.findings if finding.kind == "floor"), "")
 
 
 def _located(name: str, trials: Trials, comparison: Comparison) -> Comparison:
