@@ -75,7 +75,7 @@ from hookline.engine.torch_private.distributed import (
 from hookline.engine.torch_private.dynamo import (
     TracingAttachError, dynamo_config, has_compiled, uncompiled, while_tracing,
 )
-from hookline.engine.torch_private.graph.checkpoint import aside
+from hookline.engine.torch_private.graph.checkpoint import aside, is_recomputing
 from hookline.engine.torch_private.graph.dispatch import (
     storage_address, without_function_modes, without_modes,
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.verbs.sweep.verdict import verdicts
@@ -354,3 +355,19 @@ def test_a_model_that_draws_random_numbers_is_refused():
     x = torch.ones(1, 2)
     with pytest.raises(hl.InputError, match="draws random numbers"):
         hl.attribute(model, x, "0", lambda out: out[0, 0], clean=x * 0)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_site_in_a_checkpoint_has_the_scores_without_one(reentrant):
+    class Regions(nn.Sequential):
+        def forward(self, x):
+            return self[2](checkpoint(self[1], self[0](x), use_reentrant=reentrant))
+
+    parts = [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 1)]
+    x, clean = torch.randn(2, 1, 3)
+    scores = [
+        hl.attribute(model, x, ["1.0"], lambda out: out.sum(), clean=clean, steps=3).scores["1.0"]
+        for model in (nn.Sequential(*parts), Regions(*parts))
+    ]
+    assert torch.equal(*scores)

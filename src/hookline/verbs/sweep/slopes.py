@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from hookline.engine import is_recomputing
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AmbiguousError, InputError, StructureError
 from hookline.verbs.edit.edit import edit
@@ -110,8 +111,9 @@ class Slopes:
             StructureError: a goal has another form.
         """
         zeros = _Zeros()
-        with torch.enable_grad():
-            metric = self._metric(self._run(sites, zeros, moved or {}, fraction))
+        run = self._run(sites, zeros, moved or {}, fraction)
+        with torch.enable_grad(), run as output:  # in a checkpoint, the backward runs sites again
+            metric = self._metric(output)
             number = number_of(lambda _: metric, None)
             if not isinstance(metric, Tensor) or not metric.requires_grad:
                 raise InputError(
@@ -135,17 +137,20 @@ class Slopes:
     def end(self, sites: Sequence[str], moved: Values) -> dict[str, Tensor]:
         """Return the values at sites where others have reached their goals."""
         zeros = _Zeros()
-        self._run(sites, zeros, moved, 1.0)
-        return zeros.values
+        with self._run(sites, zeros, moved, 1.0):
+            return zeros.values
 
-    def _run(self, sites: Sequence[str], zeros: _Zeros, moved: Values, fraction: float) -> Any:
+    @contextmanager
+    def _run(
+        self, sites: Sequence[str], zeros: _Zeros, moved: Values, fraction: float
+    ) -> Iterator[Any]:
         with ExitStack() as lines:
             if moved:
                 moves = {site: partial(_moved, site, moved[site], fraction) for site in moved}
                 lines.enter_context(edit(self._model, moves))
             additions = {site: partial(zeros.add, site) for site in sites}
             lines.enter_context(edit(self._model, additions))
-            return call(self._model, copied(self._inputs))
+            yield call(self._model, copied(self._inputs))
 
 
 @final
@@ -167,6 +172,8 @@ class _Zeros:
     def add(self, site: str, value: Any) -> Tensor:
         """Return the value at a site with its zeros."""
         tensor = floating(site, value)
+        if site in self.leaves and is_recomputing():
+            return tensor + self.leaves[site]
         if site in self.leaves:
             raise AmbiguousError(
                 f"{site} must run once in a forward, got a second call.\nName the call:"
