@@ -368,6 +368,6 @@ def test_a_site_in_a_checkpoint_has_the_scores_without_one(reentrant):
     x, clean = torch.randn(2, 1, 3)
     scores = [
         hl.attribute(model, x, ["1.0"], lambda out: out.sum(), clean=clean, steps=3).scores["1.0"]
-        for model in (nn.Sequential(*parts), Regions(*parts))
+        for model in (nn.Sequential(*parts).eval(), Regions(*parts).eval())
     ]
     assert torch.equal(*scores)
