@@ -36,6 +36,7 @@ from hookline.engine.torch_private.hooks import (
     tensor_hook_dict,
 )
 from hookline.errors import AttachError
+from hookline.util.garbage import without_collections
 from hookline.util.locks import fork_safe_lock
 
 Hook = Callable[..., Any]
@@ -84,7 +85,7 @@ class Registrations(Attachment):
         Raises:
             AttachError: torch would accept a hook and never call it.
         """
-        with _lock, self._updating():
+        with _lock, without_collections(), self._updating():
             self._place_all(taps, prepend=prepend)
 
     def _place_all(self, taps: Iterable[tuple[HookOwner, Node]], *, prepend: bool) -> None:

@@ -32,9 +32,11 @@ from hookline.engine.distributed.rendezvous import note_failure
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.modes import Mode, is_transformed, mode_now
 from hookline.engine.torch_private.autograd import backward_number
+from hookline.util.garbage import without_collections
 from hookline.util.locks import fork_safe_lock
 
-# The passes of the lines made in this context. A tuple, since contexts share it.
+# The passes of the lines made in this context, and of some that have ended: a line may end in another
+# context, or in a finalizer. A tuple, since contexts share it.
 _made_here: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_made_here", default=())
 
 
@@ -201,14 +203,16 @@ class Passes:
         Called before the first hook is registered.
         """
         if not self.every_thread:
-            _made_here.set((*lines_here(), self))
+            # Python 3.11 crashes where a finalizer sets the variable that is being set.
+            with without_collections():
+                before = _made_here.get()
+                _made_here.set((*lines_here(), self))
+                del before
 
     def leave(self) -> None:
         """End all passes: from now on no hook of the line sees anything."""
         with self.lock:  # a pass that another thread begins is open by now or never opens
             self.closed = True
-        # Not ContextVar.reset: a line may end in another context than the one that made it.
-        _made_here.set(lines_here())
         current = self.in_thread.current
         if current is not None:
             # A line that ends inside the forward has not failed. A root call that is no longer on
