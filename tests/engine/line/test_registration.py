@@ -445,3 +445,27 @@ def test_torch_refuses_any_line_in_a_hook_after_an_exception(verb, begins):
             model(torch.ones(1))
         for line in lines:
             line.remove()
+
+
+@pytest.fixture
+def collects_after():
+    """`collects_after(n)`: let Python collect garbage once n more objects are made."""
+    thresholds = gc.get_threshold()
+    yield lambda n: gc.set_threshold(n, 1000, 1000)
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.filterwarnings("ignore:an hl.edit line was dropped:hookline.HooklineWarning")
+def test_garbage_collected_while_a_line_attaches_harms_no_hook(collects_after):
+    model = nn.Linear(2, 2)
+    for n in range(1, 400, 3):
+        collects_after(10**6)
+        dropped = [hl.edit(model, "", lambda value: value)]
+        dropped.append(dropped)
+        del dropped
+        collects_after(n)
+        with hl.edit(model, "", lambda value: value * 0):
+            collects_after(10**6)
+            assert not model(torch.ones(1, 2)).any()
+    gc.collect()
+    assert not hooks_of(model)

@@ -35,8 +35,8 @@ from hookline.engine.torch_private.autograd import backward_number
 from hookline.util.garbage import without_collections
 from hookline.util.locks import fork_safe_lock
 
-# The passes of the lines made in this context, and of some that have ended: a line may end in another
-# context, or in a finalizer. A tuple, since contexts share it.
+# The passes of the lines made in this context, and of some that have ended, since a line may end in
+# another context or a finalizer. A tuple, since contexts share it.
 _made_here: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_made_here", default=())
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookline.engine.torch_private.dynamo import OLD_DYNAMO
+
 
 def compile_graph(function: Callable[..., Any], *examples: Tensor) -> tuple[Any, list[Any]]:
     """Compile a function that returns a tuple of tensors, in this process, without guards.
@@ -26,6 +28,8 @@ def compile_graph(function: Callable[..., Any], *examples: Tensor) -> tuple[Any,
         raise RuntimeError("torch.compile is disabled")
     table = select_decomp_table()
     settings = {"compile_threads": 1, "triton.cudagraphs": False, "cpp_wrapper": False}
+    if OLD_DYNAMO:  # which logs a traceback, because it cannot pickle such a graph for its cache
+        settings["fx_graph_cache"] = False
     with torch.no_grad(), config.patch(settings):
         graph = make_fx(function, tracing_mode="symbolic", decomposition_table=table)(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
