@@ -8,7 +8,9 @@ modules that `OPEN` names. docs/architecture.md draws the rooms.
 # isort: off
 from hookline.engine.attention.pattern import QueryBlocks
 from hookline.engine.autograd.view_hooks import GradHook, hook_value
-from hookline.engine.compile.compiled_modules import Borders, inside_compiled, is_compiled
+from hookline.engine.compile.compiled_modules import (
+    Borders, inside_compiled, is_compiled, uncompiled,
+)
 from hookline.engine.compile.graph_callback import (
     Callback, InBlocks, SplitCallback, defaults_by_name, graph_snapshot, snapshot,
 )
@@ -73,7 +75,7 @@ from hookline.engine.torch_private.distributed import (
     split_over, unwrapped, waiting_gradients,
 )
 from hookline.engine.torch_private.dynamo import (
-    TracingAttachError, dynamo_config, has_compiled, uncompiled, while_tracing,
+    TracingAttachError, dynamo_config, has_compiled, while_tracing,
 )
 from hookline.engine.torch_private.graph.checkpoint import aside, is_recomputing
 from hookline.engine.torch_private.graph.dispatch import (

@@ -6,13 +6,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, set_stance
 
+from hookline.engine.torch_private.dynamo import has_compiled
 from hookline.engine.torch_private.graph.compilers import filters_guards
 from hookline.engine.torch_private.modules import children, holds_compiled_call
 from hookline.util.locks import fork_safe_lock
@@ -139,6 +141,11 @@ def inside_compiled(module: nn.Module) -> nn.Module:
     while loaded is not None and isinstance(module, loaded.OptimizedModule):
         module = module._orig_mod
     return module
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run modules as they are written inside, also compiled ones."""
+    return set_stance("force_eager") if has_compiled() else nullcontext()
 
 
 def _around(

@@ -11,7 +11,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -49,11 +48,6 @@ def has_compiled() -> bool:
     """Tell whether there may be compiled code. Many packages load dynamo and compile nothing."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Run modules as they are written inside, also compiled ones."""
-    return torch.compiler.set_stance("force_eager") if has_compiled() else nullcontext()
 
 
 # Hooks in a checkpointed region keep the values of the first run.
