@@ -1,7 +1,8 @@
 """Write the tables of README.md and docs/performance.md from what was kept in `results/`.
 
 `python -m benchmarks.tables` writes them anew; a test says when that was forgotten. A table stands
-where a page names its rows: `<!-- rows: tiny own gpt2-* -->`, then the table, then `<!-- end -->`.
+where a page names its rows: `<!-- rows: tiny own gpt2-* -->`, then the table, then `<!-- end -->`;
+of models on another device, `<!-- rows on NVIDIA H200: tiny -->`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from benchmarks import history
 from benchmarks.history import File, in_words
 
 PAGES = (history.PAGE, history.HERE.parent / "docs" / "performance.md")
-PLACE = re.compile(r"(<!-- rows: ([^>]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+PLACE = re.compile(r"(<!-- rows(?: on (.+?))?: ([^>]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 HEAD = "| work | without hookline | with hookline | target | others |\n|---|---|---|---|---|\n"
 
 
-def shown(files: Iterable[File]) -> File:
-    """Return the newest version's results, on the machine that measured most rows of it.
+def shown(files: Iterable[File], device: str = "the CPU") -> File:
+    """Return the newest version's results of a device, on the machine that measured most rows.
 
     A row that another machine measured later replaces the row, and names that machine.
     """
-    on_cpu = [file for file in files if file["machine"]["device"] == "the CPU"]
-    newest = [file for file in on_cpu if file["hookline"] == on_cpu[-1]["hookline"]]
+    of_device = [file for file in files if file["machine"]["device"] == device]
+    newest = [file for file in of_device if file["hookline"] == of_device[-1]["hookline"]]
     most = max(newest, key=lambda file: len(file["rows"]))
     rows = dict(most["rows"])
     for file in newest:
@@ -70,16 +71,21 @@ def _line(row: dict[str, Any]) -> str:
     return f"| {row['title']} | {before} | {ours} | {aim} | {', '.join(others)} |\n"
 
 
-def page(text: str, file: File) -> str:
+def page(text: str, files: list[File]) -> str:
     """Return a page with its tables in their places."""
-    return PLACE.sub(lambda at: f"{at[1]}\n{table(at[2], file)}\n{at[3]}", text)
+
+    def filled(at: re.Match[str]) -> str:
+        file = shown(files, *filter(None, [at[2]]))
+        return f"{at[1]}\n{table(at[3], file)}\n{at[4]}"
+
+    return PLACE.sub(filled, text)
 
 
 def write() -> None:
     """Write all tables anew."""
-    file = shown(history.files())
+    files = history.files()
     for path in PAGES:
-        path.write_text(page(path.read_text("utf-8"), file), "utf-8")
+        path.write_text(page(path.read_text("utf-8"), files), "utf-8")
 
 
 if __name__ == "__main__":

@@ -139,11 +139,11 @@ def test_every_link_leads_somewhere():
 def test_the_tables_of_costs_are_made_from_what_was_kept(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     maker = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
-    file = maker["shown"](maker["history"].files())
+    files = maker["history"].files()
     for path in maker["PAGES"]:
         text = path.read_text("utf-8")
         assert maker["PLACE"].search(text), path
-        assert text == maker["page"](text, file), "run python -m benchmarks.tables"
+        assert text == maker["page"](text, files), "run python -m benchmarks.tables"
 
 
 def test_the_tables_by_version_are_made_from_what_was_kept(monkeypatch):
