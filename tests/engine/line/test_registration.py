@@ -469,3 +469,15 @@ def test_garbage_collected_while_a_line_attaches_harms_no_hook(collects_after):
             assert not model(torch.ones(1, 2)).any()
     gc.collect()
     assert not hooks_of(model)
+
+
+def test_hooks_with_other_flags_never_have_the_same_id():
+    # Torch takes the hooks of a call first and their flags later, when another thread may have
+    # removed one hook and registered another.
+    model, ids = nn.Sequential(nn.Linear(2, 2)), []
+    for flags in ({}, {"with_kwargs": True}, {"always_call": True}):
+        with hl.attach(model) as line:
+            line.forward("0", lambda *_: None, **flags)
+            model(torch.ones(1, 2))
+            ids += model[0]._forward_hooks
+    assert len(set(ids)) == 3

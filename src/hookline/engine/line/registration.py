@@ -46,6 +46,7 @@ Entry = tuple[Any, int, nn.Module | None, Sequence[Any]]
 
 # The id of most hooks. Compiled code is guarded on the ids, so they are always the same.
 _FIRST_ID = own_hook_id(0)
+_N_FLAGS = 4  # a hook takes kwargs or not, and is always called or not
 
 # Replaces a removed entry, so that the indices of the other entries stay valid.
 _TAKEN_OFF: Entry = ({}, 0, None, ())
@@ -161,7 +162,7 @@ class Registrations(Attachment):
             module, spec.kind, with_kwargs=spec.with_kwargs, always_call=spec.always_call
         )
         is_first = not hooks  # the common case, in which no order must be kept
-        key = _FIRST_ID if is_first else _free_id(hooks)
+        key = _free_id(hooks, spec.with_kwargs + 2 * spec.always_call)
         # First, so that an interrupt from here on removes the hook, too.
         self.placed.append((hooks, key, module, marks))
         for flags in marks:
@@ -316,11 +317,15 @@ class Registrations(Attachment):
             mode_of(module).update()
 
 
-def _free_id(hooks: HookDict) -> int:
-    """Return the first of hookline's hook ids that is free in this dictionary."""
-    index = 0
+def _free_id(hooks: HookDict, flags: int = 0) -> int:
+    """Return the first of hookline's hook ids for these flags that is free in this dictionary.
+
+    Hooks with other flags never have the same id. torch looks the flags up when it calls a hook:
+    meanwhile another thread may have removed that hook and registered another one.
+    """
+    index = flags
     while (key := own_hook_id(index)) in hooks:
-        index += 1
+        index += _N_FLAGS
     return key
 
 
