@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.pytree.identity_map import IdentityMap
 from hookline.engine.torch_private.distributed import local_part
-from hookline.engine.torch_private.dynamo import OLD_DYNAMO
+from hookline.engine.torch_private.dynamo import OLD_DYNAMO, while_tracing
 from hookline.errors import warn
 
 Key = str | int
@@ -143,12 +143,22 @@ def _tuple(value: Any, parts: list[Any]) -> Any:
 
 def _with_attributes_of(value: Any, new: Any) -> Any:
     """Give a new object the attributes of another that it lacks."""
-    if OLD_DYNAMO and is_dynamo_compiling():
-        return new  # which sees no `__dict__`
+    if OLD_DYNAMO and is_dynamo_compiling() and _has_parts_alone(type(value)):
+        return new  # dynamo does not see the `__dict__` of what the graph makes
     attributes = getattr(value, "__dict__", None)
     if attributes and attributes.keys() != new.__dict__.keys():
         new.__dict__.update(attributes)
     return new
+
+
+@while_tracing
+def _has_parts_alone(kind: Any) -> bool:
+    """Tell whether all that a named tuple or dataclass holds are parts, which are filled in."""
+    if not dataclasses.is_dataclass(kind):
+        return issubclass(kind, tuple) and not kind.__dictoffset__
+    made_by: Any = kind  # whose parameters typing does not know
+    is_frozen = made_by.__dataclass_params__.frozen
+    return not is_frozen and all(field.init for field in dataclasses.fields(made_by))
 
 
 def _is_fixed_mapping(value: Any) -> bool:
