@@ -371,3 +371,13 @@ def test_a_site_in_a_checkpoint_has_the_scores_without_one(reentrant):
         for model in (nn.Sequential(*parts).eval(), Regions(*parts).eval())
     ]
     assert torch.equal(*scores)
+
+
+def test_a_metric_that_runs_the_model_runs_it_as_it_is():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).eval()
+    x, clean = torch.randn(2, 1, 3)
+    scores = [
+        hl.attribute(model, x, ["0"], metric, clean=clean, steps=2).scores["0"]
+        for metric in (lambda out: out.sum(), lambda out: out.sum() - model(clean).detach().sum())
+    ]
+    torch.testing.assert_close(*scores)

@@ -32,11 +32,11 @@ from hookline.engine.distributed.rendezvous import note_failure
 from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.modes import Mode, is_transformed, mode_now
 from hookline.engine.torch_private.autograd import backward_number
-from hookline.util.garbage import without_collections
 from hookline.util.locks import fork_safe_lock
 
-# The passes of the lines made in this context, and of some that have ended, since a line may end in
-# another context or a finalizer. A tuple, since contexts share it.
+# The passes of the lines made in this context, and of some that have ended. A tuple, since contexts
+# share it. The end of a line does not set it: that may be in a finalizer, and Python 3.11 frees
+# memory in use where a finalizer sets the variable that is just being set.
 _made_here: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_made_here", default=())
 
 
@@ -203,11 +203,7 @@ class Passes:
         Called before the first hook is registered.
         """
         if not self.every_thread:
-            # Python 3.11 crashes where a finalizer sets the variable that is being set.
-            with without_collections():
-                before = _made_here.get()
-                _made_here.set((*lines_here(), self))
-                del before
+            _made_here.set((*lines_here(), self))
 
     def leave(self) -> None:
         """End all passes: from now on no hook of the line sees anything."""

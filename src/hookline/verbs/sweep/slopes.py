@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -144,13 +144,24 @@ class Slopes:
     def _run(
         self, sites: Sequence[str], zeros: _Zeros, moved: Values, fraction: float
     ) -> Iterator[Any]:
+        is_over = False
+
+        def in_this_run(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            # The metric may run the model, too.
+            return lambda value: None if is_over and not is_recomputing() else change(value)
+
         with ExitStack() as lines:
             if moved:
-                moves = {site: partial(_moved, site, moved[site], fraction) for site in moved}
+                moves = {
+                    site: in_this_run(partial(_moved, site, moved[site], fraction))
+                    for site in moved
+                }
                 lines.enter_context(edit(self._model, moves))
-            additions = {site: partial(zeros.add, site) for site in sites}
+            additions = {site: in_this_run(partial(zeros.add, site)) for site in sites}
             lines.enter_context(edit(self._model, additions))
-            yield call(self._model, copied(self._inputs))
+            output = call(self._model, copied(self._inputs))
+            is_over = True
+            yield output
 
 
 @final
