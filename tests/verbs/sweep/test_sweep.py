@@ -17,7 +17,7 @@ import hookline as hl
 from hookline.models import load_model
 from hookline.models.torchvision_import import import_torchvision
 from hookline.verbs.sweep import forwards
-from hookline.verbs.sweep.rows import NoRowsError, Uncut
+from hookline.verbs.sweep.rows import N_STIRRED, NoRowsError, Uncut
 from hookline.verbs.sweep.tape import standing_in
 
 import_torchvision()  # which transformers may import
@@ -640,11 +640,30 @@ def test_changes_at_several_sites_share_a_forward():
     sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
     expected = loop(model, X, CLEAN, split(sites), metric, 1)
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
-    # The clean one, the unchanged one, one for rows apart, one to compare, and one for all.
-    assert sweep.forwards == 5
+    # The clean one, the unchanged one, one to compare, and one for all.
+    assert sweep.forwards == 4
     assert not sweep.notes
     single = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1}, rows=1)
     np.testing.assert_array_equal(single.values, expected)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda t: t * t.abs().amin(), lambda t: t + t[len(t) // 2], lambda t: t - t.mean(0),
+        lambda t: t + t.roll(1, 0), lambda t: (t / t.abs().amax() * 9).round() * t.abs().amax() / 9,
+    ],
+)  # fmt: skip
+def test_rows_that_join_are_noticed_where_they_see_others(seen):
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = chain()
+        model[1].register_forward_hook(lambda module, args, out: seen(out))
+        sweep, alone = (
+            hl.sweep(model, X, ["0", "1.0", "2"], metric, clean=CLEAN, each={"unit": 1}, rows=rows)
+            for rows in (6, 1)
+        )
+        assert_forwards_of_their_own(sweep, alone)
 
 
 def test_rows_that_join_are_marked_where_they_are_unmoved():
@@ -668,7 +687,9 @@ def test_the_size_of_values_bounds_what_shares_a_forward(monkeypatch, name, size
     expected = loop(model, X, CLEAN, split(sites), metric, 1)
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
     n_sites = most // 6
-    assert max(n_rows) == (6 * n_sites + 1 if n_sites > 1 else 6)  # the inputs' own, and theirs
+    # Theirs and the inputs' own; and where all share one, those that tell whether rows are apart.
+    n_others = N_STIRRED if n_sites == 4 else 1
+    assert max(n_rows) == (6 * n_sites + n_others if n_sites > 1 else 6)
 
 
 class Masked(nn.Module):
@@ -691,7 +712,7 @@ def test_rows_join_where_a_mask_of_the_inputs_is_shared():
     sweep = hl.sweep(model, X, sites, metric, clean=CLEAN, each={"unit": 1})
     expected = loop(model, X, CLEAN, split(sites), metric, 1)
     np.testing.assert_allclose(sweep.values, expected, rtol=0, atol=1e-6)
-    assert sweep.forwards == 5
+    assert sweep.forwards == 4
 
 
 class Residual(nn.Module):

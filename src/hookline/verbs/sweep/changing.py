@@ -15,6 +15,7 @@ from hookline.recordings import Recording
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.sweep.grid import Point
 from hookline.verbs.sweep.rows import (
+    N_STIRRED,
     NoRowsError,
     batch_size,
     changed_rows,
@@ -59,8 +60,8 @@ class Changing:
         self.known: dict[str, Any] = {}
         self._hooked: set[str] = set()
         # Of the running forward: the changes by site, several if a site is changed several times;
-        # whether the first and the last of three batches get large values; and for each site a copy
-        # of the value of each call so far, None where none is noted.
+        # whether batches beside the inputs' own get other values; and for each site a copy of the
+        # value of each call so far, None where none is noted.
         self._asked: dict[str, list[_Asked]] = {}
         self._stirs = False
         self._noted: dict[str, list[Any]] | None = None
@@ -88,7 +89,7 @@ class Changing:
         if self._noted is not None:
             self._noted.setdefault(site, []).append(copy_of(value))
         known, asked = self.known.get(site), self._asked.get(site)
-        if self._stirs:
+        if self._stirs and not self._asked:
             return stirred(value, known)
         for changes, n, adds in asked or ():
             if n == 1 and not adds:
@@ -96,7 +97,7 @@ class Changing:
             elif not isinstance(value, Tensor) or not isinstance(known, Tensor):
                 raise NoRowsError
             elif adds:
-                value = with_further_rows(value, known, changes, n, self._size)
+                value = with_further_rows(value, known, changes, n, self._size, stirs=self._stirs)
             else:
                 value = changed_rows(value, known, changes, n)
         return value if asked else None
@@ -143,16 +144,17 @@ class Changing:
         try:
             for points in shares:
                 self._ask(points, n_before if n is None else n, adds=n is None)
-                n_before += len(points)
+                n_before += len(points) + (N_STIRRED - 1) * (self._stirs and n_before == 1)
             yield
         finally:
             self._asked.clear()
 
     @contextmanager
     def stirring(self) -> Iterator[None]:
-        """In the block, give large values to the first and the last of three batches, at all sites.
+        """In the block, change all of `N_STIRRED` batches but the second, at all sites.
 
-        The batch between keeps its own, unless its rows depend on others.
+        The second keeps its values, unless its rows depend on others. Where changes add rows to the
+        batch alone, the other batches come to it at the first site.
         """
         with self.hooked(self.sites):
             self._stirs = True

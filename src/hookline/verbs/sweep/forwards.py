@@ -23,7 +23,14 @@ from hookline.verbs.sweep.changing import Changing
 from hookline.verbs.sweep.folder import Results
 from hookline.verbs.sweep.grid import Group, Point
 from hookline.verbs.sweep.metric import Metric, number_of
-from hookline.verbs.sweep.rows import NoRowsError, batch_size, copy_of, parts_of, repeated
+from hookline.verbs.sweep.rows import (
+    N_STIRRED,
+    NoRowsError,
+    batch_size,
+    copy_of,
+    parts_of,
+    repeated,
+)
 from hookline.verbs.sweep.still_model import refuse_random
 from hookline.verbs.sweep.tape import Tape
 
@@ -72,6 +79,10 @@ class Forwards:
         self.joins: bool = False
         # While ways are compared, what the metric has read; by () of the inputs' own row.
         self._readings: dict[tuple[int, ...], _Reading] | None = None
+        # Whether rows are apart, None if not yet known; and whether the running forward, which all
+        # changes share, tells this, too.
+        self._are_apart: bool | None = None
+        self._stirs: bool = False
         self._most_joined: int = 0
         self.count: int = 0
         self.notes: list[str] = []
@@ -163,9 +174,6 @@ class Forwards:
         largest = max(len(group.points) for group in groups)
         n_rows = math.ceil(largest / math.ceil(largest / n_most))
         has_rows = n_rows > 1 and batch_size(self._inputs) is not None
-        if has_rows and not self._are_rows_apart():
-            has_rows = False
-            self.notes.append(_REFUSED[True])
         groups = sorted(groups, key=self._start)
         plain: dict[tuple[int, ...], _Reading] = {}
         self._most_joined = self._most_that_join(groups)
@@ -179,14 +187,19 @@ class Forwards:
         self._batches.reuses = False
 
     def _are_rows_apart(self) -> bool:
-        """Tell whether a batch keeps its metric between two that have large values at the sites."""
+        """Tell whether a batch keeps its metric beside others with other values at the sites."""
+        if self._are_apart is None:
+            self._are_apart = self._keeps_its_metric()
+        return self._are_apart
+
+    def _keeps_its_metric(self) -> bool:
         try:
             with self._changing.stirring():
-                output = self._forward(repeated(self._inputs, 3))
-            middle = self._read(parts_of(output, self.output, 3)[1])
+                output = self._forward(repeated(self._inputs, N_STIRRED))
+            own = self._read(parts_of(output, self.output, N_STIRRED)[1])
         except Exception:  # of the model or the metric: a whole forward will raise it again
             return False
-        return self._agrees(middle, _Reading(self.output, self.baseline))
+        return self._agrees(own, _Reading(self.output, self.baseline))
 
     def _agree(self, groups: Sequence[Group], plain: dict[tuple[int, ...], _Reading]) -> bool:
         """Measure some changes, and tell whether the largest effects are those of whole forwards.
@@ -199,17 +212,20 @@ class Forwards:
         """
         joins, before = self.joins, dict(self.results)
         shares = self.joined(groups)
+        self._stirs = len(shares) == 1 < len(groups)
+        if self.n_rows > 1 and not self._stirs and not self._are_rows_apart():
+            return False
         # Behind the first site most calls see several rows; before the last most are left out.
         # Where all share a forward, the rows of the first site go the way of all others.
         self._readings = {}
         for way in [groups] if len(shares) == 1 else [groups, groups[::-1]]:
             for points in self._measured(shares, way):
                 if self.joins != joins or not self._are_plain(points, plain):
-                    self.results, self._readings = before, None
+                    self.results, self._readings, self._stirs = before, None, False
                     return False
                 if any(self.results[point.index][1] for point in points):
                     break
-        self._readings = None
+        self._readings, self._stirs = None, False
         self.joins = any(len(share) > 1 for share in shares)  # no other way was checked
         return True
 
@@ -353,7 +369,8 @@ class Forwards:
         shares = [self._missing(group.points) for group in groups]
         sites = [site for group in groups for site in group.sites]
         try:
-            with self._changing.hooked(sites):
+            changing = self._changing
+            with changing.stirring() if self._stirs else changing.hooked(sites):
                 own, *outputs = self._outputs(shares, self._start(groups[0]))
             if self._readings is not None:
                 self._readings[()] = self._read(own)
@@ -385,7 +402,12 @@ class Forwards:
         # number in the site is that of another call.
         if not all(change.n_calls for point in points for change in point.changes):
             raise NoRowsError
-        return parts_of(output, self.output, n or 1 + len(points))
+        if n is not None:
+            return parts_of(output, self.output, n)
+        if not self._stirs:
+            return parts_of(output, self.output, 1 + len(points))
+        outputs = parts_of(output, self.output, N_STIRRED + len(points))
+        return [outputs[1], *outputs[N_STIRRED:]]
 
     def _note(self, points: Sequence[Point], outputs: Sequence[Any]) -> None:
         for point, output in zip(points, outputs, strict=False):

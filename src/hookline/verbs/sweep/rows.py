@@ -18,6 +18,7 @@ from hookline.verbs.sweep.site_change import SiteChange
 # How far rounding moves a value when the batch has another size, in units of the dtype's own.
 _ROUNDING, _MOST = 1000.0, 0.05
 _LARGE = 1000.0  # times what values are: what rows get that others must not see
+N_STIRRED = 4  # batches in a row: the second is the inputs' own, others get other values
 
 
 class NoRowsError(Exception):
@@ -169,31 +170,35 @@ def changed_rows(value: Tensor, known: Tensor, changes: Sequence[SiteChange], n:
 
 
 def stirred(value: Any, known: Any) -> Any:
-    """Make the values of the first and the last of three batches large, whose rows others may see.
+    """Change the values of all batches but the second, whose rows may depend on others.
 
     Args:
-        value: the value of the inputs three times in a row.
+        value: the value of the inputs `N_STIRRED` times in a row.
         known: the value of the inputs alone.
     """
     if not (isinstance(value, Tensor) and isinstance(known, Tensor) and value.is_floating_point()):
         return value
     try:
-        dim = _dim_of_rows(value, known, 3)
+        dim = _dim_of_rows(value, known, N_STIRRED)
     except NoRowsError:
         return value
-    new = value.clone()
-    first, middle, last = torch.unflatten(new, dim, (3, known.shape[dim])).unbind(dim)
-    if is_near(middle, known):
-        # Against each other, so that a product with one of both is large, and neither sum is 0.
-        for rows, size in ((first, _LARGE), (last, -_LARGE / 2)):
-            # Of both signs, and more of one, so that neither a maximum nor a sum misses them.
-            signs = 1 - 2 * (torch.arange(rows.numel(), device=rows.device) % 3 == 2).to(rows.dtype)
-            rows.copy_(signs.view(rows.shape) * size * (rows.abs() + 1))
-    return new
+    rows = value.chunk(N_STIRRED, dim)[1]
+    return _among_others(rows, known, dim) if is_near(rows, known) else value
+
+
+def _among_others(rows: Tensor, known: Tensor, dim: int) -> Tensor:
+    """Return the rows of a batch as the second of `N_STIRRED`: others are large, or 0."""
+    if not known.is_floating_point():
+        return torch.cat([known, rows, known, known], dim)
+    # Of both signs, and more of one, so that neither a maximum nor a sum misses them.
+    signs = 1 - 2 * (torch.arange(known.numel(), device=known.device) % 3 == 2).to(known.dtype)
+    large = signs.view(known.shape) * _LARGE * (known.abs() + 1)
+    # Against each other, so that a product with one of both is large, and neither sum is 0.
+    return torch.cat([large, rows, -large / 2, torch.zeros_like(known)], dim)
 
 
 def with_further_rows(
-    value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int, size: int
+    value: Tensor, known: Tensor, changes: Sequence[SiteChange], n: int, size: int, *, stirs: bool
 ) -> Tensor:
     """Append rows to a value: for each change those of the batch alone, with this change.
 
@@ -203,6 +208,8 @@ def with_further_rows(
         changes: the changes.
         n: how many times the rows of the batch the value has.
         size: the size of the batch; with n = 1, the first dimension that has it is that of rows.
+        stirs: whether the batch is the second of `N_STIRRED`, of which all others are stirred:
+            with n = 1 they come to it here, otherwise the value has them.
 
     Raises:
         NoRowsError: the rows are not n times the value of the batch alone.
@@ -211,9 +218,13 @@ def with_further_rows(
         dim = known.shape.index(size)
     else:
         dim = _dim_of_rows(value, known, n)
+    parts = [value]
+    if stirs:
+        rows = torch.split(value, known.shape[dim], dim)
+        parts = [_among_others(rows[n > 1], known, dim), *rows[N_STIRRED:]]
     old = known.expand(len(changes), *known.shape)
     new = _with_changes(old, changes, are_equal=True)
-    return torch.cat([value, new.movedim(0, dim).flatten(dim, dim + 1)], dim)
+    return torch.cat([*parts, new.movedim(0, dim).flatten(dim, dim + 1)], dim)
 
 
 def _with_changes(rows: Tensor, changes: Sequence[SiteChange], *, are_equal: bool) -> Tensor:

@@ -80,7 +80,8 @@ class Tape:
     def __init__(self, modules: NamedModules) -> None:
         self._named_modules = modules
         # Their own modules run, because a hook there may collect what the model returns.
-        self._hooked = {id(module) for _, module in modules if _is_hooked_inside(module)}
+        self._hooked: set[int] = set()
+        _is_hooked(modules[0][1], self._hooked)
         self.calls: list[Call] = []
         self.unseen: set[int] = set()
         self._stack: list[Call] = []
@@ -371,9 +372,16 @@ def standing_in(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
         _running.reset(token)
 
 
-def _is_hooked_inside(module: nn.Module) -> bool:
-    """Tell whether a module inside another one has hooks that are not hookline's."""
-    return any(foreign_hooks(inner) for inner in module.modules() if inner is not module)
+def _is_hooked(module: nn.Module, around: set[int]) -> bool:
+    """Tell whether a module, or one inside, has hooks that are not hookline's.
+
+    Args:
+        module: the module.
+        around: gets the ids of the modules around such modules.
+    """
+    if any([_is_hooked(inner, around) for inner in module.children()]):
+        around.add(id(module))
+    return id(module) in around or bool(foreign_hooks(module))
 
 
 def _repeated(
