@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hookline.engine import is_ordinary, is_wrapped
 from hookline.errors import InputError
+from hookline.statistics.batched_moments import MOST_NUMEL, batched_moments
 from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
 from hookline.statistics.moments import Moments
 from hookline.statistics.native import Meter, NativeMoments, native_moments
@@ -47,6 +48,9 @@ _NATIVE_NUMEL = 2**16  # elements whose float32 copy stays in a core's cache
 # The dtypes that the compiled function reads itself.
 _COMPILED_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _NUMPY_DTYPES = frozenset((torch.float32, torch.float64))
+
+# The CPU has faster ways, MPS has no float64, and meta tensors have no numbers.
+_NOT_BATCHED = frozenset(("cpu", "mps", "meta"))
 
 
 @final
@@ -127,11 +131,13 @@ class MomentsStatistic:
         return slots
 
     def measure_many(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Measure many tensors together: by one call of the function in C, before that by NumPy.
+        """Measure many tensors together: on the CPU by one call of the function in C or by NumPy.
 
         Returns:
             The slots of each tensor; None where the tensors must be measured one by one.
         """
+        if is_ordinary() and tensors and all(map(may_share_a_batch, tensors)):
+            return self._measure_on_gpus(tensors)
         if not is_ordinary() or not all(map(_is_flat, tensors)):
             return None
         native = self._meter.native(sum(map(Tensor.numel, tensors)))
@@ -144,6 +150,19 @@ class MomentsStatistic:
         else:
             return None
         return list(slots.unbind())
+
+    def _measure_on_gpus(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        slots: dict[int, Tensor] = {}
+        alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+        for number, tensor in enumerate(tensors):
+            if tensor.numel() > MOST_NUMEL:
+                with torch.autocast(tensor.device.type, enabled=False):
+                    slots[number] = self._add(self.start(tensor), tensor)
+            else:
+                alike.setdefault((tensor.device, tensor.dtype), {})[number] = tensor
+        for group in alike.values():
+            slots.update(zip(group, batched_moments(list(group.values())), strict=True))
+        return [slots[number] for number in range(len(tensors))]
 
     def _compiled(self, part: Tensor) -> Reduction | None:
         """Return the compiled function for a tensor; None until compilation is worth it."""
@@ -166,6 +185,19 @@ def _is_flat(value: Tensor) -> bool:
         and not value.is_nested
         and value.is_contiguous()
         and value.numel() <= CHUNK_NUMEL
+        and not value.is_neg()
+        and not is_wrapped(value)
+    )
+
+
+def may_share_a_batch(value: Tensor) -> bool:
+    """Tell whether a tensor is on a device where operations cost more than small tensors."""
+    return (
+        value.device.type not in _NOT_BATCHED
+        and type(value) in ORDINARY
+        and value.dtype in _COMPILED_DTYPES
+        and value.layout is torch.strided
+        and not value.is_nested
         and not value.is_neg()
         and not is_wrapped(value)
     )

@@ -85,18 +85,23 @@ class Parameters:
             if parameter.grad is not None and has_grads and grad is not None:
                 pairs.append((parameter.grad, _of_optimizer(of_parameter(optimizer, grad))))
         self.slots.add_many(pairs)
+        copies, weights = [], []
         for parameter in parameters:
             if parameter.update is not None:
-                weight = _local(parameter.tensor)
-                if parameter.before is None or not _is_alike(parameter.before, weight):
+                weight, copy = _local(parameter.tensor), parameter.before
+                if copy is None or not _is_alike(copy, weight):
                     parameter.before = weight.clone()
                 else:
-                    parameter.before.copy_(weight)
+                    copies.append(copy)
+                    weights.append(weight)
+        if copies:
+            torch._foreach_copy_(copies, weights)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, *, has_grads: bool) -> None:
         """Measure updates after a step, and the gradients that a closure has computed."""
         pairs: list[tuple[SiteSlots, Tensor]] = []
+        moved: list[tuple[SiteSlots, Tensor, Tensor]] = []
         for parameter in self.of(optimizer):
             grad = parameter.tensor.grad
             if parameter.grad is not None and has_grads and grad is not None:
@@ -104,12 +109,10 @@ class Parameters:
             if parameter.update is not None and parameter.before is not None:
                 if type(parameter.tensor) not in PLAIN:
                     parameter.update.spread(parameter.tensor)
-                pairs.append(
-                    (parameter.update, _change(parameter.before, _local(parameter.tensor)))
-                )
+                moved.append((parameter.update, parameter.before, _local(parameter.tensor)))
                 if not self.keeps_copies:
                     parameter.before = None
-        self.slots.add_many(pairs)
+        self.slots.add_many(pairs + _updates(moved))
 
     @torch.no_grad()
     def values(self, tensors: Iterable[Tensor]) -> None:
@@ -147,11 +150,28 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) in PLAIN else local_part(tensor)
 
 
-def _change(before: Tensor, after: Tensor) -> Tensor:
-    """Return `after - before`, in float32 for narrower dtypes; it may overwrite `before`."""
-    if before.is_floating_point() and before.itemsize < 4:
-        return after.to(torch.float32).sub_(before.to(torch.float32))
-    return torch.sub(after, before, out=before)
+def _updates(
+    moved: Iterable[tuple[SiteSlots, Tensor, Tensor]],
+) -> list[tuple[SiteSlots, Tensor]]:
+    """Return `after - before` of weights, in float32 for narrower dtypes.
+
+    Args:
+        moved: for each weight the slots of its update, a copy from before, which may be written to,
+            and the weight.
+    """
+    updates: list[tuple[SiteSlots, Tensor]] = []
+    negated, afters = [], []
+    for site, before, after in moved:
+        if before.is_floating_point() and before.itemsize < 4:
+            updates.append((site, after.to(torch.float32).sub_(before.to(torch.float32))))
+        else:
+            updates.append((site, before))
+            negated.append(before)
+            afters.append(after)
+    if negated:
+        torch._foreach_neg_(negated)
+        torch._foreach_add_(negated, afters)
+    return updates
 
 
 def _is_alike(copy: Tensor, weight: Tensor) -> bool:

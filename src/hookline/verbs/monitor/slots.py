@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, final
@@ -20,7 +20,8 @@ from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineWarning, warn
 from hookline.statistics import Statistic
-from hookline.statistics.moments_statistic import MomentsStatistic
+from hookline.statistics.batched_moments import MOST_NUMEL
+from hookline.statistics.moments_statistic import MomentsStatistic, may_share_a_batch
 from hookline.util.locks import fork_safe_lock
 
 # Which ranks count where numbers of ranks are merged: all, as each sees values of its own; the
@@ -28,6 +29,7 @@ from hookline.util.locks import fork_safe_lock
 # that holds the same part.
 ALL, FIRST, MINE, NOT_MINE = "all", "first", "mine", "not mine"
 PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a look
+_MOST_WAITING = 2**22  # elements of the values that wait
 
 
 @final
@@ -54,7 +56,8 @@ class SiteSlots:
     order: tuple[int, int]  # its place among the sites
     _of: Slots  # the slots of all sites
     counts: str = ALL  # which ranks count, if the value is not a DTensor
-    slots: list[Tensor] | None = None  # those of this step; None before the first value
+    _slots: list[Tensor] | None = None
+    _waits: bool = False  # whether a value, the first of this step, is not measured yet
     turn: int = 0  # when the first value of this step came, as `Slots.turn` counts
     # The slots and the turn of values that are kept apart.
     aside: tuple[list[Tensor] | None, int] = None, 0
@@ -67,6 +70,17 @@ class SiteSlots:
     _device: torch.device | None = None
     _dtype: torch.dtype | None = None
     _empty: list[Tensor] = field(default_factory=list)
+
+    @property
+    def slots(self) -> list[Tensor] | None:
+        """The slots of this step; None before the first value."""
+        if self._waits:
+            self._of.measure_waiting()
+        return self._slots
+
+    @slots.setter
+    def slots(self, slots: list[Tensor] | None) -> None:
+        self._slots, self._waits = slots, False
 
     def add(self, value: Tensor, *, is_shared: bool = False) -> None:
         """Measure one more value. Training goes on if this fails.
@@ -160,8 +174,24 @@ class SiteSlots:
         slots = self.slots
         if slots is None:
             slots, self.turn = self._empty, self._of.turn(is_shared=is_shared)
+            if self._of.may_wait(value):
+                self._waits = True
+                self._of.wait(self, value)
+                return
         pairs = zip(self._of.statistics, slots, strict=True)
         self.slots = [statistic.update(part, value) for statistic, part in pairs]
+
+    def measured(self, slots: Tensor | None, copy: Tensor) -> None:
+        """Take the slots of the value that waits; without them, measure its copy."""
+        if not self._waits:
+            return  # the site was left out meanwhile
+        if slots is not None:
+            self.slots = [slots]
+            return
+        try:
+            self.slots = [self._of.statistics[0].update(self._empty[0], copy)]
+        except Exception as error:
+            self._leave_out(f"its statistic raised {type_and_line(error)}")
 
     def take(self) -> list[Tensor] | None:
         """Return the slots of this step, and begin a new step; None without a value."""
@@ -283,6 +313,8 @@ class Slots:
         self.version: int = 0
         self.lock: threading.RLock = fork_safe_lock()
         self._sites: dict[str, SiteSlots] = {}
+        self._waiting: list[tuple[SiteSlots, Tensor]] = []  # with copies of their values
+        self._n_waiting = 0  # elements
         self._turn = 0
         self._is_turn_shared = False
         self._told: set[str] = set()
@@ -351,8 +383,32 @@ class Slots:
     def _measure_many(self, values: list[Tensor]) -> list[Tensor]:
         """Return the slots of each value; none where they have to be measured one by one."""
         if len(self.statistics) == 1 and isinstance(self.statistics[0], MomentsStatistic):
-            return self.statistics[0].measure_many(values) or []
+            with suppress(Exception):  # each alone will raise it again, and its site is left out
+                return self.statistics[0].measure_many(values) or []
         return []
+
+    def may_wait(self, value: Tensor) -> bool:
+        """Tell whether a value may be measured later, together with others: a small one on a GPU.
+
+        There the operations for one value take longer than a copy, and as long as those for many.
+        """
+        is_alone = len(self.statistics) == 1 and isinstance(self.statistics[0], MomentsStatistic)
+        return is_alone and value.numel() <= MOST_NUMEL and may_share_a_batch(value)
+
+    def wait(self, site: SiteSlots, value: Tensor) -> None:
+        """Copy the value of a site, because code may write to it, and measure it later."""
+        self._waiting.append((site, value.clone()))
+        self._n_waiting += value.numel()
+        if self._n_waiting > _MOST_WAITING:
+            self.measure_waiting()
+
+    def measure_waiting(self) -> None:
+        """Measure the values that wait."""
+        with self.lock:
+            waiting, self._waiting, self._n_waiting = self._waiting, [], 0
+            slots: list[Any] = self._measure_many([copy for _, copy in waiting])
+            for (site, copy), part in zip(waiting, slots or [None] * len(waiting), strict=True):
+                site.measured(part, copy)
 
     def is_outside_training(self, current: Pass) -> bool:
         """Tell whether a value flows without gradients, as in validation.

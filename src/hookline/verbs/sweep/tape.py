@@ -379,7 +379,8 @@ def _is_hooked(module: nn.Module, around: set[int]) -> bool:
         module: the module.
         around: gets the ids of the modules around such modules.
     """
-    if any([_is_hooked(inner, around) for inner in module.children()]):
+    are_hooked = [_is_hooked(inner, around) for inner in module.children()]
+    if any(are_hooked):
         around.add(id(module))
     return id(module) in around or bool(foreign_hooks(module))
 
