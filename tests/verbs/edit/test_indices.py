@@ -28,7 +28,7 @@ def test_positions_are_chosen_as_python_indexes_a_list(given_form, length):
         numbers = [given_form] if isinstance(given_form, int) else given_form
         expected = sorted({whole[n] for n in numbers if -length <= n < length})
     positions = torch.arange(length)[None]
-    chosen = indices("at", given_form, allows_negative=True).chosen(
+    chosen = indices("at", given_form, allows_negative=True).match_tokens(
         positions, torch.full_like(positions, length)
     )
     assert positions[chosen].tolist() == expected
@@ -37,14 +37,14 @@ def test_positions_are_chosen_as_python_indexes_a_list(given_form, length):
 def test_what_has_not_occurred_is_written():
     at = indices("at", [1, 7, -9], allows_negative=True)
     positions = torch.arange(3)[None]
-    at.chosen(positions, torch.full_like(positions, 3))
+    at.match_tokens(positions, torch.full_like(positions, 3))
     assert at.missing() == "at=7, -9"
-    at.chosen(torch.tensor([[7]]), torch.tensor([[9]]))
+    at.match_tokens(torch.tensor([[7]]), torch.tensor([[9]]))
     assert at.missing() == "at=-9"
     steps = indices("steps", slice(2, None), allows_negative=False)
-    assert [steps.has(step) for step in (0, 1)] == [False, False]
+    assert [steps.match_step(step) for step in (0, 1)] == [False, False]
     assert steps.missing() == "steps=2:"
-    assert steps.has(2)
+    assert steps.match_step(2)
     assert not steps.missing()
 
 

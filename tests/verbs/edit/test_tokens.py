@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.verbs.edit.indices import indices
-from hookline.verbs.edit.tokens import pass_tokens
+from hookline.verbs.edit.tokens import read_tokens
 
 IDS = torch.ones(2, 4, dtype=torch.long)
 
@@ -23,7 +23,7 @@ class Cache:
 
 
 def main(**inputs):
-    return pass_tokens(inputs).main
+    return read_tokens(inputs).main
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 3)), min_size=1))
@@ -69,7 +69,10 @@ def test_packed_sequences_end_each_on_their_own():
     tokens = main(input_ids=IDS, position_ids=torch.tensor([[0, 1, 2, 0], [0, 0, 1, 2]]))
     assert tokens.lengths.tolist() == [[3, 3, 3, 1], [1, 3, 3, 3]]
     last = indices("at", -1, allows_negative=True)
-    assert tokens.chosen(last).tolist() == [[False, False, True, True], [True, False, False, True]]
+    assert tokens.chosen_mask(last).tolist() == [
+        [False, False, True, True],
+        [True, False, False, True],
+    ]
 
 
 def test_borders_tell_packed_sequences_without_positions():
@@ -94,7 +97,7 @@ def test_borders_tell_packed_sequences_without_positions():
     ],
 )
 def test_ids_are_found_by_name_or_as_integers_of_two_dimensions(inputs, sizes):
-    tokens = pass_tokens(inputs).main
+    tokens = read_tokens(inputs).main
     assert (None if tokens is None else tuple(tokens.positions.shape)) == sizes
     assert tokens is None or tokens.is_plain
 
@@ -109,7 +112,7 @@ def test_torchs_masks_and_masks_to_add_mark_the_padding():
 
 def test_encoder_and_decoder_have_their_own():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    both = pass_tokens({
+    both = read_tokens({
         "attention_mask": mask, "decoder_input_ids": IDS[:, :1], "past_key_values": Cache(2),
     })  # fmt: skip
     assert both.main.positions.tolist() == [[0, 1, -1], [0, 1, 2]]

@@ -25,7 +25,7 @@ from hookline.engine.report.why_silent import (
 )
 from hookline.verbs.doctor.diagnosis import SiteVerdict
 from hookline.verbs.doctor.observe import Observations, Use
-from hookline.verbs.doctor.trial_run import SiteValue, TrialRun, halves
+from hookline.verbs.doctor.trial_run import SiteValue, TrialRun, fault_and_fix
 
 NO_INPUTS = Why("no inputs given", "give some: hl.doctor(model, inputs)")
 SWITCHED_OFF = Why(
@@ -54,17 +54,17 @@ class Facts:
 
 def verdict_on(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> SiteVerdict:
     """Return the verdict on a site."""
-    always = _before_any_run(site, node)
+    always = _cause_without_run(site, node)
     if always is not None:
         return SiteVerdict(site, 0, *always)
     run = facts.run
     if run is None:
         return SiteVerdict(site, None, *facts.no_run)
     if site in run.refused:
-        return SiteVerdict(site, 0, *halves(run.refused[site]))
+        return SiteVerdict(site, 0, *fault_and_fix(run.refused[site]))
     calls = run.fired.get(site, 0)
     if calls:
-        return SiteVerdict(site, calls, *(_to_mind(site, run) or ("", "")))
+        return SiteVerdict(site, calls, *(_overwritten_later(site, run) or ("", "")))
     causes = _OF_GRADIENTS if site.is_gradient else _OF_VALUES
     for cause in causes:
         why = cause(site, node, facts)
@@ -78,13 +78,13 @@ def verdict_on(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> Si
 # -- causes that hold for any input --------------------------------------------------------------
 
 
-def _before_any_run(site: Site, node: ModuleNode | ParameterNode) -> Why | None:
+def _cause_without_run(site: Site, node: ModuleNode | ParameterNode) -> Why | None:
     if isinstance(node, ParameterNode):
-        return _frozen(node)
+        return _takes_no_gradient(node)
     return never_called(node)
 
 
-def _frozen(node: ParameterNode) -> Why | None:
+def _takes_no_gradient(node: ParameterNode) -> Why | None:
     tensor = node.tensor
     if tensor.requires_grad:
         return None
@@ -119,13 +119,13 @@ def _raised_before(site: Site, node: Any, facts: Facts) -> Why | None:
     return Why("the forward raised before it came here", "mend the failure below first")
 
 
-def _not_its_own(site: Site, node: Any, facts: Facts) -> Why | None:
+def _not_own_operation(site: Site, node: Any, facts: Facts) -> Why | None:
     if isinstance(node, OperationNode) and id(node.owner) in facts.observations.called:
         return not_its_own(node)
     return None
 
 
-def _called_past(site: Site, node: Any, facts: Facts) -> Why | None:
+def _forward_called_directly(site: Site, node: Any, facts: Facts) -> Why | None:
     if not isinstance(node, ModuleNode):
         return None
     use = facts.observations.direct.get(id(node.module))
@@ -134,23 +134,23 @@ def _called_past(site: Site, node: Any, facts: Facts) -> Why | None:
     if id(node.module) in facts.observations.overridden:
         return own_call(node, " that calls forward directly, past its hooks")
     return Why(
-        f"its .forward was called directly{_by(use)}; a direct call skips hooks",
+        f"its .forward was called directly{_where_used(use)}; a direct call skips hooks",
         "call the module itself there: module(x) instead of module.forward(x)",
     )
 
 
-def _weights_used(site: Site, node: Any, facts: Facts) -> Why | None:
+def _weights_used_directly(site: Site, node: Any, facts: Facts) -> Why | None:
     use = facts.observations.used.get(id(node.module)) if isinstance(node, ModuleNode) else None
     if use is None:
         return None
     return Why(
-        f"not called: its weights were used directly, by {use.by}{_by(use)}",
+        f"not called: its weights were used directly, by {use.by}{_where_used(use)}",
         "call the module there: module(x); or select the module around it"
         + (f", {use.within!r}" if use.within else ""),
     )
 
 
-def _inside_attention(site: Site, node: Any, facts: Facts) -> Why | None:
+def _inside_fused_attention(site: Site, node: Any, facts: Facts) -> Why | None:
     """Find a module inside a fused attention of transformers, which is not called."""
     parent = node.parent if isinstance(node, ModuleNode) else None
     if parent is None or id(parent.module) not in facts.observations.called:
@@ -164,7 +164,7 @@ def _inside_attention(site: Site, node: Any, facts: Facts) -> Why | None:
     )
 
 
-def not_repeated(facts: Facts) -> Why | None:
+def runs_differed(facts: Facts) -> Why | None:
     """Say that the runs differed: then the cause in one run need not be that in another."""
     node = facts.differing
     if node is None:
@@ -176,11 +176,11 @@ def not_repeated(facts: Facts) -> Why | None:
     )
 
 
-def _not_repeated(site: Site, node: Any, facts: Facts) -> Why | None:
-    return not_repeated(facts)
+def _runs_differed(site: Site, node: Any, facts: Facts) -> Why | None:
+    return runs_differed(facts)
 
 
-def _other_mode(site: Site, node: Any, facts: Facts) -> Why | None:
+def _only_in_other_mode(site: Site, node: Any, facts: Facts) -> Why | None:
     if not isinstance(node, ModuleNode) or id(node.module) not in facts.other_mode:
         return None
     now, other = ("training", "eval") if facts.is_training else ("eval", "training")
@@ -194,7 +194,7 @@ def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
         return None
     highest, caller, above = node, node, node.parent
     while above is not None:
-        if _is_called(above):
+        if _is_callable(above):
             if id(above.module) in ran:
                 caller = above
                 break
@@ -216,12 +216,12 @@ def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
     )
 
 
-def _is_called(node: ModuleNode) -> bool:
+def _is_callable(node: ModuleNode) -> bool:
     """Tell whether a module can be called, unlike a container such as `ModuleList`."""
     return type(node.module).forward is not nn.Module.forward
 
 
-def _by(use: Use) -> str:
+def _where_used(use: Use) -> str:
     within = f" in {use.within}" if use.within else ""
     return within + (f" ({use.where})" if use.where else "")
 
@@ -229,11 +229,11 @@ def _by(use: Use) -> str:
 # -- gradients -----------------------------------------------------------------------------------
 
 
-def _switched_off(site: Site, node: Any, facts: Facts) -> Why | None:
+def _gradients_switched_off(site: Site, node: Any, facts: Facts) -> Why | None:
     return None if torch.is_grad_enabled() or facts.run is None else SWITCHED_OFF
 
 
-def _not_called(site: Site, node: Any, facts: Facts) -> Why | None:
+def _module_did_not_run(site: Site, node: Any, facts: Facts) -> Why | None:
     """Find why the module of the site, or of the parameter, did not run."""
     if isinstance(node, ParameterNode):
         return _unused_parameter(node, facts)
@@ -247,14 +247,14 @@ def _not_called(site: Site, node: Any, facts: Facts) -> Why | None:
     return None
 
 
-def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
+def _unused_parameter(node: ParameterNode, facts: Facts) -> Why | None:
     run = facts.run
-    if type(tensor.tensor).__name__ == "DTensor":
+    if type(node.tensor).__name__ == "DTensor":
         return _SHARDED
-    owner = next((n for n in facts.nodes if n.path == tensor.path.rpartition(".")[0]), None)
+    owner = next((n for n in facts.nodes if n.path == node.path.rpartition(".")[0]), None)
     if owner is None or run is None or run.failure or not run.backward:
         return None
-    other = not_repeated(facts) or _other_mode(Site(owner.path), owner, facts)
+    other = runs_differed(facts) or _only_in_other_mode(Site(owner.path), owner, facts)
     if other is not None:
         return other
     busy = facts.observations.ran | facts.observations.used.keys()
@@ -270,7 +270,7 @@ def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
     )
 
 
-def _no_gradient_there(site: Site, node: Any, facts: Facts) -> Why | None:
+def _value_has_no_gradient(site: Site, node: Any, facts: Facts) -> Why | None:
     """Find why the value at a site can have no gradient."""
     value = _value_at(site, facts)
     if value is None or value.is_compiled:
@@ -294,10 +294,10 @@ def _no_gradient_there(site: Site, node: Any, facts: Facts) -> Why | None:
             " checkpoint with use_reentrant=True",
             "remove the no_grad, or checkpoint with use_reentrant=False",
         )
-    return None if value.needs_grad else _needs_none(site, node, subject)
+    return None if value.needs_grad else _requires_no_grad(site, node, subject)
 
 
-def _needs_none(site: Site, node: Any, subject: str) -> Why:
+def _requires_no_grad(site: Site, node: Any, subject: str) -> Why:
     trainable = (
         [p for p in node.module.parameters() if p.requires_grad]
         if isinstance(node, ModuleNode)
@@ -327,7 +327,7 @@ def _no_backward(site: Site, node: Any, facts: Facts) -> Why | None:
     )
 
 
-def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
+def _no_gradient_arrived(site: Site, node: Any, facts: Facts) -> Why | None:
     run, value = facts.run, _value_at(site, facts)
     if run is None or not run.backward or value is None or not value.needs_grad:
         return None
@@ -345,7 +345,7 @@ def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
 # -- remarks on sites that fire ------------------------------------------------------------------
 
 
-def _to_mind(site: Site, run: TrialRun) -> Why | None:
+def _overwritten_later(site: Site, run: TrialRun) -> Why | None:
     """Return a warning about a site that fires; None if there is none."""
     if site.is_gradient or (site.path, site.port) not in run.overwritten:
         return None
@@ -361,9 +361,11 @@ def _value_at(site: Site, facts: Facts) -> SiteValue | None:
 
 Cause = Callable[[Site, Any, Facts], Why | None]
 _OF_VALUES: tuple[Cause, ...] = (
-    _no_such_call, _not_repeated, _not_its_own, _called_past, _weights_used, _raised_before,
-    _other_mode, _inside_attention, _not_reached,
+    _no_such_call, _runs_differed, _not_own_operation, _forward_called_directly,
+    _weights_used_directly, _raised_before, _only_in_other_mode, _inside_fused_attention,
+    _not_reached,
 )  # fmt: skip
 _OF_GRADIENTS: tuple[Cause, ...] = (
-    _switched_off, _no_such_call, _not_called, _no_gradient_there, _no_backward, _not_in_the_loss,
+    _gradients_switched_off, _no_such_call, _module_did_not_run, _value_has_no_gradient,
+    _no_backward, _no_gradient_arrived,
 )  # fmt: skip

@@ -32,7 +32,7 @@ from hookline.engine.report.why_silent import Why
 from hookline.verbs.doctor.causes_of_silence import Facts, verdict_on
 from hookline.verbs.doctor.diagnosis import Diagnosis, SiteVerdict
 from hookline.verbs.doctor.notes import environment, notes
-from hookline.verbs.doctor.observe import Observations, Uses, watching
+from hookline.verbs.doctor.observe import Observations, WeightUses, observe_calls
 from hookline.verbs.doctor.trial_run import hooked_run
 from hookline.verbs.shared.rerun import copied, lazy_name, untouched
 from hookline.verbs.shared.run_model import Inputs, call, without_list
@@ -87,10 +87,10 @@ def doctor(
     while isinstance(model, DistributedDataParallel):
         model = model.module  # a call of the wrapper would wait for the other processes
     line = Line(model, name="doctor")
-    places, holders = _places(line, selector, check_ports(ports))
+    places, holders = _sites_and_containers(line, selector, check_ports(ports))
     facts = Facts(line.nodes, is_training=model.training)
     selection = Selection(line.module_tree, places)
-    _gather(model, inputs, selection, facts)
+    _gather_facts(model, inputs, selection, facts)
     verdicts = [verdict_on(site, node, facts) for site, node in selection.places]
     ran = "nothing"
     if facts.run is not None:
@@ -105,7 +105,7 @@ def doctor(
     )
 
 
-def _places(
+def _sites_and_containers(
     line: Line, selector: Selector, ports: tuple[str, ...]
 ) -> tuple[list[SitedNode], list[SiteVerdict]]:
     """List the selected sites, and verdicts on named containers, which no verb would select."""
@@ -113,7 +113,7 @@ def _places(
     places: list[SitedNode] = []
     holders: list[SiteVerdict] = []
     for part in parts:
-        holder = _holder(line.nodes, part)
+        holder = _named_container(line.nodes, part)
         if holder is None:
             places += line.select(part, ports).places
             continue
@@ -129,7 +129,7 @@ def _places(
     return places, holders
 
 
-def _holder(nodes: list[ModuleNode], part: Any) -> ModuleNode | None:
+def _named_container(nodes: list[ModuleNode], part: Any) -> ModuleNode | None:
     for node in nodes:
         is_named = node.module is part or (isinstance(part, str) and part in node.paths)
         if is_named and not has_forward(node.module):
@@ -137,7 +137,7 @@ def _holder(nodes: list[ModuleNode], part: Any) -> ModuleNode | None:
     return None
 
 
-def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
+def _gather_facts(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
     """Run the model as often as the causes need."""
     lazy = lazy_name(model)
     if inputs is None or is_scripted(model) or not len(selection):
@@ -155,10 +155,10 @@ def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -
         facts.observations = _observe(model, inputs, facts.nodes)
     facts.run = hooked_run(model, selection, inputs)
     if can_observe and not facts.run.failure:
-        _observe_closer(model, inputs, selection, facts)
+        _observe_silent(model, inputs, selection, facts)
 
 
-def _observe_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
+def _observe_silent(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
     """Find out whether modules that were not called are used by weight, or in the other mode."""
     ran = facts.observations.ran
     modules = {path: id(node.module) for node in facts.nodes for path in node.paths}
@@ -169,37 +169,37 @@ def _observe_closer(model: nn.Module, inputs: Any, selection: Selection, facts: 
         if not fired.get(site)
     }
     idle = silent - ran
-    facts.differing = _differing(selection, facts, ran)
+    facts.differing = _differs_when_hooked(selection, facts, ran)
     if silent and facts.differing is None:
-        facts.differing = _unlike(facts.nodes, ran, _observe(model, inputs, facts.nodes))
+        facts.differing = _ran_once(facts.nodes, ran, _observe(model, inputs, facts.nodes))
     if not idle or facts.differing is not None:
         return
-    with untouched(model), Uses(facts.nodes, facts.observations):
-        _try(model, inputs)
+    with untouched(model), WeightUses(facts.nodes, facts.observations):
+        _call_silently(model, inputs)
     if not facts.observations.fast:  # torch's function mode switches them off
-        facts.differing = next((node for node in facts.nodes if _used_by_itself(node, facts)), None)
+        facts.differing = next((node for node in facts.nodes if _ran_with_uses(node, facts)), None)
     if facts.differing is None and idle - facts.observations.used.keys():
         flipped = _observe(model, inputs, facts.nodes, flip=True)
         facts.other_mode = flipped.ran - ran
         if facts.other_mode & idle:
             again = _observe(model, inputs, facts.nodes, flip=True)
-            facts.differing = _unlike(facts.nodes, flipped.ran, again)
+            facts.differing = _ran_once(facts.nodes, flipped.ran, again)
 
 
-def _unlike(nodes: list[ModuleNode], ran: set[int], again: Observations) -> ModuleNode | None:
+def _ran_once(nodes: list[ModuleNode], ran: set[int], again: Observations) -> ModuleNode | None:
     """Find a module that was called in one of two runs alone."""
     ran_again = again.ran
     keys = ((node, id(node.module)) for node in nodes)
     return next((node for node, key in keys if (key in ran) != (key in ran_again)), None)
 
 
-def _used_by_itself(node: ModuleNode, facts: Facts) -> bool:
+def _ran_with_uses(node: ModuleNode, facts: Facts) -> bool:
     """Tell whether a module that was not called before was called where uses were observed."""
     use, has_run = facts.observations.used.get(id(node.module)), facts.observations.ran
     return use is not None and use.within == node.path and id(node.module) not in has_run
 
 
-def _differing(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode | None:
+def _differs_when_hooked(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode | None:
     """Find a selected module that was called in the hooked run or in that without hooks alone."""
     run = facts.run
     if run is None or facts.observations.fast:  # hooks switch torch's fast paths off
@@ -222,12 +222,12 @@ def _observe(
             is_training = model.training
             for module in model.modules():
                 module.training = not is_training
-        with watching(nodes) as observations:
-            _try(model, inputs)
+        with observe_calls(nodes) as observations:
+            _call_silently(model, inputs)
     return observations
 
 
-def _try(model: nn.Module, inputs: Any) -> None:
+def _call_silently(model: nn.Module, inputs: Any) -> None:
     # The hooked run raises the same error and reports it.
     with contextlib.suppress(Exception):
         call(model, copied(inputs))

@@ -17,7 +17,7 @@ from torch import nn
 from hookline.display.text import plural, torch_name
 from hookline.engine import ModuleNode, dynamo_config, has_compiled, is_compiled, path_text
 from hookline.engine.report.known_faults import known_faults_here
-from hookline.verbs.doctor.causes_of_silence import Facts, not_repeated
+from hookline.verbs.doctor.causes_of_silence import Facts, runs_differed
 from hookline.verbs.doctor.diagnosis import Note, SiteVerdict
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.inventory import inventory
@@ -62,8 +62,8 @@ def environment(model: nn.Module) -> dict[str, str]:
         "mode": "mixed" if len(modes) > 1 else "training" if model.training else "eval",
         "gradients": "on" if torch.is_grad_enabled() else grads,
         "autocast": _autocast(tensors),
-        "parameters": ", ".join([*_names(t.device for t in tensors),
-                                 *_names(p.dtype for p in model.parameters())]) or "none",
+        "parameters": ", ".join([*_torch_names(t.device for t in tensors),
+                                 *_torch_names(p.dtype for p in model.parameters())]) or "none",
         "default device": str(torch.get_default_device()),
         "default dtype": torch_name(torch.get_default_dtype()),
         "dynamo": "has compiled code" if has_compiled() else dynamo,
@@ -78,14 +78,14 @@ def notes(model: nn.Module, verdicts: list[SiteVerdict], facts: Facts) -> Iterat
     yield from _wrappers(model)
     yield from _checkpointing(model, facts)
     yield from _fast_path(facts)
-    yield from _foreign(model, facts)
+    yield from _foreign_hooks(model, facts)
     yield from _modes(model)
-    yield from _places(model)
-    yield from _aliases(verdicts)
-    yield from _inside_one_operation(facts.nodes)
-    yield from _structures(verdicts, facts)
-    yield from _the_run(facts)
-    why = not_repeated(facts)
+    yield from _devices_and_dtypes(model)
+    yield from _shared_modules(verdicts)
+    yield from _recurrent_layers(facts.nodes)
+    yield from _structured_outputs(verdicts, facts)
+    yield from _summed_loss_or_profiler(facts)
+    why = runs_differed(facts)
     if why is not None:
         yield Note("the runs", why.why, why.remedy)
 
@@ -140,20 +140,20 @@ def _fast_path(facts: Facts) -> Iterator[Note]:
     if texts:
         yield Note(
             "fast path",
-            f"torch runs each of {_list(texts)} as one operation. A line on a module inside"
+            f"torch runs each of {_few_of(texts)} as one operation. A line on a module inside"
             " switches this off while it lasts, so the last bits of the numbers may differ",
             "call torch.backends.mha.set_fastpath_enabled(False) for the same numbers with and"
             " without a line",
         )
 
 
-def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
+def _foreign_hooks(model: nn.Module, facts: Facts) -> Iterator[Note]:
     hooks = [hook for hook in inventory(model) if hook.owner not in ("hookline", "torch")]
     if hooks:
         texts = [f"{h.kind} {h.function} on {path_text(h.path)} ({h.owner})" for h in hooks]
         yield Note(
             "other hooks",
-            f"{plural(len(hooks), 'hook')} of other code: {_list(texts)}",
+            f"{plural(len(hooks), 'hook')} of other code: {_few_of(texts)}",
             "expect values after these hooks; hl.inventory(model) lists them with file and line",
         )
     replacing = [
@@ -164,7 +164,7 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
     if replacing:
         yield Note(
             "other hooks",
-            f"{_list(replacing)} returned a value, which replaces the module's output or input",
+            f"{_few_of(replacing)} returned a value, which replaces the module's output or input",
             "return None in that hook, if the replacement is not meant",
         )
     backward = [path_text(hook.path) for hook in hooks if hook.kind.startswith("backward")]
@@ -172,8 +172,8 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
     if backward and in_place:
         yield Note(
             "other hooks",
-            f"full backward hooks are on {_list(backward)}: torch raises if an in-place module"
-            f" ({_list(in_place)}) gets the output of such a module",
+            f"full backward hooks are on {_few_of(backward)}: torch raises if an in-place module"
+            f" ({_few_of(in_place)}) gets the output of such a module",
             "use hl.attach(model), line.backward(...), or grad_output sites instead",
         )
 
@@ -181,7 +181,7 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
 def _modes(model: nn.Module) -> Iterator[Note]:
     modules = list(model.modules())
     training = [module for module in modules if module.training]
-    if training and len(training) < len(modules) and any(_is_by_mode(module) for module in modules):
+    if training and len(training) < len(modules) and any(_uses_mode(module) for module in modules):
         yield Note(
             "mode",
             f"{len(training)} of {len(modules)} modules are in training mode, the others in eval",
@@ -199,11 +199,11 @@ def _modes(model: nn.Module) -> Iterator[Note]:
         )
 
 
-def _is_by_mode(module: nn.Module) -> bool:
+def _uses_mode(module: nn.Module) -> bool:
     return isinstance(module, (*_DROPOUTS, *_BATCH_NORMS))
 
 
-def _places(model: nn.Module) -> Iterator[Note]:
+def _devices_and_dtypes(model: nn.Module) -> Iterator[Note]:
     tensors = [*model.parameters(), *model.buffers()]
     devices = Counter(str(tensor.device) for tensor in tensors)
     if "meta" in devices:
@@ -215,7 +215,7 @@ def _places(model: nn.Module) -> Iterator[Note]:
     elif len(devices) > 1:
         yield Note(
             "devices",
-            f"parameters and buffers are on several: {_list(list(devices))}",
+            f"parameters and buffers are on several: {_few_of(list(devices))}",
             "give hl.record(..., device='cpu') to keep values on one",
         )
     dtypes = Counter(torch_name(p.dtype) for p in model.parameters() if p.is_floating_point())
@@ -227,29 +227,29 @@ def _places(model: nn.Module) -> Iterator[Note]:
         )
 
 
-def _aliases(verdicts: list[SiteVerdict]) -> Iterator[Note]:
+def _shared_modules(verdicts: list[SiteVerdict]) -> Iterator[Note]:
     sites = {verdict.site.path: verdict.site for verdict in verdicts if verdict.site.aliases}
     if sites:
         texts = [f"{site.path} is also {', '.join(site.aliases[:2])}" for site in sites.values()]
         yield Note(
             "shared",
-            f"{_list(texts)}: one module, so one site; its gradient is the sum over all uses",
+            f"{_few_of(texts)}: one module, so one site; its gradient is the sum over all uses",
             "select it by any of its paths; run.calls(path) tells the uses apart",
         )
 
 
-def _inside_one_operation(nodes: list[ModuleNode]) -> Iterator[Note]:
+def _recurrent_layers(nodes: list[ModuleNode]) -> Iterator[Note]:
     layers = [path_text(node.path) for node in nodes if isinstance(node.module, nn.RNNBase)]
     if layers:
         yield Note(
             "recurrent",
-            f"the steps and gates of {_list(layers)} run inside one operation, so only the inputs"
+            f"the steps and gates of {_few_of(layers)} run inside one operation, so only the inputs"
             " and outputs of the whole are seen",
             "use a loop over nn.LSTMCell, GRUCell or RNNCell to see each step",
         )
 
 
-def _structures(verdicts: list[SiteVerdict], facts: Facts) -> Iterator[Note]:
+def _structured_outputs(verdicts: list[SiteVerdict], facts: Facts) -> Iterator[Note]:
     values = facts.run.values if facts.run is not None else {}
     texts, example = [], ""
     for verdict in verdicts:
@@ -262,12 +262,12 @@ def _structures(verdicts: list[SiteVerdict], facts: Facts) -> Iterator[Note]:
     if texts:
         yield Note(
             "structures",
-            f"{_list(texts)}: hl.edits and functions of one tensor do not take such a value",
+            f"{_few_of(texts)}: hl.edits and functions of one tensor do not take such a value",
             f"select a part, {example!r}" if example else "select a part of it by its keys",
         )
 
 
-def _the_run(facts: Facts) -> Iterator[Note]:
+def _summed_loss_or_profiler(facts: Facts) -> Iterator[Note]:
     run = facts.run
     if run is None:
         return
@@ -289,10 +289,10 @@ def _autocast(tensors: list[Any]) -> str:
     return ", ".join(f"{kind} {torch_name(torch.get_autocast_dtype(kind))}" for kind in on) or "off"
 
 
-def _names(values: Iterable[Any]) -> list[str]:
+def _torch_names(values: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(torch_name(value) for value in values))
 
 
-def _list(texts: list[str]) -> str:
+def _few_of(texts: list[str]) -> str:
     more = len(texts) - _N_SHOWN
     return ", ".join(texts[:_N_SHOWN]) + (f" and {more} more" if more > 0 else "")

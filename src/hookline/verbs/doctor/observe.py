@@ -67,7 +67,7 @@ class Observations:
 
 
 @contextmanager
-def watching(nodes: list[ModuleNode]) -> Iterator[Observations]:
+def observe_calls(nodes: list[ModuleNode]) -> Iterator[Observations]:
     """Observe the modules that run in the block, in this thread; no profiler may be on."""
     observations = Observations()
     sys.setprofile(_Watcher(nodes, observations))
@@ -93,16 +93,16 @@ class _Watcher:
             if code.co_name == _CALL:
                 self._observations.called.add(id(frame.f_locals.get("self")))
             elif code in self._forwards:
-                self._forward(frame)
+                self._note_forward(frame)
         elif event == "return":
             if arg is not None and code in self._hooks:
                 self._observations.replacing.add(code)
         elif event == "c_call" and getattr(arg, "__name__", "") in _FAST:
-            module = _module_of(frame, self._paths)
+            module = _calling_module(frame, self._paths)
             if module is not None:
                 self._observations.fast[id(module)] = _FAST[arg.__name__]
 
-    def _forward(self, frame: FrameType) -> None:
+    def _note_forward(self, frame: FrameType) -> None:
         names = frame.f_code.co_varnames
         module = frame.f_locals.get(names[0]) if names else None
         if id(module) not in self._paths or id(module) in self._observations.direct:
@@ -119,14 +119,14 @@ class _Watcher:
         if has_own_call:
             self._observations.overridden.add(id(module))
         caller = frame.f_back
-        within = None if caller is None else _module_of(caller, self._paths)
+        within = None if caller is None else _calling_module(caller, self._paths)
         self._observations.direct[id(module)] = Use(
-            "forward", self._paths.get(id(within), ""), _line_of(frame.f_back)
+            "forward", self._paths.get(id(within), ""), _user_line(frame.f_back)
         )
 
 
 @final
-class Uses(TorchFunctionMode):
+class WeightUses(TorchFunctionMode):
     """Note which modules' own parameters torch's operations use, and where."""
 
     def __init__(self, nodes: list[ModuleNode], observations: Observations) -> None:
@@ -149,19 +149,19 @@ class Uses(TorchFunctionMode):
             parts = value if isinstance(value, list | tuple) else (value,)
             for part in parts:
                 if isinstance(part, Tensor) and id(part) in self._owners:
-                    self._note(func, part, result)
+                    self._note_use(func, part, result)
         return result
 
-    def _note(self, func: Any, parameter: Tensor, result: Any) -> None:
+    def _note_use(self, func: Any, parameter: Tensor, result: Any) -> None:
         if next(tree.tensors(result), None) is None:
             return  # its shape or dtype was read
         frame = sys._getframe(2)
-        within = self._paths.get(id(_module_of(frame, self._paths)), "")
+        within = self._paths.get(id(_calling_module(frame, self._paths)), "")
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             name = f".{getattr(getattr(func, '__self__', None), '__name__', 'data')}"
         for owner in self._owners[id(parameter)]:
-            self._observations.used.setdefault(owner, Use(name, within, _line_of(frame)))
+            self._observations.used.setdefault(owner, Use(name, within, _user_line(frame)))
 
 
 def foreign_hooks(nodes: list[ModuleNode]) -> Iterator[tuple[str, str, CodeType]]:
@@ -171,16 +171,16 @@ def foreign_hooks(nodes: list[ModuleNode]) -> Iterator[tuple[str, str, CodeType]
         for kind in ("forward_pre", "forward"):
             hooks += [(node.path, kind, hook) for hook in hook_dict(node.module, kind).values()]
     for path, kind, hook in hooks:
-        code = _code_of(hook)
-        if kind in ("forward_pre", "forward") and code is not None and not _is_known(code):
+        code = _unwrapped_code(hook)
+        if kind in ("forward_pre", "forward") and code is not None and not _is_of_library(code):
             yield path, kind, code
 
 
 def _code(module: nn.Module) -> CodeType | None:
-    return _code_of(getattr(module, "forward", None))
+    return _unwrapped_code(getattr(module, "forward", None))
 
 
-def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
+def _unwrapped_code(function: Callable[..., Any] | None) -> CodeType | None:
     """Return the code of a function as it was written, without decorators and partials."""
     while function is not None and hasattr(function, "func"):
         function = function.func
@@ -192,7 +192,7 @@ def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def _module_of(frame: FrameType | None, paths: dict[int, str]) -> Any:
+def _calling_module(frame: FrameType | None, paths: dict[int, str]) -> Any:
     """Return the innermost module that is being called."""
     while frame is not None:
         if frame.f_code.co_name == _CALL and id(frame.f_locals.get("self")) in paths:
@@ -201,14 +201,14 @@ def _module_of(frame: FrameType | None, paths: dict[int, str]) -> Any:
     return None
 
 
-def _line_of(frame: FrameType | None) -> str:
+def _user_line(frame: FrameType | None) -> str:
     """Return the file and line of the innermost frame that is neither torch's nor hookline's."""
     while frame is not None:
-        if not _is_known(frame.f_code):
+        if not _is_of_library(frame.f_code):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
-def _is_known(code: CodeType) -> bool:
+def _is_of_library(code: CodeType) -> bool:
     return code.co_filename.startswith((_TORCH, _OURS))

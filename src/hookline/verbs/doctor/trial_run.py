@@ -86,7 +86,7 @@ class SiteValue:
 
 
 @final
-class _Nothing(GradientCallback):
+class _NoOpCallback(GradientCallback):
     """A callback that does nothing with a gradient, because the tap counts the gradients."""
 
     warns = False
@@ -131,19 +131,19 @@ def hooked_run(model: nn.Module, selection: Selection, inputs: Any) -> TrialRun:
         error = _run(model, left, inputs, run)
         if error is None:
             return run
-        site = next((site for site, _ in left if _is_at(site, error)), None)
+        site = next((site for site, _ in left if _raised_at(site, error)), None)
         if site is None:
-            run.failure = Note("hookline", *halves(error))
+            run.failure = Note("hookline", *fault_and_fix(error))
             return run
         refused[site] = error
 
 
-def _is_at(site: Site, error: HooklineError) -> bool:
+def _raised_at(site: Site, error: HooklineError) -> bool:
     notes = getattr(error, "__notes__", ())
     return str(error).startswith(f"{site}: ") or any(f"the hook at {site} (" in n for n in notes)
 
 
-def _raise_own(error: BaseException | None) -> None:
+def _raise_hookline_error(error: BaseException | None) -> None:
     """Raise the line's own error, also if dynamo has wrapped it in another."""
     while error is not None:
         if isinstance(error, HooklineError):
@@ -151,7 +151,7 @@ def _raise_own(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def halves(error: HooklineError) -> tuple[str, str]:
+def fault_and_fix(error: HooklineError) -> tuple[str, str]:
     """Split an error into the fault and the fix, its first two lines. Dynamo adds more lines."""
     fault, remedy, *_ = [*str(error).split("\n"), ""]
     return fault, remedy
@@ -167,10 +167,10 @@ def _run(
     forward_selection = Selection(line.module_tree, _forward_places(places))
     try:
         with untouched(model), line:
-            line.tap(selection, _count, Order.RECORD)
+            line.tap(selection, _bind_no_op, Order.RECORD)
             if len(forward_selection):
                 line.tap(forward_selection, lambda site: _note_values(site, run), Order.RECORD)
-            _call(model, inputs, line, run)
+            _run_forward_backward(model, inputs, line, run)
             run.overwritten = {key for key, value in run.values.items() if value.is_overwritten}
             _count_fired(line, run)
     except HooklineError as error:
@@ -179,7 +179,7 @@ def _run(
     return None
 
 
-def _call(model: nn.Module, inputs: Any, line: Line, run: TrialRun) -> None:
+def _run_forward_backward(model: nn.Module, inputs: Any, line: Line, run: TrialRun) -> None:
     """Run forward, and backward if a gradient site is selected; note an error of the model."""
     try:
         output = call(model, copied(inputs))
@@ -187,11 +187,11 @@ def _call(model: nn.Module, inputs: Any, line: Line, run: TrialRun) -> None:
         if any(site.is_gradient for site in run.fired):
             _backward(model, output, run)
     except Exception as error:
-        _raise_own(error)
-        run.failure = _failure(model, error)
+        _raise_hookline_error(error)
+        run.failure = _describe_failure(model, error)
 
 
-def _failure(model: nn.Module, error: Exception) -> Note:
+def _describe_failure(model: nn.Module, error: Exception) -> Note:
     """Describe the module that raised, its inputs, the error, and the remedy."""
     text = failure_text(model, error)
     if _VIEW_OF_A_HOOK.search(str(error)):
@@ -222,11 +222,11 @@ def _count_fired(line: Line, run: TrialRun) -> None:
             run.fired[site] = count
 
 
-def _count(site: Site) -> Bound:
-    return _Nothing() if site.is_gradient else _let_by
+def _bind_no_op(site: Site) -> Bound:
+    return _NoOpCallback() if site.is_gradient else _do_nothing
 
 
-def _let_by(current: Pass, value: Any) -> None:
+def _do_nothing(current: Pass, value: Any) -> None:
     """Do nothing, because the tap counts the values."""
 
 
@@ -260,7 +260,7 @@ def _backward(model: nn.Module, output: Any, run: TrialRun) -> None:
     if not torch.is_grad_enabled():
         run.no_backward = "gradients are switched off here (torch.no_grad or inference_mode)"
         return
-    loss, name = _loss_of(output)
+    loss, name = _loss_and_name(output)
     if loss is None:
         run.no_backward = f"no output requires a gradient ({describe.in_words(output)})"
         return
@@ -273,7 +273,7 @@ def _backward(model: nn.Module, output: Any, run: TrialRun) -> None:
         run.backward = name
 
 
-def _loss_of(output: Any) -> tuple[Tensor | None, str]:
+def _loss_and_name(output: Any) -> tuple[Tensor | None, str]:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     for value, name in ((loss, "its output's loss"), (output, "the model's output")):
         if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:

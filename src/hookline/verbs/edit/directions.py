@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import has_numbers, is_ordinary
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError, StructureError
-from hookline.verbs.edit.operands import Edit, Operand, named_edit
+from hookline.verbs.edit.operands import Edit, Operand, explain_errors
 
 # Directions whose singular value is below this many units of rounding count as dependent.
 _N_ROUNDINGS = 8
@@ -44,7 +44,7 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
         raise _not_directions("steer", "direction", "a vector of shape (n_features,)", direction)
     # Training may begin at zero, and under a transform or compilation no number is read.
     if not direction.requires_grad and has_numbers(direction) and is_ordinary():
-        _refuse_empty("direction", direction, direction.detach()[None].double().norm(dim=1))
+        _check_finite_nonzero("direction", direction, direction.detach()[None].double().norm(dim=1))
     factor = Operand(strength, "steer")
     is_zero = not isinstance(strength, Tensor) and strength == 0
 
@@ -55,14 +55,14 @@ def steer(direction: Tensor, strength: float | Tensor = 1.0) -> Edit:
         amount = factor.like(value)
         steered = value + amount * direction.to(value.device, value.dtype)
         # -0.0 + 0.0 is 0.0, another bit. What stands in for it has no gradient of the amount.
-        if isinstance(amount, Tensor) and not _is_trained(amount):
+        if isinstance(amount, Tensor) and not _is_differentiated(amount):
             return torch.where(amount.to(value.device) == 0, value, steered).to(value.dtype)
         return steered.to(value.dtype)
 
-    return named_edit("steer", change)
+    return explain_errors("steer", change)
 
 
-def _is_trained(amount: Tensor) -> bool:
+def _is_differentiated(amount: Tensor) -> bool:
     """Tell whether a gradient is taken with respect to an amount, backward or forward."""
     if amount.requires_grad:
         return torch.is_grad_enabled()
@@ -97,7 +97,7 @@ def project_out(directions: Tensor) -> Edit:
     if not is_tensor or directions.dim() not in (1, 2):
         wanted = "floating-point vectors of shape (n_directions, n_features)"
         raise _not_directions("project_out", "directions", wanted, directions)
-    basis = _basis(directions)
+    basis = _orthonormal_basis(directions)
 
     def change(value: Tensor) -> Tensor:
         _check_features(value, basis, "project_out")
@@ -105,10 +105,10 @@ def project_out(directions: Tensor) -> Edit:
         rows, wide = basis.to(value.device, dtype), value.to(dtype)
         return (wide - (wide @ rows.T) @ rows).to(value.dtype)
 
-    return named_edit("project_out", change)
+    return explain_errors("project_out", change)
 
 
-def _basis(directions: Tensor) -> Tensor:
+def _orthonormal_basis(directions: Tensor) -> Tensor:
     """Return orthonormal rows that span the directions.
 
     Raises:
@@ -117,7 +117,7 @@ def _basis(directions: Tensor) -> Tensor:
     vectors = directions.detach().reshape(-1, directions.shape[-1]).double()
     lengths = vectors.norm(dim=1, keepdim=True)
     vectors = (vectors / lengths)[lengths.squeeze(1) > 0]
-    _refuse_empty("directions", directions, lengths)
+    _check_finite_nonzero("directions", directions, lengths)
     _, values, rows = torch.linalg.svd(vectors, full_matrices=False)
     # A direction that is a sum of others differs from it by the rounding of its dtype.
     rounding = torch.finfo(directions.dtype).eps * max(_N_ROUNDINGS, len(vectors) ** 0.5)
@@ -125,7 +125,7 @@ def _basis(directions: Tensor) -> Tensor:
     return basis
 
 
-def _refuse_empty(name: str, directions: Tensor, lengths: Tensor) -> None:
+def _check_finite_nonzero(name: str, directions: Tensor, lengths: Tensor) -> None:
     """Refuse directions of which one is not finite, or all are zero."""
     if not bool(lengths.isfinite().all()) or not bool(lengths.any()):
         raise AttachError(

@@ -133,14 +133,14 @@ def edit(
     selected = [(line.select(which, ports_for(model, ports)), edit) for which, edit in changes]
     if places.is_limited:
         _refuse_parameters(selection for selection, _ in selected)
-    effects: list[_NoOpDetector] = []
+    detectors: list[_NoOpDetector] = []
     with line.all_or_nothing():
         for selection, edit in selected:
-            line.tap(selection, _binder(edit, places, effects), Order.EDIT)
-    if line.root is not None and any(effect.places is not None for effect in effects):
+            line.tap(selection, _binder(edit, places, detectors), Order.EDIT)
+    if line.root is not None and any(detector.places is not None for detector in detectors):
         places.watch(line.root)
-        line.passes.at_root = places.begin
-    line.options.remark = partial(_remark, effects, places)
+        line.passes.at_root = places.begin_pass
+    line.options.remark = partial(_end_remark, detectors, places)
     return line
 
 
@@ -177,13 +177,13 @@ def _refuse_parameters(selections: Iterable[Selection]) -> None:
             )
 
 
-def _binder(change: Any, places: Places, effects: list[_NoOpDetector]) -> Callable[[Site], Bound]:
+def _binder(change: Any, places: Places, detectors: list[_NoOpDetector]) -> Callable[[Site], Bound]:
     """Return a function that makes the callback of a change for each site.
 
     Args:
         change: the change.
         places: the places of the line.
-        effects: takes the detector of each site.
+        detectors: takes the detector of each site.
     """
     change_at = getattr(change, "at", None)  # a change that differs by site has `at(site)`
     everywhere = defaults_by_name(change, 1)
@@ -194,9 +194,9 @@ def _binder(change: Any, places: Places, effects: list[_NoOpDetector]) -> Callab
         where = None
         if wants_moment or places.is_limited:
             where = SitePlaces(places, site, wants_moment=wants_moment)
-        effect = _NoOpDetector(site, where)
-        effects.append(effect)
-        return (EditGradient if site.is_gradient else _value_changer)(change_here, effect)
+        detector = _NoOpDetector(site, where)
+        detectors.append(detector)
+        return (EditGradient if site.is_gradient else _value_changer)(change_here, detector)
 
     return bind
 
@@ -244,41 +244,41 @@ class _NoOpDetector:
         self.has_changed: bool = False
         self.was_left: bool = False
 
-    def of_value(self, change: Callable[..., Any], current: Pass, value: Any) -> Any:
+    def edit_value(self, change: Callable[..., Any], current: Pass, value: Any) -> Any:
         """Call the function on a value, which it may not write to."""
         if self.places is not None:
-            return self.places.changed(partial(self._of_value, change), current, value)
-        return self._of_value(change, value)
+            return self.places.apply(partial(self._edit_value, change), current, value)
+        return self._edit_value(change, value)
 
-    def _of_value(self, change: Callable[..., Any], value: Any, **extra: Any) -> Any:
+    def _edit_value(self, change: Callable[..., Any], value: Any, **extra: Any) -> Any:
         change = partial(change, **extra) if extra else change
-        new = call_read_only(change, value, self._refusal, self._unreturned)
-        return new if is_dynamo_compiling() else self._note(new)
+        new = call_read_only(change, value, self._in_place_error, self._missing_return_error)
+        return new if is_dynamo_compiling() else self._note_change(new)
 
-    def of_gradient(self, change: Callable[..., Any], current: Pass, call: int, grad: Any) -> Any:
+    def edit_gradient(self, change: Callable[..., Any], current: Pass, call: int, grad: Any) -> Any:
         """Call the function on a gradient, which it may not write to."""
         if self.places is not None:
-            return self.places.changed(partial(self._of_gradient, change), current, grad, call)
-        return self._of_gradient(change, grad)
+            return self.places.apply(partial(self._edit_gradient, change), current, grad, call)
+        return self._edit_gradient(change, grad)
 
-    def _of_gradient(self, change: Callable[..., Any], grad: Any, **extra: Any) -> Any:
+    def _edit_gradient(self, change: Callable[..., Any], grad: Any, **extra: Any) -> Any:
         change = partial(change, **extra) if extra else change
-        return self._note(guarded(change, grad, self.where))
+        return self._note_change(guarded(change, grad, self.where))
 
-    def inside(self, change: Callable[..., Any], grad: Any) -> Any:
+    def call_in_graph(self, change: Callable[..., Any], grad: Any) -> Any:
         """Call the function on a gradient in compiled code."""
         if self.places is not None:
             self.places.refuse_gradient()
-        return call_read_only(change, grad, self._refusal, self._unreturned)
+        return call_read_only(change, grad, self._in_place_error, self._missing_return_error)
 
-    def _note(self, new: Any) -> Any:
+    def _note_change(self, new: Any) -> Any:
         if new is None:
             self.was_left = True
         else:
             self.has_changed = True
         return new
 
-    def _refusal(self) -> StructureError:
+    def _in_place_error(self) -> StructureError:
         return StructureError(
             f"the edit at {self.where or 'the root'} wrote in place to the value it was given,"
             " which other parts of the model, or the caller, may hold."
@@ -286,7 +286,7 @@ class _NoOpDetector:
             " lambda t: t.zero_()."
         )
 
-    def _unreturned(self) -> StructureError:
+    def _missing_return_error(self) -> StructureError:
         return StructureError(
             f"the edit at {self.where or 'the root'} must return the new value, got None after it"
             " changed a container in place or consumed an iterator."
@@ -295,18 +295,18 @@ class _NoOpDetector:
         )
 
 
-def _remark(effects: list[_NoOpDetector], places: Places) -> str | None:
+def _end_remark(detectors: list[_NoOpDetector], places: Places) -> str | None:
     """Write the notes at the end of the line; None without any."""
-    notes = [note for note in (_no_op_warning(effects), places.remark()) if note is not None]
+    notes = [note for note in (_no_op_warning(detectors), places.unmet_text()) if note is not None]
     return "\n".join(notes) or None
 
 
-def _no_op_warning(effects: list[_NoOpDetector]) -> str | None:
+def _no_op_warning(detectors: list[_NoOpDetector]) -> str | None:
     """Write the warning about edits that never changed anything; None if there are none."""
-    idle = [effect for effect in effects if effect.was_left and not effect.has_changed]
+    idle = [detector for detector in detectors if detector.was_left and not detector.has_changed]
     if not idle:
         return None
-    sites = ", ".join(effect.where or "the root" for effect in idle[:3])
+    sites = ", ".join(detector.where or "the root" for detector in idle[:3])
     more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
     return (
         f"hl.edit changed nothing at {sites}{more}: the function returned None each time, which"
@@ -319,47 +319,47 @@ def _no_op_warning(effects: list[_NoOpDetector]) -> str | None:
 class EditGradient(GradientCallback):
     """Change the gradients at one site."""
 
-    __slots__ = ("_change", "_effect", "inside")
+    __slots__ = ("_change", "_detector", "inside")
     changes = True
 
-    def __init__(self, change: Callable[[Any], Any], effect: _NoOpDetector) -> None:
+    def __init__(self, change: Callable[[Any], Any], detector: _NoOpDetector) -> None:
         self.inside: partial[Any] = partial(
-            _changed_in_graph, partial(effect.inside, change), effect.where
+            _change_gradient_in_graph, partial(detector.call_in_graph, change), detector.where
         )
         self._change = change
-        self._effect = effect
+        self._detector = detector
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
-        new = self._effect.of_gradient(self._change, current, pending.call, grad)
+        new = self._detector.edit_gradient(self._change, current, pending.call, grad)
         difference = None if new is None else describe.difference(grad, new)
         if difference:
-            raise _other_gradient(self._effect.where, difference)
+            raise _gradient_form_error(self._detector.where, difference)
         return new
 
 
-def _changed_in_graph(change: Callable[[Any], Any], where: str, grad: Tensor) -> Any:
+def _change_gradient_in_graph(change: Callable[[Any], Any], where: str, grad: Tensor) -> Any:
     """Change a gradient in compiled code, where autograd would add up one of a larger shape."""
     new = change(grad)
     # A graph of a backward allows no look at the layout.
     if isinstance(new, Tensor) and new.shape != grad.shape:
         forms = [f"Tensor{describe.shape(tensor)}" for tensor in (grad, new)]
-        raise _other_gradient(where, "expected {}, got {}".format(*forms))
+        raise _gradient_form_error(where, "expected {}, got {}".format(*forms))
     return new
 
 
-def _other_gradient(where: str, difference: str) -> StructureError:
+def _gradient_form_error(where: str, difference: str) -> StructureError:
     return StructureError(
         f"the edit at {where} would change the gradient's form: {difference}."
         "\nReturn a gradient of the same shape, dtype and device, or None to leave it."
     )
 
 
-def _value_changer(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callback:
-    where = effect.where
+def _value_changer(change: Callable[[Any], Any], detector: _NoOpDetector) -> Callback:
+    where = detector.where
 
     def callback(current: Pass, value: Any) -> Any:
-        new = effect.of_value(change, current, value)
+        new = detector.edit_value(change, current, value)
         if new is None:
             if current.region is not None:
                 current.region.left(where)

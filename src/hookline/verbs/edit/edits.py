@@ -16,7 +16,7 @@ from hookline.engine.pytree import describe
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 from hookline.verbs.edit.directions import project_out, steer
-from hookline.verbs.edit.operands import Edit, Operand, named_edit
+from hookline.verbs.edit.operands import Edit, Operand, explain_errors
 from hookline.verbs.edit.patches import patch
 from hookline.verbs.edit.rounding import round_to
 from hookline.verbs.edit.routers import reroute
@@ -53,7 +53,7 @@ def scale(factor: float | Tensor) -> Edit:
     """
     operand = Operand(factor, "scale")
     # In this order torch does not round a tensor without dimensions first.
-    return named_edit("scale", lambda value: (value * operand.like(value)).to(value.dtype))
+    return explain_errors("scale", lambda value: (value * operand.like(value)).to(value.dtype))
 
 
 def add(offset: float | Tensor) -> Edit:
@@ -78,7 +78,7 @@ def add(offset: float | Tensor) -> Edit:
             `offset`, or `offset` does not broadcast to its shape.
     """
     operand = Operand(offset, "add")
-    return named_edit("add", lambda value: (operand.like(value) + value).to(value.dtype))
+    return explain_errors("add", lambda value: (operand.like(value) + value).to(value.dtype))
 
 
 def replace(new: float | Tensor) -> Edit:
@@ -109,7 +109,7 @@ def replace(new: float | Tensor) -> Edit:
         # A copy, because a later in-place layer cannot write to an expanded tensor.
         return other.expand_as(tensor).clone()
 
-    return named_edit("replace", change)
+    return explain_errors("replace", change)
 
 
 def noise(std: float, *, seed: int | None = None) -> Edit:
@@ -169,7 +169,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
             drawn = draw(tensor)
         return tensor + std * drawn
 
-    edit = named_edit("noise", change)
+    edit = explain_errors("noise", change)
     # By it each forward of a sweep begins again, as a new edit does.
     edit.fresh = lambda: noise(std, seed=seed)  # type: ignore[attr-defined]
     return edit
@@ -219,4 +219,4 @@ def clamp(min: float | Tensor | None = None, max: float | Tensor | None = None) 
 
     # torch.clamp takes two numbers or two tensors.
     takes_tensors = isinstance(min, Tensor) or isinstance(max, Tensor)
-    return named_edit("clamp", by_tensors if takes_tensors else by_numbers)
+    return explain_errors("clamp", by_tensors if takes_tensors else by_numbers)

@@ -42,7 +42,7 @@ def changed_at(
     n_columns = value.shape[1]
     if n_tokens is not None and n_tokens != n_columns:
         refuse("at=", where, "dimension 1 of the value is not that of the tokens")
-    chosen = [at.span] if at.numbers is None else _within(at.numbers, n_columns)
+    chosen = [at.span] if at.numbers is None else _existing_columns(at.numbers, n_columns)
     if not chosen and n_tokens is None:
         refuse("at=", where, "the value has no such position")
     new = change(value) if chosen else None
@@ -54,5 +54,5 @@ def changed_at(
     return result
 
 
-def _within(numbers: tuple[int, ...], n_columns: int) -> list[Any]:
+def _existing_columns(numbers: tuple[int, ...], n_columns: int) -> list[Any]:
     return [number for number in numbers if -n_columns <= number < n_columns]

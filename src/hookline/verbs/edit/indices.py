@@ -39,7 +39,7 @@ class Indices:
         numbers = (span.start, span.stop) if self.numbers is None else self.numbers
         return any(number is not None and number < 0 for number in numbers)
 
-    def chosen(self, positions: Tensor, lengths: Tensor) -> Tensor:
+    def match_tokens(self, positions: Tensor, lengths: Tensor) -> Tensor:
         """Choose from positions, and note which of the numbers have occurred.
 
         Args:
@@ -50,7 +50,7 @@ class Indices:
             A mask of the positions' shape.
         """
         if self.numbers is None:
-            mask = self._in_span(positions, lengths)
+            mask = self._span_mask(positions, lengths)
             if self._missing and bool(mask.any()):
                 self._missing.clear()
             return mask
@@ -63,7 +63,7 @@ class Indices:
             mask |= is_here
         return mask
 
-    def _in_span(self, positions: Tensor, lengths: Tensor) -> Tensor:
+    def _span_mask(self, positions: Tensor, lengths: Tensor) -> Tensor:
         span = self.span or slice(None)
 
         def bound(number: int | None, default: Tensor) -> Tensor:
@@ -78,9 +78,9 @@ class Indices:
         is_inside = (positions >= start) & (positions < stop)
         return is_inside & ((positions - start) % (span.step or 1) == 0)
 
-    def has(self, number: int) -> bool:
+    def match_step(self, step: int) -> bool:
         """Tell whether a step is chosen, and note that it has occurred."""
-        return bool(self.chosen(*torch.tensor([number, number + 1], device="cpu")))
+        return bool(self.match_tokens(*torch.tensor([step, step + 1], device="cpu")))
 
     def missing(self) -> str:
         """Write the numbers that have not occurred; an empty text if there are none."""
@@ -123,27 +123,27 @@ def indices(name: str, given: Any, *, allows_negative: bool) -> Indices | None:
 
 def _span(name: str, given: slice) -> Indices:
     ends = (given.start, given.stop, given.step)
-    span = slice(*[None if end is None else _number(name, end) for end in ends])
+    span = slice(*[None if end is None else _checked_integer(name, end) for end in ends])
     return Indices(name, None, span)
 
 
 def _numbers(name: str, given: Any) -> Indices:
-    whole = _plain(given)
+    whole = _to_python_numbers(given)
     is_single = isinstance(whole, str | bytes) or not isinstance(whole, Iterable)
-    numbers = dict.fromkeys(_number(name, n) for n in ([whole] if is_single else whole))
+    numbers = dict.fromkeys(_checked_integer(name, n) for n in ([whole] if is_single else whole))
     if not numbers:
         raise AttachError(f"{name} must name at least one number, got {given!r}.\nLeave it out.")
     return Indices(name, tuple(numbers), None)
 
 
-def _plain(given: Any) -> Any:
+def _to_python_numbers(given: Any) -> Any:
     """Return the numbers of a tensor or an array as those of Python, which tell True from 1."""
     return given.tolist() if hasattr(given, "tolist") else given
 
 
-def _number(name: str, number: Any) -> int:
+def _checked_integer(name: str, number: Any) -> int:
     try:
-        plain = _plain(number)
+        plain = _to_python_numbers(number)
         if isinstance(plain, bool):
             raise TypeError
         return operator.index(plain)

@@ -17,12 +17,12 @@ from hookline.errors import AttachError, StructureError
 Edit = Callable[[Tensor], Tensor]
 
 
-def named_edit(name: str, change: Edit) -> Edit:
+def explain_errors(name: str, change: Edit) -> Edit:
     """Wrap an edit so that its error names the kind of tensor that torch cannot change so."""
 
     def edit(value: Tensor) -> Tensor:
-        tensor = tensor_of(value, name)
-        if not _is_special(tensor):
+        tensor = require_tensor(value, name)
+        if not _may_lack_functions(tensor):
             return change(tensor)
         try:
             return change(tensor)
@@ -41,7 +41,7 @@ def named_edit(name: str, change: Edit) -> Edit:
     return edit
 
 
-def _is_special(tensor: Tensor) -> bool:
+def _may_lack_functions(tensor: Tensor) -> bool:
     """Tell whether torch lacks some functions for this kind of tensor.
 
     In compiled code a gradient cannot be asked, so the compiler's own error is raised there.
@@ -52,7 +52,7 @@ def _is_special(tensor: Tensor) -> bool:
     return not is_plain or tensor.is_complex() or tensor.dtype.itemsize == 1
 
 
-def tensor_of(value: Any, name: str) -> Tensor:
+def require_tensor(value: Any, name: str) -> Tensor:
     """Return a value that is a tensor; refuse any other."""
     if not isinstance(value, Tensor):
         leaves = [describe.leaf_text(leaf) for leaf, _ in tree.tensors(value)]
@@ -156,10 +156,10 @@ class Operand:
                 shape does not broadcast to the value's.
         """
         odd = ""
-        if _breadth(self._kind) > _breadth(value.dtype):
+        if _kind_rank(self._kind) > _kind_rank(value.dtype):
             odd = torch_name(self._kind)
-        elif _breadth(value.dtype) == 1 and value.dtype is not self._kind:
-            odd = self._outside(value.dtype)
+        elif _kind_rank(value.dtype) == 1 and value.dtype is not self._kind:
+            odd = self._integer_outside(value.dtype)
         if odd:
             raise StructureError(
                 f"the value here is {describe.in_full(value)}, which cannot hold {odd}."
@@ -174,7 +174,7 @@ class Operand:
                 "\nGive a number, or a tensor of the value's shape or with sizes of 1."
             )
 
-    def _outside(self, dtype: torch.dtype) -> str:
+    def _integer_outside(self, dtype: torch.dtype) -> str:
         """Return an integer that an integer dtype does not hold; empty if it holds all of them."""
         if dtype.is_signed and dtype.itemsize == 8:
             return ""
@@ -198,7 +198,7 @@ def _broadcasts(operand: Tensor, value: Tensor) -> bool:
     )
 
 
-def _breadth(dtype: torch.dtype) -> int:
+def _kind_rank(dtype: torch.dtype) -> int:
     """Rank a dtype's kind: a dtype can be cast to one of the same rank or above."""
     if dtype.is_complex:
         return 3

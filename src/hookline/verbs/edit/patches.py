@@ -18,7 +18,7 @@ from hookline.recordings.pass_record import PassRecord
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.operands import Operand
 from hookline.verbs.edit.places import Moment
-from hookline.verbs.edit.recorded import RecordedChange, RecordedSite, of_no_site
+from hookline.verbs.edit.recorded import RecordedChange, RecordedSite, missing_site_error
 
 
 @final
@@ -37,7 +37,7 @@ class PatchAt:
         self._recorded = RecordedSite(run, site)
         self._where = str(site)
         # Compiled code cannot look values up.
-        alone = self._recorded.alone()
+        alone = self._recorded.only_value()
         self._alone = alone if isinstance(alone, Tensor) else None
 
     def __call__(self, value: Any, moment: Moment | None = None) -> Any:
@@ -48,7 +48,7 @@ class PatchAt:
         """
         if moment is None:
             if not is_dynamo_compiling():
-                raise of_no_site("patch")
+                raise missing_site_error("patch")
             if self._alone is None:
                 in_graph.refuse("hl.edits.patch", self._where, "it cannot tell its run and call")
             return in_form_of(value, self._alone, self._where)

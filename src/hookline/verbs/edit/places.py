@@ -20,7 +20,7 @@ from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.indices import Indices
-from hookline.verbs.edit.tokens import PassTokens, Tokens, of_index, pass_tokens, with_features
+from hookline.verbs.edit.tokens import PassTokens, Tokens, plain_tokens, read_tokens, with_features
 from hookline.verbs.shared.caches import cache_in, n_cached
 from hookline.verbs.shared.generation import Chunk, is_assisted, prompt_chunk
 from hookline.verbs.shared.root_call import root_call
@@ -113,18 +113,18 @@ class Places:
         """Set the root, whose inputs tell the tokens."""
         self._root = weakref.ref(root)
 
-    def begin(self, current: Pass, frame: FrameType) -> None:
+    def begin_pass(self, current: Pass, frame: FrameType) -> None:
         """Note what the root is called with, when a pass begins."""
         root = self._root()
-        chunk = self._chunk(frame) if self._refused else Chunk()
+        chunk = self._prompt_chunk(frame) if self._refused else Chunk()
         call = None if root is None else root_call(frame, root)
         inputs: dict[str, Any] = {}
         if call is not None:
             bound = self._arguments.bind(call.root, call.args, call.kwargs)
             inputs = call.kwargs or {"": bound} if isinstance(bound, Tensor) else bound
-        number, step = self._counts(chunk, is_prompt=n_cached(cache_in(inputs)) == 0)
+        number, step = self._next_pass_and_step(chunk, is_prompt=n_cached(cache_in(inputs)) == 0)
         # Compiled code cannot note which steps and positions have occurred.
-        is_chosen = self.steps is None or self.steps.has(step)
+        is_chosen = self.steps is None or self.steps.match_step(step)
         if self.at is not None and self.at.counts_from_end and is_chosen and not chunk.is_whole:
             raise AttachError(
                 f"{self.at} must not be given for a prompt in chunks (prefill_chunk_size), where a"
@@ -133,14 +133,14 @@ class Places:
                 " steps=slice(1, None)."
             )
         is_known = call is not None and self.at is not None and is_chosen
-        place = PassPlace(number, step, pass_tokens(inputs) if is_known else None)
+        place = PassPlace(number, step, read_tokens(inputs) if is_known else None)
         self._of_pass[current] = place
         self._thread.latest = current, place
         if self.at is not None:
-            self._choose(self.at, place)
-            current.at_end.append(self._leave)
+            self._choose_tokens(self.at, place)
+            current.at_end.append(self._forget_run)
 
-    def _chunk(self, frame: FrameType) -> Chunk:
+    def _prompt_chunk(self, frame: FrameType) -> Chunk:
         """Return which chunk of the prompt a run has.
 
         Raises:
@@ -155,7 +155,7 @@ class Places:
             )
         return prompt_chunk(frame)
 
-    def _counts(self, chunk: Chunk, *, is_prompt: bool) -> tuple[int, int]:
+    def _next_pass_and_step(self, chunk: Chunk, *, is_prompt: bool) -> tuple[int, int]:
         """Return the number and the step of a pass that begins; chunks of a prompt are one step."""
         if self._thread.latest is None:
             return 0, 0
@@ -166,11 +166,11 @@ class Places:
             number, step = number + 1, step + chunk.is_first
         return number, 0 if is_prompt else step
 
-    def _leave(self) -> None:
+    def _forget_run(self) -> None:
         """Note that no run of the root is known from now on."""
         self.in_graph = _OUTSIDE
 
-    def _choose(self, at: Indices, place: PassPlace) -> None:
+    def _choose_tokens(self, at: Indices, place: PassPlace) -> None:
         """Choose the tokens of a pass, and note whether compiled code can."""
         self.in_graph, self.n_tokens = "", None
         if place.tokens is None:
@@ -178,12 +178,12 @@ class Places:
             return
         for tokens in filter(None, place.tokens):
             self._is_noted = True
-            tokens.chosen(at)
+            tokens.chosen_mask(at)
             self.n_tokens = tokens.positions.shape[1]
             if not tokens.is_plain or place.tokens.decoder is not None:
                 self.in_graph = "the model has padding, a cache or two stacks"
 
-    def of(self, current: Pass) -> PassPlace:
+    def place_of(self, current: Pass) -> PassPlace:
         """Return the place of a pass; of a recomputation, that of the first run."""
         again = current.recomputation
         place = self._of_pass.get(current) if again is None else self._of_region.get(again.region)
@@ -196,12 +196,12 @@ class Places:
             self._of_region[current.region] = place
         return place
 
-    def by_index(self, at: Indices, value: Tensor) -> Tensor:
+    def mask_by_index(self, at: Indices, value: Tensor) -> Tensor:
         """Choose from the columns of a value, where the inputs do not tell the tokens."""
         self._is_noted = True
-        return of_index(1, value.shape[1]).chosen(at)
+        return plain_tokens(1, value.shape[1]).chosen_mask(at)
 
-    def remark(self) -> str | None:
+    def unmet_text(self) -> str | None:
         """Say which of the chosen numbers have not occurred; None if all have."""
         at = self.at if self._is_noted else None
         steps = None if self._thread.latest is None else self.steps
@@ -236,7 +236,7 @@ class SitePlaces:
         self._last: PassPlace | None = None
         self._number = 0
 
-    def changed(
+    def apply(
         self, change: Callable[..., Any], current: Pass, value: Any, call: int | None = None
     ) -> Any:
         """Call the change with a value, and put the result at the chosen tokens.
@@ -251,39 +251,39 @@ class SitePlaces:
             The new value; None if the value stays as it is.
         """
         if is_dynamo_compiling():
-            return self._changed_in_graph(change, value)
+            return self._apply_in_graph(change, value)
         places = self._places
-        place = places.of(current)
-        extra = {"moment": self._moment(current, place, call)} if self.wants_moment else {}
-        if places.steps is not None and not places.steps.has(self._step(place)):
+        place = places.place_of(current)
+        extra = {"moment": self._count_moment(current, place, call)} if self.wants_moment else {}
+        if places.steps is not None and not places.steps.match_step(self._known_step(place)):
             return None
         if places.at is None:
             return change(value, **extra)
-        if any(isinstance(part, PackedSequence) for part in (value, *_parts(value))):
-            raise self._without_tokens("a PackedSequence, in which rows alternate")
+        if any(isinstance(part, PackedSequence) for part in (value, *_tuple_parts(value))):
+            raise self._no_tokens_error("a PackedSequence, in which rows alternate")
         masks = {leaf: self._mask(places.at, place, part) for leaf, part in tree.tensors(value)}
         if not masks:
-            raise self._without_tokens(describe.in_words(value))
+            raise self._no_tokens_error(describe.in_words(value))
         if not any(mask.any() for mask in masks.values()):
             return None
         new = change(value, **extra)
         if new is None or describe.difference(value, new):
             return new  # which is refused
-        return _put(value, new, masks, self._where)
+        return _merge_masked(value, new, masks, self._where)
 
-    def _step(self, place: PassPlace) -> int:
+    def _known_step(self, place: PassPlace) -> int:
         if place.step is None:
-            raise self._outside("steps")
+            raise self._outside_run_error("steps")
         return place.step
 
-    def _moment(self, current: Pass, place: PassPlace, call: int | None) -> Moment:
+    def _count_moment(self, current: Pass, place: PassPlace, call: int | None) -> Moment:
         """Count this call of the site, and return its moment.
 
         Gradients arrive in another order than their passes begin, so their passes count.
         """
         if call is not None:
             if place.number is None:
-                raise self._outside("a recording")
+                raise self._outside_run_error("a recording")
             return Moment(place.number, call)
         if self not in place.numbers:
             if self._last is not None and not self._last.has_failed:
@@ -301,14 +301,14 @@ class SitePlaces:
     def _mask(self, at: Indices, place: PassPlace, value: Tensor) -> Tensor:
         """Return a mask of the chosen tokens that broadcasts to a value."""
         if place.tokens is None:
-            raise self._outside("at")
-        tokens = self._stack(place.tokens, value)
+            raise self._outside_run_error("at")
+        tokens = self._stack_tokens(place.tokens, value)
         if tokens is None:
             if value.dim() > 3 and self._site.path.endswith(_OF_ATTENTION):
-                raise self._without_tokens(f"{describe.in_words(value)}, with heads")
+                raise self._no_tokens_error(f"{describe.in_words(value)}, with heads")
             if value.is_nested or value.dim() < 3:
-                raise self._without_tokens(describe.in_words(value))
-            return with_features(self._places.by_index(at, value), value)
+                raise self._no_tokens_error(describe.in_words(value))
+            return with_features(self._places.mask_by_index(at, value), value)
         # An expert gets the tokens that chose it, in the order of their choices.
         in_order = "experts" not in self._site.path.split(".")[:-1]
         mask = tokens.mask_for(value, at, in_order=in_order)
@@ -316,10 +316,10 @@ class SitePlaces:
             is_clear = value.dim() < 4 and value.shape[-2] == tokens.positions.shape[1]
             mask = mask if is_clear else None
         if mask is None:
-            raise self._without_tokens(describe.in_words(value), tokens)
+            raise self._no_tokens_error(describe.in_words(value), tokens)
         return mask
 
-    def _stack(self, tokens: PassTokens, value: Tensor) -> Tokens | None:
+    def _stack_tokens(self, tokens: PassTokens, value: Tensor) -> Tokens | None:
         """Return the tokens of the stack that the site is in."""
         if tokens.decoder is None:
             return tokens.main
@@ -334,10 +334,10 @@ class SitePlaces:
             if stack is not None and value.dim() > 1 and value.shape[1] == stack.positions.shape[1]
         ]
         if len(fits) != 1:
-            raise self._without_tokens(describe.in_words(value))
+            raise self._no_tokens_error(describe.in_words(value))
         return fits[0]
 
-    def _changed_in_graph(self, change: Callable[..., Any], value: Any) -> Any:
+    def _apply_in_graph(self, change: Callable[..., Any], value: Any) -> Any:
         places, where = self._places, self._where
         if places.steps is not None:
             in_graph.refuse("steps=", where, "it cannot tell the run of the model")
@@ -351,14 +351,14 @@ class SitePlaces:
         """Refuse a change of a gradient in compiled code."""
         in_graph.refuse("at=, steps= or a recording", self._where, "its backward has no pass")
 
-    def _outside(self, name: str) -> AttachError:
+    def _outside_run_error(self, name: str) -> AttachError:
         return AttachError(
             f"{name} needs a run of the edited model, but {path_text(self._site.path)} ran outside"
             " of one.\nGive hl.edit the module that is called, such as"
             " hl.edit(model.encoder, ...)."
         )
 
-    def _without_tokens(self, got: str, tokens: Tokens | None = None) -> StructureError:
+    def _no_tokens_error(self, got: str, tokens: Tokens | None = None) -> StructureError:
         sizes = None if tokens is None else [*tokens.positions.shape]
         wanted = "3 dimensions or more" if sizes is None else f"{sizes} as first dimensions"
         n_kept = None if tokens is None else tokens.n_kept
@@ -374,11 +374,11 @@ class SitePlaces:
         )
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
+def _tuple_parts(value: Any) -> tuple[Any, ...]:
     return tuple(value) if type(value) is tuple else ()
 
 
-def _put(value: Any, new: Any, masks: Mapping[tree.Leaf, Tensor], where: str) -> Any:
+def _merge_masked(value: Any, new: Any, masks: Mapping[tree.Leaf, Tensor], where: str) -> Any:
     """Return a value with the new tensors where their masks are true."""
     result = new
     for leaf, mask in masks.items():

@@ -61,7 +61,7 @@ class RecordedSite:
                 " or choose steps of generate: hl.edit(..., steps=0)."
             ) from None
 
-    def alone(self) -> Any:
+    def only_value(self) -> Any:
         """Return the only value of the site, for compiled code; None if there are several."""
         if len(self._records) > 1:
             return None
@@ -96,14 +96,14 @@ class RecordedChange:
 
     def __call__(self, value: Any) -> Any:
         """Refuse a call without a site."""
-        raise of_no_site(self._name)
+        raise missing_site_error(self._name)
 
     def at(self, site: Site) -> Any:
         """Return the change of a site."""
         return self._at(self._run, site)
 
 
-def of_no_site(name: str) -> AttachError:
+def missing_site_error(name: str) -> AttachError:
     """Return the error for a change that is called without a site."""
     return AttachError(
         f"hl.edits.{name} needs the site that it changes.\nGive it to hl.edit: hl.edit(model,"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import AttachError, StructureError
-from hookline.verbs.edit.operands import Edit, named_edit
+from hookline.verbs.edit.operands import Edit, explain_errors
 
 _MOST_BITS = 16
 
@@ -74,4 +74,4 @@ def round_to(precision: torch.dtype | int) -> Edit:
         carried = new + (value - value.detach())
         return torch.where(value.isfinite(), carried, new + value)
 
-    return named_edit("round_to", change)
+    return explain_errors("round_to", change)

@@ -16,15 +16,15 @@ from hookline.recordings import Recording
 from hookline.recordings.pass_record import PassRecord
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.places import Moment
-from hookline.verbs.edit.recorded import RecordedChange, RecordedSite, of_no_site
+from hookline.verbs.edit.recorded import RecordedChange, RecordedSite, missing_site_error
 
 # Below this correlation, the logits of two runs are not those of the same tokens and router.
-_LEAST_LIKENESS = 0.5
+_LEAST_CORRELATION = 0.5
 # Rounding that scores and logits may differ by, in units of the last place.
 _N_ROUNDINGS = 16
 
 
-class _Choice(NamedTuple):
+class _RouterOutput(NamedTuple):
     """The output of a router.
 
     Args:
@@ -42,31 +42,31 @@ def _softmax(logits: Tensor, indices: Tensor) -> Tensor:
     return logits.float().softmax(-1).gather(-1, indices)
 
 
-def _renormalised(logits: Tensor, indices: Tensor) -> Tensor:
+def _softmax_renormalised(logits: Tensor, indices: Tensor) -> Tensor:
     chosen = _softmax(logits, indices)
     return chosen / chosen.sum(-1, keepdim=True)
 
 
-def _over_chosen(logits: Tensor, indices: Tensor) -> Tensor:
+def _softmax_over_chosen(logits: Tensor, indices: Tensor) -> Tensor:
     return logits.gather(-1, indices).softmax(-1)
 
 
-def _taken(probabilities: Tensor, indices: Tensor) -> Tensor:
+def _gathered(probabilities: Tensor, indices: Tensor) -> Tensor:
     return probabilities.gather(-1, indices)
 
 
-def _taken_renormalised(probabilities: Tensor, indices: Tensor) -> Tensor:
-    chosen = _taken(probabilities, indices)
+def _gathered_renormalised(probabilities: Tensor, indices: Tensor) -> Tensor:
+    chosen = _gathered(probabilities, indices)
     return chosen / chosen.sum(-1, keepdim=True)
 
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 # The ways in which routers make scores of logits, and of probabilities (transformers 5.0).
-_RULES: tuple[Rule, ...] = (_softmax, _renormalised, _over_chosen)
-_RULES_OF_PROBABILITIES: tuple[Rule, ...] = (_taken, _taken_renormalised)
+_RULES: tuple[Rule, ...] = (_softmax, _softmax_renormalised, _softmax_over_chosen)
+_RULES_OF_PROBABILITIES: tuple[Rule, ...] = (_gathered, _gathered_renormalised)
 
 
-def _rules_for(logits: Tensor) -> tuple[Rule, ...]:
+def _candidate_rules(logits: Tensor) -> tuple[Rule, ...]:
     slack = torch.finfo(logits.dtype).eps * _N_ROUNDINGS
     is_distribution = (logits >= 0).all() and ((logits.sum(-1) - 1).abs() <= slack).all()
     return _RULES_OF_PROBABILITIES if bool(is_distribution) else _RULES
@@ -105,11 +105,11 @@ class RerouteAt:
         """
         where = str(self._site)
         if moment is None and not is_dynamo_compiling():
-            raise of_no_site("reroute")
+            raise missing_site_error("reroute")
         if moment is None:
             return in_graph.refuse("hl.edits.reroute", where, "it cannot tell its run and call")
-        now = _choice(value, f"the output of {where}")
-        then = _choice(self._recorded.at(moment), f"the recorded output of {where}")
+        now = _router_output(value, f"the output of {where}")
+        then = _router_output(self._recorded.at(moment), f"the recorded output of {where}")
         if now.logits.shape != then.logits.shape or now.indices.shape != then.indices.shape:
             raise StructureError(
                 f"hl.edits.reroute must find one choice for each token at {where}: expected"
@@ -117,15 +117,15 @@ class RerouteAt:
                 f" {describe.in_words(tuple(then))}.\nRecord and replay the same tokens, with the"
                 " same padding. In generate, replay the steps that were recorded."
             )
-        then = _Choice(*[part.to(now.logits.device) for part in then])
-        _check_recorded(then, where)
-        _check_likeness(now.logits, then.logits, where)
+        then = _RouterOutput(*[part.to(now.logits.device) for part in then])
+        _check_experts_match_logits(then, where)
+        _check_correlation(now.logits, then.logits, where)
         indices = then.indices.to(now.indices.dtype)
-        scores = _rule_of(now, indices, where)(now.logits, indices).to(now.scores.dtype)
+        scores = _find_score_rule(now, indices, where)(now.logits, indices).to(now.scores.dtype)
         return leaves.put(leaves.put(value, (1,), scores, where), (2,), indices.clone(), where)
 
 
-def _choice(value: Any, what: str) -> _Choice:
+def _router_output(value: Any, what: str) -> _RouterOutput:
     """Return the parts of a router's output.
 
     Raises:
@@ -133,7 +133,7 @@ def _choice(value: Any, what: str) -> _Choice:
     """
     parts = value if isinstance(value, tuple | list) else ()
     if len(parts) == 3 and all(isinstance(part, Tensor) for part in parts):
-        choice = _Choice(*parts)
+        choice = _RouterOutput(*parts)
         logits, scores, indices = choice
         if (
             logits.dim() == indices.dim() == 2
@@ -152,12 +152,12 @@ def _choice(value: Any, what: str) -> _Choice:
     )
 
 
-def _check_recorded(then: _Choice, where: str) -> None:
+def _check_experts_match_logits(recorded: _RouterOutput, where: str) -> None:
     """Refuse recorded experts that are not those of the recorded logits.
 
     Such are rows of padding that were filled in later, or choices of another step.
     """
-    logits, _, indices = then
+    logits, _, indices = recorded
     n_experts = logits.shape[1]
     is_wrong = ((indices < 0) | (indices >= n_experts)).any(-1)
     chosen = torch.zeros_like(logits, dtype=torch.bool)
@@ -179,40 +179,41 @@ def _check_recorded(then: _Choice, where: str) -> None:
         )
 
 
-def _check_likeness(now: Tensor, then: Tensor, where: str) -> None:
+def _check_correlation(logits: Tensor, recorded: Tensor, where: str) -> None:
     """Refuse a recording of other tokens or of another router."""
-    likeness = _likeness(now.detach().double(), then.detach().double())
-    if likeness < _LEAST_LIKENESS:
+    correlation = _correlation(logits.detach().double(), recorded.detach().double())
+    if correlation < _LEAST_CORRELATION:
         raise StructureError(
             f"the logits recorded at {where} must be of the same tokens and router, got a"
-            f" correlation of {likeness:.2f} with those of this run."
+            f" correlation of {correlation:.2f} with those of this run."
             "\nRecord the same inputs, and replay each router from its own recording."
         )
 
 
-def _likeness(now: Tensor, then: Tensor) -> float:
+def _correlation(logits: Tensor, recorded: Tensor) -> float:
     """Return the correlation of logits, without what all tokens have in common."""
-    now, then = (logits - logits.mean(-1, keepdim=True) for logits in (now, then))
-    varying = [logits - logits.mean(0) for logits in (now, then)]
+    logits, recorded = (each - each.mean(-1, keepdim=True) for each in (logits, recorded))
+    varying = [each - each.mean(0) for each in (logits, recorded)]
     if all(
-        part.norm() > 0.01 * whole.norm() for part, whole in zip(varying, (now, then), strict=True)
+        part.norm() > 0.01 * whole.norm()
+        for part, whole in zip(varying, (logits, recorded), strict=True)
     ):
-        now, then = varying
-    size = now.norm() * then.norm()
-    return float((now * then).sum() / size) if size > 0 else 1.0
+        logits, recorded = varying
+    size = logits.norm() * recorded.norm()
+    return float((logits * recorded).sum() / size) if size > 0 else 1.0
 
 
-def _rule_of(now: _Choice, indices: Tensor, where: str) -> Rule:
+def _find_score_rule(output: _RouterOutput, indices: Tensor, where: str) -> Rule:
     """Find the rule that makes the router's own scores.
 
     Raises:
         StructureError: no known rule makes them, or two do that differ for the recorded experts.
     """
-    logits, scores, own = now.logits.detach(), now.scores.detach(), now.indices
+    logits, scores, own = output.logits.detach(), output.scores.detach(), output.indices
     eps = max(torch.finfo(dtype).eps for dtype in (logits.dtype, scores.dtype))
     errors = {
         rule: float((rule(logits, own).to(scores.dtype) - scores).abs().max())
-        for rule in _rules_for(logits)
+        for rule in _candidate_rules(logits)
     }
     fits = sorted(
         (error, k, rule)

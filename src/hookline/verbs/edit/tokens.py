@@ -32,11 +32,11 @@ class Tokens:
     n_kept: int | None = None
     masks: dict[int, Tensor] = field(default_factory=dict)
 
-    def chosen(self, at: Indices) -> Tensor:
+    def chosen_mask(self, at: Indices) -> Tensor:
         """Return a mask of the chosen tokens."""
         mask = self.masks.get(id(at))
         if mask is None:
-            mask = self.masks[id(at)] = at.chosen(self.positions, self.lengths)
+            mask = self.masks[id(at)] = at.match_tokens(self.positions, self.lengths)
         return mask
 
     def mask_for(self, value: Tensor, at: Indices, *, in_order: bool = True) -> Tensor | None:
@@ -50,12 +50,12 @@ class Tokens:
         Returns:
             The mask; None if the value has no dimension of tokens, or if it is not clear which.
         """
-        mask, shape = self.chosen(at), value.shape
+        mask, shape = self.chosen_mask(at), value.shape
         n_rows, n_tokens = mask.shape
         if value.is_nested or not shape:
             return None
         if shape[0] == n_rows * n_tokens and shape[:2] != mask.shape:
-            return _of_all_rows(mask, value, in_order=in_order)
+            return _flat_mask(mask, value, in_order=in_order)
         is_unclear = (value.dim() > 3 and shape[2] == n_tokens) or (
             value.dim() == 2 and value.is_floating_point()
         )
@@ -73,7 +73,7 @@ class Tokens:
         return bool((self.positions == columns).all())
 
 
-def _of_all_rows(mask: Tensor, value: Tensor, *, in_order: bool) -> Tensor | None:
+def _flat_mask(mask: Tensor, value: Tensor, *, in_order: bool) -> Tensor | None:
     """Return a mask for a value in which the tokens of all rows stand in a row; None if unclear."""
     n_tokens = mask.shape[1]
     is_ordered = in_order or bool((mask == mask[:1, :1]).all())
@@ -90,7 +90,7 @@ def with_features(mask: Tensor, value: Tensor) -> Tensor:
     return mask.reshape(*mask.shape, *[1] * (value.dim() - 2))
 
 
-def of_index(n_rows: int, n_tokens: int) -> Tokens:
+def plain_tokens(n_rows: int, n_tokens: int) -> Tokens:
     """Return the tokens of a value whose columns are numbered from 0 and have no padding."""
     positions = torch.arange(n_tokens, device="cpu").expand(n_rows, n_tokens)
     return Tokens(positions, torch.full_like(positions, n_tokens))
@@ -108,7 +108,7 @@ class PassTokens(NamedTuple):
     decoder: Tokens | None
 
 
-def pass_tokens(inputs: Mapping[str, Any]) -> PassTokens:
+def read_tokens(inputs: Mapping[str, Any]) -> PassTokens:
     """Read the tokens from the arguments of the root.
 
     Raises:
