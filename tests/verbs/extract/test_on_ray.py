@@ -22,7 +22,7 @@ from torch import nn
 import hookline as hl
 from hookline.files.place import place_of
 from hookline.verbs.extract import on_ray
-from hookline.verbs.extract.extraction import Extraction
+from hookline.verbs.extract.resumable_extraction import Extraction
 from thoroughness import tries
 from zoo import DiesInActors, conv_net
 
@@ -180,7 +180,7 @@ def test_a_batch_that_kills_each_actor_is_not_tried_for_ever(cluster, tmp_path, 
 
 def test_a_store_that_lacks_its_manifest_alone_needs_no_actor(cluster, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(Extraction, "_finish", lambda self, pulse: 1 / 0)
+        patched.setattr(Extraction, "_write_final_manifest", lambda self, pulse: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", **TINY)
     store = hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", engine="ray", **TINY)
@@ -327,22 +327,22 @@ def nodes(*resources):
 
 
 def test_each_machine_has_as_many_actors_as_it_has_room_for():
-    assert on_ray._room(nodes({"CPU": 2.0}), 1, "cpu") == 2
-    assert on_ray._room(nodes({"CPU": 1.0}), 1, "cpu") == 1
-    assert on_ray._room(nodes({"CPU": 6.0}, {"CPU": 7.0}), 4, "cpu") == 2
-    assert on_ray._room(nodes({"CPU": 8.0}, {"CPU": 8.0}), 4, "cpu") == 4
-    assert on_ray._room(nodes({"CPU": 9.0, "GPU": 2.0}, {"CPU": 2.0}), 4, "cuda") == 2
+    assert on_ray._max_actors(nodes({"CPU": 2.0}), 1, "cpu") == 2
+    assert on_ray._max_actors(nodes({"CPU": 1.0}), 1, "cpu") == 1
+    assert on_ray._max_actors(nodes({"CPU": 6.0}, {"CPU": 7.0}), 4, "cpu") == 2
+    assert on_ray._max_actors(nodes({"CPU": 8.0}, {"CPU": 8.0}), 4, "cpu") == 4
+    assert on_ray._max_actors(nodes({"CPU": 9.0, "GPU": 2.0}, {"CPU": 2.0}), 4, "cuda") == 2
     with pytest.raises(hl.RanksError, match=r"4 CPUs for an actor, got at most 2(.|\n)*threads\(2"):
-        on_ray._room(nodes({"CPU": 2.0}, {"CPU": 2.0}), 4, "cpu")
+        on_ray._max_actors(nodes({"CPU": 2.0}, {"CPU": 2.0}), 4, "cpu")
     with pytest.raises(hl.RanksError, match="must have a GPU for a model on one"):
-        on_ray._room(nodes({"CPU": 8.0}), 4, "cuda")
+        on_ray._max_actors(nodes({"CPU": 8.0}), 4, "cuda")
 
 
 def test_another_environment_of_an_actor_is_warned_of():
     here = {"threads": 1, "torch": "2.13"}
-    on_ray._warn_of_another(here, dict(here))
+    on_ray._warn_of_environment(here, dict(here))
     with pytest.warns(hl.HooklineWarning, match="an actor differs.*threads is 2, here 1"):
-        on_ray._warn_of_another(here, {**here, "threads": 2})
+        on_ray._warn_of_environment(here, {**here, "threads": 2})
 
 
 def test_an_edit_that_actors_lack_is_an_error(cluster, tmp_path):

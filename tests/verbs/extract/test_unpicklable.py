@@ -8,7 +8,7 @@ import threading
 import pytest
 from torch import nn
 
-from hookline.verbs.extract.unpicklable import unpicklable
+from hookline.verbs.extract.unpicklable import find_unpicklable
 
 LOCK = threading.Lock()
 
@@ -45,10 +45,10 @@ def nested():
     ],
 )
 def test_the_part_is_named(value, name):
-    found = unpicklable({"first": 1, "it": value}, pickle.dumps)
+    found = find_unpicklable({"first": 1, "it": value}, pickle.dumps)
     assert found is not None
     assert found[0] == name
 
 
 def test_what_can_be_pickled_is_not_named():
-    assert unpicklable({"model": nn.Linear(2, 2), "selector": "*"}, pickle.dumps) is None
+    assert find_unpicklable({"model": nn.Linear(2, 2), "selector": "*"}, pickle.dumps) is None

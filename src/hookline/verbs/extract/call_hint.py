@@ -14,7 +14,7 @@ from hookline.verbs.shared.run_model import refusal_of, signature_of
 
 
 @contextmanager
-def noting_list(data: Any) -> Iterator[None]:
+def explain_list(data: Any) -> Iterator[None]:
     """Add a note to an error of the model, if the data are a list, which may be of batches.
 
     Args:
@@ -31,7 +31,7 @@ def noting_list(data: Any) -> Iterator[None]:
         raise
 
 
-def note_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
+def suggest_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
     """Add a note to the error of a call that forward's signature refuses, with a way that it takes.
 
     Args:
@@ -42,7 +42,7 @@ def note_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
     signature = signature_of(model)
     if signature is None or refusal_of(signature, data) is None:
         return  # the error is of the model's code
-    for code, part in _parts(signature, data):
+    for code, part in _parts_with_code(signature, data):
         if refusal_of(signature, part) is None:
             error.add_note(
                 "hookline: the model's forward does not take all of the batch."
@@ -51,7 +51,7 @@ def note_inputs(model: nn.Module, data: Any, error: TypeError) -> None:
             return
 
 
-def _parts(signature: inspect.Signature, data: Any) -> Iterator[tuple[str, Any]]:
+def _parts_with_code(signature: inspect.Signature, data: Any) -> Iterator[tuple[str, Any]]:
     """Yield parts of a batch, the largest first, each with the code that takes it of the batch."""
     if isinstance(data, tuple):
         for n in range(len(data) - 1, 1, -1):

@@ -36,7 +36,7 @@ class Ranks:
         self.n: int = dist.get_world_size() if is_grouped() else 1
         self.me: int = dist.get_rank() if is_grouped() else 0
 
-    def each(self, step: Callable[[], Any]) -> list[Any]:
+    def gather(self, step: Callable[[], Any]) -> list[Any]:
         """Do a step on each rank, and gather the results. A collective.
 
         Args:
@@ -75,25 +75,25 @@ class Ranks:
             )
         return [result for result, _ in answers]
 
-    def together(self, step: Callable[[], T]) -> T:
+    def on_each(self, step: Callable[[], T]) -> T:
         """Do a step on each rank; return the result of this one. A collective.
 
         Raises:
             RanksError: the step failed on another rank, or a rank did not come.
         """
         results: list[T] = []
-        self.each(lambda: results.append(step()))
+        self.gather(lambda: results.append(step()))
         return results[0]
 
-    def first(self, step: Callable[[], Any]) -> Any:
+    def on_first(self, step: Callable[[], Any]) -> Any:
         """Do a step on rank 0 alone, and return its result on each rank. A collective.
 
         Raises:
             RanksError: the step failed on rank 0, or a rank did not come.
         """
-        return self.each(step if self.me == 0 else lambda: None)[0]
+        return self.gather(step if self.me == 0 else lambda: None)[0]
 
-    def apart(self, step: Callable[[Pulse], None]) -> None:
+    def run_apart(self, step: Callable[[Pulse], None]) -> None:
         """Do a long step on each rank, at its own pace. A collective.
 
         Args:
@@ -112,10 +112,10 @@ class Ranks:
             step(pulse)
         except Exception as caught:
             error = caught
-        pulse.wait(self.n, failed=error is not None)
-        self.each(lambda: raise_if(error))
+        pulse.wait_for_ranks(self.n, failed=error is not None)
+        self.gather(lambda: raise_if(error))
         if self.me == 0:
-            pulse.forget()
+            pulse.delete_keys()
 
 
 @final
@@ -143,13 +143,13 @@ class Pulse:
                 return
             yield number
 
-    def wait(self, n: int, *, failed: bool) -> None:
+    def wait_for_ranks(self, n_ranks: int, *, failed: bool) -> None:
         """Wait until so many ranks have ended, as long as some of them get on."""
         if failed:
             self._store.set(self._failed, "1")
         n_beats, since = -1, time.monotonic()
         self._store.add(self._ended, 1)
-        while self._store.add(self._ended, 0) < n:
+        while self._store.add(self._ended, 0) < n_ranks:
             n_now = self._store.add(self._beats, 0)
             if n_now != n_beats:
                 n_beats, since = n_now, time.monotonic()
@@ -157,7 +157,7 @@ class Pulse:
                 return  # the meeting after this names the ranks that are missing
             time.sleep(_POLL_S)
 
-    def forget(self) -> None:
+    def delete_keys(self) -> None:
         """Delete the keys. All ranks have ended."""
         for key in (self._beats, self._ended, self._failed):
             self._store.delete_key(key)

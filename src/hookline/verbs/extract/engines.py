@@ -14,26 +14,26 @@ from hookline.files.reading import DamagedError
 from hookline.stores.job import Job
 from hookline.stores.shard_file import Shard, Writer, name_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
-from hookline.verbs.extract.worker import Worker, shards_of
+from hookline.verbs.extract.worker import Worker, run_shards
 
 
 class Engine(Protocol):
     """Makes the shards of a job: in this process, or in several."""
 
-    def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
+    def run(self, job: Job, numbers: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         """Make shards, and write them.
 
         Args:
             job: the job, planned.
             numbers: the shards, in order; endless for data without a length.
-            written: called with each shard that is on disk; those that other processes have
+            on_written: called with each shard that is on disk; those that other processes have
                 written may be left out. May be called in another thread.
         """
 
 
 @final
 @dataclass(frozen=True)
-class Apart:
+class InProcess:
     """Makes shards in this process; each rank of several makes every n-th one.
 
     Args:
@@ -46,18 +46,18 @@ class Apart:
     worker: Worker
     ranks: Ranks
 
-    def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
+    def run(self, job: Job, numbers: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         """Make this rank's share of shards, and wait for the others."""
         share = itertools.islice(numbers, self.ranks.me, None, self.ranks.n)
 
         def work(pulse: Pulse) -> None:
             def note(shard: Shard) -> None:
-                written(shard)
+                on_written(shard)
                 pulse.beat()
 
             write_shards(self.place, self.worker, job, pulse.until_failure(share), note)
 
-        self.ranks.apart(work)
+        self.ranks.run_apart(work)
 
 
 def write_shards(
@@ -65,15 +65,15 @@ def write_shards(
     worker: Worker,
     job: Job,
     numbers: Iterable[int],
-    written: Callable[[Shard], None],
+    on_written: Callable[[Shard], None],
 ) -> None:
     """Make shards in this thread, and write them in another one."""
-    with Writer(place, written, job=job.digest) as writer:
-        for number, chunks in shards_of(worker, job, numbers):
+    with Writer(place, on_written, job=job.digest) as writer:
+        for number, chunks in run_shards(worker, job, numbers):
             writer.put(number, chunks, worker.offload.ready())
 
 
-def read_elsewhere(place: Place, number: int, job: str) -> Shard:
+def read_foreign_shard(place: Place, number: int, job: str) -> Shard:
     """Read the description of a shard that another process has written.
 
     Raises:

@@ -17,14 +17,14 @@ from hookline.errors import FolderError, HooklineError, InputError, one_of
 from hookline.files.place import Place, place_of
 from hookline.stores import Store, open_store
 from hookline.stores.job import is_finished
-from hookline.verbs.extract.call_hint import noting_list
+from hookline.verbs.extract.call_hint import explain_list
 from hookline.verbs.extract.collective_steps import Ranks
-from hookline.verbs.extract.engines import Apart, Engine
-from hookline.verbs.extract.extraction import Extraction, check_free
+from hookline.verbs.extract.engines import Engine, InProcess
 from hookline.verbs.extract.on_ray import OnRay
 from hookline.verbs.extract.on_sharded_ranks import OnShardedRanks
 from hookline.verbs.extract.options import Extracting, check_options
 from hookline.verbs.extract.process_setup import Setup
+from hookline.verbs.extract.resumable_extraction import Extraction, check_place
 from hookline.verbs.extract.worker import Worker
 
 # A finished store is only read, so it may lie where this process may not write.
@@ -180,12 +180,12 @@ def extract(
                 ray.connect()
             worker = stack.enter_context(setup.worker())
             _ = worker.first  # loaded here, where an error is told to all ranks
-            return setup, worker, ray or _engine_here(place, setup.model, worker, ranks)
+            return setup, worker, ray or _in_process_engine(place, setup.model, worker, ranks)
 
-        setup, worker, chosen = ranks.together(prepare)
+        setup, worker, chosen = ranks.on_each(prepare)
 
         def lock() -> None:
-            check_free(place)
+            check_place(place)
             try:
                 stack.enter_context(place.locked())
             except FolderError as error:
@@ -193,14 +193,14 @@ def extract(
                 if not (is_read_only and is_finished(place)):
                     raise
 
-        ranks.first(lock)
-        with _started_threads(), noting_list(data):
+        ranks.on_first(lock)
+        with _explain_thread_error(), explain_list(data):
             Extraction(place, setup, worker, ranks).run(chosen, resume=resume)
     return open_store(place)
 
 
 @contextmanager
-def _started_threads() -> Iterator[None]:
+def _explain_thread_error() -> Iterator[None]:
     """Tell what to do where the system refuses a thread.
 
     Raises:
@@ -244,7 +244,7 @@ def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
         )
 
 
-def _engine_here(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
+def _in_process_engine(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
     if ranks.n > 1 and sharding(model):
         return OnShardedRanks(place, model, worker, ranks)
-    return Apart(place, worker, ranks)
+    return InProcess(place, worker, ranks)

@@ -31,9 +31,9 @@ from hookline.stores.job import Job, environment
 from hookline.stores.shard_file import Shard
 from hookline.util.optional import how_to_install, load
 from hookline.verbs.extract.collective_steps import PATIENCE_S
-from hookline.verbs.extract.engines import read_elsewhere, write_shards
+from hookline.verbs.extract.engines import read_foreign_shard, write_shards
 from hookline.verbs.extract.process_setup import Setup
-from hookline.verbs.extract.unpicklable import unpicklable
+from hookline.verbs.extract.unpicklable import find_unpicklable
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.shared.rerun import Autocast, autocast_here
 
@@ -83,45 +83,45 @@ class OnRay:
         """
         self._open.enter_context(_cluster(self._ray))
         _warn_of_other_nodes(self._ray, self._place)
-        _room(self._ray, torch.get_num_threads(), self._device)
-        self._setup = self._put(self._given)
+        _max_actors(self._ray, torch.get_num_threads(), self._device)
+        self._setup = self._send_setup(self._given)
 
     def close(self) -> None:
         """End what `connect` has begun. Idempotent."""
         self._open.close()
 
-    def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
+    def run(self, job: Job, numbers: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         """Make shards in actors, and read the description of each one that is on disk."""
         left = list(numbers)
         if not left:
             return  # the manifest alone was not written
-        n_actors = min(_room(self._ray, torch.get_num_threads(), self._device), len(left))
+        n_actors = min(_max_actors(self._ray, torch.get_num_threads(), self._device), len(left))
         size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
         tasks = deque(left[at : at + size] for at in range(0, len(left), size))
         driver, environments, digest = environment(), set(), job.digest
-        with self._actors(n_actors, job) as actors, _ray_errors(self._ray):
-            for made in self._results(actors, tasks):
+        with self._actors(n_actors, job) as actors, _explain_ray_errors(self._ray):
+            for made in self._run_tasks(actors, tasks):
                 if made.error:
                     raise pickle.loads(made.error)
                 environments.add(made.environment)
                 for number in made.numbers:
-                    written(read_elsewhere(self._place, number, digest))
+                    on_written(read_foreign_shard(self._place, number, digest))
         for text in environments:
-            _warn_of_another(driver, json.loads(text))
+            _warn_of_environment(driver, json.loads(text))
 
-    def _results(self, actors: list[Any], tasks: deque[list[int]]) -> Iterator[_Made]:
+    def _run_tasks(self, actors: list[Any], tasks: deque[list[int]]) -> Iterator[_TaskResult]:
         """Give tasks to the actors that run, and yield what each has made.
 
         Ray starts an actor when there is room, which may be never.
         """
-        starting = {actor.start.remote(): actor for actor in actors}
+        starting = {actor.confirm_running.remote(): actor for actor in actors}
         begun: dict[Any, Any] = {}
         waited_s = 0.0
         while begun or tasks:
             ended, _ = self._ray.wait([*begun, *starting], timeout=None if begun else _LOOK_S)
             if not ended:
                 waited_s += _LOOK_S
-                _tell_of_room(self._ray, self._device, waited_s)
+                _report_waiting(self._ray, self._device, waited_s)
                 continue
             result = self._ray.get(ended[0])
             is_new = ended[0] in starting
@@ -129,7 +129,7 @@ class OnRay:
             # Each actor has a second task at hand when it ends the first, if there are enough.
             n_given = 2 if is_new and len(tasks) > len(starting) + 1 else 1
             for _ in range(min(n_given, len(tasks))):
-                begun[actor.make.remote(tasks.popleft())] = actor
+                begun[actor.make_shards.remote(tasks.popleft())] = actor
             if not is_new:
                 yield result
 
@@ -142,7 +142,7 @@ class OnRay:
             max_restarts=-1,
             max_task_retries=_RETRIES,
         )
-        given = self._place, [self._setup], job, _Process.here()
+        given = self._place, [self._setup], job, _ProcessState.of_this_process()
         actors: list[Any] = []
         try:  # Ctrl-C may come while they are made
             for _ in range(n):
@@ -152,7 +152,7 @@ class OnRay:
             for actor in actors:
                 self._ray.kill(actor)
 
-    def _put(self, setup: Setup) -> Any:
+    def _send_setup(self, setup: Setup) -> Any:
         try:
             return self._ray.put(setup)
         except HooklineError:
@@ -160,7 +160,7 @@ class OnRay:
         except Exception as error:
             parts = {"model": setup.model, "selector": setup.selector, **setup.options}
             parts["data"] = getattr(setup.source, "dataset", setup.source)
-            name, cause = unpicklable(parts, self._ray.cloudpickle.dumps) or (
+            name, cause = find_unpicklable(parts, self._ray.cloudpickle.dumps) or (
                 "model, data and options",
                 error,
             )
@@ -171,7 +171,7 @@ class OnRay:
             ) from cause
 
 
-def _tell_of_room(ray: Any, device: str, seconds: float) -> None:
+def _report_waiting(ray: Any, device: str, seconds: float) -> None:
     """Tell that no actor has started, because others hold the CPUs of the cluster.
 
     Args:
@@ -209,7 +209,7 @@ class _Replica:
         process: what to take over from the driver.
     """
 
-    def __init__(self, place: Place, setup: list[Any], job: Job, process: _Process) -> None:
+    def __init__(self, place: Place, setup: list[Any], job: Job, process: _ProcessState) -> None:
         self._place = place
         self._setup = setup
         self._job = job
@@ -219,22 +219,22 @@ class _Replica:
         self._worker: Worker | None = None
         self._open = ExitStack()
 
-    def start(self) -> None:
+    def confirm_running(self) -> None:
         """Tell that the actor runs."""
 
-    def make(self, numbers: list[int]) -> _Made:
+    def make_shards(self, numbers: list[int]) -> _TaskResult:
         """Make shards and write them."""
         error = b""
         try:
-            self._thread.submit(self._make, numbers).result()
+            self._thread.submit(self._make_in_thread, numbers).result()
         except Exception as raised:
             error = _pickled(raised)  # Ray would give its text alone
-        return _Made(numbers, json.dumps(self._thread.submit(environment).result()), error)
+        return _TaskResult(numbers, json.dumps(self._thread.submit(environment).result()), error)
 
-    def _make(self, numbers: list[int]) -> None:
+    def _make_in_thread(self, numbers: list[int]) -> None:
         if self._worker is None:
-            self._process.take_over()
-            self._worker = self._open.enter_context(_received(self._setup[0]).worker())
+            self._process.apply()
+            self._worker = self._open.enter_context(_fetch_setup(self._setup[0]).worker())
             self._worker.forms = {form.name: form for form in self._job.columns}
             _check_model(self._worker, self._job)
         # The driver reads what it needs from the file of each shard.
@@ -243,7 +243,7 @@ class _Replica:
 
 @final
 @dataclass(frozen=True)
-class _Made:
+class _TaskResult:
     """Tell the driver what an actor has made."""
 
     numbers: list[int]  # the shards
@@ -253,7 +253,7 @@ class _Made:
 
 @final
 @dataclass(frozen=True)
-class _Process:
+class _ProcessState:
     """Hold what an actor takes over from the driver.
 
     Args:
@@ -271,9 +271,9 @@ class _Process:
     precision: str
 
     @staticmethod
-    def here() -> _Process:
+    def of_this_process() -> _ProcessState:
         """Return what this process has."""
-        return _Process(
+        return _ProcessState(
             torch.get_num_threads(),
             list(sys.path),
             "torchvision" in sys.modules,
@@ -281,7 +281,7 @@ class _Process:
             torch.get_float32_matmul_precision(),
         )
 
-    def take_over(self) -> None:
+    def apply(self) -> None:
         """Have it in this process, too; autocast in this thread."""
         torch.set_num_threads(self.n_threads)
         torch.set_float32_matmul_precision(self.precision)
@@ -302,11 +302,11 @@ def _check_model(worker: Worker, job: Job) -> None:
     """
     if job.first_batch is None:
         return
-    values = worker.summary(worker.first_chunk())
+    values = worker.summary(worker.run_first())
     differences = difference(job.first_batch, values, is_same_place=False).far
     if not differences:
         return
-    again = worker.summary(worker.first_again())
+    again = worker.summary(worker.rerun_first())
     if not difference(values, again, is_same_place=True).far:
         raise RanksError(
             "the model must give the same values in an actor of Ray as in this process, got"
@@ -315,7 +315,7 @@ def _check_model(worker: Worker, job: Job) -> None:
         )
 
 
-def _received(setup: Any) -> Setup:
+def _fetch_setup(setup: Any) -> Setup:
     """Return what the driver has sent.
 
     Raises:
@@ -341,7 +341,7 @@ def _import_ray() -> Any:
     try:
         return load("ray", "engine='ray' needs ray", how_to_install("ray"), HooklineError)
     finally:
-        _put_back(variables)  # Ray sets one when it is imported
+        _restore_environ(variables)  # Ray sets one when it is imported
 
 
 @contextmanager
@@ -361,7 +361,7 @@ def _cluster(ray: Any) -> Iterator[None]:
         options |= {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
     else:
         _check_reachable(address)
-    with _left_as_found():
+    with _restore_process_state():
         try:  # Ctrl-C may come while the cluster starts
             _connect(ray, options, address or "a local cluster")
             yield
@@ -372,7 +372,7 @@ def _cluster(ray: Any) -> Iterator[None]:
 def _connect(ray: Any, options: dict[str, Any], address: str) -> None:
     is_started = options.get("address") == "local"
     try:
-        with warnings.catch_warnings(), _interrupted_later() if is_started else nullcontext():
+        with warnings.catch_warnings(), _defer_interrupt() if is_started else nullcontext():
             warnings.simplefilter("ignore")  # Ray tells of its own deprecations
             ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
@@ -380,7 +380,7 @@ def _connect(ray: Any, options: dict[str, Any], address: str) -> None:
 
 
 @contextmanager
-def _interrupted_later() -> Iterator[None]:
+def _defer_interrupt() -> Iterator[None]:
     """Have a first Ctrl-C come after the block, and a second one at once.
 
     Ray does not end the processes of a cluster that was interrupted while it started.
@@ -429,26 +429,26 @@ def _unreachable(address: str, error: Exception) -> RanksError:
 
 
 @contextmanager
-def _left_as_found() -> Iterator[None]:
+def _restore_process_state() -> Iterator[None]:
     """Turn off statistics of usage. Put back what ray.init changes: a signal handler, variables."""
     handler, variables = signal.getsignal(signal.SIGTERM), dict(os.environ)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         yield
     finally:
-        _put_back(variables)
+        _restore_environ(variables)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
 
-def _put_back(variables: dict[str, str]) -> None:
+def _restore_environ(variables: dict[str, str]) -> None:
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
 
 
 @contextmanager
-def _ray_errors(ray: Any) -> Iterator[None]:
+def _explain_ray_errors(ray: Any) -> Iterator[None]:
     """Tell what to do when Ray fails.
 
     Raises:
@@ -474,7 +474,7 @@ def _pickled(error: Exception) -> bytes:
         return pickle.dumps(RanksError(f"an actor of Ray must make its shards, got:\n{trace}"))
 
 
-def _room(ray: Any, n_threads: int, device: str) -> int:
+def _max_actors(ray: Any, n_threads: int, device: str) -> int:
     """Return how many actors the cluster has room for.
 
     Raises:
@@ -510,7 +510,7 @@ def _warn_of_other_nodes(ray: Any, place: Place) -> None:
         )
 
 
-def _warn_of_another(driver: dict[str, Any], actor: dict[str, Any]) -> None:
+def _warn_of_environment(driver: dict[str, Any], actor: dict[str, Any]) -> None:
     differences = [
         f"{key} is {actor[key]}, here {driver[key]}" for key in driver if driver[key] != actor[key]
     ]

@@ -19,7 +19,7 @@ from hookline.stores.job import Job
 from hookline.stores.shard_file import Shard
 from hookline.verbs.extract.collective_steps import PATIENCE_S, Ranks, raise_if
 from hookline.verbs.extract.engines import write_shards
-from hookline.verbs.extract.worker import Worker, shards_of
+from hookline.verbs.extract.worker import Worker, run_shards
 
 # What a rank says before each forward: the greatest number counts.
 _DONE, _HAS_BATCH, _FAILED = range(3)
@@ -47,49 +47,49 @@ class OnShardedRanks:
         self._ranks = ranks
         self._is_split = sharding(model) == "split"
 
-    def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
+    def run(self, job: Job, numbers: Iterable[int], on_written: Callable[[Shard], None]) -> None:
         """Make this rank's share of shards, in step with the others."""
         error: Exception | None = None
-        with _steps(self._model, self._worker) as steps:
+        with _in_lockstep(self._model, self._worker) as steps:
             try:
-                self._write(job, numbers, written, steps)
-            except _Elsewhere:
+                self._write(job, numbers, on_written, steps)
+            except _FailedElsewhere:
                 pass  # below, the rank that has failed says how
             except RanksError:
                 raise  # a rank is lost, and will say nothing
             except Exception as caught:
                 error = caught
-                steps.fail()
-        self._ranks.together(lambda: raise_if(error))
+                steps.announce_failure()
+        self._ranks.on_each(lambda: raise_if(error))
 
     def _write(
-        self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None], steps: _Steps
+        self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None], steps: _Lockstep
     ) -> None:
         if not self._is_split:
             numbers = itertools.islice(numbers, self._ranks.me, None, self._ranks.n)
         if self._is_split and self._ranks.me > 0:
-            for _ in shards_of(self._worker, job, numbers):
+            for _ in run_shards(self._worker, job, numbers):
                 pass  # rank 0 has the same rows
         else:
             write_shards(self._place, self._worker, job, numbers, written)
-        steps.finish()
+        steps.join_remaining()
 
 
-class _Elsewhere(Exception):
+class _FailedElsewhere(Exception):
     """Another rank has failed. That rank says how."""
 
 
 @contextmanager
-def _steps(model: nn.Module, worker: Worker) -> Iterator[_Steps]:
+def _in_lockstep(model: nn.Module, worker: Worker) -> Iterator[_Lockstep]:
     """Have a worker run each forward in step with the other ranks."""
     # A group of its own, on the CPU: a collective of the model's group would wait for the GPU.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
     forward = worker.forward
     try:
         with calls_of_sharded(model) as called:
-            steps = _Steps(model, worker, group, called)
+            steps = _Lockstep(model, worker, group, called)
             worker.forward = steps.forward
-            steps.learn()
+            steps.learn_order()
             yield steps
     finally:
         worker.forward = forward
@@ -98,7 +98,7 @@ def _steps(model: nn.Module, worker: Worker) -> Iterator[_Steps]:
 
 
 @final
-class _Steps:
+class _Lockstep:
     """Keeps ranks at equal numbers of forwards.
 
     Args:
@@ -118,54 +118,54 @@ class _Steps:
         self._last: Any = None
         self._is_over = False
 
-    def learn(self) -> None:
+    def learn_order(self) -> None:
         """Run the first batch on all ranks, and note which modules gather their weights."""
         self._last = self._worker.first_inputs()
         self._run(self._last)
-        self._worker.drop()
+        self._worker.drop_recorded()
         self._order = list(self._called)
 
     def forward(self, inputs: Any) -> list[Site]:
         """Run the model on a batch when all ranks have come.
 
         Raises:
-            _Elsewhere: another rank has failed.
+            _FailedElsewhere: another rank has failed.
             RanksError: a rank was lost.
         """
-        if self._meet(_HAS_BATCH) == _FAILED:
-            raise _Elsewhere
+        if self._exchange_state(_HAS_BATCH) == _FAILED:
+            raise _FailedElsewhere
         self._last = inputs
         return self._run(inputs)
 
-    def finish(self) -> None:
+    def join_remaining(self) -> None:
         """Run the last batch again as long as another rank has one.
 
         Raises:
-            _Elsewhere: another rank has failed.
+            _FailedElsewhere: another rank has failed.
             RanksError: a rank was lost.
         """
-        while (state := self._meet(_DONE)) == _HAS_BATCH:
+        while (state := self._exchange_state(_DONE)) == _HAS_BATCH:
             self._run(self._last)
-            self._worker.drop()
+            self._worker.drop_recorded()
         self._is_over = True
         if state == _FAILED:
-            raise _Elsewhere
+            raise _FailedElsewhere
 
-    def fail(self) -> None:
+    def announce_failure(self) -> None:
         """Tell the others, when they come for their next forward, that this rank has failed."""
         if not self._is_over:
             self._is_over = True
-            self._meet(_FAILED)
+            self._exchange_state(_FAILED)
 
     def _run(self, inputs: Any) -> list[Site]:
         self._called.clear()
         try:
             return self._forward(inputs)
         except Exception:
-            self._gather_rest()
+            self._join_remaining_gathers()
             raise
 
-    def _gather_rest(self) -> None:
+    def _join_remaining_gathers(self) -> None:
         """Take part in the collectives of the other ranks' forwards, after this one's has failed.
 
         They wait for this rank's shards of each module that is called after the failure.
@@ -175,7 +175,7 @@ class _Steps:
             module.unshard()
             module.reshard()
 
-    def _meet(self, state: int) -> int:
+    def _exchange_state(self, state: int) -> int:
         highest = torch.tensor(state, device="cpu")
         try:
             dist.all_reduce(highest, dist.ReduceOp.MAX, self._group)

@@ -67,7 +67,7 @@ class Setup:
         ):
             prefix.state = state
             mask = Mask(options.get("mask", DEFAULT_MASK), "mask" in options)
-            gather = partial(_gathered, keep, dtype) if is_split else None
+            gather = partial(_gather_whole, keep, dtype) if is_split else None
             worker = Worker(prefix, self.source, options.get("inputs"), mask, gather)
             yield worker
         changed = prefix.changing or (state.changed() if state else [])
@@ -83,7 +83,7 @@ class Setup:
             )
 
 
-def _gathered(keep: Callable[[Any], Any] | None, dtype: torch.dtype | None, value: Any) -> Any:
+def _gather_whole(keep: Callable[[Any], Any] | None, dtype: torch.dtype | None, value: Any) -> Any:
     """Gather a value of which each rank has a part, and return what is stored of it. A collective.
 
     Args:

@@ -32,7 +32,7 @@ class Progress:
         self._bar = progress_bar(shown=shown)
         self._n_bytes = sum(shard.size for shard in shards.values())
         self._task = self._bar.add_task(
-            "extract", total=job.n_items, completed=self._n_there, rows=self._amount(forecast)
+            "extract", total=job.n_items, completed=self._n_there, rows=self._amount_text(forecast)
         )
 
     def __enter__(self) -> Progress:
@@ -42,7 +42,7 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def written(self, shard: Shard) -> None:
+    def note_shard(self, shard: Shard) -> None:
         """Note a shard that is on disk. Another thread may call this."""
         self._shards[shard.number] = shard
         self._n_bytes += shard.size * self._n_ranks
@@ -50,9 +50,9 @@ class Progress:
         self._bar.advance(self._task, shard.items * self._n_ranks)
         task = self._bar.tasks[0]
         speed = "" if task.speed is None else f", {count(task.speed)} items/s"
-        self._bar.update(self._task, rows=f"{self._amount(0)}{speed}")
+        self._bar.update(self._task, rows=f"{self._amount_text(0)}{speed}")
 
-    def _amount(self, forecast: int) -> str:
+    def _amount_text(self, forecast: int) -> str:
         """Say how many bytes there are, and about how many there will be."""
         if self._n_items is not None and self._n_there:
             forecast = round(self._n_bytes * self._n_items / self._n_there)

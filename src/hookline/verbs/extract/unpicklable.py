@@ -12,13 +12,13 @@ from torch import Tensor, nn
 _DEEPEST = 12  # parts within parts
 
 
-def unpicklable(
+def find_unpicklable(
     parts: Mapping[str, Any], dumps: Callable[[Any], Any]
 ) -> tuple[str, Exception] | None:
     """Find the innermost part that cannot be pickled.
 
         >>> import pickle
-        >>> unpicklable({"data": [1, {"open": print, "act": lambda: 0}]}, pickle.dumps)[0]
+        >>> find_unpicklable({"data": [1, {"open": print, "act": lambda: 0}]}, pickle.dumps)[0]
         "data[1]['act']"
 
     Args:
@@ -37,14 +37,14 @@ def _search(
     for name, value in parts:
         if id(value) in outer:
             continue
-        error = _error(value, dumps)
+        error = _pickling_error(value, dumps)
         if error is not None:
             inner = depth and _search(_parts(name, value), dumps, (*outer, id(value)), depth - 1)
             return inner or (name, error)
     return None
 
 
-def _error(value: Any, dumps: Callable[[Any], Any]) -> Exception | None:
+def _pickling_error(value: Any, dumps: Callable[[Any], Any]) -> Exception | None:
     try:
         dumps(value)
     except Exception as error:

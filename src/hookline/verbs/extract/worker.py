@@ -23,7 +23,7 @@ from hookline.stores.batch_columns import Offload, columns_of
 from hookline.stores.first_batch import Computing, summary_of
 from hookline.stores.job import Job
 from hookline.stores.shard_file import Chunk, ColumnForm
-from hookline.verbs.extract.call_hint import note_inputs
+from hookline.verbs.extract.call_hint import suggest_inputs
 from hookline.verbs.record.prefix import Prefix
 
 _MOST_AHEAD = 2  # batches that wait for the device
@@ -83,22 +83,22 @@ class Worker:
         """The selected sites."""
         return self._prefix.sites
 
-    def first_chunk(self) -> Chunk:
+    def run_first(self) -> Chunk:
         """Run the model on the first batch, and keep its rows for later.
 
         The rows show the forms of the values that a store will hold. The model runs to its end, so
         that a module which runs several times is noticed.
         """
-        self._first_copy = self.first._replace(data=tree.map_tensors(self._kept, self.first.data))
+        self._first_copy = self.first._replace(data=tree.map_tensors(self._copied, self.first.data))
         self._first_chunk = self._run_to_the_end(self.first)
         return self._first_chunk
 
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the first batch for `first_again`: a copy if a run may write to it."""
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the first batch for `rerun_first`: a copy if a run may write to it."""
         has_functions = self._inputs is not None or callable(self._mask.value)
         return tensor.clone() if has_functions or tensor.device == self._device else tensor
 
-    def first_again(self) -> Chunk:
+    def rerun_first(self) -> Chunk:
         """Run the model once more on the first batch, and return its rows."""
         assert self._first_copy is not None
         return self._run_to_the_end(self._first_copy)
@@ -117,7 +117,7 @@ class Worker:
         with self._prefix.to_the_end():
             return self._run(batch)
 
-    def chunk(self, batch: NumberedBatch) -> Chunk:
+    def run_batch(self, batch: NumberedBatch) -> Chunk:
         """Run the model on a batch, unless that was done already, and return its rows.
 
         The tensors may still be on their way from a device: `offload.ready()` waits for them.
@@ -149,7 +149,7 @@ class Worker:
         given = Given(data, whole, len(batch.items), self._has_decoder)
         tokens = tokens_of(given, self._mask)
         with torch.no_grad():
-            missing = self._forward_moved(tree.map_tensors(self._move, data))
+            missing = self._forward_with_hint(tree.map_tensors(self._move, data))
         passes = self._prefix.recording.take()
         _check_reached(missing, passes, batch.number)
         if len(passes) != 1:
@@ -157,7 +157,7 @@ class Worker:
                 f"the model must run once a batch, got {len(passes)} runs."
                 "\nGive as `model` the module that is called once."
             )
-        record = passes[0] if self._gather is None else _Gathered(passes[0], self._gather)
+        record = passes[0] if self._gather is None else _GatheredRecord(passes[0], self._gather)
         columns, forms = columns_of(record, self.sites, len(batch.items), tokens, self.forms)
         self.forms = forms if self.forms is None else self.forms
         per_token = tokens if any(form.per == "token" for form in self.forms.values()) else None
@@ -170,19 +170,19 @@ class Worker:
             batch.skipped,
         )
 
-    def _forward_moved(self, data: Any) -> list[Site]:
+    def _forward_with_hint(self, data: Any) -> list[Site]:
         try:
             return self.forward(data)
         except TypeError as error:
             if self._inputs is None:
-                note_inputs(self._prefix.modules[0], data, error)
+                suggest_inputs(self._prefix.modules[0], data, error)
             raise
 
     def first_inputs(self) -> Any:
         """Return what the model takes of the first batch."""
         return tree.map_tensors(self._move, self._inputs_of(self.first))
 
-    def drop(self) -> None:
+    def drop_recorded(self) -> None:
         """Forget what the model gave since the last batch."""
         self._prefix.recording.take()
 
@@ -215,7 +215,7 @@ class Worker:
 
 @final
 @dataclass(frozen=True)
-class _Gathered:
+class _GatheredRecord:
     """A pass whose values are gathered from all ranks when they are looked up.
 
     Args:
@@ -231,7 +231,7 @@ class _Gathered:
         return [self.gather(value) for value in self.record.calls_as_placed(key)]
 
 
-def shards_of(
+def run_shards(
     worker: Worker, job: Job, numbers: Iterable[int]
 ) -> Iterator[tuple[int, list[Chunk]]]:
     """Yield the rows of shards, one shard after the other.
@@ -243,8 +243,8 @@ def shards_of(
     """
     batch_numbers = itertools.chain.from_iterable(map(job.batches_of, numbers))
     pending: list[Chunk] = []
-    for batch in _load(worker, batch_numbers):
-        pending.append(worker.chunk(batch))
+    for batch in _load_batches(worker, batch_numbers):
+        pending.append(worker.run_batch(batch))
         shard = batch.number // job.shard_batches
         if batch.number == job.batches_of(shard)[-1]:
             yield shard, pending
@@ -253,7 +253,7 @@ def shards_of(
         yield pending[0].batch // job.shard_batches, pending
 
 
-def _load(worker: Worker, numbers: Iterator[int]) -> Iterator[NumberedBatch]:
+def _load_batches(worker: Worker, numbers: Iterator[int]) -> Iterator[NumberedBatch]:
     """Load batches; the first one of the data once."""
     number = next(numbers, None)
     if number == 0:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookline.display.text import first_line, plural
 from hookline.engine import is_compiled
-from hookline.verbs.invariance.feed import DECODED, IDS, MASK, POSITIONS, NotApplicable, Side
+from hookline.verbs.invariance.batch import DECODED, IDS, MASK, POSITIONS, NotApplicable, Side
 from hookline.verbs.invariance.trials import Run, Trials
 from hookline.verbs.shared.caches import CACHES
 from hookline.verbs.shared.rerun import RandomStates, copied, generators_of
@@ -24,87 +24,87 @@ _MOST_ALONE = 4  # rows that run alone
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
-def twice(trials: Trials) -> Pair:
+def run_twice(trials: Trials) -> Pair:
     """Run the batch once more after a first run."""
-    return trials.run(trials.feed, before=partial(_run, trials)), trials.base
+    return trials.run(trials.batch, before=partial(_run_unrecorded, trials)), trials.base
 
 
-def _run(trials: Trials) -> None:
-    call(trials.model, copied(trials.feed.inputs))
+def _run_unrecorded(trials: Trials) -> None:
+    call(trials.model, copied(trials.batch.inputs))
 
 
-def run_without_draws(trials: Trials) -> None:
+def run_restoring_rng(trials: Trials) -> None:
     """Run the batch, and put the random numbers back."""
     states = RandomStates(generators_of(trials.model.modules()))
-    _run(trials)
+    _run_unrecorded(trials)
     states.restore()
 
 
-def alone(trials: Trials) -> Pair:
+def rows_alone(trials: Trials) -> Pair:
     """Run each row alone, up to four, and the last."""
-    n_rows = trials.feed.several_rows()
+    n_rows = trials.batch.require_several_rows()
     rows = sorted({*range(min(n_rows, _MOST_ALONE - 1)), n_rows - 1})
-    return trials.run(*(trials.feed.rows([row]) for row in rows)), trials.base
+    return trials.run(*(trials.batch.select_rows([row]) for row in rows)), trials.base
 
 
-def reordered(trials: Trials) -> Pair:
+def rows_reversed(trials: Trials) -> Pair:
     """Run the rows in reverse order."""
-    rows = range(trials.feed.several_rows())
-    return trials.run(trials.feed.rows(rows[::-1])), trials.base
+    rows = range(trials.batch.require_several_rows())
+    return trials.run(trials.batch.select_rows(rows[::-1])), trials.base
 
 
 def padded(side: Side, trials: Trials, *, has_positions: bool = False) -> Pair:
     """Run the batch with three more tokens of padding."""
-    if side == "left" and POSITIONS in trials.feed.named and not has_positions:
+    if side == "left" and POSITIONS in trials.batch.named and not has_positions:
         raise NotApplicable(f"{POSITIONS} are given")
-    return trials.run(trials.feed.padded(side, has_positions=has_positions)), trials.base
+    return trials.run(trials.batch.padded(side, has_positions=has_positions)), trials.base
 
 
 def without_padding(trials: Trials) -> Pair:
     """Run each padded row alone, without its padding."""
-    rows = list(trials.feed.without_padding())[:_MOST_ALONE]
-    return trials.run(*rows), trials.run(trials.feed, tokens=trials.feed.with_mask())
+    rows = list(trials.batch.unpadded_rows())[:_MOST_ALONE]
+    return trials.run(*rows), trials.run(trials.batch, tokens=trials.batch.with_mask())
 
 
-def chunked(trials: Trials) -> Pair:
+def in_chunks(trials: Trials) -> Pair:
     """Run the first half of the tokens, then the second with the cache of the first."""
-    feed = trials.feed.decoded
-    half = feed.n_tokens // 2
+    batch = trials.batch.with_decoder_ids
+    half = batch.n_tokens // 2
     # That which the inputs have, if any: the model takes one of them alone.
-    names = [*filter(feed.named.__contains__, CACHES), *filter(feed.accepted.__contains__, CACHES)]
-    name = next(iter(names), "")
-    if not name or "use_cache" not in feed.accepted:
+    keys = [*filter(batch.named.__contains__, CACHES), *filter(batch.accepted.__contains__, CACHES)]
+    name = next(iter(keys), "")
+    if not name or "use_cache" not in batch.accepted:
         raise NotApplicable(f"the forward takes no {CACHES[-1]}")
     if not half:
         raise NotApplicable("the rows have one token")
     parts = [
         part.with_named(use_cache=True)
-        for part in (feed.cut(0, half), feed.cut(half, feed.n_tokens))
+        for part in (batch.cut_tokens(0, half), batch.cut_tokens(half, batch.n_tokens))
     ]
-    tokens = [part.tokens() for part in parts] if feed.ids != DECODED else None
-    mask = "decoder_attention_mask" if feed.ids == DECODED else MASK
-    if isinstance(feed.named.get(mask), Tensor):  # of the tokens in the cache, too
-        parts[1] = parts[1].with_named(**{mask: feed.named[mask]})
+    tokens = [part.token_inputs() for part in parts] if batch.ids != DECODED else None
+    mask = "decoder_attention_mask" if batch.ids == DECODED else MASK
+    if isinstance(batch.named.get(mask), Tensor):  # of the tokens in the cache, too
+        parts[1] = parts[1].with_named(**{mask: batch.named[mask]})
 
     def passes(root: nn.Module) -> None:
         first = call(root, copied(parts[0].inputs))
         if getattr(first, name, None) is None:
             raise NotApplicable("the model returns no cache")
         more = {name: first[name]}
-        if feed.ids == DECODED:
+        if batch.ids == DECODED:
             more |= {"encoder_outputs": (first.encoder_last_hidden_state,)}
-        call(root, parts[1].with_named(**more).without(IDS if feed.ids == DECODED else "").inputs)
+        call(root, parts[1].with_named(**more).without(IDS if batch.ids == DECODED else "").inputs)
 
-    recording = trials.recorded(passes)
+    recording = trials.record(passes)
     return Run(recording, tokens, given="(root):output.encoder_"), trials.base
 
 
-def after_training(trials: Trials) -> Pair:
+def after_training_pass(trials: Trials) -> Pair:
     """Run the batch after a pass in training mode, with batch norm's statistics put back."""
-    return trials.run(trials.feed, before=partial(_train, trials)), trials.base
+    return trials.run(trials.batch, before=partial(_run_in_training_mode, trials)), trials.base
 
 
-def _train(trials: Trials) -> None:
+def _run_in_training_mode(trials: Trials) -> None:
     modules = list(trials.model.modules())
     modes = [module.training for module in modules]
     norms = [module for module in modules if isinstance(module, BATCH_NORM)]
@@ -112,18 +112,18 @@ def _train(trials: Trials) -> None:
     numbers = [buffer.clone() for buffer in buffers]
     for module in modules:
         module.training = True
-    run_without_draws(trials)
+    run_restoring_rng(trials)
     for module, is_training in zip(modules, modes, strict=True):
         module.training = is_training
     for buffer, before in zip(buffers, numbers, strict=True):
         buffer.copy_(before)
 
 
-def training(trials: Trials) -> Pair:
+def in_training_mode(trials: Trials) -> Pair:
     """Run the batch in training mode."""
     if trials.model.training:
         raise NotApplicable("the model is in training mode")
-    return replace(trials, is_training=True).run(trials.feed), trials.base
+    return replace(trials, is_training=True).run(trials.batch), trials.base
 
 
 def compiled(trials: Trials) -> Pair:
@@ -131,22 +131,22 @@ def compiled(trials: Trials) -> Pair:
     if any(map(is_compiled, trials.model.modules())):
         raise NotApplicable("the model is compiled")
     model: Any = torch.compile(trials.model, backend=trials.backend)
-    return trials.run(trials.feed, model=model), trials.base
+    return trials.run(trials.batch, model=model), trials.base
 
 
 def checkpointed(trials: Trials) -> Pair:
     """Run forward and backward in training mode, with and without activation checkpointing."""
     try:
-        base = replace(trials, is_training=True, resting=(), ports=(*trials.ports, "grad"))
+        base = replace(trials, is_training=True, eval_modules=(), ports=(*trials.ports, "grad"))
         reference = base.base
     except NotApplicable:
         raise
     except Exception as error:
         raise NotApplicable(f"no backward in training mode: {first_line(error)}") from error
-    return base.run(base.feed, before=partial(_checkpoint, trials.model)), reference
+    return base.run(base.batch, before=partial(_checkpoint_blocks, trials.model)), reference
 
 
-def _checkpoint(model: Any) -> None:
+def _checkpoint_blocks(model: Any) -> None:
     """Checkpoint the blocks of a model; `untouched` takes it back.
 
     Raises:
@@ -182,7 +182,7 @@ def in_dtype(dtype: torch.dtype, trials: Trials) -> Pair:
     dtypes = {tensor.dtype for tensor in trials.model.parameters() if tensor.is_floating_point()}
     if dtypes == {dtype}:
         raise NotApplicable("the model is in this dtype")
-    return _elsewhere(trials, dtype)
+    return _on_copy(trials, dtype)
 
 
 def on_other_device(trials: Trials) -> Pair:
@@ -193,13 +193,13 @@ def on_other_device(trials: Trials) -> Pair:
         raise NotApplicable("torch finds no accelerator")
     if len(kinds) > 1:
         raise NotApplicable(f"the model lies on {plural(len(kinds), 'device')}")
-    return _elsewhere(trials, accelerator if kinds == {"cpu"} else torch.device("cpu"))
+    return _on_copy(trials, accelerator if kinds == {"cpu"} else torch.device("cpu"))
 
 
-def _elsewhere(trials: Trials, target: torch.dtype | torch.device) -> Pair:
-    model, feed = trials.copy(target), trials.feed.to(target)
+def _on_copy(trials: Trials, target: torch.dtype | torch.device) -> Pair:
+    model, batch = trials.copy_model(target), trials.batch.to(target)
     try:
-        return trials.run(feed, model=model), trials.base
+        return trials.run(batch, model=model), trials.base
     except Exception as error:
         raise NotApplicable(f"the copy raises {first_line(error)}") from error
 
@@ -207,16 +207,16 @@ def _elsewhere(trials: Trials, target: torch.dtype | torch.device) -> Pair:
 Check = Callable[[Trials], Pair]
 
 CHECKS: dict[str, Check] = {
-    "twice": twice,
-    "alone": alone,
-    "reordered": reordered,
+    "twice": run_twice,
+    "alone": rows_alone,
+    "reordered": rows_reversed,
     "padded right": partial(padded, "right"),
     "padded left": partial(padded, "left"),
     "padded with positions": partial(padded, "left", has_positions=True),
     "without padding": without_padding,
-    "chunks": chunked,
-    "after training": after_training,
-    "training mode": training,
+    "chunks": in_chunks,
+    "after training": after_training_pass,
+    "training mode": in_training_mode,
     "compiled": compiled,
     "checkpointed": checkpointed,
     "float64": partial(in_dtype, torch.float64),

@@ -14,11 +14,11 @@ from hookline.errors import InputError
 from hookline.findings import Finding
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.compare.tf32 import IN_TF32
+from hookline.verbs.invariance.batch import NotApplicable, batch_of
 from hookline.verbs.invariance.checks import CHECKS
-from hookline.verbs.invariance.feed import NotApplicable, feed_of
 from hookline.verbs.invariance.reasons import Reason, differs, holds, outputs_of, reason_of
 from hookline.verbs.invariance.result import Checked, Invariance, Outcome
-from hookline.verbs.invariance.trials import Trials, compared
+from hookline.verbs.invariance.trials import Trials, compare_runs
 from hookline.verbs.shared.caches import cache_in, n_cached
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.rerun import lazy_name
@@ -93,25 +93,25 @@ def invariance(
             f"the model must have no lazy parameters, got {name}.\nRun the model once yourself."
         )
     refuse_shapes_alone("hl.invariance", model, inputs)
-    names = _chosen(only)
-    feed = feed_of(model, without_list(model, inputs))
-    n_earlier = n_cached(cache_in(feed.named))
-    if feed.ids and n_earlier:
+    names = _chosen_checks(only)
+    batch = batch_of(model, without_list(model, inputs))
+    n_earlier = n_cached(cache_in(batch.named))
+    if batch.ids and n_earlier:
         raise InputError(
             "inputs must have all tokens of each row, got a cache of"
             f" {plural(n_earlier, 'earlier token')}."
             '\nGive the whole rows without it: the check "chunks" runs them with a cache.'
         )
-    if "use_cache" in feed.accepted and "use_cache" not in feed.named:
-        feed = feed.with_named(use_cache=False)  # the cache is no result
-    trials = Trials(model, feed, backend)
-    rows = list(_rows(trials, names))
+    if "use_cache" in batch.accepted and "use_cache" not in batch.named:
+        batch = batch.with_named(use_cache=False)  # the cache is no result
+    trials = Trials(model, batch, backend)
+    rows = list(_run_checks(trials, names))
     odd = [row for row in rows if row.outcome in ("differs", "may differ", "fails")]
-    findings = [Finding(row.check, _text(row), row.first or "(root)") for row in odd]
-    return Invariance(rows, [*_of_mode(model), *findings])
+    findings = [Finding(row.check, _row_text(row), row.first or "(root)") for row in odd]
+    return Invariance(rows, [*_training_mode_finding(model), *findings])
 
 
-def _chosen(only: Iterable[str] | None) -> list[str]:
+def _chosen_checks(only: Iterable[str] | None) -> list[str]:
     if only is None:
         return list(CHECKS)
     is_list = isinstance(only, Iterable) and not isinstance(only, str)
@@ -126,7 +126,7 @@ def _chosen(only: Iterable[str] | None) -> list[str]:
     return [name for name in CHECKS if name in names]
 
 
-def _of_mode(model: nn.Module) -> Iterator[Finding]:
+def _training_mode_finding(model: nn.Module) -> Iterator[Finding]:
     """Say that the model is in training mode."""
     paths = [path for path, module in model.named_modules() if getattr(module, "training", False)]
     if paths:
@@ -134,7 +134,7 @@ def _of_mode(model: nn.Module) -> Iterator[Finding]:
         yield Finding("modes", text)
 
 
-def _text(row: Checked) -> str:
+def _row_text(row: Checked) -> str:
     where = f", first at {row.first}" * bool(row.first)
     return f"{row.check}: {row.outcome}{where}" + f" ({row.why})" * bool(row.why)
 
@@ -142,22 +142,22 @@ def _text(row: Checked) -> str:
 # -- rows ----------------------------------------------------------------------------------------
 
 
-def _rows(trials: Trials, names: list[str]) -> Iterator[Checked]:
+def _run_checks(trials: Trials, names: list[str]) -> Iterator[Checked]:
     """Yield the rows. Without a run that repeats itself, no other change can be told."""
-    first, reason = _checked("twice", trials)
+    first, reason = _run_check("twice", trials)
     if "twice" in names:
         yield first
     others = [name for name in names if name != "twice"]
     if first.outcome in ("differs", "fails"):
-        if reason is None or not reason.resting:
+        if reason is None or not reason.eval_modules:
             yield from (Checked(name, "not applicable", why=_UNSTEADY) for name in others)
             return
-        trials = replace(trials, resting=reason.resting)
+        trials = replace(trials, eval_modules=reason.eval_modules)
     for name in others:
-        yield _checked(name, trials)[0]
+        yield _run_check(name, trials)[0]
 
 
-def _checked(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
+def _run_check(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
     """Make a check; if it does not hold, find the first site and the reason."""
     trials.base  # noqa: B018  # an error of the batch as given is the caller's
     try:
@@ -168,7 +168,7 @@ def _checked(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
         reason = reason_of(name, trials, None)
         return Checked(name, "fails", why=_why_it_fails(trials, error, reason)), reason
     try:
-        comparison = compared(*runs)
+        comparison = compare_runs(*runs)
     except InputError as error:  # no fault of the model: its tokens cannot be told apart
         return Checked(name, "not applicable", why=first_line(error)), None
     outputs = outputs_of(comparison)
@@ -177,17 +177,17 @@ def _checked(name: str, trials: Trials) -> tuple[Checked, Reason | None]:
         why = next(iter(texts), "the model returns no tensor")
         return Checked(name, "not applicable", why=why, comparison=comparison), None
     if holds(comparison):
-        why = _inside(comparison) or _in_tf32(comparison)
+        why = _inner_differences(comparison) or _tf32_remark(comparison)
         return Checked(name, "holds", _largest(outputs), "", None, why, comparison), None
     reason = reason_of(name, trials, comparison)
     outcome: Outcome = "may differ" if reason is not None and reason.is_expected else "differs"
-    located = comparison if outcome == "may differ" else _located(name, trials, comparison)
+    located = comparison if outcome == "may differ" else _with_inputs(name, trials, comparison)
     site = "" if located.first is None else located.first.site
-    why = _problem(located) if reason is None else reason.text
+    why = _first_problem(located) if reason is None else reason.text
     return Checked(name, outcome, _largest(outputs), site, located.suspect, why, comparison), reason
 
 
-def _problem(comparison: Comparison) -> str:
+def _first_problem(comparison: Comparison) -> str:
     """Say what differs at the first site where no number tells it, such as NaN."""
     first = comparison.first
     return first.why if first is not None and first.relative is None else ""
@@ -204,7 +204,7 @@ def _why_it_fails(trials: Trials, error: Exception, reason: Reason | None) -> st
     return text if reason is None else f"{reason.text}; {text}"
 
 
-def _inside(comparison: Comparison) -> str:
+def _inner_differences(comparison: Comparison) -> str:
     """Say that sites inside differ whose differences do not reach the outputs."""
     odd = [row.site for row in comparison if row.verdict == "differs"]
     if not odd:
@@ -212,18 +212,18 @@ def _inside(comparison: Comparison) -> str:
     return f"the outputs agree; inside differ {listed(odd, _MOST_NAMED)}"
 
 
-def _in_tf32(comparison: Comparison) -> str:
+def _tf32_remark(comparison: Comparison) -> str:
     """Say that the outputs agree as far as TF32 goes, if float32 asks for more."""
     if not any(row.why.endswith(IN_TF32) for row in outputs_of(comparison)):
         return ""
     return next((finding.text for finding in comparison.findings if finding.kind == "floor"), "")
 
 
-def _located(name: str, trials: Trials, comparison: Comparison) -> Comparison:
+def _with_inputs(name: str, trials: Trials, comparison: Comparison) -> Comparison:
     """Compare once more with the inputs of all modules, which tell a module from what feeds it."""
     if name == "checkpointed":  # whose sites are compared with gradients
         return comparison
     try:
-        return compared(*CHECKS[name](replace(trials, ports=("input", "output"))))
+        return compare_runs(*CHECKS[name](replace(trials, ports=("input", "output"))))
     except Exception:  # values that cannot be copied
         return comparison

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hookline.display.text import listed
 from hookline.engine import path_text
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
-from hookline.verbs.invariance.checks import BATCH_NORM, CHECKS, run_without_draws
-from hookline.verbs.invariance.feed import IDS, MASK, POSITIONS, Feed, NotApplicable
-from hookline.verbs.invariance.trials import Run, Trials, compared, is_result
+from hookline.verbs.invariance.batch import IDS, MASK, POSITIONS, Batch, NotApplicable
+from hookline.verbs.invariance.checks import BATCH_NORM, CHECKS, run_restoring_rng
+from hookline.verbs.invariance.trials import Run, Trials, compare_runs, is_model_result
 
 _MOST_NAMED = 3
 _DROPOUT = nn.modules.dropout._DropoutNd
@@ -27,15 +27,15 @@ class Reason(NamedTuple):
     Args:
         text: the reason in words, with what to do.
         is_expected: whether no model could hold, so that it counts against none.
-        resting: modules that must run in eval mode for the other checks to tell anything.
+        eval_modules: modules that must run in eval mode for the other checks to tell anything.
     """
 
     text: str
     is_expected: bool = False
-    resting: tuple[nn.Module, ...] = ()
+    eval_modules: tuple[nn.Module, ...] = ()
 
 
-class Case(NamedTuple):
+class FailedCheck(NamedTuple):
     """A check that does not hold.
 
     Args:
@@ -49,14 +49,14 @@ class Case(NamedTuple):
     comparison: Comparison | None
 
     @property
-    def feed(self) -> Feed:
+    def batch(self) -> Batch:
         """The arguments of the model as given."""
-        return self.trials.feed
+        return self.trials.batch
 
 
 def outputs_of(comparison: Comparison) -> list[ComparedSite]:
     """Return the rows of the model's outputs and gradients."""
-    return [row for row in comparison if is_result(row.site)]
+    return [row for row in comparison if is_model_result(row.site)]
 
 
 def holds(comparison: Comparison) -> bool:
@@ -72,8 +72,8 @@ def differs(comparison: Comparison) -> bool:
 
 def reason_of(name: str, trials: Trials, comparison: Comparison | None) -> Reason | None:
     """Return the proven reason why a check does not hold; None if it is not known."""
-    case = Case(name, trials, comparison)
-    for reason in _REASONS.get(name, (_of_modes,)):
+    case = FailedCheck(name, trials, comparison)
+    for reason in _REASONS.get(name, (_training_mode,)):
         try:
             proven = reason(case)
         except Exception:  # whatever the model raises of the inputs of a counter-check
@@ -86,7 +86,7 @@ def reason_of(name: str, trials: Trials, comparison: Comparison | None) -> Reaso
 # -- inputs --------------------------------------------------------------------------------------
 
 
-def _of_positions(case: Case) -> Reason | None:
+def _other_positions(case: FailedCheck) -> Reason | None:
     """Say that the tokens have other positions."""
     texts = (
         [remark.text for remark in case.comparison.findings] if case.comparison is not None else []
@@ -96,31 +96,31 @@ def _of_positions(case: Case) -> Reason | None:
         return None
     text = re.sub(r" in a and (\d+) in b", r" in place of \1", text)
     advice = f"; give {POSITIONS} that count from the first token"
-    return Reason(text + advice * (POSITIONS in case.feed.accepted), is_expected=True)
+    return Reason(text + advice * (POSITIONS in case.batch.accepted), is_expected=True)
 
 
-def _of_own_positions(case: Case) -> Reason | None:
+def _own_position_numbers(case: FailedCheck) -> Reason | None:
     """Say that a model does not count positions from 0 itself."""
-    if POSITIONS in case.feed.named:
+    if POSITIONS in case.batch.named:
         return None
-    given = case.trials.run(case.feed.with_named(**{POSITIONS: case.feed.positions}))
-    if not differs(compared(given, case.trials.base)):
+    given = case.trials.run(case.batch.with_named(**{POSITIONS: case.batch.positions}))
+    if not differs(compare_runs(given, case.trials.base)):
         return None
     text = f"the model counts positions otherwise than {POSITIONS} 0, 1, 2 … do"
     return Reason(text, is_expected=True)
 
 
-def _of_mask(case: Case) -> Reason | None:
+def _mask_unused(case: FailedCheck) -> Reason | None:
     """Prove that tokens see the padding: its contents change their values.
 
     An output without tokens, such as a pooler's, may take a column that is padding.
     """
-    other = replace(case.feed, pad_id=_other_id(case.feed))
+    other = replace(case.batch, pad_id=_non_pad_id(case.batch))
     check = CHECKS[case.name]
-    run, changed = check(case.trials)[0], check(replace(case.trials, feed=other))[0]
-    rows = [row for row in outputs_of(compared(run, changed)) if row.verdict == "differs"]
+    run, changed = check(case.trials)[0], check(replace(case.trials, batch=other))[0]
+    rows = [row for row in outputs_of(compare_runs(run, changed)) if row.verdict == "differs"]
     is_by_token = any(_has_tokens(run, row) for row in rows)
-    if not rows or not (is_by_token or not _holds_on_the_right(case)):
+    if not rows or not (is_by_token or not _holds_padded_right(case)):
         return None
     return Reason(f"tokens see the padding: the {MASK} is not used there")
 
@@ -130,70 +130,70 @@ def _has_tokens(run: Run, row: ComparedSite) -> bool:
     return run.recording.tensor(row.site).shape[:2] == ids.shape
 
 
-def _holds_on_the_right(case: Case) -> bool:
+def _holds_padded_right(case: FailedCheck) -> bool:
     check = CHECKS["padded right"]
-    return case.name != "padded right" and holds(compared(*check(case.trials)))
+    return case.name != "padded right" and holds(compare_runs(*check(case.trials)))
 
 
-def _of_column(case: Case) -> Reason | None:
+def _fixed_column_taken(case: FailedCheck) -> Reason | None:
     """Say that padding on the left alone is seen, such as by a pooler of the first token."""
-    if not _holds_on_the_right(case):
+    if not _holds_padded_right(case):
         return None
     text = "a fixed column of tokens is taken, such as the first, which is padding here"
     return Reason(text, is_expected=True)
 
 
-def _other_id(feed: Feed) -> int:
+def _non_pad_id(batch: Batch) -> int:
     """Return an id of the batch that is not the one for padding."""
-    ids: Tensor = feed.named[feed.ids]
-    others = ids[ids != (feed.pad_id or 0)]
+    ids: Tensor = batch.named[batch.ids]
+    others = ids[ids != (batch.pad_id or 0)]
     return int(others[0]) if len(others) else 1
 
 
-def _of_no_mask(case: Case) -> Reason | None:
+def _mask_missing(case: FailedCheck) -> Reason | None:
     """Prove that a mask is missing: with one, the check holds."""
-    feed = case.feed
-    if isinstance(feed.named.get(MASK), Tensor) or MASK not in feed.accepted:
+    batch = case.batch
+    if isinstance(batch.named.get(MASK), Tensor) or MASK not in batch.accepted:
         return None
-    masked = replace(case.trials, feed=feed.with_mask())
-    if not holds(compared(*CHECKS[case.name](masked))):
+    masked = replace(case.trials, batch=batch.with_mask())
+    if not holds(compare_runs(*CHECKS[case.name](masked))):
         return None
-    return Reason(f"no {MASK} is given: give {MASK}=({feed.ids} != {feed.pad_id}).long()")
+    return Reason(f"no {MASK} is given: give {MASK}=({batch.ids} != {batch.pad_id}).long()")
 
 
-def _of_rows(case: Case) -> Reason | None:
+def _rows_see_others(case: FailedCheck) -> Reason | None:
     """Prove that rows see each other: the contents of the others change the first row."""
-    changed = case.trials.run(case.feed.with_others_changed())
-    return Reason("rows see each other") if differs(compared(changed, case.trials.base)) else None
+    other = case.trials.run(case.batch.with_other_rows_changed())
+    return Reason("rows see each other") if differs(compare_runs(other, case.trials.base)) else None
 
 
 # -- modes and random numbers --------------------------------------------------------------------
 
 
-def _of_modes(case: Case) -> Reason | None:
+def _training_mode(case: FailedCheck) -> Reason | None:
     """Prove that training mode is the reason: in eval mode, the check holds."""
     modes = _modules_in_training(case.trials)
     norms = {path: module for path, module in modes.items() if _is_batch_norm(module)}
     drops = {path: module for path, module in modes.items() if _is_dropout(module)}
     others = {path: module for path, module in modes.items() if path not in norms}
-    for noun, modules, resting in (
+    for noun, modules, eval_modules in (
         ("batch norm", norms, norms), ("dropout", drops, others), ("", others, others),
         ("", modes, modes),
     ):  # fmt: skip
-        if modules and _holds_with(case, modules):
+        if modules and _holds_in_eval_mode(case, modules):
             paths = listed([path_text(path) for path in modules], _MOST_NAMED)
             what = f"{noun} in training mode" if noun else "training mode"
             text = f"{what}: {paths}; call model.eval()"
-            return Reason(text, resting=tuple(resting.values()))
+            return Reason(text, eval_modules=tuple(eval_modules.values()))
     return None
 
 
 def _modules_in_training(trials: Trials) -> dict[str, nn.Module]:
-    resting = set(map(id, trials.resting))
+    eval_modules = set(map(id, trials.eval_modules))
     return {
         path: module
         for path, module in trials.model.named_modules()
-        if getattr(module, "training", False) and id(module) not in resting
+        if getattr(module, "training", False) and id(module) not in eval_modules
     }
 
 
@@ -201,16 +201,16 @@ def _is_dropout(module: nn.Module) -> bool:
     return isinstance(module, _DROPOUT) and module.p > 0
 
 
-def _holds_with(case: Case, resting: dict[str, nn.Module]) -> bool:
+def _holds_in_eval_mode(case: FailedCheck, eval_modules: dict[str, nn.Module]) -> bool:
     """Tell whether a check holds with some more modules in eval mode."""
-    rested = replace(case.trials, resting=(*case.trials.resting, *resting.values()))
+    rested = replace(case.trials, eval_modules=(*case.trials.eval_modules, *eval_modules.values()))
     try:
-        return holds(compared(*CHECKS[case.name](rested)))
+        return holds(compare_runs(*CHECKS[case.name](rested)))
     except NotApplicable:
         return False
 
 
-def _of_training(case: Case) -> Reason:
+def _training_layers(case: FailedCheck) -> Reason:
     """Name the modules that training mode changes."""
     kinds = []
     for noun, is_of in (("dropout", _is_dropout), ("batch norm", _is_batch_norm)):
@@ -224,17 +224,17 @@ def _is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, BATCH_NORM)
 
 
-def _of_repeats(case: Case) -> Reason:
+def _random_or_stateful(case: FailedCheck) -> Reason:
     """Tell random numbers from a state that is kept, and both from an unsteady device."""
     trials = case.trials
-    if differs(compared(trials.run(case.feed), trials.base)):
+    if differs(compare_runs(trials.run(case.batch), trials.base)):
         return Reason(
             "the model does not repeat itself from one state: an operation is unsteady, or keeps a"
             " state that hookline does not put back"
         )
 
-    once = partial(run_without_draws, trials)
-    if holds(compared(trials.run(case.feed, before=once), trials.base)):
+    once = partial(run_restoring_rng, trials)
+    if holds(compare_runs(trials.run(case.batch, before=once), trials.base)):
         return Reason("the model draws random numbers in each run")
     return Reason("the model keeps a state from run to run, in buffers or attributes")
 
@@ -242,7 +242,7 @@ def _of_repeats(case: Case) -> Reason:
 # -- dtypes --------------------------------------------------------------------------------------
 
 
-def _of_ties(case: Case) -> Reason | None:
+def _choice_flipped(case: FailedCheck) -> Reason | None:
     """Say that rounding has flipped a choice, such as that of an expert."""
     odd = [row for row in case.comparison or () if row.verdict == "differs"]
     choice = next((row.site for row in odd if "int" in row.form or "bool" in row.form), None)
@@ -251,19 +251,19 @@ def _of_ties(case: Case) -> Reason | None:
     return Reason(f"rounding flips a near tie: another choice at {choice}", is_expected=True)
 
 
-_OF_PADDING = _of_modes, _of_mask, _of_positions
-_OF_ROWS = _of_modes, _of_rows
-_OF_DTYPES = _of_modes, _of_ties
+_OF_PADDING = _training_mode, _mask_unused, _other_positions
+_OF_ROWS = _training_mode, _rows_see_others
+_OF_DTYPES = _training_mode, _choice_flipped
 # What may be the reason, by the name of the check; of others, a mode may.
-_REASONS: dict[str, tuple[Callable[[Case], Reason | None], ...]] = {
-    "twice": (_of_modes, _of_repeats),
+_REASONS: dict[str, tuple[Callable[[FailedCheck], Reason | None], ...]] = {
+    "twice": (_training_mode, _random_or_stateful),
     "alone": _OF_ROWS,
     "reordered": _OF_ROWS,
-    "padded right": (*_OF_PADDING, _of_column),
-    "padded left": (*_OF_PADDING, _of_column),
-    "padded with positions": (*_OF_PADDING, _of_own_positions, _of_column),
-    "without padding": (_of_modes, _of_no_mask, _of_positions),
-    "training mode": (_of_training,),
+    "padded right": (*_OF_PADDING, _fixed_column_taken),
+    "padded left": (*_OF_PADDING, _fixed_column_taken),
+    "padded with positions": (*_OF_PADDING, _own_position_numbers, _fixed_column_taken),
+    "without padding": (_training_mode, _mask_missing, _other_positions),
+    "training mode": (_training_layers,),
     "checkpointed": (),
     "float64": _OF_DTYPES,
     "bfloat16": _OF_DTYPES,

@@ -17,7 +17,7 @@ from hookline.engine import Line
 from hookline.recordings import Recording
 from hookline.verbs.compare.compare import compare_all
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
-from hookline.verbs.invariance.feed import Feed, NotApplicable
+from hookline.verbs.invariance.batch import Batch, NotApplicable
 from hookline.verbs.record.record import start_recording
 from hookline.verbs.shared.caches import CACHES
 from hookline.verbs.shared.casting import cast_model
@@ -48,50 +48,50 @@ class Trials:
 
     Args:
         model: the model, which each run leaves as it was.
-        feed: its arguments as given.
+        batch: its arguments as given.
         backend: the backend of the compiled run.
-        resting: modules that run in eval mode.
+        eval_modules: modules that run in eval mode.
         is_training: whether all other modules run in training mode; False leaves their own.
         ports: the recorded ports of modules; with gradients, each run has a backward.
     """
 
     model: nn.Module
-    feed: Feed
+    batch: Batch
     backend: str | Callable[..., Any] = "aot_eager"
-    resting: tuple[nn.Module, ...] = ()
+    eval_modules: tuple[nn.Module, ...] = ()
     is_training: bool = False
     ports: tuple[str, ...] = ("output",)
 
     @cached_property
     def base(self) -> Run:
         """The run that the others are compared with."""
-        return self.run(self.feed)
+        return self.run(self.batch)
 
     def run(
         self,
-        *feeds: Feed,
+        *batches: Batch,
         model: nn.Module | None = None,
         before: Callable[[], None] | None = None,
-        tokens: Feed | None = None,
+        tokens: Batch | None = None,
     ) -> Run:
         """Record a pass for each of some arguments.
 
         Args:
-            feeds: the arguments.
+            batches: the arguments.
             model: the compiled model, or a copy; None runs the model itself.
             before: called before the passes, and not recorded.
             tokens: the arguments that tell the tokens, where these tell less.
         """
 
         def passes(root: nn.Module) -> None:
-            for feed in feeds:
-                self._pass(root, feed)
+            for batch in batches:
+                self._run_pass(root, batch)
 
-        told = [(tokens or feed).tokens() for feed in feeds]
+        told = [(tokens or batch).token_inputs() for batch in batches]
         given = None if None in told else told if len(told) > 1 else told[0]
-        return Run(self.recorded(passes, model, before), given)
+        return Run(self.record(passes, model, before), given)
 
-    def recorded(
+    def record(
         self,
         passes: Callable[[nn.Module], None],
         model: nn.Module | None = None,
@@ -106,7 +106,7 @@ class Trials:
                 is_training = self.is_training or any(part.training for part in module.modules())
                 if is_training or before is not None:  # which trains, perhaps
                     stack.enter_context(parameters_restored(module))
-            stack.enter_context(self._modes(root))
+            stack.enter_context(self._set_modes(root))
             stack.enter_context(torch.set_grad_enabled(has_gradients))
             if before is not None:
                 before()
@@ -118,19 +118,19 @@ class Trials:
         recording.identify(None)  # all are of one model, whose fingerprint would take the longest
         return recording
 
-    def _modes(self, root: nn.Module) -> AbstractContextManager[None]:
+    def _set_modes(self, root: nn.Module) -> AbstractContextManager[None]:
         """Put the modules in their modes; `untouched` puts them back."""
         for module in root.modules() if self.is_training else ():
             module.training = True
-        resting = self.resting
+        eval_modules = self.eval_modules
         if root is not self.model:  # a copy, whose modules are in the same order
-            resting_ids = set(map(id, resting))
+            resting_ids = set(map(id, eval_modules))
             both = zip(_own_modules(self.model), _own_modules(root), strict=True)
-            resting = tuple(other for module, other in both if id(module) in resting_ids)
-        return in_eval_mode(resting)
+            eval_modules = tuple(other for module, other in both if id(module) in resting_ids)
+        return in_eval_mode(eval_modules)
 
-    def _pass(self, root: nn.Module, feed: Feed) -> None:
-        output = call(root, copied(feed.inputs))
+    def _run_pass(self, root: nn.Module, batch: Batch) -> None:
+        output = call(root, copied(batch.inputs))
         if "grad" not in self.ports:
             return
         loss = mean_squares(output)
@@ -138,7 +138,7 @@ class Trials:
             raise NotApplicable("no output requires a gradient")
         torch.autograd.backward(loss)
 
-    def copy(self, target: torch.dtype | torch.device) -> nn.Module:
+    def copy_model(self, target: torch.dtype | torch.device) -> nn.Module:
         """Return a copy of the model in a dtype or on a device.
 
         Raises:
@@ -158,7 +158,7 @@ def _own_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ != "OptimizedModule"]
 
 
-def compared(run: Run, reference: Run) -> Comparison:
+def compare_runs(run: Run, reference: Run) -> Comparison:
     """Compare a run with a reference; a result of one of the two alone is not comparable."""
     has_tokens = run.tokens is not None and reference.tokens is not None
     tokens = (run.tokens, reference.tokens) if has_tokens else "auto"
@@ -167,13 +167,13 @@ def compared(run: Run, reference: Run) -> Comparison:
         ComparedSite(site, site, "not comparable", why=f"only in {name}")
         for name, sites in alone.items()
         for site in sites
-        if is_result(site)
+        if is_model_result(site)
     ]
     made = [row for row in comparison.rows if not row.site.startswith(run.given)]
     return replace(comparison, rows=made + rows)
 
 
-def is_result(site: str) -> bool:
+def is_model_result(site: str) -> bool:
     """Tell whether a site is an output of the model, but no cache, or a gradient."""
     if site.endswith(":grad"):
         return True

@@ -31,7 +31,7 @@ class NotApplicable(Exception):
 
 @final
 @dataclass(frozen=True)
-class Feed:
+class Batch:
     """The arguments of a model, by name as far as its forward has names.
 
     Args:
@@ -70,7 +70,7 @@ class Feed:
             raise NotApplicable("the first argument must be a tensor with rows")
         return len(first)
 
-    def several_rows(self) -> int:
+    def require_several_rows(self) -> int:
         """Return the number of rows.
 
         Raises:
@@ -80,7 +80,7 @@ class Feed:
             raise NotApplicable(f"the batch has {plural(self.n_rows, 'row')}: give two or more")
         return self.n_rows
 
-    def rows(self, numbers: Sequence[int]) -> Feed:
+    def select_rows(self, numbers: Sequence[int]) -> Batch:
         """Return the arguments of some rows, in an order.
 
         Raises:
@@ -96,14 +96,14 @@ class Feed:
 
         return self._mapped(lambda value: tree.map_tensors(pick, value))
 
-    def with_others_changed(self) -> Feed:
+    def with_other_rows_changed(self) -> Batch:
         """Return the arguments with other contents in each row but the first, and one row more.
 
         The additional row tells `hl.compare` that rows must be matched by their contents.
         """
         n_rows = self.n_rows
         contents = self.named.get(self.ids)
-        more = self.rows([*range(n_rows), n_rows - 1])
+        more = self.select_rows([*range(n_rows), n_rows - 1])
 
         def change(value: Any, longer: Any) -> Any:
             is_content = value is contents if self.ids else value is not longer
@@ -137,7 +137,7 @@ class Feed:
         return numbers.expand(self.n_rows, -1)
 
     @property
-    def decoded(self) -> Feed:
+    def with_decoder_ids(self) -> Batch:
         """The arguments with the ids of the decoder as the ids; those of a lone decoder as is."""
         return replace(self, ids=DECODED) if isinstance(self.named.get(DECODED), Tensor) else self
 
@@ -156,7 +156,7 @@ class Feed:
             raise NotApplicable(f"the {MASK} must have the shape of the ids to be padded")
         return mask
 
-    def padded(self, side: Side, *, has_positions: bool = False) -> Feed:
+    def padded(self, side: Side, *, has_positions: bool = False) -> Batch:
         """Return the arguments with three tokens of padding on a side.
 
         Raises:
@@ -186,15 +186,15 @@ class Feed:
         named = {name: pad(name, value) for name, value in {**self.named, **added}.items()}
         return replace(self, named=named)
 
-    def with_named(self, **named: Any) -> Feed:
+    def with_named(self, **named: Any) -> Batch:
         """Return the arguments with others beside them."""
         return replace(self, named={**self.named, **named})
 
-    def without(self, name: str) -> Feed:
+    def without(self, name: str) -> Batch:
         """Return the arguments but for one."""
         return replace(self, named={key: part for key, part in self.named.items() if key != name})
 
-    def with_mask(self) -> Feed:
+    def with_mask(self) -> Batch:
         """Return the arguments with a mask: that which is given, or else by the id of padding."""
         ids: Tensor = self.named[self.ids]
         if isinstance(self.named.get(MASK), Tensor) or self.pad_id is None:
@@ -203,7 +203,7 @@ class Feed:
         is_real = (is_other.cumsum(1) > 0) & (is_other.flip(1).cumsum(1).flip(1) > 0)
         return self.with_named(**{MASK: is_real.long()})
 
-    def without_padding(self) -> Iterator[Feed]:
+    def unpadded_rows(self) -> Iterator[Batch]:
         """Yield each padded row alone, without its padding.
 
         Raises:
@@ -219,9 +219,9 @@ class Feed:
         if not padded:
             raise NotApplicable("no row is padded")
         for row, start, end in padded:
-            yield self.rows([row]).cut(start, end)
+            yield self.select_rows([row]).cut_tokens(start, end)
 
-    def cut(self, start: int, end: int) -> Feed:
+    def cut_tokens(self, start: int, end: int) -> Batch:
         """Return the arguments of a range of tokens."""
         shape = self.named[self.ids].shape
 
@@ -231,7 +231,7 @@ class Feed:
 
         return self._mapped(part)
 
-    def tokens(self) -> dict[str, Any] | None:
+    def token_inputs(self) -> dict[str, Any] | None:
         """Return what tells `hl.compare` the tokens; None for inputs without ids."""
         if not self.ids:
             return None
@@ -240,7 +240,7 @@ class Feed:
 
     # -- kinds of numbers -----------------------------------------------------------------------
 
-    def to(self, target: torch.dtype | torch.device) -> Feed:
+    def to(self, target: torch.dtype | torch.device) -> Batch:
         """Return the arguments with floating tensors in a dtype, or all on a device."""
 
         def move(tensor: Tensor) -> Tensor:
@@ -250,22 +250,22 @@ class Feed:
 
         return self._mapped(lambda value: tree.map_tensors(move, value))
 
-    def _mapped(self, change: Callable[[Any], Any]) -> Feed:
+    def _mapped(self, change: Callable[[Any], Any]) -> Batch:
         named = {name: change(value) for name, value in self.named.items()}
         return replace(self, args=tuple(map(change, self.args)), named=named)
 
 
-def feed_of(model: nn.Module, inputs: Any) -> Feed:
+def batch_of(model: nn.Module, inputs: Any) -> Batch:
     """Return the arguments that inputs give to a model."""
     args, kwargs = arguments_of(inputs)
     signature = signature_of(model)
-    named = _named(signature, args)
+    named = _by_name(signature, args)
     if named:
         args, kwargs = (), named
     config = getattr(model, "config", None)
     pad_id = getattr(config, "pad_token_id", None)
     most = (getattr(config, name, None) for name in _MOST_POSITIONS)
-    return Feed(
+    return Batch(
         args,
         kwargs,
         _name_of_ids(kwargs),
@@ -275,7 +275,7 @@ def feed_of(model: nn.Module, inputs: Any) -> Feed:
     )
 
 
-def _named(signature: Signature | None, args: tuple[Any, ...]) -> dict[str, Any]:
+def _by_name(signature: Signature | None, args: tuple[Any, ...]) -> dict[str, Any]:
     """Return positional arguments by name; none if some have no name."""
     parameters = {} if signature is None else signature.parameters
     kinds = {parameter.kind for parameter in parameters.values()}

@@ -33,7 +33,7 @@ from hookline.stores.job import (
 )
 from hookline.stores.shard_file import Shard, number_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
-from hookline.verbs.extract.engines import Engine, read_elsewhere
+from hookline.verbs.extract.engines import Engine, read_foreign_shard
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.progress import Progress
 from hookline.verbs.extract.worker import Worker
@@ -70,7 +70,7 @@ class Extraction:
         self._n_written: int | None = None  # of a finished store
         self._batch_bytes = 0
         self._is_split = sharding(setup.model) == "split"
-        self._job = self._begun_job(setup)
+        self._job = self._job_before_run(setup)
         self._begun: tuple[Job, Mapping[str, Any]] | None = None  # on rank 0, of a store
 
     def run(self, engine: Engine, *, resume: bool) -> None:
@@ -85,29 +85,29 @@ class Extraction:
             RanksError: the ranks have different jobs, or one of them failed.
         """
         self._compare_ranks()
-        is_new = self._ranks.first(lambda: self._look_up(resume=resume))
-        self._compare_values(self._ranks.each(self._plan))
+        is_new = self._ranks.on_first(lambda: self._check_is_new(resume=resume))
+        self._compare_values(self._ranks.gather(self._plan_from_batch))
         if is_new:
-            self._ranks.first(self._begin)
+            self._ranks.on_first(self._write_new_manifest)
         else:
             self._compare_first_batch()
-        job, self._n_written = self._ranks.first(lambda: [self._job.as_json(), self._n_written])
+        job, self._n_written = self._ranks.on_first(lambda: [self._job.as_json(), self._n_written])
         self._job = Job.from_json(job)
         self._worker.forms = {form.name: form for form in self._job.columns}
         if not is_new:
-            self._ranks.apart(self._find_shards)
-        numbers = set(itertools.chain.from_iterable(self._ranks.each(lambda: list(self._shards))))
+            self._ranks.run_apart(self._verify_shards)
+        numbers = set(itertools.chain.from_iterable(self._ranks.gather(lambda: list(self._shards))))
         if len(numbers) == self._n_written:
             return
         if self._begun is not None:
-            _compare_environments(f"{self._place} was begun elsewhere", self._begun[1])
+            _warn_of_environments(f"{self._place} was begun elsewhere", self._begun[1])
         n_bytes = self._batch_bytes * (self._job.n_batches or 0)
         shown = self._ranks.me == 0 and self._options.get("progress", True)
         with Progress(self._job, self._shards, self._ranks.n, n_bytes, shown=shown) as progress:
-            engine.run(self._job, self._left(numbers), progress.written)
-        self._ranks.apart(self._finish)
+            engine.run(self._job, self._missing_numbers(numbers), progress.note_shard)
+        self._ranks.run_apart(self._write_final_manifest)
 
-    def _begun_job(self, setup: Setup) -> Job:
+    def _job_before_run(self, setup: Setup) -> Job:
         """Return the job as far as it is known before the model has run."""
         options, source = setup.options, setup.source
         dtype, mask = options.get("dtype"), options.get("mask", "attention_mask")
@@ -133,7 +133,7 @@ class Extraction:
         Raises:
             RanksError: their jobs differ.
         """
-        answers = self._ranks.each(lambda: [self._job.as_json(), environment()])
+        answers = self._ranks.gather(lambda: [self._job.as_json(), environment()])
         for rank, (job, there) in enumerate(answers):
             differences = Job.from_json(job).differences(Job.from_json(answers[0][0]))
             if differences:
@@ -143,20 +143,20 @@ class Extraction:
                     "\nGive each rank the same model, weights, data and options."
                 )
             if self._ranks.me == 0:
-                _compare_environments(f"rank {rank}", there, answers[0][1])
+                _warn_of_environments(f"rank {rank}", there, answers[0][1])
 
-    def _look_up(self, *, resume: bool) -> bool:
+    def _check_is_new(self, *, resume: bool) -> bool:
         """Read what is in the place; return whether that is nothing."""
         manifest = read_manifest(self._place)
         if manifest is not None:
-            self._resume(manifest, resume=resume)
+            self._check_resumable(manifest, resume=resume)
             return False
-        check_free(self._place)
+        check_place(self._place)
         return True
 
-    def _plan(self) -> dict[str, Any]:
+    def _plan_from_batch(self) -> dict[str, Any]:
         """Plan the store from the first batch; return its values in a few numbers."""
-        chunk = self._worker.first_chunk()
+        chunk = self._worker.run_first()
         forms = self._worker.forms
         if not forms:
             item, why = chunk.skipped[0]
@@ -192,19 +192,19 @@ class Extraction:
             for rank, values in enumerate(summaries)
             if (differences := difference(summaries[0], values, is_same_place=False).far)
         ]
-        if differing and self._repeats(summaries):
+        if differing and self._is_repeatable(summaries):
             rank, text = differing[0]
             raise RanksError(
                 f"the model must give the same values on every rank, got on rank {rank} {text}."
                 "\nGive each rank the same model, with the same hooks, edits and attributes."
             )
 
-    def _repeats(self, summaries: list[dict[str, Any]]) -> bool:
+    def _is_repeatable(self, summaries: list[dict[str, Any]]) -> bool:
         """Run the first batch again on all ranks; tell whether its values are the same.
 
         A collective, with a warning if they are not.
         """
-        again = self._ranks.each(lambda: self._worker.summary(self._worker.first_again()))
+        again = self._ranks.gather(lambda: self._worker.summary(self._worker.rerun_first()))
         pairs = zip(summaries, again, strict=True)
         differences = [difference(*pair, is_same_place=True).far for pair in pairs]
         if not any(differences):
@@ -223,8 +223,8 @@ class Extraction:
         Raises:
             FolderError: the model gives other values.
         """
-        differences = self._ranks.first(self._first_batch_differences)
-        if differences and self._repeats(self._ranks.each(lambda: self._job.first_batch)):
+        differences = self._ranks.on_first(self._first_batch_differences)
+        if differences and self._is_repeatable(self._ranks.gather(lambda: self._job.first_batch)):
             raise FolderError(
                 f"{self._place} holds a store of another model, which gives other values for the"
                 " first batch:\n  "
@@ -268,14 +268,14 @@ class Extraction:
             )
         return []
 
-    def _begin(self) -> None:
+    def _write_new_manifest(self) -> None:
         """Write the manifest of a new store."""
-        _check_space(self._place, self._batch_bytes * (self._job.n_batches or 1))
+        _warn_of_space(self._place, self._batch_bytes * (self._job.n_batches or 1))
         if self._worker.source.names is not None:
             self._place.write("names.json", [json.dumps(self._worker.source.names).encode()])
         write_manifest(self._place, self._job.as_json(), made_here())
 
-    def _finish(self, pulse: Pulse) -> None:
+    def _write_final_manifest(self, pulse: Pulse) -> None:
         """Write the manifest of a store whose shards are all there, made by whichever process.
 
         Raises:
@@ -288,15 +288,15 @@ class Extraction:
         digest = self._job.digest
 
         def read(number: int) -> None:
-            self._shards[number] = read_elsewhere(self._place, number, digest)
+            self._shards[number] = read_foreign_shard(self._place, number, digest)
             pulse.beat()
 
         _in_threads(read, missing)
         shards = [self._shards[number] for number in range(n_shards)]
         write_manifest(self._place, self._job.as_json(), made_here(), shards)
-        _say(shards)
+        _warn_of_contents(shards)
 
-    def _resume(self, manifest: Mapping[str, Any], *, resume: bool) -> None:
+    def _check_resumable(self, manifest: Mapping[str, Any], *, resume: bool) -> None:
         """Compare the job with the one that was begun here, and look which shards are whole."""
         if not resume:
             raise FolderError(
@@ -318,7 +318,7 @@ class Extraction:
         written = manifest["shards"]
         self._n_written = None if written is None else len(written["items"])
 
-    def _find_shards(self, pulse: Pulse) -> None:
+    def _verify_shards(self, pulse: Pulse) -> None:
         """Note the shards that are whole; remove damaged ones, so that they are made again.
 
         All bytes are read, so each rank reads its share.
@@ -335,7 +335,7 @@ class Extraction:
             try:
                 shard = read_shard(self._place, name, verify=True)
                 is_ours = (shard.number, shard.job) == (number_of(name), digest)
-                if not is_ours or not self._has_place(shard):
+                if not is_ours or not self._has_own_batches(shard):
                     raise DamagedError("it must hold the batches of its number, of this job")
             except FileNotFoundError:
                 return  # it went away meanwhile, and is made again
@@ -354,12 +354,12 @@ class Extraction:
                 f" {listed(damaged, _MOST_NAMED)}."
             )
 
-    def _left(self, written: set[int]) -> Iterator[int]:
+    def _missing_numbers(self, written: set[int]) -> Iterator[int]:
         n_shards = self._job.n_shards
         numbers: Iterable[int] = itertools.count() if n_shards is None else range(n_shards)
         return (number for number in numbers if number not in written)
 
-    def _has_place(self, shard: Shard) -> bool:
+    def _has_own_batches(self, shard: Shard) -> bool:
         """Tell whether a shard holds the batches of its number.
 
         The last shard of data without a length is shorter. It is made again if the store is not
@@ -371,7 +371,7 @@ class Extraction:
         return batches == expected
 
 
-def check_free(place: Place) -> None:
+def check_place(place: Place) -> None:
     """Check that a place is empty or holds a store. Locking it alone would leave a file there.
 
     Raises:
@@ -404,7 +404,7 @@ def _in_threads(step: Callable[[T], None], values: Iterable[T]) -> None:
             pass
 
 
-def _check_space(place: Place, n_bytes: int) -> None:
+def _warn_of_space(place: Place, n_bytes: int) -> None:
     """Warn if a store will not fit on its disk, before anything large is written."""
     if isinstance(place, LocalPlace):
         free = shutil.disk_usage(place.nearest()).free
@@ -415,7 +415,7 @@ def _check_space(place: Place, n_bytes: int) -> None:
             )
 
 
-def _compare_environments(
+def _warn_of_environments(
     subject: str, was: Mapping[str, Any], now: Mapping[str, Any] | None = None
 ) -> None:
     """Warn of other versions, threads or processors than those that a store was begun with."""
@@ -430,7 +430,7 @@ def _compare_environments(
         )
 
 
-def _say(shards: Sequence[Shard]) -> None:
+def _warn_of_contents(shards: Sequence[Shard]) -> None:
     """Warn of numbers that are not finite, and of items that were skipped."""
     bad: Counter[str] = Counter()
     for shard in shards:
