@@ -90,7 +90,7 @@ def test_curves_before_a_training_say_what_to_do():
 
 
 def test_an_evaluation_on_start_is_no_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("hookline.verbs.monitor.steps._MOST_WAITING", 3)
+    monkeypatch.setattr("hookline.verbs.monitor.training_steps._MOST_WAITING", 3)
     monitor = Monitor("transformer.h.0", ports="output", every=1)
     trained(
         tmp_path, monitor, eval_on_start=True, eval_strategy="steps", eval_steps=3,

@@ -1043,7 +1043,7 @@ def test_a_trainers_steps_that_a_scaler_skips_are_left_out(every, steps, fused):
 
 
 def test_a_trainers_evaluation_before_the_first_step_is_left_out(monkeypatch):
-    monkeypatch.setattr("hookline.verbs.monitor.steps._MOST_WAITING", 3)
+    monkeypatch.setattr("hookline.verbs.monitor.training_steps._MOST_WAITING", 3)
     model = net()
     optimizer = sgd(model)
     line = hl.monitor(model, "1", ports="output")

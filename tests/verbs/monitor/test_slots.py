@@ -49,7 +49,7 @@ def test_a_statistic_whose_slots_are_no_flat_tensor_is_named():
         site = slots.site(Site("fc"), (0, 0))
         site.add(torch.ones(4))
         with pytest.warns(hl.HooklineWarning, match=r"Count\.start must return a flat float64"):
-            slots.tell()
+            slots.warn_of_complaints()
         assert site.is_off
 
 

@@ -16,7 +16,7 @@ _MOST_FRAMES = 16  # between an optimizer's hook and the scaler's step
 
 
 @final
-class Scaling:
+class LossScale:
     """Divide gradients by the scale of a `GradScaler`.
 
     Without a given scaler, the scaler is found when it first steps an optimizer.
@@ -45,7 +45,7 @@ class Scaling:
             scale = scaler.scale(torch.ones((), device=grad.device))
             return _divided(grad.detach(), scale)
 
-    def look(self, step: int) -> None:
+    def find_scaler(self, step: int) -> None:
         """Look for a scaler that is stepping an optimizer: called in the optimizer's hook."""
         if self._scaler is not None:
             return
@@ -65,7 +65,7 @@ class Scaling:
                 return
 
 
-def of_parameter(optimizer: Any, grad: Tensor) -> Tensor:
+def unscale_fused(optimizer: Any, grad: Tensor) -> Tensor:
     """Return a parameter's gradient without the scale that a fused optimizer divides by itself."""
     scale = getattr(optimizer, "grad_scale", None)
     return _divided(grad, scale) if isinstance(scale, Tensor) else grad

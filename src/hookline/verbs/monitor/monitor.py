@@ -26,18 +26,18 @@ from hookline.engine import (
 from hookline.errors import InputError, warn
 from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.raw_taps import EventTap
-from hookline.verbs.monitor.loss_scale import Scaling
+from hookline.verbs.monitor.loss_scale import LossScale
 from hookline.verbs.monitor.options import (
-    Chosen,
+    ChosenSites,
     checked_every,
     checked_number,
     checked_statistics,
-    chosen,
+    choose_sites,
 )
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.reporting import Reporting
 from hookline.verbs.monitor.slots import Slots
-from hookline.verbs.monitor.steps import TrainingSteps
+from hookline.verbs.monitor.training_steps import TrainingSteps
 from hookline.verbs.monitor.values import ValueSites
 from hookline.verbs.shared.verb_line import VerbLine
 
@@ -53,7 +53,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     def __init__(self, line: EverywhereHooks, steps: TrainingSteps, to: Reporting) -> None:
         super().__init__(line)
-        self.curves: Curves = Curves(to.reports, log=_log_of(steps))
+        self.curves: Curves = Curves(to.reports, log=_log_function(steps))
         self._steps = steps
         self._to = to
 
@@ -122,7 +122,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
     def _warn(self) -> None:
         report, steps = self._line.report(), self._steps
         if not steps.n_reported:
-            warn(f"hl.monitor reported no step: {_why_nothing(report, steps)}")
+            warn(f"hl.monitor reported no step: {_why_no_report(report, steps)}")
         elif steps.told_by == "pass" and report.outside_root == report.passes:
             n_calls = max(report.counts, default=0)
             if n_calls > 1:
@@ -136,7 +136,7 @@ _MERGED = (
 )
 
 
-def _why_nothing(report: Report, steps: TrainingSteps) -> str:
+def _why_no_report(report: Report, steps: TrainingSteps) -> str:
     if steps.n_due:
         return (
             "no selected value could be measured.\nThe warnings before this one say why each was"
@@ -150,7 +150,7 @@ def _why_nothing(report: Report, steps: TrainingSteps) -> str:
     return f"{why}.\nRun the model and step its optimizer inside the block."
 
 
-def _log_of(steps: TrainingSteps) -> Callable[[dict[str, float | Tensor], int | None], None]:
+def _log_function(steps: TrainingSteps) -> Callable[[dict[str, float | Tensor], int | None], None]:
     """Return the function that logs numbers; curves that are kept do not keep the steps."""
     reference = weakref.ref(steps)
 
@@ -262,9 +262,9 @@ def monitor(
     line.options.quiet = True
     line.originals.lapse = _LAPSE
     try:
-        sites = chosen(line, selector, ports)
+        sites = choose_sites(line, selector, ports)
         slots = Slots(statistics, len(sites.modules))
-        return _attach(line, sites, slots, every, to, Scaling(scaler))
+        return _attach(line, sites, slots, every, to, LossScale(scaler))
     except BaseException:
         line.remove()
         raise
@@ -274,14 +274,14 @@ _LAPSE = Lapse("the curves of {sites} end", "the curves of {sites} are of {now}"
 
 
 def _attach(
-    line: EverywhereHooks, sites: Chosen, slots: Slots, every: int, to: Any, scaling: Scaling
+    line: EverywhereHooks, sites: ChosenSites, slots: Slots, every: int, to: Any, scaling: LossScale
 ) -> MonitorLine:
     root = line.root
     assert root is not None
     parameters = Parameters(sites.parameters, slots, fsdp1_parts(root))
     reporting = Reporting(to, writes=not is_grouped() or dist.get_rank() == 0, model=root)
     steps = TrainingSteps(root, parameters, scaling, every, reporting.add, line.passes.lock)
-    line.passes.sink, line.passes.at_root = steps, steps.root_begins
+    line.passes.sink, line.passes.at_root = steps, steps.note_root_pass
     values = ValueSites(slots, line.passes, scaling)
     line.tap(sites.modules, values.bind, Order.RECORD)
     line.originals.add(sites.parameters)

@@ -22,7 +22,7 @@ DEFAULT_PORTS = ("output", "grad_output", *KINDS)
 _LAST_STEP = 2**62
 
 
-class Chosen(NamedTuple):
+class ChosenSites(NamedTuple):
     """The sites that are monitored: those of modules, and those of parameters with their nodes."""
 
     modules: Selection
@@ -98,7 +98,7 @@ def checked_ports(ports: str | Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
-def chosen(line: Line, selector: Selector, ports: str | Sequence[str] | None) -> Chosen:
+def choose_sites(line: Line, selector: Selector, ports: str | Sequence[str] | None) -> ChosenSites:
     """Return the selected sites: of modules, and of parameters by kind.
 
     Raises:
@@ -109,7 +109,7 @@ def chosen(line: Line, selector: Selector, ports: str | Sequence[str] | None) ->
     of_modules: list[Any] = []
     parameters: dict[Site, ParameterNode] = {}
     for part in parts:
-        modules, measured = _chosen(line, part, names)
+        modules, measured = _choose_of_part(line, part, names)
         of_modules += modules
         parameters.update(measured)
     order = {id(node.tensor): k for k, node in enumerate(line.module_tree.tensors)}
@@ -119,13 +119,13 @@ def chosen(line: Line, selector: Selector, ports: str | Sequence[str] | None) ->
         return order[id(node.tensor)], KINDS.index(site.port)
 
     in_order = sorted(parameters.items(), key=rank)
-    return Chosen(Selection(line.module_tree, of_modules), in_order)
+    return ChosenSites(Selection(line.module_tree, of_modules), in_order)
 
 
-def _chosen(
+def _choose_of_part(
     line: Line, selector: Selector, names: tuple[str, ...]
 ) -> tuple[list[Any], list[tuple[Site, ParameterNode]]]:
-    selector, names = _without_kind(selector, names)
+    selector, names = _split_off_kind(selector, names)
     errors: list[SelectionError] = []
 
     def places(ports: tuple[str, ...]) -> list[Any]:
@@ -153,7 +153,7 @@ def _chosen(
     return of_modules, measured
 
 
-def _without_kind(selector: Selector, names: tuple[str, ...]) -> tuple[Selector, tuple[str, ...]]:
+def _split_off_kind(selector: Selector, names: tuple[str, ...]) -> tuple[Selector, tuple[str, ...]]:
     """Split the kind off a text such as `fc.weight:update`."""
     if isinstance(selector, str):
         path, colon, port = selector.rpartition(":")

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.engine import ParameterNode, Site, local_part, parameter_ids, summed
-from hookline.verbs.monitor.loss_scale import of_parameter
+from hookline.verbs.monitor.loss_scale import unscale_fused
 from hookline.verbs.monitor.slots import FIRST, MINE, PLAIN, SiteSlots, Slots
 
 KINDS = ("value", "grad", "update")
@@ -65,31 +65,31 @@ class Parameters:
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, optimizer: Optimizer) -> list[_Parameter]:
+    def held_by(self, optimizer: Optimizer) -> list[_Parameter]:
         """Return the parameters that an optimizer holds."""
         return list(filter(None, map(self._known.get, parameter_ids(optimizer))))
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer, *, has_grads: bool) -> None:
+    def measure_before(self, optimizer: Optimizer, *, has_grads: bool) -> None:
         """Measure weights and gradients before a step, and copy the weights for the update.
 
         Args:
             optimizer: the optimizer.
             has_grads: whether the gradients are there; a closure computes them in the step.
         """
-        parameters, pairs = self.of(optimizer), []
+        parameters, pairs = self.held_by(optimizer), []
         for parameter in parameters:
             tensor, grad = parameter.tensor, parameter.tensor.grad
             if parameter.value is not None:
                 pairs.append((parameter.value, tensor))
             if parameter.grad is not None and has_grads and grad is not None:
-                pairs.append((parameter.grad, _of_optimizer(of_parameter(optimizer, grad))))
+                pairs.append((parameter.grad, _summed_over_ranks(unscale_fused(optimizer, grad))))
         self.slots.add_many(pairs)
         copies, weights = [], []
         for parameter in parameters:
             if parameter.update is not None:
-                weight, copy = _local(parameter.tensor), parameter.before
-                if copy is None or not _is_alike(copy, weight):
+                weight, copy = _local_part(parameter.tensor), parameter.before
+                if copy is None or not _has_same_form(copy, weight):
                     parameter.before = weight.clone()
                 else:
                     copies.append(copy)
@@ -98,37 +98,37 @@ class Parameters:
             torch._foreach_copy_(copies, weights)
 
     @torch.no_grad()
-    def after(self, optimizer: Optimizer, *, has_grads: bool) -> None:
+    def measure_after(self, optimizer: Optimizer, *, has_grads: bool) -> None:
         """Measure updates after a step, and the gradients that a closure has computed."""
         pairs: list[tuple[SiteSlots, Tensor]] = []
         moved: list[tuple[SiteSlots, Tensor, Tensor]] = []
-        for parameter in self.of(optimizer):
+        for parameter in self.held_by(optimizer):
             grad = parameter.tensor.grad
             if parameter.grad is not None and has_grads and grad is not None:
-                pairs.append((parameter.grad, _of_optimizer(grad)))
+                pairs.append((parameter.grad, _summed_over_ranks(grad)))
             if parameter.update is not None and parameter.before is not None:
                 if type(parameter.tensor) not in PLAIN:
-                    parameter.update.spread(parameter.tensor)
-                moved.append((parameter.update, parameter.before, _local(parameter.tensor)))
+                    parameter.update.note_sharding(parameter.tensor)
+                moved.append((parameter.update, parameter.before, _local_part(parameter.tensor)))
                 if not self.keeps_copies:
                     parameter.before = None
         self.slots.add_many(pairs + _updates(moved))
 
     @torch.no_grad()
-    def values(self, tensors: Iterable[Tensor]) -> None:
+    def measure_weights(self, tensors: Iterable[Tensor]) -> None:
         """Measure weights that no optimizer steps."""
         known = filter(None, map(self._known.get, map(id, tensors)))
-        self.slots.add_many(self._values(known))
+        self.slots.add_many(self._weight_pairs(known))
 
     @torch.no_grad()
-    def values_apart(self) -> None:
+    def measure_weights_apart(self) -> None:
         """Measure all weights, for a pass that is a step if no optimizer steps."""
-        pairs = self._values(self._known.values())
+        pairs = self._weight_pairs(self._known.values())
         with self.slots.apart([site for site, _ in pairs]):
             self.slots.add_many(pairs)
 
     @staticmethod
-    def _values(parameters: Iterable[_Parameter]) -> list[tuple[SiteSlots, Tensor]]:
+    def _weight_pairs(parameters: Iterable[_Parameter]) -> list[tuple[SiteSlots, Tensor]]:
         pairs = [(parameter.value, parameter.tensor) for parameter in parameters]
         # The first run makes a lazy parameter.
         return [
@@ -136,7 +136,7 @@ class Parameters:
         ]
 
 
-def _of_optimizer(grad: Tensor) -> Tensor:
+def _summed_over_ranks(grad: Tensor) -> Tensor:
     """Return a gradient as the optimizer gets it: summed where ranks have summands, as of a norm.
 
     This is a collective. All ranks step the optimizer, which makes the same one.
@@ -144,7 +144,7 @@ def _of_optimizer(grad: Tensor) -> Tensor:
     return grad if type(grad) in PLAIN else summed(grad)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, detached."""
     tensor = tensor.detach()
     return tensor if type(tensor) in PLAIN else local_part(tensor)
@@ -174,5 +174,5 @@ def _updates(
     return updates
 
 
-def _is_alike(copy: Tensor, weight: Tensor) -> bool:
+def _has_same_form(copy: Tensor, weight: Tensor) -> bool:
     return (copy.shape, copy.dtype, copy.device) == (weight.shape, weight.dtype, weight.device)

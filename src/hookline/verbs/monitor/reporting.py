@@ -43,7 +43,7 @@ class Reporting:
         for folder in folders:
             folder.identify(identified)
         self.reports: Reports = Reports(identified)
-        self._writers = [_Guarded(writer) for writer in writers]
+        self._writers = [_GuardedWriter(writer) for writer in writers]
         self._process = OwnProcess()
         self._has_told = False
 
@@ -52,9 +52,9 @@ class Reporting:
         self.reports.add(report)
         if self._process.is_here:
             for writer in self._writers:  # all of them first: Ctrl-C may come while one writes
-                writer.add(report)
+                writer.enqueue(report)
             for writer in self._writers:
-                writer.write()
+                writer.write_waiting()
         elif self._writers and not self._has_told:
             self._has_told = True
             warn(
@@ -84,7 +84,7 @@ class _WaitingReport:
 
 
 @final
-class _Guarded:
+class _GuardedWriter:
     """Turn the errors of a writer into warnings.
 
     Reports that it refuses wait, and are tried again with the next report and at the end. A report
@@ -100,21 +100,21 @@ class _Guarded:
         self._n_left_out = 0
         self._has_told = False
 
-    def add(self, report: StepReport) -> None:
+    def enqueue(self, report: StepReport) -> None:
         """Have a report wait."""
         self._waiting.append(_WaitingReport(report))
 
-    def write(self, *, is_last: bool = False) -> None:
+    def write_waiting(self, *, is_last: bool = False) -> None:
         """Write the reports that wait, as far as the writer takes them."""
         if self._waiting:
-            self._guard(lambda: self._write(is_last))
+            self._warn_of_errors(lambda: self._write_reports(is_last))
 
     def close(self) -> None:
         """Write what waits, and close the writer."""
         try:
-            self.write(is_last=True)
+            self.write_waiting(is_last=True)
         finally:
-            self._guard(self._writer.close, is_last=True)
+            self._warn_of_errors(self._writer.close, is_last=True)
         n_left = len(self._waiting) + max(self._n_left_out - 1, 0)
         if n_left:
             warn(
@@ -122,16 +122,16 @@ class _Guarded:
                 "\nRead them from the curves that the monitor gave: seen."
             )
 
-    def _write(self, is_last: bool) -> None:
+    def _write_reports(self, is_last: bool) -> None:
         if not self._is_started:
             self._writer.start(self._waiting[0].report)
             self._is_started = True
         refused: list[_WaitingReport] = []
         while len(refused) < len(self._waiting):
             waiting = self._waiting[len(refused)]
-            if self._takes(waiting):
+            if self._try_write(waiting):
                 self._waiting.remove(waiting)
-                refused = [report for report in refused if not self._leaves_out(report)]
+                refused = [report for report in refused if not self._drop_if_refused(report)]
                 continue
             refused.append(waiting)
             may_go_on = not self._rewrites and (is_last or waiting.n_tries > _MOST_TRIES)
@@ -142,7 +142,7 @@ class _Guarded:
             assert error is not None
             raise error
 
-    def _takes(self, waiting: _WaitingReport) -> bool:
+    def _try_write(self, waiting: _WaitingReport) -> bool:
         """Tell whether the writer takes a report."""
         try:
             self._writer.write(waiting.report)
@@ -158,7 +158,7 @@ class _Guarded:
             raise
         return True
 
-    def _leaves_out(self, refused: _WaitingReport) -> bool:
+    def _drop_if_refused(self, refused: _WaitingReport) -> bool:
         """Leave a report out that was refused too often, and say so of the first one."""
         if refused.n_tries <= _MOST_TRIES:
             return False
@@ -173,7 +173,7 @@ class _Guarded:
             )
         return True
 
-    def _guard(self, act: Callable[[], None], *, is_last: bool = False) -> None:
+    def _warn_of_errors(self, act: Callable[[], None], *, is_last: bool = False) -> None:
         try:
             act()
         except HooklineWarning:

@@ -47,7 +47,7 @@ class RunningSteps(threading.local):
         return not ended or ended[0][1]
 
 
-def outside_hookline() -> FrameType:
+def frame_outside_hookline() -> FrameType:
     """Return the frame of the caller that is next outside hookline: torch's, in a hook."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hookline."):

@@ -39,7 +39,7 @@ class StepSlots:
 
     Args:
         slots: the slots of each site that had a value.
-        turns: when each of these sites had its first value, as `Slots.turn` counts.
+        turns: when each of these sites had its first value, as `Slots.next_turn` counts.
     """
 
     slots: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class SiteSlots:
     counts: str = ALL  # which ranks count, if the value is not a DTensor
     _slots: list[Tensor] | None = None
     _waits: bool = False  # whether a value, the first of this step, is not measured yet
-    turn: int = 0  # when the first value of this step came, as `Slots.turn` counts
+    turn: int = 0  # when the first value of this step came, as `Slots.next_turn` counts
     # The slots and the turn of values that are kept apart.
     aside: tuple[list[Tensor] | None, int] = None, 0
     # The number of slots of each statistic; empty before the first value ever.
@@ -97,7 +97,7 @@ class SiteSlots:
                 if is_summand(value):
                     self._leave_out("each rank has a summand of its values (the placement Partial)")
                     return
-                self.spread(value)
+                self.note_sharding(value)
                 value = local_part(value)
             if value.requires_grad:
                 value = value.detach()
@@ -105,7 +105,7 @@ class SiteSlots:
             with self._of.lock:
                 is_same = value.dtype is self._dtype and value.device == self._device
                 if not is_same or not value.numel():
-                    self._prepare(value)
+                    self._check_value(value)
                 if self.is_off:
                     return
                 if not torch.is_autocast_enabled(value.device.type):
@@ -118,11 +118,11 @@ class SiteSlots:
         except Exception as error:
             self._leave_out(f"its statistic raised {type_and_line(error)}")
 
-    def spread(self, value: Tensor) -> None:
+    def note_sharding(self, value: Tensor) -> None:
         """Note which ranks count for a DTensor, and that a parameter is spread over its mesh."""
         if not is_dtensor(value):
             return
-        self.counts = MINE if _is_counted(value) else NOT_MINE
+        self.counts = MINE if _is_first_holder(value) else NOT_MINE
         self.splits_features |= _splits_features(value)
         if self.is_parameter:
             self.over = value.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
@@ -135,31 +135,31 @@ class SiteSlots:
     def add_apart(self, value: Tensor) -> None:
         """Measure a value that counts only where passes are steps."""
         with self._of.lock:  # as `Slots.apart` does, in less time
-            self.swap()
+            self.swap_apart()
             try:
                 self.add(value)
             finally:
-                self.swap()
+                self.swap_apart()
 
     def merge_apart(self, slots: list[Tensor]) -> None:
         """Merge slots that count only where passes are steps."""
         with self._of.apart((self,)):
             self.merge(slots)
 
-    def swap(self) -> None:
+    def swap_apart(self) -> None:
         """Exchange the slots for those that are kept apart."""
         (self.slots, self.turn), self.aside = self.aside, (self.slots, self.turn)
 
-    def count_apart(self) -> None:
+    def include_apart(self) -> None:
         """Have the values count that were kept apart."""
         if self.slots is None:
-            self.swap()
+            self.swap_apart()
             return
         (slots, turn), self.aside = self.aside, (None, 0)
         if slots is not None:
             self.merge(slots, turn)
 
-    def is_first_alike(self, value: Tensor) -> bool:
+    def can_batch(self, value: Tensor) -> bool:
         """Tell whether a value is the first of its step, and plain and like those before."""
         return (
             self.slots is None
@@ -173,7 +173,7 @@ class SiteSlots:
     def _update(self, value: Tensor, is_shared: bool) -> None:
         slots = self.slots
         if slots is None:
-            slots, self.turn = self._empty, self._of.turn(is_shared=is_shared)
+            slots, self.turn = self._empty, self._of.next_turn(is_shared=is_shared)
             if self._of.may_wait(value):
                 self._waits = True
                 self._of.wait(self, value)
@@ -206,7 +206,7 @@ class SiteSlots:
                 return None
         return slots
 
-    def _prepare(self, value: Tensor) -> None:
+    def _check_value(self, value: Tensor) -> None:
         """Look at the first value of a dtype or device, and at each empty one."""
         if not (value.is_floating_point() or value.is_complex()):
             self._leave_out(f"its values are {str(value.dtype).removeprefix('torch.')}")
@@ -220,17 +220,17 @@ class SiteSlots:
                 self._of.complain(self.name, "had an empty value, which counts as no elements")
             self._dtype = value.dtype
             if self._device != value.device:
-                self._move(value)
+                self._move_slots(value)
 
     def _leave_out(self, why: str) -> None:
         with self._of.lock:
             self.is_off, self.slots, self.aside = True, None, (None, 0)
             if self.widths:
                 self.widths = ()
-                self._of.changed()
+                self._of.note_new_layout()
             self._of.complain(self.name, f"is left out: {why}")
 
-    def _move(self, value: Tensor) -> None:
+    def _move_slots(self, value: Tensor) -> None:
         """Make empty slots on the value's device; the slots so far move along."""
         self._device = value.device
         self._empty = [statistic.start(value) for statistic in self._of.statistics]
@@ -240,10 +240,10 @@ class SiteSlots:
                 self._leave_out(f"{name}.start must return a flat float64 tensor, got {text}")
                 return
         apart, turn = self.aside
-        self.slots, self.aside = self._moved(self.slots), (self._moved(apart), turn)
-        self.has(self._empty)
+        self.slots, self.aside = self._to_device(self.slots), (self._to_device(apart), turn)
+        self.note_widths(self._empty)
 
-    def _moved(self, slots: list[Tensor] | None) -> list[Tensor] | None:
+    def _to_device(self, slots: list[Tensor] | None) -> list[Tensor] | None:
         pairs = zip(slots or (), self._empty, strict=slots is not None)
         return None if slots is None else [part.to(empty.device) for part, empty in pairs]
 
@@ -261,9 +261,9 @@ class SiteSlots:
         try:
             with self._of.lock:
                 if self.slots is None:
-                    self.has(slots)
+                    self.note_widths(slots)
                     self.slots = slots
-                    self.turn = self._of.turn(is_shared=True) if turn is None else turn
+                    self.turn = self._of.next_turn(is_shared=True) if turn is None else turn
                 else:
                     triples = zip(self._of.statistics, self.slots, slots, strict=True)
                     self.slots = [
@@ -273,12 +273,12 @@ class SiteSlots:
         except Exception as error:
             self._leave_out(f"its statistic raised {type_and_line(error)}")
 
-    def has(self, slots: list[Tensor]) -> None:
+    def note_widths(self, slots: list[Tensor]) -> None:
         """Note the widths of the slots; statistics with other widths begin a new layout."""
         widths = tuple(part.numel() if isinstance(part, Tensor) else 0 for part in slots)
         if widths != self.widths:
             self.widths = widths
-            self._of.changed()
+            self._of.note_new_layout()
 
 
 @final
@@ -328,7 +328,7 @@ class Slots:
                 self._sites[name] = SiteSlots(site, name, order, self, counts)
             return self._sites[name]
 
-    def turn(self, *, is_shared: bool) -> int:
+    def next_turn(self, *, is_shared: bool) -> int:
         """Return the number of the next value in the order of firing.
 
         Values that follow each other, and whose order nobody knows, share a number: those that
@@ -340,7 +340,7 @@ class Slots:
         return self._turn
 
     @contextmanager
-    def from_graph(self) -> Iterator[None]:
+    def mark_from_graph(self) -> Iterator[None]:
         """Note that the values in the block have left a compiled graph."""
         self.comes_from_graph = True
         try:
@@ -353,12 +353,12 @@ class Slots:
         """Have the sites, in the block, hold the values that count only where passes are steps."""
         with self.lock:
             for site in sites:
-                site.swap()
+                site.swap_apart()
             try:
                 yield
             finally:
                 for site in sites:
-                    site.swap()
+                    site.swap_apart()
 
     def add_many(self, pairs: list[tuple[SiteSlots, Tensor]]) -> None:
         """Measure values of parameters, each at its site, where possible by one call.
@@ -366,16 +366,16 @@ class Slots:
         They share a turn, because nobody knows the order in which they came.
         """
         with self.lock:
-            measured = self._add_alike(pairs)
+            measured = self._add_batched(pairs)
         for site, value in pairs:
             if id(site) not in measured:
                 site.add(value, is_shared=True)
 
-    def _add_alike(self, pairs: list[tuple[SiteSlots, Tensor]]) -> set[int]:
+    def _add_batched(self, pairs: list[tuple[SiteSlots, Tensor]]) -> set[int]:
         """Measure the values that one call can measure. Return the ids of their sites."""
-        alike = [pair for pair in pairs if pair[0].is_first_alike(pair[1])]
+        alike = [pair for pair in pairs if pair[0].can_batch(pair[1])]
         slots = self._measure_many([value.detach() for _, value in alike])
-        turn = self.turn(is_shared=True)
+        turn = self.next_turn(is_shared=True)
         for (site, _), part in zip(alike, slots, strict=False):
             site.slots, site.turn = [part], turn
         return {id(site) for site, _ in alike} if slots else set()
@@ -420,21 +420,21 @@ class Slots:
             return False
         return current not in self.of_training
 
-    def part_runs(self) -> None:
+    def note_run(self) -> None:
         """Note that a module runs, maybe outside a run of the root."""
         self.has_run = torch.is_grad_enabled()
 
-    def changed(self) -> None:
+    def note_new_layout(self) -> None:
         """Note that the layout has changed."""
         self.version += 1
 
-    def _all(self) -> list[SiteSlots]:
+    def _all_sites(self) -> list[SiteSlots]:
         with self.lock:
             return list(self._sites.values())
 
-    def selected(self) -> list[str]:
+    def selected_names(self) -> list[str]:
         """Return the names of the selected sites; the parts of a value come later."""
-        return [site.name for site in self._all() if site.order[1] == 0]
+        return [site.name for site in self._all_sites() if site.order[1] == 0]
 
     def layout(self) -> tuple[list[SiteSlots], int]:
         """Return the sites that ever had a value, in order, and the version that they belong to."""
@@ -460,38 +460,38 @@ class Slots:
                 step_slots.slots[site.name], step_slots.turns[site.name] = slots, site.turn
         return step_slots
 
-    def count_apart(self) -> None:
+    def include_apart(self) -> None:
         """Have the values count that were kept apart: passes are steps."""
         with self.lock:
             for site in self._sites.values():
-                site.count_apart()
+                site.include_apart()
 
     def has_modules(self, slots: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
-        modules = [site for site in self._all() if not site.is_parameter]
+        modules = [site for site in self._all_sites() if not site.is_parameter]
         return not modules or any(site.is_off or site.name in slots for site in modules)
 
     def has_path(self, path: str) -> bool:
         """Tell whether a module has a path."""
-        return any(site.site.path == path for site in self._all())
+        return any(site.site.path == path for site in self._all_sites())
 
     def has_values(self) -> bool:
         """Tell whether a module had a value in this step, if any module is selected."""
-        modules = [site for site in self._all() if not site.is_parameter]
+        modules = [site for site in self._all_sites() if not site.is_parameter]
         return not modules or any(site.slots is not None for site in modules)
 
-    def put(self, step_slots: StepSlots) -> None:
+    def merge_step(self, step_slots: StepSlots) -> None:
         """Merge slots that were taken before."""
         for name, slots in step_slots.slots.items():
             self._sites[name].merge(slots, step_slots.turns[name])
 
     def complain(self, site: str, complaint: str) -> None:
-        """Keep a warning about a site, once for each site; `tell` gives them together."""
+        """Keep a warning about a site, one for each site, for `warn_of_complaints`."""
         if site not in self._told:
             self._told.add(site)
             self._complaints.append((site, complaint))
 
-    def tell(self) -> None:
+    def warn_of_complaints(self) -> None:
         """Warn of what was complained of since the last call."""
         complaints, self._complaints = self._complaints, []
         if complaints:
@@ -504,7 +504,7 @@ class Slots:
             )
 
 
-def packed(sites: list[SiteSlots], slots_by_site: dict[str, list[Tensor]]) -> Tensor:
+def pack_slots(sites: list[SiteSlots], slots_by_site: dict[str, list[Tensor]]) -> Tensor:
     """Pack the slots of all sites into one float64 tensor; `ABSENT` stands for missing values."""
     if not sites:
         return torch.empty(0, dtype=torch.float64, device="cpu")
@@ -524,7 +524,7 @@ def absent(width: int, device: torch.device | str) -> Tensor:
     return torch.full((width,), ABSENT, dtype=torch.float64, device=device)
 
 
-def graph_slots(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]:
+def slot_measure(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]:
     """Return the function that measures a value inside compiled code.
 
     All sites share the function, so that they need one graph.
@@ -542,8 +542,8 @@ def graph_slots(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]:
     return inside
 
 
-def by_leaf(result: Any) -> dict[Leaf, list[Tensor]]:
-    """Return the slots of each tensor of a value, from the result of `graph_slots`."""
+def group_by_leaf(result: Any) -> dict[Leaf, list[Tensor]]:
+    """Return the slots of each tensor of a value, from the result of `slot_measure`."""
     slots_by_leaf: dict[Leaf, list[Tensor]] = {}
     for leaf, slots in tree.tensors(result):
         slots_by_leaf.setdefault(leaf[:-1], []).append(slots)
@@ -559,7 +559,7 @@ def _splits_features(tensor: Any) -> bool:
     )
 
 
-def _is_counted(tensor: Any) -> bool:
+def _is_first_holder(tensor: Any) -> bool:
     """Tell whether this rank counts for a DTensor: the first rank that holds a part does."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:

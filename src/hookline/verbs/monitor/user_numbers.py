@@ -56,7 +56,7 @@ class UserNumbers:
             if not entry.is_given:
                 entry.step = step
 
-    def take(self, step: int) -> dict[str, float]:
+    def report_and_take(self, step: int) -> dict[str, float]:
         """Report the numbers of other steps, and return those of one step."""
         self.report_others(step)
         entries, self._entries = self._entries, []
@@ -70,7 +70,7 @@ class UserNumbers:
             numbers = {name: float(number) for name, number in entry.numbers.items()}
             self._add(StepReport.of_logged(entry.step, entry.seconds, numbers))
 
-    def report_read(self) -> None:
+    def report_readable(self) -> None:
         """Report the numbers that can be read without waiting for an accelerator."""
         numbers = [number for entry in self._entries for number in entry.numbers.values()]
         if len(self._entries) > _MOST_WAITING or not any(

@@ -28,8 +28,8 @@ from hookline.engine import (
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.outlines import Slot
 from hookline.engine.pytree.tree import Leaf
-from hookline.verbs.monitor.loss_scale import Scaling
-from hookline.verbs.monitor.slots import SiteSlots, Slots, by_leaf, graph_slots
+from hookline.verbs.monitor.loss_scale import LossScale
+from hookline.verbs.monitor.slots import SiteSlots, Slots, group_by_leaf, slot_measure
 
 
 @final
@@ -42,11 +42,11 @@ class ValueSites:
         scaling: divides gradients by the scale of the loss.
     """
 
-    def __init__(self, slots: Slots, passes: Passes, scaling: Scaling) -> None:
+    def __init__(self, slots: Slots, passes: Passes, scaling: LossScale) -> None:
         self._slots = slots
         self._passes = passes
         self._scaling = scaling
-        self._inside = graph_slots(slots.statistics)
+        self._inside = slot_measure(slots.statistics)
         self._takes_blocks = all(
             getattr(statistic, "takes_blocks", False) for statistic in slots.statistics
         )
@@ -54,18 +54,18 @@ class ValueSites:
 
     def bind(self, site: Site) -> Bound:
         """Return the callback or the tap for the next site."""
-        at = _AtLeaves(site, self._n, self._slots)
+        at = _LeafSlots(site, self._n, self._slots)
         self._n += 1
         if site.is_gradient:
             measure = _GradientMeasure(at, self._slots, self._scaling)
             tap = _MeasuringGradOutputTap if site.port == "grad_output" else _MeasuringGradInputTap
             return tap(site, self._passes, measure, Order.GRAD_RECORD)
-        halves = SplitCallback(_measure(at, self._slots), self._inside, _merge(at, self._slots))
+        halves = SplitCallback(_measurer(at, self._slots), self._inside, _merger(at, self._slots))
         return InBlocks(halves) if self._takes_blocks and site.port == "output" else halves
 
 
 @final
-class _AtLeaves:
+class _LeafSlots:
     """The slots of the tensors of one site's value, by leaf."""
 
     __slots__ = ("_by_leaf", "_number", "_site", "_slots", "whole")
@@ -75,9 +75,9 @@ class _AtLeaves:
         self._number = number
         self._slots = slots
         self._by_leaf: dict[Leaf, SiteSlots] = {}
-        self.whole = self.at(())
+        self.whole = self.slots_at(())
 
-    def at(self, leaf: Leaf) -> SiteSlots:
+    def slots_at(self, leaf: Leaf) -> SiteSlots:
         slots = self._by_leaf.get(leaf)
         if slots is None:
             site = replace(self._site, leaf=self._site.leaf + leaf)
@@ -86,13 +86,13 @@ class _AtLeaves:
         return slots
 
 
-def _measure(at: _AtLeaves, slots: Slots) -> Any:
+def _measurer(at: _LeafSlots, slots: Slots) -> Any:
     """Return the callback of an output or an input."""
     whole = at.whole
 
     def callback(current: Pass, value: Any) -> None:
         if not slots.has_run:
-            slots.part_runs()
+            slots.note_run()
         if not slots.is_on:
             return
         add: Callable[[SiteSlots, Tensor], None] = SiteSlots.add
@@ -109,23 +109,23 @@ def _measure(at: _AtLeaves, slots: Slots) -> Any:
                 del block  # frees it, before the next is made
             return
         for leaf, tensor in tree.tensors(value):
-            add(at.at(leaf), tensor)
+            add(at.slots_at(leaf), tensor)
 
     return callback
 
 
-def _merge(at: _AtLeaves, slots: Slots) -> Any:
+def _merger(at: _LeafSlots, slots: Slots) -> Any:
     """Return the callback for the slots that compiled code has computed."""
 
     def callback(current: Pass, result: Any) -> None:
         if not slots.has_run:
-            slots.part_runs()
+            slots.note_run()
         is_apart = slots.is_on and slots.is_outside_training(current)
         if not slots.is_on or (is_apart and slots.leaves_out):
             return
         merge = SiteSlots.merge_apart if is_apart else SiteSlots.merge
-        for leaf, parts in by_leaf(result).items():
-            merge(at.at(leaf), parts)
+        for leaf, parts in group_by_leaf(result).items():
+            merge(at.slots_at(leaf), parts)
 
     return callback
 
@@ -137,7 +137,7 @@ class _GradientMeasure(GradientCallback):
     __slots__ = ("_at", "_scaling", "slots")
     optional = True
 
-    def __init__(self, at: _AtLeaves, slots: Slots, scaling: Scaling) -> None:
+    def __init__(self, at: _LeafSlots, slots: Slots, scaling: LossScale) -> None:
         self._at = at
         self.slots = slots
         self._scaling = scaling
@@ -147,7 +147,7 @@ class _GradientMeasure(GradientCallback):
         if self.slots.is_on:
             leaf = () if pending.form is None else _leaf_of(pending.form, slot) or ()
             grad = self._scaling.unscaled(grad)
-            self._at.at(leaf).add(grad, is_shared=self.slots.comes_from_graph)
+            self._at.slots_at(leaf).add(grad, is_shared=self.slots.comes_from_graph)
 
 
 def _leaf_of(form: Any, slot: int) -> Leaf | None:
@@ -176,14 +176,14 @@ class _MeasuringGradOutputTap(GradOutputTap):
         if not is_inert(self):
             slots = self.on.slots
             if not slots.has_run and self.passes.is_here():
-                slots.part_runs()
+                slots.note_run()
             if not slots.is_on:
                 return None
         return self.look(module, output, id(sys._getframe(1)))
 
     def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
         """Measure a gradient that has left a compiled graph, which may have another order."""
-        with self.on.slots.from_graph():
+        with self.on.slots.mark_from_graph():
             super().arrived_from_graph(number, call, slot, grad)
 
 
@@ -201,12 +201,12 @@ class _MeasuringGradInputTap(GradInputTap):
         if not is_dynamo_compiling() and not is_inert(self):
             slots = self.on.slots
             if not slots.has_run and self.passes.is_here():
-                slots.part_runs()
+                slots.note_run()
             if not slots.is_on:
                 return None
         return super().fire(module, args, kwargs)
 
     def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
         """Measure a gradient that has left a compiled graph, which may have another order."""
-        with self.on.slots.from_graph():
+        with self.on.slots.mark_from_graph():
             super().arrived_from_graph(number, call, slot, grad)

@@ -44,7 +44,7 @@ class RunWriter:
         self._folder.close()
 
 
-def make_room(path: Path) -> None:
+def make_parent_folder(path: Path) -> None:
     """Make the folder of a new file.
 
     Raises:
@@ -82,7 +82,7 @@ class JsonLinesWriter:
         self.name: str = str(path)
         self._file: Any = None
         self._begun: tuple[StepReport | None, int] = None, 0  # a report, and where its line begins
-        make_room(path)
+        make_parent_folder(path)
 
     def start(self, first: StepReport) -> None:
         """Open the file."""

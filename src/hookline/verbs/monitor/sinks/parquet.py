@@ -12,7 +12,7 @@ from hookline.display.text import first_line
 from hookline.errors import AttachError, FolderError
 from hookline.util.optional import how_to_install
 from hookline.util.own_process import OwnProcess
-from hookline.verbs.monitor.sinks.files import make_room
+from hookline.verbs.monitor.sinks.files import make_parent_folder
 
 _GROUP_ROWS = 2**16
 
@@ -38,14 +38,14 @@ class ParquetWriter:
         self._path = path
         self._file: Any = None
         self._disk: Any = None
-        self._rows: dict[str, list[Any]] = _no_rows()
+        self._rows: dict[str, list[Any]] = _empty_columns()
         self._begun: tuple[StepReport | None, int] = None, 0  # a report, and the rows before it
         if find_spec("pyarrow") is None:
             raise AttachError(
                 f"to={str(path)!r} must have pyarrow, got no such package."
                 f"\n{how_to_install('store')}"
             )
-        make_room(path)
+        make_parent_folder(path)
 
     def start(self, first: StepReport) -> None:
         """Open the file."""
@@ -53,7 +53,7 @@ class ParquetWriter:
         from pyarrow import parquet
 
         if self._disk is None:
-            self._disk = _OwnFile(self._path)
+            self._disk = _BufferedFile(self._path)
         kinds = {"i": pyarrow.int64(), "f": pyarrow.float64(), "s": pyarrow.string()}
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])
         self._file = parquet.ParquetWriter(self._disk, schema)
@@ -76,7 +76,7 @@ class ParquetWriter:
         import pyarrow
 
         self._file.write_table(pyarrow.table(self._rows, self._file.schema))
-        self._rows = _no_rows()
+        self._rows = _empty_columns()
         self._disk.drain()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class ParquetWriter:
 
 
 @final
-class _OwnFile(FileIO):
+class _BufferedFile(FileIO):
     """A file that holds what the disk does not take, for pyarrow cannot go on after an error.
 
     A forked child never writes: pyarrow ends the file when the child drops its writer.
@@ -140,5 +140,5 @@ class _OwnFile(FileIO):
 _COLUMNS = {"step": "i", "seconds": "f", "site": "s", "name": "s", "number": "f"}
 
 
-def _no_rows() -> dict[str, list[Any]]:
+def _empty_columns() -> dict[str, list[Any]]:
     return {name: [] for name in _COLUMNS}

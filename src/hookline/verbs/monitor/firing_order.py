@@ -11,13 +11,13 @@ from hookline.curves import NO_TURN, Layout
 
 
 @final
-class Orders:
+class FiringOrder:
     """Make the order of each report; equal orders in a row are one array."""
 
     def __init__(self) -> None:
         self._last: NDArray[np.int32] = np.empty(0, np.int32)
 
-    def of(self, layout: Layout, turns: dict[str, int]) -> NDArray[np.int32]:
+    def rank_sites(self, layout: Layout, turns: dict[str, int]) -> NDArray[np.int32]:
         """Return the rank of each site of a layout, shape `(sites,)`, counted from 0.
 
         Sites of one rank fired in an order that is not known. A site without a value has `NO_TURN`.

@@ -13,13 +13,13 @@ from torch import nn
 import hookline as hl
 from hookline.engine import Site
 from hookline.util import locks
-from hookline.verbs.monitor import steps
+from hookline.verbs.monitor import training_steps
 from hookline.verbs.monitor.slots import Slots
-from hookline.verbs.monitor.steps import OptimizerPairs
+from hookline.verbs.monitor.training_steps import OptimizerPairs
 from meeting import Meanwhile, ToldLock, in_autograds_thread
 
 X = torch.ones(1, 2)
-PASSES = (4, steps._MOST_WAITING + 4)
+PASSES = (4, training_steps._MOST_WAITING + 4)
 
 
 @pytest.fixture(autouse=True)
@@ -111,34 +111,34 @@ def optimizers(n):
 
 def test_optimizers_without_a_run_in_between_are_a_pair():
     pairs, (one, other) = OptimizerPairs(), optimizers(2)
-    pairs.model_runs()
-    assert not pairs.follows(one)
-    pairs.stepped(one)
-    assert pairs.follows(other)
-    pairs.stepped(other)
-    assert not list(pairs.before_run(one))  # no run since
-    pairs.model_runs()
-    assert list(pairs.before_run(one)) == [other]
-    assert list(pairs.before_run(other)) == [one]
+    pairs.note_run()
+    assert not pairs.pair_with_last(one)
+    pairs.note_step(one)
+    assert pairs.pair_with_last(other)
+    pairs.note_step(other)
+    assert not list(pairs.partners_before_run(one))  # no run since
+    pairs.note_run()
+    assert list(pairs.partners_before_run(one)) == [other]
+    assert list(pairs.partners_before_run(other)) == [one]
 
 
 def test_a_run_in_between_or_the_same_optimizer_makes_no_pair():
     pairs, (one, other) = OptimizerPairs(), optimizers(2)
-    pairs.stepped(one)
-    assert not pairs.follows(one)
-    pairs.model_runs()
-    assert not pairs.follows(other)
-    assert not list(pairs.before_run(one))
+    pairs.note_step(one)
+    assert not pairs.pair_with_last(one)
+    pairs.note_run()
+    assert not pairs.pair_with_last(other)
+    assert not list(pairs.partners_before_run(one))
 
 
 def test_an_optimizer_that_is_gone_is_no_partner():
     pairs, (one, other) = OptimizerPairs(), optimizers(2)
-    pairs.stepped(other)
-    assert pairs.follows(one)
-    pairs.model_runs()
+    pairs.note_step(other)
+    assert pairs.pair_with_last(one)
+    pairs.note_run()
     del other
     gc.collect()
-    assert not list(pairs.before_run(one))
+    assert not list(pairs.partners_before_run(one))
 
 
 # -- what counts before it is known who tells ----------------------------------------------------
@@ -241,7 +241,7 @@ class Accumulates:
 def test_an_optimizer_after_many_passes_measures_weights_once(run):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    n = steps._MOST_WAITING + 4
+    n = training_steps._MOST_WAITING + 4
     with hl.monitor(model, ports=("output", "value")) as seen:
         for _ in range(n):
             model(X)

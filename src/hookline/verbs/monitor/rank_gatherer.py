@@ -26,9 +26,9 @@ from hookline.engine import (
 )
 from hookline.errors import RanksError, warn
 from hookline.statistics.covariance import CovarianceStatistic
-from hookline.verbs.monitor.copies import Copies
-from hookline.verbs.monitor.gate import Gate
-from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, Slots, absent, packed
+from hookline.verbs.monitor.rank_copies import RankCopies
+from hookline.verbs.monitor.report_barrier import ReportBarrier
+from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, Slots, absent, pack_slots
 
 _QUESTION = "hl.monitor"
 # The port of the value that a gradient at a module is of.
@@ -56,7 +56,7 @@ class _Site(NamedTuple):
 
 
 @final
-class Reported(NamedTuple):
+class ReportedStep(NamedTuple):
     """The step of a report.
 
     Args:
@@ -71,7 +71,7 @@ class Reported(NamedTuple):
 
 
 @final
-class GatheredRanks:
+class RankGatherer:
     """Turn the slots of a step into a layout and the slots of each rank.
 
     All ranks agree on a layout when a site appears. Each later report is one all_gather, which all
@@ -86,15 +86,15 @@ class GatheredRanks:
         self._slots = slots
         self._statistics = slots.statistics
         self._model = weakref.ref(model)
-        self._copies = Copies(())
+        self._copies = RankCopies(())
         self._by_name: dict[str, dict[int, _Site]] = {}
         self._layout = Layout(slots.statistics, ())
-        self._gate: Gate | None = None  # once the ranks have agreed
+        self._barrier: ReportBarrier | None = None  # once the ranks have agreed
         self._version = -1
         self._is_alone = False
 
     @property
-    def number(self) -> int:
+    def rank(self) -> int:
         """Return this process's rank; 0 without a process group."""
         return dist.get_rank() if is_grouped() else 0
 
@@ -103,18 +103,18 @@ class GatheredRanks:
         """Tell whether other ranks take part."""
         return is_grouped() and dist.get_world_size() > 1 and not self._is_alone
 
-    def tell(self, settings: str) -> None:
+    def publish_settings(self, settings: str) -> None:
         """Tell which steps this rank reports from now on."""
-        if self._gate is not None:
-            self._gate.tell(settings)
+        if self._barrier is not None:
+            self._barrier.publish_settings(settings)
 
-    def leave(self, how: str) -> None:
+    def announce_leave(self, how: str) -> None:
         """Tell the other ranks that this one reports no more."""
-        if self._gate is not None:
-            self._gate.leave(how)
+        if self._barrier is not None:
+            self._barrier.announce_leave(how)
 
-    def report(
-        self, sites: list[SiteSlots], slots: dict[str, list[Tensor]], version: int, at: Reported
+    def gather(
+        self, sites: list[SiteSlots], slots: dict[str, list[Tensor]], version: int, at: ReportedStep
     ) -> tuple[Layout, NDArray[Any]]:
         """Gather a step's slots.
 
@@ -127,16 +127,16 @@ class GatheredRanks:
         Returns:
             The layout, and the slots of each rank, of shape [ranks, width].
         """
-        packed_slots = packed(sites, slots)
+        packed_slots = pack_slots(sites, slots)
         if self.is_grouped:
             try:
-                return self._together(sites, packed_slots, version, at)
+                return self._gather_together(sites, packed_slots, version, at)
             except RanksError as error:
                 self._is_alone, self._version = True, -1
                 warn(f"hl.monitor shows this rank's numbers alone: {error}")
-        return self._alone(sites, version), packed_slots.cpu().numpy()[None]
+        return self._layout_alone(sites, version), packed_slots.cpu().numpy()[None]
 
-    def _alone(self, sites: list[SiteSlots], version: int) -> Layout:
+    def _layout_alone(self, sites: list[SiteSlots], version: int) -> Layout:
         if version != self._version:
             entries = [
                 Entry(site.name, number, width)
@@ -146,26 +146,26 @@ class GatheredRanks:
             self._layout, self._version = Layout(self._statistics, tuple(entries)), version
         return self._layout
 
-    def _together(
-        self, sites: list[SiteSlots], packed_slots: Tensor, version: int, at: Reported
+    def _gather_together(
+        self, sites: list[SiteSlots], packed_slots: Tensor, version: int, at: ReportedStep
     ) -> tuple[Layout, NDArray[Any]]:
         is_new = version != self._version
-        if self._gate is None:
-            self._gate = self._begin(at)
-            self._agree(sites, version)
+        if self._barrier is None:
+            self._barrier = self._make_barrier(at)
+            self._agree_on_layout(sites, version)
             is_new = False
-        self._gate.enter(at.step, at.settings, is_last=at.is_last)
-        gathered = _all_gather(self._placed(sites, packed_slots, is_new=is_new))
+        self._barrier.wait_for_all(at.step, at.settings, is_last=at.is_last)
+        gathered = _all_gather(self._place_slots(sites, packed_slots, is_new=is_new))
         if gathered[:, 0].any():  # a site has appeared on some rank
-            self._agree(sites, version)
-            gathered = _all_gather(self._placed(sites, packed_slots, is_new=False))
+            self._agree_on_layout(sites, version)
+            gathered = _all_gather(self._place_slots(sites, packed_slots, is_new=False))
         slots = gathered[:, 1:]
-        if self._copies.look(self._layout, slots):
+        if self._copies.note_differences(self._layout, slots):
             self._layout = self._layout_of_all(len(slots))
         return self._layout, slots
 
-    def _begin(self, at: Reported) -> Gate:
-        """Compare what the ranks monitor, and make their gate.
+    def _make_barrier(self, at: ReportedStep) -> ReportBarrier:
+        """Compare what the ranks monitor, and make their barrier.
 
         Raises:
             RanksError: a rank monitors something else.
@@ -173,10 +173,10 @@ class GatheredRanks:
         model, ranks = self._model(), ranks_of(None, _QUESTION)
         store, me = default_store(), dist.get_rank()
         said = {
-            "statistics": [_named(statistic) for statistic in self._statistics],
+            "statistics": [_statistic_text(statistic) for statistic in self._statistics],
             "settings": at.settings,
-            "sites": self._slots.selected(),
-            "model": "" if model is None else _tree_of(model),
+            "sites": self._slots.selected_names(),
+            "model": "" if model is None else _module_digest(model),
             "split": [] if model is None else split_ranks(model),
             # Each process counts its monitors, and may have others than rank 0.
             "number": store.add("hookline/monitors", 1) if me == ranks[0] else 0,
@@ -185,11 +185,11 @@ class GatheredRanks:
         _check_alike("statistics", [", ".join(said["statistics"]) for said in by_rank])
         _check_alike("steps", [said["settings"] for said in by_rank])
         if len({said["model"] for said in by_rank}) == 1:  # the stages of a pipeline differ
-            _check_alike("sites", _own_sites([said["sites"] for said in by_rank]))
-        self._copies = Copies([said["split"] for said in by_rank])
-        return Gate(store, f"hookline/monitor/{by_rank[0]['number']}", ranks, me)
+            _check_alike("sites", _unshared_sites([said["sites"] for said in by_rank]))
+        self._copies = RankCopies([said["split"] for said in by_rank])
+        return ReportBarrier(store, f"hookline/monitor/{by_rank[0]['number']}", ranks, me)
 
-    def _agree(self, sites: list[SiteSlots], version: int) -> None:
+    def _agree_on_layout(self, sites: list[SiteSlots], version: int) -> None:
         """Agree on the layout of all ranks: the sites of rank 0, then those of other ranks."""
         rows = [_Site.of(site) for site in sites]
         by_rank = gather_json(_QUESTION, rows, ranks_of(None, _QUESTION))
@@ -204,10 +204,10 @@ class GatheredRanks:
         entries: list[Entry] = []
         for name, holders in self._by_name.items():
             widths = holders[min(holders)].widths
-            ranks = self._counted(name, holders, n_ranks)
+            ranks = self._counting_ranks(name, holders, n_ranks)
             of_site = [Entry(name, number, width, ranks) for number, width in enumerate(widths)]
             if n_ranks > 1 and self._may_split_features(name, ranks):
-                of_site = [self._unless_of_features(entry) for entry in of_site]
+                of_site = [self._drop_covariance(entry) for entry in of_site]
             entries += of_site
         return Layout(self._statistics, tuple(entries))
 
@@ -220,9 +220,9 @@ class GatheredRanks:
         if any(site.splits_features for site in holders.values()):
             return True
         is_plain = {site.counts for site in holders.values()} == {ALL}
-        return is_plain and self._copies.are_of_one_group(holders if ranks is None else ranks)
+        return is_plain and self._copies.share_a_group(holders if ranks is None else ranks)
 
-    def _unless_of_features(self, entry: Entry) -> Entry:
+    def _drop_covariance(self, entry: Entry) -> Entry:
         """Return an entry for which no rank counts, if it is of features; else the entry."""
         if not isinstance(self._statistics[entry.statistic], CovarianceStatistic):
             return entry
@@ -231,7 +231,7 @@ class GatheredRanks:
         )
         return replace(entry, ranks=())
 
-    def _counted(
+    def _counting_ranks(
         self, name: str, holders: dict[int, _Site], n_ranks: int
     ) -> tuple[int, ...] | None:
         """Return the ranks that count for a site; None for all."""
@@ -243,10 +243,10 @@ class GatheredRanks:
         over = holders[min(holders)].over
         counting = [rank for rank in counting if holders[rank].over == over or not over]
         if kinds == {ALL}:
-            counting = self._copies.counting((name, holders[min(holders)].value), counting)
+            counting = self._copies.counting_ranks((name, holders[min(holders)].value), counting)
         return None if len(counting) == n_ranks and kinds == {ALL} else tuple(counting)
 
-    def _placed(self, sites: list[SiteSlots], packed_slots: Tensor, *, is_new: bool) -> Tensor:
+    def _place_slots(self, sites: list[SiteSlots], packed_slots: Tensor, *, is_new: bool) -> Tensor:
         """Put this rank's slots at their places in the layout; `ABSENT` stands for missing ones.
 
         A report begins with one number: whether a site has appeared. A site whose width differs
@@ -266,20 +266,20 @@ class GatheredRanks:
         return placed
 
 
-def _named(statistic: Any) -> str:
+def _statistic_text(statistic: Any) -> str:
     """Name a statistic with its options, so that equal ones have equal names."""
     spelled = spell_statistic(statistic)
     options = ", ".join(f"{name}={value}" for name, value in spelled.get("options", {}).items())
     return f"{spelled['name']}({options})" if "name" in spelled else str(spelled["type"])
 
 
-def _tree_of(model: nn.Module) -> str:
+def _module_digest(model: nn.Module) -> str:
     """Return a digest of the paths and types of a model's modules."""
     tree = [(path, type(module).__name__) for path, module in model.named_modules()]
     return hashlib.sha256(repr(tree).encode()).hexdigest()
 
 
-def _own_sites(by_rank: list[list[str]]) -> list[str]:
+def _unshared_sites(by_rank: list[list[str]]) -> list[str]:
     """Name the sites of each rank that some rank lacks."""
     common = set(by_rank[0]).intersection(*by_rank[1:])
     return [

@@ -20,7 +20,7 @@ from hookline.curves import Layout
 
 
 @final
-class Copies:
+class RankCopies:
     """Know which ranks hold the same values.
 
     Args:
@@ -28,10 +28,10 @@ class Copies:
     """
 
     def __init__(self, groups: Sequence[list[int]]) -> None:
-        self._groups = _joined(groups)
+        self._groups = _merge_overlapping(groups)
         self._differing: dict[str, set[tuple[int, int]]] = {}
 
-    def look(self, layout: Layout, slots: NDArray[Any]) -> bool:
+    def note_differences(self, layout: Layout, slots: NDArray[Any]) -> bool:
         """Compare the slots of a report. Return True if ranks differ that had been alike.
 
         Args:
@@ -51,12 +51,12 @@ class Copies:
                 pairs.add(pair)
         return is_new
 
-    def are_of_one_group(self, ranks: Iterable[int]) -> bool:
+    def share_a_group(self, ranks: Iterable[int]) -> bool:
         """Tell whether two of these ranks, or more, run one part of the batch together."""
         counted = set(ranks)
         return any(len(counted.intersection(group)) > 1 for group in self._groups)
 
-    def counting(self, sites: Iterable[str], ranks: Iterable[int]) -> list[int]:
+    def counting_ranks(self, sites: Iterable[str], ranks: Iterable[int]) -> list[int]:
         """Return the ranks that count: of those that hold copies, the first.
 
         Args:
@@ -73,7 +73,7 @@ class Copies:
         return counting
 
 
-def _joined(groups: Iterable[list[int]]) -> list[list[int]]:
+def _merge_overlapping(groups: Iterable[list[int]]) -> list[list[int]]:
     """Join the groups that share a rank; those of one rank are none."""
     joined: list[set[int]] = []
     for group in map(set, groups):

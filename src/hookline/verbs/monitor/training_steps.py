@@ -18,11 +18,11 @@ from hookline.curves import LOGGED, StepReport
 from hookline.display.text import type_and_line
 from hookline.engine import Pass, at_end_of_backward, closure_of, outer_backward, parameter_ids
 from hookline.errors import HooklineWarning, InputError, warn
-from hookline.verbs.monitor.loss_scale import Scaling, is_skipped_by_scaler
-from hookline.verbs.monitor.orders import Orders
+from hookline.verbs.monitor.firing_order import FiringOrder
+from hookline.verbs.monitor.loss_scale import LossScale, is_skipped_by_scaler
 from hookline.verbs.monitor.parameters import Parameters
-from hookline.verbs.monitor.ranks import GatheredRanks, Reported
-from hookline.verbs.monitor.running_steps import RunningSteps, outside_hookline
+from hookline.verbs.monitor.rank_gatherer import RankGatherer, ReportedStep
+from hookline.verbs.monitor.running_steps import RunningSteps, frame_outside_hookline
 from hookline.verbs.monitor.slots import StepSlots
 from hookline.verbs.monitor.user_numbers import UserNumbers
 
@@ -30,7 +30,7 @@ from hookline.verbs.monitor.user_numbers import UserNumbers
 _MOST_WAITING = 256
 
 
-def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+def _stop_on_error(method: Callable[..., None]) -> Callable[..., None]:
     """Have a method of `TrainingSteps` stop the monitor, and not the training, if it raises."""
 
     @functools.wraps(method)
@@ -43,7 +43,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
             raise  # the user has made warnings errors
         except Exception as error:
             self.stop()
-            self.ranks.leave(f"has stopped hl.monitor ({type_and_line(error)})")
+            self.ranks.announce_leave(f"has stopped hl.monitor ({type_and_line(error)})")
             warn(
                 f"hl.monitor stopped at step {self.number}: {type_and_line(error)}. The"
                 " training goes on."
@@ -94,12 +94,12 @@ class TrainingSteps:
         self,
         model: nn.Module,
         parameters: Parameters,
-        scaling: Scaling,
+        scaling: LossScale,
         every: int,
         add: Callable[[StepReport], None],
         lock: threading.RLock,
     ) -> None:
-        self.ranks: GatheredRanks = GatheredRanks(parameters.slots, model)
+        self.ranks: RankGatherer = RankGatherer(parameters.slots, model)
         self.number: int = 0
         self.every = every
         self.first = 0
@@ -132,56 +132,56 @@ class TrainingSteps:
         self.is_over: bool = False
         self.has_failed: bool = False
         self._has_told = self._has_told_shared = False
-        self._orders = Orders()
+        self._order = FiringOrder()
         self._logged = UserNumbers(add)
         self._last: int | None = None  # the number of the step that has ended before this one
         self._lock = lock
 
-    @_guarded
+    @_stop_on_error
     def set_interval(self, every: int, first: int) -> None:
         """Report every so many steps from now on, counted from a first one."""
         self._end_finished_pass()
         self.every, self.first = every, first
-        self.ranks.tell(self._settings())
-        self._turn()
+        self.ranks.publish_settings(self._settings_text())
+        self._update_is_on()
 
-    @_guarded
+    @_stop_on_error
     def begin_step(self, number: int) -> None:
         """Begin a step that a trainer numbers. An optimizer will step at its end."""
         if self.told_by != "optimizer":
-            self._tell_by_optimizer()
+            self._count_by_optimizer()
         is_skipped = number != self.number and not self._has_stepped
-        self._go_to(number)
+        self._renumber(number)
         if is_skipped:
             self._slots.take()  # of a step without an optimizer's, as a `GradScaler` wants it
 
-    @_guarded
+    @_stop_on_error
     def end_step(self) -> None:
         """End the step if an optimizer has stepped: a trainer knows that no other follows."""
         if self._has_stepped:
             self._end_open_step()
 
-    @_guarded
+    @_stop_on_error
     def set_number(self, number: int) -> None:
         """Number the step that runs now. A step whose optimizer has stepped ends before.
 
         So does a pass that is over, where passes may be steps.
         """
         self._end_finished_pass()
-        self._go_to(number)
+        self._renumber(number)
 
     def in_training(self, is_in_training: bool) -> None:
         """Note whether what runs from now on trains the model, also under `no_grad`."""
         self._slots.in_training = is_in_training
 
-    def _go_to(self, number: int) -> None:
-        if number == self._present():
+    def _renumber(self, number: int) -> None:
+        if number == self._present_number():
             return
         if self._has_stepped:
             self._end_open_step()
         self.number, self._last = number, None
         self._n_numbered = len(self._waiting)
-        self._turn()
+        self._update_is_on()
         if self.told_by == "optimizer" and not self._slots.is_on:
             self._slots.take()  # of the step that had another number
 
@@ -200,18 +200,18 @@ class TrainingSteps:
                 f"seen.log must write under the name {LOGGED!r}, got a model with a module of this"
                 " name.\nRename the module, or select others: hl.monitor(model, selector)."
             )
-        self._keep(numbers, step)
+        self._keep_numbers(numbers, step)
 
-    @_guarded
-    def _keep(self, numbers: dict[str, float | Tensor], step: int | None) -> None:
+    @_stop_on_error
+    def _keep_numbers(self, numbers: dict[str, float | Tensor], step: int | None) -> None:
         if step is not None:
             self._logged.log(numbers, step, is_given=True)
-        elif self.told_by == "optimizer" and self._last is not None and not self._is_begun():
+        elif self.told_by == "optimizer" and self._last is not None and not self._has_begun():
             self._logged.log(numbers, self._last, is_given=False)
         else:
-            self._logged.log(numbers, self._present(), is_given=False)
+            self._logged.log(numbers, self._present_number(), is_given=False)
 
-    def _is_begun(self) -> bool:
+    def _has_begun(self) -> bool:
         return self._slots.has_run or self._has_stepped
 
     def stop(self) -> None:
@@ -219,21 +219,21 @@ class TrainingSteps:
         self.has_failed = True
         self._slots.is_on = False
 
-    def _turn(self) -> None:
+    def _update_is_on(self) -> None:
         """Look whether the present values may be reported, and tell the hooks.
 
         They belong to the present step. Until it is known who tells the steps, the present pass may
         be a step of its own. After an optimizer's step, the next step may have begun.
         """
-        number = self._present() + int(self._has_stepped)
+        number = self._present_number() + int(self._has_stepped)
         self._slots.is_on = self._is_due(self.number) or self._is_due(number)
         self._measured.keeps_copies = self.every == 1
 
-    def _present(self) -> int:
+    def _present_number(self) -> int:
         """Return the number of the present step; where passes may be steps, of the present pass."""
         return self.number + len(self._waiting) - self._n_numbered
 
-    def _settings(self) -> str:
+    def _settings_text(self) -> str:
         """Say which steps are reported."""
         return f"every={self.every} from step {self.first % self.every}"
 
@@ -243,7 +243,7 @@ class TrainingSteps:
 
     # -- called by hooks ---------------------------------------------------------------------------
 
-    @_guarded
+    @_stop_on_error
     def begin_pass(self, current: Pass) -> None:
         """Begin a pass of the root, or a pass of modules that run outside the root."""
         if self.told_by == "optimizer":
@@ -252,9 +252,9 @@ class TrainingSteps:
             self._end_pass()
         self._open = current
         if self._slots.is_on:
-            self._measured.values_apart()
+            self._measured.measure_weights_apart()
 
-    def root_begins(self, current: Pass, frame: FrameType) -> None:
+    def note_root_pass(self, current: Pass, frame: FrameType) -> None:
         """Note whether the root runs with gradients: then all values of the pass are training's."""
         if self._backward >= 0 and outer_backward() < 0:  # it has raised
             self.backward_ends(self.n_ended)
@@ -272,13 +272,13 @@ class TrainingSteps:
         if self.told_by == "pass":
             self._end_step()
             return
-        number = self._present()
+        number = self._present_number()
         parts = self._slots.take(), self._slots.take_apart()
         self._waiting.append(_WaitingPass(number, self._is_due(number), parts))
         if len(self._waiting) >= _MOST_WAITING:
-            self._tell_by_passes()
+            self._count_by_passes()
         else:
-            self._turn()
+            self._update_is_on()
 
     def trains(self, optimizer: Any) -> bool:
         """Tell whether an optimizer trains the model."""
@@ -290,7 +290,7 @@ class TrainingSteps:
         n = sum(len(group["params"]) for group in optimizer.param_groups)
         entry = self._held.get(optimizer)
         if entry is None or entry[0] != n:  # a group was added
-            ids = frozenset(self._of_model().intersection(parameter_ids(optimizer)))
+            ids = frozenset(self._weight_ids().intersection(parameter_ids(optimizer)))
             entry = self._held[optimizer] = n, ids
             self._not_held = None
         return entry[1]
@@ -299,50 +299,50 @@ class TrainingSteps:
         model = self._model()
         return [] if model is None else list(model.parameters())
 
-    def _of_model(self) -> set[int]:
+    def _weight_ids(self) -> set[int]:
         return set(map(id, self._weights()))
 
-    @_guarded
+    @_stop_on_error
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure weights and gradients: the hook before an optimizer's step."""
         held, is_skipped = self._held_by(optimizer), is_skipped_by_scaler(optimizer)
-        if not self._running.begin(outside_hookline(), held, is_skipped=is_skipped):
+        if not self._running.begin(frame_outside_hookline(), held, is_skipped=is_skipped):
             return
         if self._slots.has_run:
-            self._pairs.model_runs()
+            self._pairs.note_run()
         if self.told_by != "optimizer":
-            self._tell_by_optimizer()
-        elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._is_later(optimizer):
+            self._count_by_optimizer()
+        elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._after_run(optimizer):
             self._end_open_step()
-        last = self._pairs.follows(optimizer)
+        last = self._pairs.pair_with_last(optimizer)
         if last is not None:
             self._goes_on = self._goes_on or not self._has_stepped
-            self._look_for_shared(last, optimizer)
+            self._warn_of_shared(last, optimizer)
         if self._slots.is_on:
-            self._scaling.look(self.number)
-            self._measured.before(optimizer, has_grads=closure_of(args, kwargs) is None)
+            self._scaling.find_scaler(self.number)
+            self._measured.measure_before(optimizer, has_grads=closure_of(args, kwargs) is None)
 
-    @_guarded
+    @_stop_on_error
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure updates, and end the step: the hook after an optimizer's step."""
-        if not self._running.end(outside_hookline()):
+        if not self._running.end(frame_outside_hookline()):
             return
         if self._slots.is_on:
-            self._measured.after(optimizer, has_grads=closure_of(args, kwargs) is not None)
-            self._slots.put(self._aside)
+            self._measured.measure_after(optimizer, has_grads=closure_of(args, kwargs) is not None)
+            self._slots.merge_step(self._aside)
             self._aside = StepSlots()
         self._stepped |= self._held_by(optimizer)
         self._has_stepped = True
-        self._pairs.stepped(optimizer)
+        self._pairs.note_step(optimizer)
         self._slots.has_run = False
         backward = outer_backward()
         if backward < 0:
-            self._pause()
+            self._end_or_set_aside()
         elif backward != self._backward:  # a hook on a gradient steps the optimizer
             self._backward = backward
             at_end_of_backward(functools.partial(self.backward_ends, self.n_ended))
 
-    @_guarded
+    @_stop_on_error
     def backward_ends(self, n_ended: int) -> None:
         """Note the end of a backward in which optimizers have stepped: all of it is their step's.
 
@@ -351,32 +351,32 @@ class TrainingSteps:
         """
         self._backward = -1
         if self._has_stepped and self.n_ended == n_ended:
-            self._pause()
+            self._end_or_set_aside()
 
-    def _pause(self) -> None:
+    def _end_or_set_aside(self) -> None:
         """End the step, or put its values aside until another optimizer steps."""
-        if self._has_ended():
+        if self._is_complete():
             self._end_step()
             return
         if self._slots.is_on:
             self._aside = self._slots.take()
-        self._turn()
+        self._update_is_on()
 
-    def _is_later(self, optimizer: Optimizer) -> bool:
+    def _after_run(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer steps after a later run than those of the open step did."""
-        partners = self._pairs.before_run(optimizer)
+        partners = self._pairs.partners_before_run(optimizer)
         return any(not self._stepped.isdisjoint(self._held_by(partner)) for partner in partners)
 
-    def _has_ended(self) -> bool:
+    def _is_complete(self) -> bool:
         """Tell whether every parameter was stepped that will be stepped in this step."""
         if not self._knows_optimizers:
-            return self._of_model() <= self._stepped
+            return self._weight_ids() <= self._stepped
         if not all(ids <= self._stepped for _, ids in self._held.values()):
             return False
         # An optimizer that has not stepped yet may hold the parameters that have gradients.
-        return all(parameter.grad is None for parameter in self._not_held_by_any())
+        return all(parameter.grad is None for parameter in self._free_weights())
 
-    def _not_held_by_any(self) -> list[Tensor]:
+    def _free_weights(self) -> list[Tensor]:
         if self._not_held is None:
             held_ids = frozenset().union(*(ids for _, ids in self._held.values()))
             free = [weight for weight in self._weights() if id(weight) not in held_ids]
@@ -385,7 +385,7 @@ class TrainingSteps:
 
     # -- who tells ---------------------------------------------------------------------------------
 
-    def _tell_by_optimizer(self) -> None:
+    def _count_by_optimizer(self) -> None:
         """Count steps of optimizers from now on. What is kept apart was no training."""
         self._goes_on = self.told_by == "pass"  # the passes before were steps of their own
         self.told_by, self._open = "optimizer", None
@@ -394,41 +394,41 @@ class TrainingSteps:
         self._logged.renumber(self.number)
         waiting = self._take_waiting()
         if self._is_due(self.number):
-            self._put(parts[0] for _, _, parts in waiting)
+            self._merge_parts(parts[0] for _, _, parts in waiting)
         else:
             self._slots.take()
-        self._turn()
+        self._update_is_on()
 
     def _take_waiting(self) -> list[_WaitingPass]:
         """Return the passes that wait, which wait no more."""
         waiting, self._waiting, self._n_numbered = self._waiting, [], 0
         return waiting
 
-    def _tell_by_passes(self, *, is_last: bool = False) -> None:
+    def _count_by_passes(self, *, is_last: bool = False) -> None:
         """Report each pass that waits as a step, and count passes from now on."""
         self.told_by = "pass"
-        present = self._present()
+        present = self._present_number()
         last = self._slots.take(), self._slots.take_apart()
         for waiting in self._take_waiting():
             self.number = waiting.number
             if waiting.is_due:
-                self._put(waiting.parts)
+                self._merge_parts(waiting.parts)
             self._end_step(is_due=waiting.is_due, is_last=is_last)
         self.number = present
-        self._turn()
+        self._update_is_on()
         if self._slots.is_on:
-            self._put(last)
+            self._merge_parts(last)
 
-    def _put(self, parts: Iterable[StepSlots]) -> None:
+    def _merge_parts(self, parts: Iterable[StepSlots]) -> None:
         for slots in parts:
-            self._slots.put(slots)
+            self._slots.merge_step(slots)
 
     # -- the end of a step -------------------------------------------------------------------------
 
     def _end_open_step(self, *, is_last: bool = False) -> None:
         """End the step at its last optimizer's step. The passes since then are of the next step."""
         since = self._slots.take() if self._slots.is_on else StepSlots()
-        self._slots.put(self._aside)
+        self._slots.merge_step(self._aside)
         self._aside = StepSlots()
         self._end_step(since, is_last=is_last)
 
@@ -448,37 +448,37 @@ class TrainingSteps:
         self._has_stepped = self._goes_on = False
         self._stepped.clear()
         if is_due and self.told_by == "optimizer":
-            self._measured.values(self._not_held_by_any())
+            self._measured.measure_weights(self._free_weights())
         elif is_due:
-            self._slots.count_apart()
+            self._slots.include_apart()
         step_slots = self._slots.take() if is_due or self._slots.is_on else StepSlots()
         self.number, self._last = number + 1, number
         self.n_ended += 1
-        self._turn()
+        self._update_is_on()
         if since is not None and self._slots.is_on:
-            self._slots.put(since)
+            self._slots.merge_step(since)
         if not is_due:
-            self._logged.report_read()
+            self._logged.report_readable()
             return
         self._report(number, step_slots, is_last=is_last)
-        self._slots.tell()
+        self._slots.warn_of_complaints()
         if not goes_on:
-            self._look_for_values(number, step_slots.slots)
+            self._warn_of_no_values(number, step_slots.slots)
 
     def _report(self, number: int, step_slots: StepSlots, *, is_last: bool) -> None:
         self.n_due += 1
         sites, version = self._slots.layout()
-        at = Reported(number, self._settings(), is_last)
-        layout, slots = self.ranks.report(sites, step_slots.slots, version, at)
+        at = ReportedStep(number, self._settings_text(), is_last)
+        layout, slots = self.ranks.gather(sites, step_slots.slots, version, at)
         if not layout.entries:
             self._logged.report_others(None)
             return
         self.n_reported += 1
-        order = self._orders.of(layout, step_slots.turns)
-        logged = self._logged.take(number)
+        order = self._order.rank_sites(layout, step_slots.turns)
+        logged = self._logged.report_and_take(number)
         self._add(StepReport(number, time.time(), layout, slots, order, logged))
 
-    def _look_for_shared(self, last: Optimizer, optimizer: Optimizer) -> None:
+    def _warn_of_shared(self, last: Optimizer, optimizer: Optimizer) -> None:
         """Warn, once, if an optimizer steps what another has just stepped: who ends the step?"""
         if self._has_told_shared or self._held_by(last).isdisjoint(self._held_by(optimizer)):
             return
@@ -491,7 +491,7 @@ class TrainingSteps:
             "\nGive each parameter to one optimizer."
         )
 
-    def _look_for_values(self, number: int, slots: dict[str, list[Tensor]]) -> None:
+    def _warn_of_no_values(self, number: int, slots: dict[str, list[Tensor]]) -> None:
         """Warn, once, if an optimizer trains the model and no selected module has a value."""
         if self._has_told or self.told_by != "optimizer" or self._slots.has_modules(slots):
             return
@@ -502,7 +502,7 @@ class TrainingSteps:
             " its place.\nMonitor the model that runs."
         )
 
-    @_guarded
+    @_stop_on_error
     def finish(self, error: BaseException | None) -> None:
         """Report what is left, when the line has ended. Idempotent.
 
@@ -516,10 +516,10 @@ class TrainingSteps:
             self._finish(error is not None)
         finally:
             how, why = ("ended", "") if error is None else ("left", f" ({type_and_line(error)})")
-            self.ranks.leave(f"has {how} hl.monitor at step {self.number}{why}")
+            self.ranks.announce_leave(f"has {how} hl.monitor at step {self.number}{why}")
             self._slots.is_on = False
             self._logged.report_others(None)
-        self._slots.tell()
+        self._slots.warn_of_complaints()
 
     def _finish(self, has_failed: bool) -> None:
         may_be_alone = has_failed and self.ranks.is_grouped
@@ -528,8 +528,8 @@ class TrainingSteps:
                 self._end_open_step(is_last=True)
         elif not may_be_alone:
             if not self.told_by:
-                self._tell_by_passes(is_last=True)
-            self._slots.count_apart()
+                self._count_by_passes(is_last=True)
+            self._slots.include_apart()
             if (self._open is not None and not has_failed) or self._slots.has_values():
                 self._end_step(is_last=True)
 
@@ -549,15 +549,15 @@ class OptimizerPairs:
         self._last: weakref.ref[Optimizer] | None = None
         self._has_run = False
 
-    def model_runs(self) -> None:
+    def note_run(self) -> None:
         """Note that the model runs with gradients."""
         self._has_run = True
 
-    def before_run(self, optimizer: Optimizer) -> Iterable[Optimizer]:
+    def partners_before_run(self, optimizer: Optimizer) -> Iterable[Optimizer]:
         """Return the partners of an optimizer whose last steps were before the present run."""
         return self._partners.get(optimizer, ()) if self._has_run else ()
 
-    def follows(self, optimizer: Optimizer) -> Optimizer | None:
+    def pair_with_last(self, optimizer: Optimizer) -> Optimizer | None:
         """Return the optimizer directly after which another steps, and note the two as a pair."""
         last = None if self._last is None or self._has_run else self._last()
         if last is None or last is optimizer:
@@ -566,6 +566,6 @@ class OptimizerPairs:
             self._partners.setdefault(member, weakref.WeakSet()).add(partner)
         return last
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
         self._last, self._has_run = weakref.ref(optimizer), False

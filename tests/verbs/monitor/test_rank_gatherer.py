@@ -354,7 +354,7 @@ def test_a_site_that_runs_on_one_rank_alone_is_there(rank, folder):
 
 @on_ranks
 def test_a_monitor_on_one_rank_alone_is_said_and_goes_on(rank, folder):
-    gathering = importlib.import_module("hookline.verbs.monitor.ranks")
+    gathering = importlib.import_module("hookline.verbs.monitor.rank_gatherer")
     before, gathering.gather_json = gathering.gather_json, impatient(gathering.gather_json)
     try:
         for turn in range(2):  # rank 1 comes when rank 0 has gone on, and is told at once
