@@ -68,7 +68,7 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
             line.step = number
         self._is_numbered = True
         self._number = number
-        line.in_training(True)
+        line.set_in_training(True)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -77,7 +77,7 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
         line = self.line
         if line is None:
             return
-        line.in_training(False)
+        line.set_in_training(False)
         if (self._number - line.first) % line.every == 0:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             if pl_module.automatic_optimization and isinstance(loss, Tensor):

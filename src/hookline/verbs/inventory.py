@@ -153,7 +153,7 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
     inner = getattr(hook, "func", None) or getattr(hook, "hook", None) or hook
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, Tap | RootTap | ModeTap):
-        return HookEntry(path, kind, "hookline", _label(owner, inner.__name__), "")
+        return HookEntry(path, kind, "hookline", _tap_label(owner, inner.__name__), "")
     is_code = inspect.isfunction(inner) or inspect.ismethod(inner)
     code: Any = inner if is_code else type(inner)
     module = getattr(code, "__module__", None) or ""
@@ -164,10 +164,10 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
         file, line = "", 0
     name = getattr(code, "__qualname__", type(inner).__name__)
     where = f"{file}:{line}" if file else ""
-    return HookEntry(path, kind, _owner(module, file), name, where)
+    return HookEntry(path, kind, _package_of(module, file), name, where)
 
 
-def _label(owner: Tap | RootTap | ModeTap, method: str) -> str:
+def _tap_label(owner: Tap | RootTap | ModeTap, method: str) -> str:
     if isinstance(owner, ModeTap):
         return "watches for calls of operations" if method == "fire" else "stops watching"
     if is_inert(owner):
@@ -177,7 +177,7 @@ def _label(owner: Tap | RootTap | ModeTap, method: str) -> str:
     return f"{owner.rank.name.lower()} {owner.site}"
 
 
-def _owner(module: str, file: str) -> str:
+def _package_of(module: str, file: str) -> str:
     top = module.partition(".")[0]
     if top in ("torch", "hookline"):
         return top

@@ -149,8 +149,8 @@ def operations(model: nn.Module, inputs: Inputs, path: str = "") -> Operations:
     inputs = without_list(model, inputs)
     calls = _FirstCall()
     with eval_without_side_effects(model), line:
-        node = _one_module(line, path)
-        calls.place(line, node)
+        node = _require_one_module(line, path)
+        calls.watch(line, node)
         call(model, inputs)
     if not calls.has_run:
         raise SelectionError(
@@ -160,7 +160,7 @@ def operations(model: nn.Module, inputs: Inputs, path: str = "") -> Operations:
     return Operations(node.path, node.type_name, *_rows(node.path, calls.made))
 
 
-def _one_module(line: Line, path: str) -> ModuleNode:
+def _require_one_module(line: Line, path: str) -> ModuleNode:
     places = line.select(path).places
     node = places[0][1]
     if len(places) > 1 or type(node) is not ModuleNode:
@@ -181,13 +181,13 @@ class _FirstCall:
     """
 
     def __init__(self) -> None:
-        self.made: list[_Made] = []
+        self.made: list[_CallRow] = []
         self.has_run = False
         self._is_over = False
 
-    def place(self, line: Line, node: ModuleNode) -> None:
+    def watch(self, line: Line, node: ModuleNode) -> None:
         """Watch a module."""
-        watched = CallList(node.module, self._add)
+        watched = CallList(node.module, self._add_call)
         orders = Order.OPERATIONS_BEGIN, Order.OPERATIONS_END
         with line.all_or_nothing() as registrations:
             line.fast_paths.keep_padded(node)
@@ -202,17 +202,17 @@ class _FirstCall:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._is_over = True
 
-    def _add(self, made: FunctionCall) -> None:
+    def _add_call(self, made: FunctionCall) -> None:
         if self._is_over:
             return
         row = OperationRow(
-            "", made.name, _inputs(made), describe.shape_or_structure(made.output), made.file,
+            "", made.name, _input_text(made), describe.shape_or_structure(made.output), made.file,
             made.line,
         )  # fmt: skip
-        self.made.append(_Made(row, made.is_known, getattr(made.output, "ndim", 0)))
+        self.made.append(_CallRow(row, made.is_known, getattr(made.output, "ndim", 0)))
 
 
-class _Made(NamedTuple):
+class _CallRow(NamedTuple):
     """A call, without its values.
 
     Args:
@@ -226,14 +226,14 @@ class _Made(NamedTuple):
     n_dims: int
 
 
-def _inputs(made: FunctionCall) -> str:
+def _input_text(made: FunctionCall) -> str:
     """Describe the tensors that a call gets, by name."""
     named = [*zip(made.names, made.args, strict=False), *made.kwargs.items()]
     with_tensors = [(name, value) for name, value in named if any(tree.tensors(value))]
     return ", ".join(f"{name} {describe.shape_or_structure(part)}" for name, part in with_tensors)
 
 
-def _rows(path: str, calls: list[_Made]) -> tuple[tuple[OperationRow, ...], tuple[str, ...]]:
+def _rows(path: str, calls: list[_CallRow]) -> tuple[tuple[OperationRow, ...], tuple[str, ...]]:
     totals, numbers = Counter(made.row.function for made in calls), Counter[str]()
     rows = []
     for row, is_known, _ in calls:
@@ -244,7 +244,7 @@ def _rows(path: str, calls: list[_Made]) -> tuple[tuple[OperationRow, ...], tupl
     return tuple(rows), parts
 
 
-def _is_attention(calls: list[_Made]) -> bool:
+def _is_attention(calls: list[_CallRow]) -> bool:
     """Tell whether calls make an attention: one function, or a softmax between two products."""
     if any(row.function in _WHOLE for row, *_ in calls):
         return True

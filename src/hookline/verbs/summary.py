@@ -162,7 +162,7 @@ class Summary(Result):
         return {**facts, "rows": self._table_rows()}
 
     def _printout(self) -> Printout:
-        holders = _holders(self)
+        holders = _outer_paths(self)
         has_dtypes = len(self.dtypes) > 1
         lacking = self.without_formula
         return Printout(
@@ -171,8 +171,8 @@ class Summary(Result):
                 (
                     indented_name(row),
                     row.type_and_calls,
-                    _compact(row.input),
-                    _output(row, row.path in holders) if self.ran else "",
+                    _compact_shapes(row.input),
+                    _output_cell(row, row.path in holders) if self.ran else "",
                     row.dtype if has_dtypes else "",
                     f"{row.parameters:,}" if row.parameters else "",
                     count(row.flops) if row.flops else "",
@@ -226,11 +226,11 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         inputs = map_inputs(lambda tensor: tensor.to("meta"), inputs)
     inputs = without_list(model, inputs)
     table.input_bytes = describe.n_bytes(inputs)
-    counted = _Count()
+    counted = _FlopCount()
     with eval_without_side_effects(model), line:
-        line.tap(line.select(None, ("input", "output")), _Gauge(rows, counted).bind, Order.RECORD)
+        line.tap(line.select(None, ("input", "output")), _Filler(rows, counted).bind, Order.RECORD)
         try:
-            with OperationCounter(counted.add, counted.lacks).counting():
+            with OperationCounter(counted.add, counted.note_missing).counting():
                 call(model, inputs)
         except HooklineError:
             raise  # a fault of a hook or a selector, not of the model
@@ -240,13 +240,13 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     table.ran = True
     table.flops = counted.flops
     table.without_formula = tuple(counted.without_formula)
-    holders = _holders(table)
+    holders = _outer_paths(table)
     table.activation_bytes = sum(row.output_bytes for row in table.rows if row.path not in holders)
     return table
 
 
 @final
-class _Count:
+class _FlopCount:
     """Count the FLOPs of a run, and note the operations that have no formula."""
 
     def __init__(self) -> None:
@@ -258,17 +258,17 @@ class _Count:
         if flops and not is_reading(sys._getframe(1)):
             self.flops += flops
 
-    def lacks(self, operation: str) -> None:
+    def note_missing(self, operation: str) -> None:
         """Note an operation without a formula."""
         if not is_reading(sys._getframe(1)):
             self.without_formula[operation] = None
 
 
 @final
-class _Gauge:
+class _Filler:
     """Fill the rows as the modules run."""
 
-    def __init__(self, rows: Mapping[str, Row], counted: _Count) -> None:
+    def __init__(self, rows: Mapping[str, Row], counted: _FlopCount) -> None:
         self._rows = rows
         self._counted = counted
 
@@ -320,7 +320,7 @@ def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, R
     return table, rows
 
 
-def _holders(table: Summary) -> set[str]:
+def _outer_paths(table: Summary) -> set[str]:
     """Return the paths of the modules in which another module ran."""
     paths = [path for row in table.rows if row.calls for path in (row.path, *row.aliases)]
     # A parametrization runs beside its module, not in it: it returns a weight.
@@ -363,16 +363,16 @@ def indented_name(row: Row) -> Cell:
     return [(indent + row.name, ""), (f"{indent}  shared with {shared}", "dim")]
 
 
-def _output(row: Row, holds_one_that_ran: bool) -> Cell:
+def _output_cell(row: Row, holds_one_that_ran: bool) -> Cell:
     if row.calls:
-        return _compact(row.output)
+        return _compact_shapes(row.output)
     if row.input:  # it was called and has not returned
         return [("raised", "not dim bold red")]
     # A container such as ModuleList is never called itself, so its row stays empty.
     return "" if holds_one_that_ran else "not run"
 
 
-def _compact(form: str) -> str:
+def _compact_shapes(form: str) -> str:
     """Remove the spaces from shapes, `[1,64,112,112]`, so that four columns fit 100 characters."""
     return _SHAPE.sub(lambda shape: shape[0].replace(" ", ""), form)
 

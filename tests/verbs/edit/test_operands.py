@@ -43,7 +43,7 @@ def test_integers_in_range_of_another_dtype_are_taken(new):
     replaced = hl.edits.replace(new)(value)
     assert replaced.dtype is torch.uint8
     assert replaced.tolist() == torch.as_tensor(new).expand(2).tolist()
-    Operand(torch.zeros(0, dtype=torch.int64), "replace").check(value[:0])
+    Operand(torch.zeros(0, dtype=torch.int64), "replace").check_fits(value[:0])
 
 
 @pytest.mark.parametrize("name", ["scale", "add", "replace"])

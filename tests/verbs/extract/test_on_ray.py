@@ -340,9 +340,9 @@ def test_each_machine_has_as_many_actors_as_it_has_room_for():
 
 def test_another_environment_of_an_actor_is_warned_of():
     here = {"threads": 1, "torch": "2.13"}
-    on_ray._warn_of_environment(here, dict(here))
+    on_ray._warn_of_differences(here, dict(here))
     with pytest.warns(hl.HooklineWarning, match="an actor differs.*threads is 2, here 1"):
-        on_ray._warn_of_environment(here, {**here, "threads": 2})
+        on_ray._warn_of_differences(here, {**here, "threads": 2})
 
 
 def test_an_edit_that_actors_lack_is_an_error(cluster, tmp_path):

@@ -164,6 +164,6 @@ def test_a_wall_clock_stands_still_between_pause_and_resume():
     assert clock.resume() == pytest.approx(second, abs=1e-9)
     assert second > first
     cell = [0.0]
-    clock.charge(cell, 0, first, second)
+    clock.add_time(cell, 0, first, second)
     assert cell == [second - first]
     assert clock.overhead > 0

@@ -15,7 +15,7 @@ from hookline.display.results import printout_of
 from hookline.display.units import duration
 from hookline.verbs.profile import thread_account
 from hookline.verbs.profile.call_tree import Context, outermost
-from hookline.verbs.profile.rows import Phases, sum_of
+from hookline.verbs.profile.rows import Phases, sum_phases
 
 
 class Regions(nn.Module):
@@ -47,7 +47,7 @@ def prof():
 
 def test_the_parts_add_up_to_the_whole(prof):
     total = prof.total
-    alone = sum_of(row.self_time for row in prof.rows)
+    alone = sum_phases(row.self_time for row in prof.rows)
     assert total.time == pytest.approx(alone)
     assert prof[""].time == pytest.approx(alone)
     assert total.seconds == pytest.approx(sum(alone) + total.optimizer + total.outside)
@@ -61,8 +61,8 @@ def test_the_parts_add_up_to_the_whole(prof):
 def test_a_container_that_is_never_called_stands_for_its_modules(prof):
     row = prof["h"]
     assert row.calls == 0
-    assert row.time == pytest.approx(sum_of([prof["h.0"].time, prof["h.1"].time]))
-    assert row.flops == sum_of([prof["h.0"].flops, prof["h.1"].flops])
+    assert row.time == pytest.approx(sum_phases([prof["h.0"].time, prof["h.1"].time]))
+    assert row.flops == sum_phases([prof["h.0"].flops, prof["h.1"].flops])
     assert row.self_time.all == 0
 
 
@@ -215,7 +215,7 @@ def test_a_context_finds_its_place_again():
     assert top.child("").again("block") is block
     assert top.again("inner") is inner
     assert top.again("new") is top.children["new"]
-    assert [one.path for one in top.all()] == [None, "", "block", "inner", "new"]
+    assert [one.path for one in top.walk()] == [None, "", "block", "inner", "new"]
     again = inner.child("block")
     assert outermost([block, again], lambda path: path == "block") == [block]
 

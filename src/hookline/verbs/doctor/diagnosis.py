@@ -182,15 +182,15 @@ def _rows(sites: Sequence[SiteVerdict]) -> list[list[Cell]]:
         verdicts = "\n".join([verdict] * n_lines)
         style = "" if members[0].calls else "bold yellow"
         rows.append(
-            [_names(members, most), [(verdicts, style)], _with_remedy(why, remedy, "yellow")]
+            [_site_names(members, most), [(verdicts, style)], _with_remedy(why, remedy, "yellow")]
         )
     return rows
 
 
-def _names(members: Sequence[SiteVerdict], most: int) -> Cell:
-    pieces = [("\n".join(str(member.site) for member in members[:most]), "")]
-    if len(members) > most:
-        pieces.append((f"and {len(members) - most:,} more", "dim"))
+def _site_names(verdicts: Sequence[SiteVerdict], most: int) -> Cell:
+    pieces = [("\n".join(str(member.site) for member in verdicts[:most]), "")]
+    if len(verdicts) > most:
+        pieces.append((f"and {len(verdicts) - most:,} more", "dim"))
     return pieces
 
 

@@ -33,7 +33,7 @@ from hookline.verbs.doctor.causes_of_silence import Facts, verdict_on
 from hookline.verbs.doctor.diagnosis import Diagnosis, SiteVerdict
 from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Observations, WeightUses, observe_calls
-from hookline.verbs.doctor.trial_run import hooked_run
+from hookline.verbs.doctor.trial_run import run_with_hooks
 from hookline.verbs.shared.rerun import copied, lazy_name, untouched
 from hookline.verbs.shared.run_model import Inputs, call, without_list
 
@@ -153,7 +153,7 @@ def _gather_facts(model: nn.Module, inputs: Any, selection: Selection, facts: Fa
     can_observe = is_eager and sys.getprofile() is None  # a thread has one profiling function
     if can_observe:
         facts.observations = _observe(model, inputs, facts.nodes)
-    facts.run = hooked_run(model, selection, inputs)
+    facts.run = run_with_hooks(model, selection, inputs)
     if can_observe and not facts.run.failure:
         _observe_silent(model, inputs, selection, facts)
 
@@ -171,29 +171,29 @@ def _observe_silent(model: nn.Module, inputs: Any, selection: Selection, facts: 
     idle = silent - ran
     facts.differing = _differs_when_hooked(selection, facts, ran)
     if silent and facts.differing is None:
-        facts.differing = _ran_once(facts.nodes, ran, _observe(model, inputs, facts.nodes))
+        facts.differing = _differing(facts.nodes, ran, _observe(model, inputs, facts.nodes))
     if not idle or facts.differing is not None:
         return
     with untouched(model), WeightUses(facts.nodes, facts.observations):
         _call_silently(model, inputs)
     if not facts.observations.fast:  # torch's function mode switches them off
-        facts.differing = next((node for node in facts.nodes if _ran_with_uses(node, facts)), None)
+        facts.differing = next((node for node in facts.nodes if _newly_called(node, facts)), None)
     if facts.differing is None and idle - facts.observations.used.keys():
         flipped = _observe(model, inputs, facts.nodes, flip=True)
         facts.other_mode = flipped.ran - ran
         if facts.other_mode & idle:
             again = _observe(model, inputs, facts.nodes, flip=True)
-            facts.differing = _ran_once(facts.nodes, flipped.ran, again)
+            facts.differing = _differing(facts.nodes, flipped.ran, again)
 
 
-def _ran_once(nodes: list[ModuleNode], ran: set[int], again: Observations) -> ModuleNode | None:
+def _differing(nodes: list[ModuleNode], ran: set[int], again: Observations) -> ModuleNode | None:
     """Find a module that was called in one of two runs alone."""
     ran_again = again.ran
     keys = ((node, id(node.module)) for node in nodes)
     return next((node for node, key in keys if (key in ran) != (key in ran_again)), None)
 
 
-def _ran_with_uses(node: ModuleNode, facts: Facts) -> bool:
+def _newly_called(node: ModuleNode, facts: Facts) -> bool:
     """Tell whether a module that was not called before was called where uses were observed."""
     use, has_run = facts.observations.used.get(id(node.module)), facts.observations.ran
     return use is not None and use.within == node.path and id(node.module) not in has_run

@@ -84,7 +84,7 @@ def notes(model: nn.Module, verdicts: list[SiteVerdict], facts: Facts) -> Iterat
     yield from _shared_modules(verdicts)
     yield from _recurrent_layers(facts.nodes)
     yield from _structured_outputs(verdicts, facts)
-    yield from _summed_loss_or_profiler(facts)
+    yield from _backward_and_profiler(facts)
     why = runs_differed(facts)
     if why is not None:
         yield Note("the runs", why.why, why.remedy)
@@ -267,7 +267,7 @@ def _structured_outputs(verdicts: list[SiteVerdict], facts: Facts) -> Iterator[N
         )
 
 
-def _summed_loss_or_profiler(facts: Facts) -> Iterator[Note]:
+def _backward_and_profiler(facts: Facts) -> Iterator[Note]:
     run = facts.run
     if run is None:
         return

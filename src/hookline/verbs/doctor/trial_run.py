@@ -117,7 +117,7 @@ class TrialRun:
     overwritten: set[tuple[str, str]] = field(default_factory=set)
 
 
-def hooked_run(model: nn.Module, selection: Selection, inputs: Any) -> TrialRun:
+def run_with_hooks(model: nn.Module, selection: Selection, inputs: Any) -> TrialRun:
     """Run a model with the sites hooked: forward, and backward if a gradient site is selected.
 
     A site at which the line raises (because of a missing leaf, say) is left out of the next run.

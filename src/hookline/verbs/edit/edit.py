@@ -138,7 +138,7 @@ def edit(
         for selection, edit in selected:
             line.tap(selection, _binder(edit, places, detectors), Order.EDIT)
     if line.root is not None and any(detector.places is not None for detector in detectors):
-        places.watch(line.root)
+        places.set_root(line.root)
         line.passes.at_root = places.begin_pass
     line.options.remark = partial(_end_remark, detectors, places)
     return line
@@ -265,7 +265,7 @@ class _NoOpDetector:
         change = partial(change, **extra) if extra else change
         return self._note_change(guarded(change, grad, self.where))
 
-    def call_in_graph(self, change: Callable[..., Any], grad: Any) -> Any:
+    def edit_in_graph(self, change: Callable[..., Any], grad: Any) -> Any:
         """Call the function on a gradient in compiled code."""
         if self.places is not None:
             self.places.refuse_gradient()
@@ -324,7 +324,7 @@ class EditGradient(GradientCallback):
 
     def __init__(self, change: Callable[[Any], Any], detector: _NoOpDetector) -> None:
         self.inside: partial[Any] = partial(
-            _change_gradient_in_graph, partial(detector.call_in_graph, change), detector.where
+            _change_gradient_in_graph, partial(detector.edit_in_graph, change), detector.where
         )
         self._change = change
         self._detector = detector

@@ -206,7 +206,7 @@ def clamp(min: float | Tensor | None = None, max: float | Tensor | None = None) 
         if is_dynamo_compiling() or not value.is_quantized:
             for bound in (low, high):
                 if bound is not None:
-                    bound.check(value)
+                    bound.check_fits(value)
         return torch.clamp(value, min, max)  # type: ignore[arg-type]  # no tensor is among them
 
     def by_tensors(value: Tensor) -> Tensor:

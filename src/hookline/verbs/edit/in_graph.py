@@ -25,7 +25,7 @@ def refuse(what: str, where: str, why: str) -> NoReturn:
     )
 
 
-def changed_at(
+def change_columns(
     at: Indices, change: Callable[[Any], Any], value: Any, where: str, n_tokens: int | None
 ) -> Any:
     """Change a value, and put the result at positions that are columns of the value.

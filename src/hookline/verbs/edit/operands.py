@@ -106,7 +106,7 @@ class Operand:
         result is cast to the value's dtype.
 
         Raises:
-            StructureError: the value is quantized, or `check` refuses it.
+            StructureError: the value is quantized, or `check_fits` refuses it.
         """
         if not is_dynamo_compiling() and value.is_quantized:
             raise StructureError(
@@ -115,7 +115,7 @@ class Operand:
                 " a function that returns"
                 " torch.quantize_per_tensor(new, t.q_scale(), t.q_zero_point(), t.dtype)."
             )
-        self.check(value)
+        self.check_fits(value)
         if self._is_tensor:
             if value.dim() and not self._tensor.dim():
                 # Of one on the processor, torch takes the number, and does not round it first.
@@ -148,7 +148,7 @@ class Operand:
             f" {describe.shape(value)}, got {describe.shape(tensor)}.\n{advice}"
         )
 
-    def check(self, value: Tensor) -> None:
+    def check_fits(self, value: Tensor) -> None:
         """Refuse a value with which the number or tensor would give another dtype or shape.
 
         Raises:

@@ -84,7 +84,7 @@ def _tensors(value: Any, leaf: tree.Leaf = ()) -> Iterator[tuple[tree.Leaf, Tens
 def _tensor_as(value: Tensor, recorded: Tensor, where: str) -> Tensor:
     if value.shape != recorded.shape:
         raise _other_form(value, recorded, where)
-    Operand(recorded, "patch").check(value)  # no number that the dtype cannot hold
+    Operand(recorded, "patch").check_fits(value)  # no number that the dtype cannot hold
     return torch.empty_like(value).copy_(recorded)
 
 

@@ -20,7 +20,7 @@ from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.edit import in_graph
 from hookline.verbs.edit.indices import Indices
-from hookline.verbs.edit.tokens import PassTokens, Tokens, plain_tokens, read_tokens, with_features
+from hookline.verbs.edit.tokens import PassTokens, Tokens, add_dims, plain_tokens, read_tokens
 from hookline.verbs.shared.caches import cache_in, n_cached
 from hookline.verbs.shared.generation import Chunk, is_assisted, prompt_chunk
 from hookline.verbs.shared.root_call import root_call
@@ -109,7 +109,7 @@ class Places:
         """Tell whether the edits leave out tokens or steps."""
         return self.at is not None or self.steps is not None
 
-    def watch(self, root: nn.Module) -> None:
+    def set_root(self, root: nn.Module) -> None:
         """Set the root, whose inputs tell the tokens."""
         self._root = weakref.ref(root)
 
@@ -302,13 +302,13 @@ class SitePlaces:
         """Return a mask of the chosen tokens that broadcasts to a value."""
         if place.tokens is None:
             raise self._outside_run_error("at")
-        tokens = self._stack_tokens(place.tokens, value)
+        tokens = self._tokens_of_stack(place.tokens, value)
         if tokens is None:
             if value.dim() > 3 and self._site.path.endswith(_OF_ATTENTION):
                 raise self._no_tokens_error(f"{describe.in_words(value)}, with heads")
             if value.is_nested or value.dim() < 3:
                 raise self._no_tokens_error(describe.in_words(value))
-            return with_features(self._places.mask_by_index(at, value), value)
+            return add_dims(self._places.mask_by_index(at, value), value)
         # An expert gets the tokens that chose it, in the order of their choices.
         in_order = "experts" not in self._site.path.split(".")[:-1]
         mask = tokens.mask_for(value, at, in_order=in_order)
@@ -319,7 +319,7 @@ class SitePlaces:
             raise self._no_tokens_error(describe.in_words(value), tokens)
         return mask
 
-    def _stack_tokens(self, tokens: PassTokens, value: Tensor) -> Tokens | None:
+    def _tokens_of_stack(self, tokens: PassTokens, value: Tensor) -> Tokens | None:
         """Return the tokens of the stack that the site is in."""
         if tokens.decoder is None:
             return tokens.main
@@ -345,7 +345,7 @@ class SitePlaces:
             return change(value)
         if places.in_graph:
             in_graph.refuse("at=", where, places.in_graph)
-        return in_graph.changed_at(places.at, change, value, where, places.n_tokens)
+        return in_graph.change_columns(places.at, change, value, where, places.n_tokens)
 
     def refuse_gradient(self) -> None:
         """Refuse a change of a gradient in compiled code."""

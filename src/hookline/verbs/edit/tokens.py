@@ -62,9 +62,9 @@ class Tokens:
         if value.dim() < 2 or shape[1] != n_tokens or is_unclear:
             return None
         if shape[0] == n_rows:
-            return with_features(mask, value)
+            return add_dims(mask, value)
         is_shared = shape[0] == 1 and bool((mask == mask[:1]).all())
-        return with_features(mask[:1], value) if is_shared else None
+        return add_dims(mask[:1], value) if is_shared else None
 
     @property
     def is_plain(self) -> bool:
@@ -85,7 +85,7 @@ def _flat_mask(mask: Tensor, value: Tensor, *, in_order: bool) -> Tensor | None:
     return mask.reshape(-1, *[1] * (value.dim() - 1)) if is_clear else None
 
 
-def with_features(mask: Tensor, value: Tensor) -> Tensor:
+def add_dims(mask: Tensor, value: Tensor) -> Tensor:
     """Give a mask of rows and tokens dimensions of size 1, so that it broadcasts to a value."""
     return mask.reshape(*mask.shape, *[1] * (value.dim() - 2))
 

@@ -14,7 +14,7 @@ from hookline.verbs.shared.run_model import refusal_of, signature_of
 
 
 @contextmanager
-def explain_list(data: Any) -> Iterator[None]:
+def explain_list_error(data: Any) -> Iterator[None]:
     """Add a note to an error of the model, if the data are a list, which may be of batches.
 
     Args:

@@ -93,7 +93,7 @@ class Ranks:
         """
         return self.gather(step if self.me == 0 else lambda: None)[0]
 
-    def run_apart(self, step: Callable[[Pulse], None]) -> None:
+    def run_at_own_pace(self, step: Callable[[Pulse], None]) -> None:
         """Do a long step on each rank, at its own pace. A collective.
 
         Args:

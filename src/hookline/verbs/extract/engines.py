@@ -57,7 +57,7 @@ class InProcess:
 
             write_shards(self.place, self.worker, job, pulse.until_failure(share), note)
 
-        self.ranks.run_apart(work)
+        self.ranks.run_at_own_pace(work)
 
 
 def write_shards(

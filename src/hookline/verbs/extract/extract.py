@@ -17,14 +17,14 @@ from hookline.errors import FolderError, HooklineError, InputError, one_of
 from hookline.files.place import Place, place_of
 from hookline.stores import Store, open_store
 from hookline.stores.job import is_finished
-from hookline.verbs.extract.call_hint import explain_list
+from hookline.verbs.extract.call_hint import explain_list_error
 from hookline.verbs.extract.collective_steps import Ranks
 from hookline.verbs.extract.engines import Engine, InProcess
 from hookline.verbs.extract.on_ray import OnRay
 from hookline.verbs.extract.on_sharded_ranks import OnShardedRanks
 from hookline.verbs.extract.options import Extracting, check_options
 from hookline.verbs.extract.process_setup import Setup
-from hookline.verbs.extract.resumable_extraction import Extraction, check_place
+from hookline.verbs.extract.resumable_extraction import Extraction, check_empty_or_store
 from hookline.verbs.extract.worker import Worker
 
 # A finished store is only read, so it may lie where this process may not write.
@@ -185,7 +185,7 @@ def extract(
         setup, worker, chosen = ranks.on_each(prepare)
 
         def lock() -> None:
-            check_place(place)
+            check_empty_or_store(place)
             try:
                 stack.enter_context(place.locked())
             except FolderError as error:
@@ -194,7 +194,7 @@ def extract(
                     raise
 
         ranks.on_first(lock)
-        with _explain_thread_error(), explain_list(data):
+        with _explain_thread_error(), explain_list_error(data):
             Extraction(place, setup, worker, ranks).run(chosen, resume=resume)
     return open_store(place)
 

@@ -107,7 +107,7 @@ class OnRay:
                 for number in made.numbers:
                     on_written(read_foreign_shard(self._place, number, digest))
         for text in environments:
-            _warn_of_environment(driver, json.loads(text))
+            _warn_of_differences(driver, json.loads(text))
 
     def _run_tasks(self, actors: list[Any], tasks: deque[list[int]]) -> Iterator[_TaskResult]:
         """Give tasks to the actors that run, and yield what each has made.
@@ -510,7 +510,7 @@ def _warn_of_other_nodes(ray: Any, place: Place) -> None:
         )
 
 
-def _warn_of_environment(driver: dict[str, Any], actor: dict[str, Any]) -> None:
+def _warn_of_differences(driver: dict[str, Any], actor: dict[str, Any]) -> None:
     differences = [
         f"{key} is {actor[key]}, here {driver[key]}" for key in driver if driver[key] != actor[key]
     ]

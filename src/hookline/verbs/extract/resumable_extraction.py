@@ -95,17 +95,17 @@ class Extraction:
         self._job = Job.from_json(job)
         self._worker.forms = {form.name: form for form in self._job.columns}
         if not is_new:
-            self._ranks.run_apart(self._verify_shards)
+            self._ranks.run_at_own_pace(self._verify_shards)
         numbers = set(itertools.chain.from_iterable(self._ranks.gather(lambda: list(self._shards))))
         if len(numbers) == self._n_written:
             return
         if self._begun is not None:
-            _warn_of_environments(f"{self._place} was begun elsewhere", self._begun[1])
+            _warn_of_differences(f"{self._place} was begun elsewhere", self._begun[1])
         n_bytes = self._batch_bytes * (self._job.n_batches or 0)
         shown = self._ranks.me == 0 and self._options.get("progress", True)
         with Progress(self._job, self._shards, self._ranks.n, n_bytes, shown=shown) as progress:
             engine.run(self._job, self._missing_numbers(numbers), progress.note_shard)
-        self._ranks.run_apart(self._write_final_manifest)
+        self._ranks.run_at_own_pace(self._write_final_manifest)
 
     def _job_before_run(self, setup: Setup) -> Job:
         """Return the job as far as it is known before the model has run."""
@@ -143,7 +143,7 @@ class Extraction:
                     "\nGive each rank the same model, weights, data and options."
                 )
             if self._ranks.me == 0:
-                _warn_of_environments(f"rank {rank}", there, answers[0][1])
+                _warn_of_differences(f"rank {rank}", there, answers[0][1])
 
     def _check_is_new(self, *, resume: bool) -> bool:
         """Read what is in the place; return whether that is nothing."""
@@ -151,7 +151,7 @@ class Extraction:
         if manifest is not None:
             self._check_resumable(manifest, resume=resume)
             return False
-        check_place(self._place)
+        check_empty_or_store(self._place)
         return True
 
     def _plan_from_batch(self) -> dict[str, Any]:
@@ -294,7 +294,7 @@ class Extraction:
         _in_threads(read, missing)
         shards = [self._shards[number] for number in range(n_shards)]
         write_manifest(self._place, self._job.as_json(), made_here(), shards)
-        _warn_of_contents(shards)
+        _warn_of_nan_and_skipped(shards)
 
     def _check_resumable(self, manifest: Mapping[str, Any], *, resume: bool) -> None:
         """Compare the job with the one that was begun here, and look which shards are whole."""
@@ -371,7 +371,7 @@ class Extraction:
         return batches == expected
 
 
-def check_place(place: Place) -> None:
+def check_empty_or_store(place: Place) -> None:
     """Check that a place is empty or holds a store. Locking it alone would leave a file there.
 
     Raises:
@@ -415,7 +415,7 @@ def _warn_of_space(place: Place, n_bytes: int) -> None:
             )
 
 
-def _warn_of_environments(
+def _warn_of_differences(
     subject: str, was: Mapping[str, Any], now: Mapping[str, Any] | None = None
 ) -> None:
     """Warn of other versions, threads or processors than those that a store was begun with."""
@@ -430,7 +430,7 @@ def _warn_of_environments(
         )
 
 
-def _warn_of_contents(shards: Sequence[Shard]) -> None:
+def _warn_of_nan_and_skipped(shards: Sequence[Shard]) -> None:
     """Warn of numbers that are not finite, and of items that were skipped."""
     bad: Counter[str] = Counter()
     for shard in shards:

@@ -125,7 +125,7 @@ class Trials:
         eval_modules = self.eval_modules
         if root is not self.model:  # a copy, whose modules are in the same order
             resting_ids = set(map(id, eval_modules))
-            both = zip(_own_modules(self.model), _own_modules(root), strict=True)
+            both = zip(_unwrapped_modules(self.model), _unwrapped_modules(root), strict=True)
             eval_modules = tuple(other for module, other in both if id(module) in resting_ids)
         return in_eval_mode(eval_modules)
 
@@ -153,7 +153,7 @@ class Trials:
             raise NotApplicable(f"the model cannot be copied: {first_line(error)}") from error
 
 
-def _own_modules(model: nn.Module) -> list[nn.Module]:
+def _unwrapped_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model without the wrappers that torch.compile puts around them."""
     return [module for module in model.modules() if type(module).__name__ != "OptimizedModule"]
 

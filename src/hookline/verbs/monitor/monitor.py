@@ -43,7 +43,7 @@ from hookline.verbs.shared.verb_line import VerbLine
 
 
 @final
-@hides("begin_step", "end_step", "in_training")
+@hides("begin_step", "end_step", "set_in_training")
 class MonitorLine(VerbLine[EverywhereHooks]):
     """A line that monitors: `with` gives the curves, and `remove()` ends the line.
 
@@ -101,9 +101,9 @@ class MonitorLine(VerbLine[EverywhereHooks]):
         """End the step if an optimizer has stepped: a trainer knows that no other follows."""
         self._steps.end_step()
 
-    def in_training(self, is_in_training: bool) -> None:
+    def set_in_training(self, is_in_training: bool) -> None:
         """Note whether what runs from now on trains the model, also under `no_grad`."""
-        self._steps.in_training(is_in_training)
+        self._steps.set_in_training(is_in_training)
 
     def report(self) -> Report:
         """Report the sites that were attached, how often each fired, and why some never did."""

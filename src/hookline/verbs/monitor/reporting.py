@@ -107,14 +107,14 @@ class _GuardedWriter:
     def write_waiting(self, *, is_last: bool = False) -> None:
         """Write the reports that wait, as far as the writer takes them."""
         if self._waiting:
-            self._warn_of_errors(lambda: self._write_reports(is_last))
+            self._run_guarded(lambda: self._write_reports(is_last))
 
     def close(self) -> None:
         """Write what waits, and close the writer."""
         try:
             self.write_waiting(is_last=True)
         finally:
-            self._warn_of_errors(self._writer.close, is_last=True)
+            self._run_guarded(self._writer.close, is_last=True)
         n_left = len(self._waiting) + max(self._n_left_out - 1, 0)
         if n_left:
             warn(
@@ -173,7 +173,7 @@ class _GuardedWriter:
             )
         return True
 
-    def _warn_of_errors(self, act: Callable[[], None], *, is_last: bool = False) -> None:
+    def _run_guarded(self, act: Callable[[], None], *, is_last: bool = False) -> None:
         try:
             act()
         except HooklineWarning:

@@ -170,7 +170,7 @@ class TrainingSteps:
         self._end_finished_pass()
         self._renumber(number)
 
-    def in_training(self, is_in_training: bool) -> None:
+    def set_in_training(self, is_in_training: bool) -> None:
         """Note whether what runs from now on trains the model, also under `no_grad`."""
         self._slots.in_training = is_in_training
 
@@ -312,7 +312,7 @@ class TrainingSteps:
             self._pairs.note_run()
         if self.told_by != "optimizer":
             self._count_by_optimizer()
-        elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._after_run(optimizer):
+        elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._begins_step(optimizer):
             self._end_open_step()
         last = self._pairs.pair_with_last(optimizer)
         if last is not None:
@@ -362,7 +362,7 @@ class TrainingSteps:
             self._aside = self._slots.take()
         self._update_is_on()
 
-    def _after_run(self, optimizer: Optimizer) -> bool:
+    def _begins_step(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer steps after a later run than those of the open step did."""
         partners = self._pairs.partners_before_run(optimizer)
         return any(not self._stepped.isdisjoint(self._held_by(partner)) for partner in partners)
@@ -374,9 +374,9 @@ class TrainingSteps:
         if not all(ids <= self._stepped for _, ids in self._held.values()):
             return False
         # An optimizer that has not stepped yet may hold the parameters that have gradients.
-        return all(parameter.grad is None for parameter in self._free_weights())
+        return all(parameter.grad is None for parameter in self._unheld_weights())
 
-    def _free_weights(self) -> list[Tensor]:
+    def _unheld_weights(self) -> list[Tensor]:
         if self._not_held is None:
             held_ids = frozenset().union(*(ids for _, ids in self._held.values()))
             free = [weight for weight in self._weights() if id(weight) not in held_ids]
@@ -448,7 +448,7 @@ class TrainingSteps:
         self._has_stepped = self._goes_on = False
         self._stepped.clear()
         if is_due and self.told_by == "optimizer":
-            self._measured.measure_weights(self._free_weights())
+            self._measured.measure_weights(self._unheld_weights())
         elif is_due:
             self._slots.include_apart()
         step_slots = self._slots.take() if is_due or self._slots.is_on else StepSlots()

@@ -54,7 +54,7 @@ class Context:
             context = self.children[path] = Context(path, self)
         return context
 
-    def again(self, path: str) -> Context:
+    def recomputed_child(self, path: str) -> Context:
         """Return the context that a module had, which is called again from a backward here.
 
         The backward of a checkpointed region runs in a context inside the region or around it.
@@ -64,14 +64,14 @@ class Context:
                 return above
             if path in above.children:
                 return above.children[path]
-        context = next((context for context in self.chain[0].all() if context.path == path), None)
+        context = next((context for context in self.chain[0].walk() if context.path == path), None)
         return self.child(path) if context is None else context
 
-    def all(self) -> Iterator[Context]:
+    def walk(self) -> Iterator[Context]:
         """Yield this context and all contexts inside, callers first."""
         yield self
         for inner in self.children.values():
-            yield from inner.all()
+            yield from inner.walk()
 
 
 def outermost(contexts: Iterable[Context], is_meant: Callable[[str], bool]) -> list[Context]:

@@ -36,20 +36,20 @@ class Clock(Protocol):
     def resume(self) -> Any:
         """Let the clock go on and return the mark."""
 
-    def charge(self, costs: MutableSequence[float], at: int, start: Any, end: Any) -> None:
-        """Add the seconds between two marks to a cost, now or in `settle`."""
+    def add_time(self, costs: MutableSequence[float], slot: int, start: Any, end: Any) -> None:
+        """Add the seconds between two marks to a cost, now or in `read_pending`."""
 
-    def collection_begins(self) -> None:
+    def gc_begins(self) -> None:
         """Stop the clock: Python begins to collect garbage, at any point of any code."""
 
-    def collection_ends(self) -> None:
+    def gc_ends(self) -> None:
         """Let the clock go on if it was running."""
 
-    def settle(self) -> None:
+    def read_pending(self) -> None:
         """Read all intervals that have not been read yet."""
 
-    def seconds(self, mark: Any) -> float:
-        """Return the seconds from the beginning to a mark; only after `settle`."""
+    def seconds_at(self, mark: Any) -> float:
+        """Return the seconds from the beginning to a mark; only after `read_pending`."""
 
 
 @final
@@ -94,15 +94,15 @@ class WallClock:
         self._last = self._reading + self._shift
         return self._last
 
-    def charge(self, costs: MutableSequence[float], at: int, start: float, end: float) -> None:
+    def add_time(self, costs: MutableSequence[float], slot: int, start: float, end: float) -> None:
         """Add the seconds between two marks to a cost."""
-        costs[at] += end - start
+        costs[slot] += end - start
 
-    def collection_begins(self) -> None:
+    def gc_begins(self) -> None:
         """Stop the stopwatch of this thread."""
         self._collecting = STOPWATCH.read(), STOPWATCH.left_out
 
-    def collection_ends(self) -> None:
+    def gc_ends(self) -> None:
         """Let the stopwatch of this thread go on."""
         if self._collecting is not None:
             reading, left_out = self._collecting
@@ -113,10 +113,10 @@ class WallClock:
             if threading.get_ident() == self._thread:
                 self.overhead -= seconds  # the next border takes it for work of other lines
 
-    def settle(self) -> None:
+    def read_pending(self) -> None:
         """Do nothing: each interval was read at once."""
 
-    def seconds(self, mark: float) -> float:
+    def seconds_at(self, mark: float) -> float:
         """Return the seconds from the beginning to a mark."""
         return mark - self._began
 
@@ -164,17 +164,17 @@ class EventClock:
         self._is_running = True
         return mark
 
-    def charge(self, costs: MutableSequence[float], at: int, start: Any, end: Any) -> None:
+    def add_time(self, costs: MutableSequence[float], slot: int, start: Any, end: Any) -> None:
         """Note the interval between two marks for a cost."""
-        self._waiting.append((costs, at, start, end, False))
-        self._waiting += [(costs, at, *events, True) for events in self._collected]
+        self._waiting.append((costs, slot, start, end, False))
+        self._waiting += [(costs, slot, *events, True) for events in self._collected]
         self._collected.clear()
 
-    def collection_begins(self) -> None:
+    def gc_begins(self) -> None:
         """Record an event: the device may wait for Python from now on."""
         self._collecting = self._record(), time.perf_counter()
 
-    def collection_ends(self) -> None:
+    def gc_ends(self) -> None:
         """Record an event; the time between the two is no module's, if the clock was running."""
         if self._collecting is not None:
             event, began = self._collecting
@@ -183,7 +183,7 @@ class EventClock:
             if self._is_running:
                 self._collected.append((event, self._record()))
 
-    def settle(self) -> None:
+    def read_pending(self) -> None:
         """Wait for the device and read all intervals."""
         if self._waiting:
             self._waiting[-1][3].synchronize()
@@ -195,7 +195,7 @@ class EventClock:
             costs[at] += -seconds if is_left_out else seconds
         self._waiting.clear()
 
-    def seconds(self, mark: Any) -> float:
+    def seconds_at(self, mark: Any) -> float:
         """Return the seconds from the beginning to a mark."""
         milliseconds: float = self._began.elapsed_time(mark)
         return milliseconds / 1e3

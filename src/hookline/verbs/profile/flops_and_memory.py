@@ -35,12 +35,12 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import tree
 from hookline.verbs.profile.call_tree import BACKWARD, FORWARD, RECOMPUTE, Context
-from hookline.verbs.profile.inputs import Kind, Kinds
+from hookline.verbs.profile.run_kinds import RunKind, RunKinds
 from hookline.verbs.shared.rerun import autocast_as
 from hookline.verbs.summary import missing_formulas
 
 
-class Counted(NamedTuple):
+class RunCounts(NamedTuple):
     """The FLOPs and the peak memory of all runs.
 
     Attributes:
@@ -58,7 +58,7 @@ class Counted(NamedTuple):
         named = [f"{name} (in {path_text(paths[0])})" for name, paths in self.missing.items()]
         return missing_formulas(named) if named else ""
 
-    def differing(self, calls: dict[str, float]) -> str:
+    def find_differing_call(self, calls: dict[str, float]) -> str:
         """Return the first module that was called another number of times than was counted.
 
         Its code depends on more than the shapes of the inputs, or raised in some run.
@@ -67,7 +67,7 @@ class Counted(NamedTuple):
             calls: the numbers of calls, by path.
         """
         first, all_calls = Counter[str | None](), Counter[str | None]()
-        for context in self.top.all():
+        for context in self.top.walk():
             first[context.path] += context.n_calls[0]
             all_calls[context.path] += sum(context.n_calls)
         for path, number in calls.items():
@@ -80,7 +80,7 @@ class Counted(NamedTuple):
         return ""
 
 
-def count_flops(kinds: Kinds) -> Counted:
+def count_flops(kinds: RunKinds) -> RunCounts:
     """Count the FLOPs and the peak memory of all runs."""
     top, failure = Context(), kinds.failure
     missing: dict[str, list[str]] = {}
@@ -90,13 +90,13 @@ def count_flops(kinds: Kinds) -> Counted:
         counted = _CallStack(top, kind, missing)
         try:
             # In a context of its own, where no line of the caller sees the run.
-            contextvars.Context().run(_run, kinds.copy, kind, counted)
+            contextvars.Context().run(_run_counted, kinds.copy, kind, counted)
         except (Exception, SystemExit) as error:
             failure = failure or f"the model cannot run on shapes alone: {why_no_shapes(error)}"
-    return Counted(top, failure, missing)
+    return RunCounts(top, failure, missing)
 
 
-def _run(copy: ShapesOnly, kind: Kind, counted: _CallStack) -> None:
+def _run_counted(copy: ShapesOnly, kind: RunKind, counted: _CallStack) -> None:
     registrations = Registrations()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -107,7 +107,7 @@ def _run(copy: ShapesOnly, kind: Kind, counted: _CallStack) -> None:
         for path, module in run.modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
                 counted.attach(registrations, path, module)
-        counter = OperationCounter(counted.charge, counted.lacks, counted.workspace)
+        counter = OperationCounter(counted.add_costs, counted.note_missing, counted.workspace_bytes)
         stack.enter_context(counter.counting())
         with torch.set_grad_enabled(kind.has_gradients):
             output = run.modules[kind.path](*run.args, **run.kwargs)
@@ -122,7 +122,7 @@ def _run(copy: ShapesOnly, kind: Kind, counted: _CallStack) -> None:
 class _CallStack:
     """The calling context of each operation of a run."""
 
-    def __init__(self, top: Context, kind: Kind, missing: dict[str, list[str]]) -> None:
+    def __init__(self, top: Context, kind: RunKind, missing: dict[str, list[str]]) -> None:
         self._stack = [top]
         self._kind = kind
         self._missing = missing
@@ -139,20 +139,20 @@ class _CallStack:
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         above = self._stack[-1]
         if len(self._stack) == 1 and backward_number() != -1:
-            self._stack.append(self._owner_in_backward().again(path))
+            self._stack.append(self._owner_in_backward().recomputed_child(path))
         else:
             self._stack.append(above.child(path))
         is_again = backward_number() != -1
         self._stack[-1].n_calls[is_again] += self._kind.n_runs
-        self._border()
+        self._note_owner()
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if any(context.path == path for context in self._stack):
             while self._stack.pop().path != path:
                 pass  # a module that raised before its hooks were on
-        self._border()
+        self._note_owner()
 
-    def _border(self) -> None:
+    def _note_owner(self) -> None:
         self._numbers.append(next_number())
         self._owners.append(self._stack[-1])
 
@@ -161,10 +161,10 @@ class _CallStack:
         at = -1 if node is None else bisect_right(self._numbers, number_of(node)) - 1
         return self._owners[min(at, len(self._owners) - 1)] if at >= 0 else self._stack[0]
 
-    def charge(self, flops: int, n_bytes: int) -> None:
+    def add_costs(self, flops: int, n_bytes: int) -> None:
         """Charge an operation to the module that runs it."""
         is_backward = backward_number() != -1
-        context, is_inside = self._running()
+        context, is_inside = self._running_context()
         phase = (RECOMPUTE if is_backward else FORWARD) if is_inside else BACKWARD
         times = self._kind.n_backwards if is_backward else self._kind.n_runs
         context.flops[phase] += flops * times
@@ -172,18 +172,18 @@ class _CallStack:
         for above in context.chain:
             above.peak = max(above.peak, n_bytes)
 
-    def lacks(self, operation: str) -> None:
+    def note_missing(self, operation: str) -> None:
         """Note the module that runs an operation without a formula."""
-        path = self._running()[0].path
+        path = self._running_context()[0].path
         if path is not None and path not in self._missing.setdefault(operation, []):
             self._missing[operation].append(path)
 
-    def workspace(self) -> int:
+    def workspace_bytes(self) -> int:
         """Return the bytes of the workspace that the running operation keeps for backward."""
-        sizes = self._workspaces.get(self._running()[0].path or "", iter(()))
+        sizes = self._workspaces.get(self._running_context()[0].path or "", iter(()))
         return next(sizes, 0)
 
-    def _running(self) -> tuple[Context, bool]:
+    def _running_context(self) -> tuple[Context, bool]:
         """Return the context that runs an operation, and whether a module in it is being called."""
         if len(self._stack) > 1:
             return self._stack[-1], True

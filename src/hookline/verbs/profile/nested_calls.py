@@ -7,13 +7,13 @@ from typing import Any
 
 from hookline.engine import path_text
 from hookline.verbs.profile.call_tree import CALLS, PHASES, Context
-from hookline.verbs.profile.windows import Measured
+from hookline.verbs.profile.pass_windows import ContextCosts
 
 _NONE = Context()  # of no calls
 
 
 def nested_calls(
-    tops: Iterable[Context], measured: Measured, counted: Context
+    tops: Iterable[Context], measured: ContextCosts, counted: Context
 ) -> list[dict[str, Any]]:
     """Return the calling contexts, each with the costs of its own calls and the contexts inside.
 
@@ -25,21 +25,21 @@ def nested_calls(
     """
     nodes: list[dict[str, Any]] = []
     for top in tops:
-        nodes += _inside(top, counted, measured)
+        nodes += _nested(top, counted, measured)
         counted = _NONE
     return nodes
 
 
-def _inside(timed: Context, counted: Context, measured: Measured) -> Iterator[dict[str, Any]]:
+def _nested(timed: Context, counted: Context, measured: ContextCosts) -> Iterator[dict[str, Any]]:
     for path in dict.fromkeys((*timed.children, *counted.children)):
         inner = timed.children.get(path, _NONE)
         flops = counted.children.get(path, _NONE)
-        costs = [float(cost) for cost in measured.of([inner])[0]]
+        costs = [float(cost) for cost in measured.costs_of([inner])[0]]
         yield {
             "path": path_text(path),
             "calls": int(costs[CALLS]),
             "seconds": costs[: len(PHASES)],
             "flops": list(flops.flops),
             "kept": inner.kept,
-            "children": list(_inside(inner, flops, measured)),
+            "children": list(_nested(inner, flops, measured)),
         }

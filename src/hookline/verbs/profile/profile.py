@@ -39,12 +39,13 @@ from hookline.verbs.profile.call_tree import (
     RECOMPUTE,
     Context,
 )
-from hookline.verbs.profile.chrome import write_trace
+from hookline.verbs.profile.chrome_trace import write_trace
 from hookline.verbs.profile.clocks import clock_for
-from hookline.verbs.profile.flops_and_memory import Counted, count_flops
-from hookline.verbs.profile.inputs import Kinds
+from hookline.verbs.profile.flops_and_memory import RunCounts, count_flops
 from hookline.verbs.profile.nested_calls import nested_calls
-from hookline.verbs.profile.rows import Row, median_phases, rows_of, spread, sum_of
+from hookline.verbs.profile.pass_windows import ContextCosts, PassChoice, RanPasses, medians
+from hookline.verbs.profile.rows import Row, interquartile_range, median_phases, rows_of, sum_phases
+from hookline.verbs.profile.run_kinds import RunKinds
 from hookline.verbs.profile.table import ProfileTable, Total
 from hookline.verbs.profile.tap import (
     CompiledRegions,
@@ -54,7 +55,6 @@ from hookline.verbs.profile.tap import (
     ShardedTap,
     optimizer_steps,
 )
-from hookline.verbs.profile.windows import Measured, PassChoice, Ran, medians
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.verb_line import VerbLine
 from hookline.verbs.summary import Summary, describe_modules
@@ -102,11 +102,11 @@ class Profile(VerbLine[Line], Result):
         self._model: nn.Module | None = model
         self._described: Summary = describe_modules(line, model)[0]
         modules = {node.path: node.module for node in line.nodes}
-        self._kinds = Kinds(modules[""], modules, wants_flops=flops)
+        self._kinds = RunKinds(modules[""], modules, wants_flops=flops)
         self._ledger = Ledger(self._kinds, partial(clock_for, _device_of(model)))
         self.failure: str | None = None
         self._tapped: set[str] = set()
-        self._counted: tuple[int, Counted] | None = None
+        self._counted: tuple[int, RunCounts] | None = None
         self._tables: dict[PassChoice, ProfileTable] = {}  # after the end
         self._added = ""
 
@@ -146,7 +146,7 @@ class Profile(VerbLine[Line], Result):
     def _ending(self, error: BaseException | None) -> None:
         if error is not None and self.failure is None:
             self.failure = self._where_it_failed(error)
-        self._ledger.end()
+        self._ledger.stop_clocks()
         if self._model is not None:
             self._added = _added_modules(self._model, self._line.nodes)
 
@@ -162,14 +162,14 @@ class Profile(VerbLine[Line], Result):
         if self._model is None:
             return
         self._model = None
-        self._ledger.end()
+        self._ledger.stop_clocks()
         self._kinds.release()
         if error is None:
             self._warn()
 
     def _warn(self) -> None:
-        ran = self._ran()
-        if note := self._gathered([lane.top.context for lane in self._ledger.lanes], ran):
+        ran = self._ran_passes()
+        if note := self._root_not_called([lane.top.context for lane in self._ledger.lanes], ran):
             warn(note)
         if not ran.n_started:
             why = "\nRun the forward inside the block: with hl.profile(model): model(x)."
@@ -180,14 +180,14 @@ class Profile(VerbLine[Line], Result):
                 )
             warn(f"hl.profile must see a run of the model, got none.{why}")
 
-    def _gathered(self, tops: list[Context], ran: Ran) -> str | None:
+    def _root_not_called(self, tops: list[Context], ran: RanPasses) -> str | None:
         """Say that the model itself was not called, so that no pass is known to have ended."""
         passes = self._line.passes
         if passes.started == 0 or passes.outside_root < passes.started:
             return None
         sums = _sums(tops, ran)
         called = [context for top in tops for context in top.children.values()]
-        paths = [context.path or "" for context in called if sums.of([context])[0, CALLS] > 1]
+        paths = [context.path or "" for context in called if sums.costs_of([context])[0, CALLS] > 1]
         return gathered("profile", self._described.model_type, paths)
 
     # -- the results ------------------------------------------------------------------------------
@@ -317,25 +317,25 @@ class Profile(VerbLine[Line], Result):
         Raises:
             FolderError: the file cannot be written.
         """
-        self._settle()
+        self._read_clocks()
         return write_trace(path_of(path), self._ledger.lanes, self._described.model_type)
 
     def calls(self) -> list[dict[str, Any]]:
         """Return the calls of all passes as nested plain values, for a flame graph."""
-        tops = [lane.top.context for lane in self._settle()]
-        return nested_calls(tops, _sums(tops, self._ran()), self._count().top)
+        tops = [lane.top.context for lane in self._read_clocks()]
+        return nested_calls(tops, _sums(tops, self._ran_passes()), self._count_flops().top)
 
     def __repr__(self) -> str:
-        passes = plural(self._ran().n_passes, "pass", "passes")
+        passes = plural(self._ran_passes().n_passes, "pass", "passes")
         return f"<Profile of {self._described.model_type}, {passes}>"
 
-    def _settle(self) -> list[Any]:
+    def _read_clocks(self) -> list[Any]:
         for lane in self._ledger.lanes:
-            lane.clock.settle()
+            lane.clock.read_pending()
         return self._ledger.lanes
 
-    def _ran(self) -> Ran:
-        return Ran([lane.windows for lane in self._ledger.lanes])
+    def _ran_passes(self) -> RanPasses:
+        return RanPasses([lane.windows for lane in self._ledger.lanes])
 
     def _table(self, choice: PassChoice) -> ProfileTable:
         if choice in self._tables:
@@ -346,31 +346,31 @@ class Profile(VerbLine[Line], Result):
         return table
 
     def _make_table(self, choice: PassChoice) -> ProfileTable:
-        lanes = self._settle()
-        counted = self._count()
+        lanes = self._read_clocks()
+        counted = self._count_flops()
         tops = [lane.top.context for lane in lanes]
-        ran = self._ran()
+        ran = self._ran_passes()
         costs, n_passes = ran.costs(choice)
-        measured = Measured(tops, costs, adds=choice is PassChoice.ALL)
+        measured = ContextCosts(tops, costs, adds=choice is PassChoice.ALL)
         n_counted = 1 if choice is PassChoice.ALL else max(ran.n_passes, 1)
         rows = rows_of(self._described.rows, tops, measured, counted.top, n_counted)
-        around = medians(measured.of(tops))
-        in_model = measured.of(
-            [context for top in tops for context in top.all() if context.path is not None]
+        around = medians(measured.costs_of(tops))
+        in_model = measured.costs_of(
+            [context for top in tops for context in top.walk() if context.path is not None]
         )
         overhead = sum(lane.clock.overhead for lane in lanes)
         if choice is not PassChoice.ALL:
             overhead -= self._kinds.seconds  # once, in the first pass
         total = Total(
             time=median_phases(in_model),
-            spread=spread(in_model),
+            spread=interquartile_range(in_model),
             optimizer=around[OPTIMIZER],
             collectives=around[COLLECTIVES],
-            outside=medians(measured.of(tops[:1]))[FORWARD],
+            outside=medians(measured.costs_of(tops[:1]))[FORWARD],
             failed=ran.failed_seconds if choice is PassChoice.ALL else 0,
             overhead=overhead / n_counted,
             garbage=sum(lane.clock.garbage for lane in lanes) / n_counted,
-            flops=sum_of(row.self_flops for row in rows),
+            flops=sum_phases(row.self_flops for row in rows),
             activation_bytes=sum(row.self_activation_bytes for row in rows),
             peak_bytes=max(row.peak_bytes for row in rows),
             parameters=rows[0].parameters,
@@ -384,24 +384,24 @@ class Profile(VerbLine[Line], Result):
             failure=self.failure, notes=notes,
         )  # fmt: skip
 
-    def _notes(self, counted: Counted, tops: list[Context], ran: Ran) -> tuple[str, ...]:
+    def _notes(self, counted: RunCounts, tops: list[Context], ran: RanPasses) -> tuple[str, ...]:
         """Say what the numbers lack."""
-        one_pass = (self._gathered(tops, ran) or "").replace("\n", " ")
-        notes = [one_pass, self._added, ran.about_failed(), counted.without_formula()]
+        one_pass = (self._root_not_called(tops, ran) or "").replace("\n", " ")
+        notes = [one_pass, self._added, ran.failure_note(), counted.without_formula()]
         if counted.failure:
             notes.append(f"FLOPs and peaks are not complete: {counted.failure}.")
         elif self._kinds.wants_flops and ran.n_passes:
             sums = _sums(tops, ran)
             calls = {row.path: 0.0 for row in self._described.rows if row.path in self._tapped}
-            for context in itertools.chain(*(top.all() for top in tops)):
+            for context in itertools.chain(*(top.walk() for top in tops)):
                 if context.path in calls:
-                    calls[context.path] += float(sums.of([context])[0, CALLS])
-            differing = counted.differing(calls) or self._kinds.differing
+                    calls[context.path] += float(sums.costs_of([context])[0, CALLS])
+            differing = counted.find_differing_call(calls) or self._kinds.why_not_repeated
             if differing:
                 notes.append(f"FLOPs and peaks are not those of all passes: {differing}.")
         return tuple(note for note in notes if note)
 
-    def _count(self) -> Counted:
+    def _count_flops(self) -> RunCounts:
         """Count the FLOPs of all runs so far."""
         n_runs = sum(kind.n_runs + kind.n_backwards for kind in self._kinds.kinds)
         if self._counted is None or self._counted[0] != n_runs:
@@ -469,9 +469,9 @@ _MEDIANS = (
 )
 
 
-def _sums(tops: Sequence[Context], ran: Ran) -> Measured:
+def _sums(tops: Sequence[Context], ran: RanPasses) -> ContextCosts:
     """Return the sums of the costs over all passes."""
-    return Measured(tops, ran.costs(PassChoice.ALL)[0], adds=True)
+    return ContextCosts(tops, ran.costs(PassChoice.ALL)[0], adds=True)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import numpy
 
 from hookline.verbs.profile.call_tree import CALLS, PHASES, Context, outermost
-from hookline.verbs.profile.windows import Costs, Measured, medians
+from hookline.verbs.profile.pass_windows import ContextCosts, Costs, medians
 from hookline.verbs.summary import Row as Module
 
 # What torch's loop over the hooks and the cold caches add to a call (`benchmarks/profiling.py`).
@@ -45,7 +45,7 @@ class Phases(NamedTuple):
 NOTHING = Phases()
 
 
-def sum_of(costs: Iterable[Iterable[float]]) -> Phases:
+def sum_phases(costs: Iterable[Iterable[float]]) -> Phases:
     """Add up costs, phase by phase."""
     return Phases(*map(sum, zip(*costs, strict=True)))
 
@@ -113,12 +113,12 @@ class Row:
             "depth": self.depth,
             "aliases": list(self.module.aliases),
             "parameters": self.parameters,
-            **flat(self, ("module",)),
+            **plain_values(self, ("module",)),
             "is_exact": self.is_exact,
         }
 
 
-def flat(costs: Any, without: Collection[str] = ()) -> dict[str, Any]:
+def plain_values(costs: Any, without: Collection[str] = ()) -> dict[str, Any]:
     """Return the attributes of a row or a total; a cost by phase becomes one number a phase."""
     data: dict[str, Any] = {}
     for name in (entry.name for entry in fields(costs) if entry.name not in without):
@@ -146,7 +146,7 @@ ORDERS: dict[str, Callable[[Row], float]] = {
 def rows_of(
     modules: Sequence[Module],
     tops: Sequence[Context],
-    measured: Measured,
+    measured: ContextCosts,
     counted: Context,
     n_counted: float,
 ) -> list[Row]:
@@ -159,14 +159,14 @@ def rows_of(
         counted: the top of the contexts with FLOPs and peaks.
         n_counted: the number by which FLOPs are divided.
     """
-    timed = _ByPath([context for top in tops for context in top.all()])
-    of_flops = _ByPath(list(counted.all()))
+    timed = _ContextsByPath([context for top in tops for context in top.walk()])
+    of_flops = _ContextsByPath(list(counted.walk()))
     called = {*timed.by_path, *of_flops.by_path}
     return [_row(module, measured, timed, of_flops, called, n_counted) for module in modules]
 
 
 @final
-class _ByPath:
+class _ContextsByPath:
     """Group contexts by the paths of their modules."""
 
     def __init__(self, contexts: Iterable[Context]) -> None:
@@ -192,7 +192,7 @@ def median_phases(costs: Costs) -> Phases:
     return Phases(*medians(costs)[:_N_PHASES])
 
 
-def spread(costs: Costs) -> float:
+def interquartile_range(costs: Costs) -> float:
     """Return the interquartile range of the seconds of all phases over passes."""
     low, high = numpy.percentile(costs[:, :_N_PHASES].sum(1), (25, 75))
     return float(high - low)
@@ -200,40 +200,40 @@ def spread(costs: Costs) -> float:
 
 def _row(
     module: Module,
-    measured: Measured,
-    timed: _ByPath,
-    of_flops: _ByPath,
+    measured: ContextCosts,
+    timed: _ContextsByPath,
+    of_flops: _ContextsByPath,
     called: Collection[str],
     n_counted: float,
 ) -> Row:
     contexts = timed.by_path.get(module.path, [])
-    below = [context for top in timed.outermost(module.path, called) for context in top.all()]
+    below = [context for top in timed.outermost(module.path, called) for context in top.walk()]
     own_flops = of_flops.by_path.get(module.path, [])
     tops = of_flops.outermost(module.path, called)
-    exclusive, inclusive = measured.of(contexts), measured.of(below)
+    exclusive, inclusive = measured.costs_of(contexts), measured.costs_of(below)
     n_kept = sum(context.kept for context in below)
     peak = max((context.peak for context in tops), default=0)
     return Row(
         module,
-        calls=_calls(exclusive, measured),
+        calls=_mean_calls(exclusive, measured),
         time=median_phases(inclusive),
         self_time=median_phases(exclusive),
-        spread=spread(inclusive),
-        flops=_flops((context for top in tops for context in top.all()), n_counted),
+        spread=interquartile_range(inclusive),
+        flops=_flops((context for top in tops for context in top.walk()), n_counted),
         self_flops=_flops(own_flops, n_counted),
         activation_bytes=n_kept,
         self_activation_bytes=sum(context.kept for context in contexts),
         # Compiled code may keep more than the eager operations that are counted.
         peak_bytes=max(peak, n_kept) if peak else 0,
-        n_inner=_calls(inclusive, measured),
+        n_inner=_mean_calls(inclusive, measured),
     )
 
 
-def _calls(costs: Costs, measured: Measured) -> float:
+def _mean_calls(costs: Costs, measured: ContextCosts) -> float:
     """Return the number of calls, or the mean over several passes."""
     calls = float(costs[:, CALLS].mean())
     return int(calls) if measured.adds else calls
 
 
 def _flops(contexts: Iterable[Context], n_passes: float) -> Phases:
-    return sum_of(context.flops for context in contexts).over(n_passes)
+    return sum_phases(context.flops for context in contexts).over(n_passes)

@@ -12,7 +12,7 @@ from hookline.display.units import count, duration, share, size
 from hookline.engine import path_text
 from hookline.errors import InputError, SelectionError, one_of, positive_integer
 from hookline.verbs.profile.call_tree import PHASES
-from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row, flat
+from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row, plain_values
 from hookline.verbs.summary import indented_name
 
 _N_NEAR = 3
@@ -140,7 +140,7 @@ class ProfileTable(Result):
             "is_median": self.is_median,
             "failure": self.failure,
             "notes": list(self.notes),
-            "total": {**flat(self.total), "seconds": self.total.seconds},
+            "total": {**plain_values(self.total), "seconds": self.total.seconds},
             "rows": self._table_rows(),
         }
 
@@ -179,9 +179,9 @@ def _cells(row: Row, *, has_spread: bool) -> tuple[str, ...]:
     """Return the texts of a row after its name, in the order of the columns."""
     return (
         row.module.module_type, f"{row.calls:.4g}" if row.calls else "",
-        _time(row, row.time.forward), _time(row, row.self_time.forward),
-        _time(row, row.time.backward), _time(row, row.self_time.backward),
-        _time(row, row.time.recompute),
+        _time_text(row, row.time.forward), _time_text(row, row.self_time.forward),
+        _time_text(row, row.time.backward), _time_text(row, row.self_time.backward),
+        _time_text(row, row.time.recompute),
         share(row.spread / row.time.all) if has_spread and row.time.all else "",
         *(count(number) if number else "" for number in row.flops),
         size(row.activation_bytes) if row.activation_bytes else "",
@@ -190,7 +190,7 @@ def _cells(row: Row, *, has_spread: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _time(row: Row, seconds: float) -> str:
+def _time_text(row: Row, seconds: float) -> str:
     return "" if not seconds else f"{'' if row.is_exact else '~'}{duration(seconds)}"
 
 

@@ -31,7 +31,7 @@ from hookline.engine import (
 from hookline.util.optional import imported
 from hookline.verbs.profile.call_tree import Context
 from hookline.verbs.profile.clocks import Clock
-from hookline.verbs.profile.inputs import Kinds
+from hookline.verbs.profile.run_kinds import RunKinds
 from hookline.verbs.profile.thread_account import Lane
 
 
@@ -61,7 +61,7 @@ class Ledger:
         ended: whether the clocks have stopped for good.
     """
 
-    def __init__(self, kinds: Kinds, make_clock: Callable[[], Clock]) -> None:
+    def __init__(self, kinds: RunKinds, make_clock: Callable[[], Clock]) -> None:
         self.kinds = kinds
         self.lanes: list[Lane] = []
         self.ended: bool = False
@@ -81,13 +81,13 @@ class Ledger:
     def _lane_of_backward(self) -> Lane | None:
         """Return the lane whose backward runs in this thread, which may be one of autograd's."""
         task = backward_number()
-        return next((lane for lane in self.lanes if lane.runs(task)), None)
+        return next((lane for lane in self.lanes if lane.runs_backward(task)), None)
 
     def running_lane(self) -> Lane | None:
         """Return the lane that is charged in this thread; None if there is none."""
         return self.thread.lane or self._lane_of_backward()
 
-    def lane_of(self, current: Pass) -> Lane:
+    def activate_lane(self, current: Pass) -> Lane:
         """Return the lane that a call belongs to, and make it the active one.
 
         autograd may recompute a checkpointed region in a thread of its own.
@@ -100,17 +100,17 @@ class Ledger:
 
     def enter(self, path: str, frame: FrameType, current: Pass, args: Any, kwargs: Any) -> None:
         """Begin the call of a module."""
-        lane = self.lane_of(current)
+        lane = self.activate_lane(current)
         is_again = current.recomputation is not None
-        call = lane.enter(path, frame, number=current.number, is_again=is_again)
+        call = lane.enter_call(path, frame, number=current.number, is_again=is_again)
         if len(lane.calls) == 1 and not is_again:
-            call.run = self.kinds.begin(path, args, kwargs)
+            call.run = self.kinds.begin_run(path, args, kwargs)
             lane.windows.current.has_gradients |= call.run.kind.has_gradients
 
-    def end(self) -> None:
+    def stop_clocks(self) -> None:
         """Stop all clocks."""
         for lane in self.lanes:
-            lane.end()
+            lane.stop_clock()
         self.ended = True
 
 
@@ -155,7 +155,7 @@ class ProfileTap(Tap):
         if is_dynamo_compiling() or self.passes.closed:
             return
         lane = self._ledger.thread.active
-        call = None if lane is None else lane.find(call_frame(sys._getframe(1)))
+        call = None if lane is None else lane.find_call(call_frame(sys._getframe(1)))
         if lane is not None and call is not None:
             lane.leave(call)
 
@@ -164,7 +164,7 @@ class ProfileTap(Tap):
         if is_dynamo_compiling() or self.passes.closed:
             return
         lane = self._ledger.thread.active
-        call = None if lane is None else lane.find(call_frame(sys._getframe(1)))
+        call = None if lane is None else lane.find_call(call_frame(sys._getframe(1)))
         if lane is not None and call is not None:
             lane.finish(call, output)
 
@@ -246,7 +246,7 @@ class CompiledRegions:
     def leave(self, module: nn.Module, frame: FrameType, output: Any) -> None:
         """End the call."""
         lane = self._ledger.thread.active
-        call = None if lane is None else lane.find(frame)
+        call = None if lane is None else lane.find_call(frame)
         if lane is not None and call is not None and not lane.closed:
             lane.leave(call)
             lane.finish(call, output)
@@ -288,9 +288,9 @@ class GarbageHooks:
         lane = ledger.running_lane()
         if lane is not None and not lane.closed:
             if phase == "start":
-                lane.clock.collection_begins()
+                lane.clock.gc_begins()
             else:
-                lane.clock.collection_ends()
+                lane.clock.gc_ends()
 
 
 def optimizer_steps(ledger: Ledger, passes: Passes, parameters: set[int]) -> OptimizerSteps:

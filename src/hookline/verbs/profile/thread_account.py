@@ -42,8 +42,8 @@ from hookline.verbs.profile.call_tree import (
     Context,
 )
 from hookline.verbs.profile.clocks import Clock
-from hookline.verbs.profile.inputs import Run
-from hookline.verbs.profile.windows import Windows
+from hookline.verbs.profile.pass_windows import Windows
+from hookline.verbs.profile.run_kinds import Run
 
 _MOST_EVENTS = 800_000  # four entries an event, of a thread, for the trace
 _MOST_BORDERS = 8192
@@ -73,7 +73,7 @@ class Account:
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         """Charge this account from now on: the hook before a node of its part of the graph."""
         if not self.lane.closed:
-            self.lane.arrive(self)
+            self.lane.enter_backward(self)
 
 
 @final
@@ -136,7 +136,7 @@ class Lane:
     def __init__(self, clock: Clock, top: Context, *, name: str) -> None:
         self.clock = clock
         self.name = name
-        self.windows: Windows = Windows(clock.settle)
+        self.windows: Windows = Windows(clock.read_pending)
         self._costs = self.windows.current.costs
         self.top: Account = Account(self, top, FORWARD)
         self.account: Account = self.top
@@ -155,63 +155,63 @@ class Lane:
 
     # -- accounts ---------------------------------------------------------------------------------
 
-    def _charge(self, mark: Any) -> None:
+    def _add_time_until(self, mark: Any) -> None:
         """Charge the time since the last border to the present account."""
         account = self.account
-        self.clock.charge(self._costs, account.at, self._start, mark)
+        self.clock.add_time(self._costs, account.at, self._start, mark)
         if account.slot == BACKWARD:
-            self._note(account, self._start, mark)
+            self._keep_event(account, self._start, mark)
         self._start = mark
 
-    def _note(self, account: Account, start: Any, end: Any) -> None:
+    def _keep_event(self, account: Account, start: Any, end: Any) -> None:
         if len(self.events) < _MOST_EVENTS:
             self.events += (account.context, account.slot, start, end)
         else:
             self.n_lost += 1
 
-    def _account(self, context: Context, slot: int) -> Account:
+    def _account_of(self, context: Context, slot: int) -> Account:
         """Return the account of a context for a phase."""
         key = context, slot
         account = self._accounts.get(key)
         if account is None:
             account = self._accounts[key] = Account(self, context, slot)
-            self.windows.reach(context.index + 1)
+            self.windows.make_room(context.index + 1)
         return account
 
-    def switch(self, account: Account) -> None:
+    def switch_account(self, account: Account) -> None:
         """Charge another account from now on."""
-        self._charge(self.clock.pause())
+        self._add_time_until(self.clock.pause())
         self.account = account
         self._start = self.clock.resume()
 
-    def end(self) -> None:
+    def stop_clock(self) -> None:
         """Charge the rest, and charge nothing any more."""
         if not self.closed:
-            self._drop_dead(sys._getframe(1))
-            self._charge(self.clock.pause())
+            self._end_interrupted(sys._getframe(1))
+            self._add_time_until(self.clock.pause())
             self.closed = True
             self.clock.resume()
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def enter(self, path: str, frame: FrameType, *, number: int, is_again: bool) -> ModuleCall:
+    def enter_call(self, path: str, frame: FrameType, *, number: int, is_again: bool) -> ModuleCall:
         """Begin the call of a module: the clock stands still until `begin`."""
         mark = self.clock.pause()
         if self.account is self._collectives:
-            self._charge(mark)
+            self._add_time_until(mark)
             self.account = self._before_collectives
         calls = self.calls
-        self._drop_dead(frame)
+        self._end_interrupted(frame)
         if not calls and backward_number() == -1:
             self._tasks.clear()  # of a backward that raised
             self.account = self.top
-        self._charge(mark)
+        self._add_time_until(mark)
         if not calls and not is_again and number > self.windows.current.number:
-            self.windows.begin(number)
+            self.windows.begin_pass(number)
             self._costs = self.windows.current.costs
         account = self.account.inner.get(path) if calls else None
         if account is None:
-            account = self._open(path, is_again=is_again)
+            account = self._account_for_call(path, is_again=is_again)
         call = ModuleCall(id(frame), account, self.account, next_number())
         self.account = account
         if not is_again:
@@ -219,30 +219,30 @@ class Lane:
         calls.append(call)
         return call
 
-    def _drop_dead(self, frame: FrameType) -> None:
+    def _end_interrupted(self, frame: FrameType) -> None:
         """End the calls that Ctrl-C has ended: torch calls no hook then."""
         while self.calls and not is_above(self.calls[-1].key, frame):
             call = self.calls.pop()
             self.account = call.before
-            self._fails(call)
+            self._note_failure(call)
 
-    def _fails(self, call: ModuleCall) -> None:
+    def _note_failure(self, call: ModuleCall) -> None:
         """Note that a call has raised; with the root's call, the pass has failed."""
-        if call.run is not None and call.run.fails() and not call.run.kind.path:
+        if call.run is not None and call.run.mark_failed() and not call.run.kind.path:
             self.windows.current.has_failed = True
 
-    def _open(self, path: str, *, is_again: bool) -> Account:
+    def _account_for_call(self, path: str, *, is_again: bool) -> Account:
         """Return the account of a module that is called from the present account."""
         above = self.account.context
-        context = above.again(path) if is_again and not self.calls else above.child(path)
-        account = self._account(context, RECOMPUTE if is_again else FORWARD)
+        context = above.recomputed_child(path) if is_again and not self.calls else above.child(path)
+        account = self._account_of(context, RECOMPUTE if is_again else FORWARD)
         if self.calls:
             self.account.inner[path] = account
         return account
 
     def begin(self, call: ModuleCall) -> None:
         """Let the clock go on: the module runs."""
-        self._owns(call.account)
+        self._assign_next_nodes(call.account)
         call.began = self._start = self.clock.resume()
 
     def leave(self, call: ModuleCall) -> None:
@@ -250,26 +250,26 @@ class Lane:
         mark = self.clock.pause()
         while self.calls[-1] is not call:
             self.calls.pop()
-        self._charge(mark)
+        self._add_time_until(mark)
         if call.began is not None:
-            self._note(call.account, call.began, mark)
-        self._owns(call.before)
+            self._keep_event(call.account, call.began, mark)
+        self._assign_next_nodes(call.before)
 
     def finish(self, call: ModuleCall, output: Any) -> None:
         """End the call: hook the graph that it made, and let the clock go on."""
         self.calls.pop()
         if call.run is not None and call.run.has_raised():
-            self._fails(call)
+            self._note_failure(call)
         elif output is not None and torch.is_grad_enabled():
             self._hook_outputs(call, output)
         if call.run is not None and not call.run.has_failed:
             call.run.kind.is_noted = True
         if not self.calls and len(self._borders.numbers) > _MOST_BORDERS:
-            self._forget_oldest()
+            self._forget_oldest_borders()
         self.account = call.before
         self._start = self.clock.resume()
 
-    def find(self, frame: FrameType) -> ModuleCall | None:
+    def find_call(self, frame: FrameType) -> ModuleCall | None:
         """Return the call with this frame."""
         key = id(frame)
         for call in reversed(self.calls):
@@ -283,16 +283,16 @@ class Lane:
         """Charge collectives, before a sharded module gathers its parameters, until it begins."""
         if self.account is not self._collectives:
             self._before_collectives = self.account
-        self.switch(self._collectives)
-        self._owns(self._collectives)
+        self.switch_account(self._collectives)
+        self._assign_next_nodes(self._collectives)
 
     def reshard_begins(self, output: Any) -> None:
         """Charge collectives, after a sharded module has run, until its call has ended.
 
         In backward the module gathers again when the gradient of its output arrives.
         """
-        self.switch(self._collectives)
-        self._owns(self._collectives)
+        self.switch_account(self._collectives)
+        self._assign_next_nodes(self._collectives)
         for tensor in tree.distinct(output):
             if tensor.grad_fn is not None:
                 hook_gradient(tensor, GradHook(self._gathers_in_backward))
@@ -306,26 +306,26 @@ class Lane:
         outputs = (output,) if isinstance(output, Tensor) else tree.distinct(output)
         roots = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         for node in roots:
-            self._hook(node, number_of(node))
+            self._hook_node(node, number_of(node))
         if self.calls or not roots:
             return
         nodes, before = nodes_below(roots, call.lowest)
         last: Context | None = None
         for number, node in nodes:
-            owner = self._owner(number).context
+            owner = self._owner_of_node(number).context
             if owner is not last:
-                self._hook(node, number)
+                self._hook_node(node, number)
                 last = owner
         if before is not None:
-            self._hook(before, number_of(before))
+            self._hook_node(before, number_of(before))
         run = call.run
         if run is not None:
             run.kind.n_nodes.add(len(nodes))
-            run.await_outputs(outputs)
+            run.count_backwards(outputs)
             if run.is_new:
-                self._note_kept(nodes, run)
+                self._add_kept_bytes(nodes, run)
 
-    def _owns(self, account: Account) -> None:
+    def _assign_next_nodes(self, account: Account) -> None:
         """Note that the nodes from now on belong to an account; in backward, to its backward."""
         borders = self._borders
         borders.numbers.append(next_number())
@@ -335,30 +335,30 @@ class Lane:
         """Return the account of backward through what an account has made."""
         backward = account
         if account.context.path is not None and account.slot != BACKWARD:
-            backward = self._account(account.context, BACKWARD)
+            backward = self._account_of(account.context, BACKWARD)
         account.backward = backward
         return backward
 
-    def _forget_oldest(self) -> None:
+    def _forget_oldest_borders(self) -> None:
         """Forget the borders of old calls, whose graphs hardly go on into another call."""
         borders = self._borders
         del borders.numbers[: _MOST_BORDERS // 2], borders.owners[: _MOST_BORDERS // 2]
         borders.hooked = {number for number in borders.hooked if number >= borders.numbers[0]}
 
-    def _owner(self, number: int) -> Account:
+    def _owner_of_node(self, number: int) -> Account:
         """Return the account of the innermost call that made a node."""
         borders = self._borders
         at = bisect_right(borders.numbers, number) - 1
         return borders.owners[at] if at >= 0 else self.top
 
-    def _hook(self, node: Any, number: int) -> None:
+    def _hook_node(self, node: Any, number: int) -> None:
         """Have backward charge the module that made a node when the node's turn comes."""
         hooked = self._borders.hooked
         if number not in hooked and number < 2**63:
             hooked.add(number)
-            hook_node_before(node, self._owner(number))
+            hook_node_before(node, self._owner_of_node(number))
 
-    def _note_kept(self, nodes: list[tuple[int, Any]], run: Run) -> None:
+    def _add_kept_bytes(self, nodes: list[tuple[int, Any]], run: Run) -> None:
         """Add up the bytes that each module's nodes keep; memory that several keep counts once."""
         counted, bytes_by_context = set(run.memory), dict[Context, int]()
         for number, node in reversed(nodes):
@@ -366,38 +366,38 @@ class Lane:
                 key, n_bytes = memory_of(tensor)
                 if key not in counted:
                     counted.add(key)
-                    context = self._owner(number).context
+                    context = self._owner_of_node(number).context
                     bytes_by_context[context] = bytes_by_context.get(context, 0) + n_bytes
                     run.kind.kept_inputs += n_bytes * (key in run.inputs)
             workspace = workspace_of(node)
             if workspace is not None:
-                path = self._owner(number).context.path or ""
+                path = self._owner_of_node(number).context.path or ""
                 run.kind.workspaces.setdefault(path, []).append(workspace)
         for context, n_bytes in bytes_by_context.items():
             context.kept = max(context.kept, n_bytes)
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def arrive(self, account: Account) -> None:
+    def enter_backward(self, account: Account) -> None:
         """Charge a module from now on: a backward reaches its part of the graph."""
         mark = self.clock.pause()
         task = backward_number()
         if not self._tasks or self._tasks[-1][0] != task:
             self._tasks.append((task, self.account))
-            at_end_of_inner_backward(partial(self._ends, task))
-        self._charge(mark)
+            at_end_of_inner_backward(partial(self._end_backward, task))
+        self._add_time_until(mark)
         self.account = account
         self._start = self.clock.resume()
 
-    def runs(self, task: int) -> bool:
+    def runs_backward(self, task: int) -> bool:
         """Tell whether a run of autograd is a backward of this thread's calls."""
         return bool(self._tasks) and self._tasks[-1][0] == task
 
-    def _ends(self, task: int) -> None:
+    def _end_backward(self, task: int) -> None:
         """Charge what was charged before a backward, when the backward has ended."""
         if self.closed or not any(running == task for running, _ in self._tasks):
             return
-        self._charge(self.clock.pause())
+        self._add_time_until(self.clock.pause())
         while (ended := self._tasks.pop())[0] != task:
             pass
         self.account = ended[1]
@@ -408,8 +408,8 @@ class Lane:
     def step_begins(self) -> None:
         """Charge the optimizer."""
         self._tasks.clear()
-        self.switch(self._optimizer)
+        self.switch_account(self._optimizer)
 
     def step_ends(self) -> None:
         """Charge the code around the model."""
-        self.switch(self.top)
+        self.switch_account(self.top)

@@ -73,27 +73,27 @@ class Windows:
     """Keep the windows of a thread.
 
     Args:
-        settle: reads the costs that a device has not given yet.
+        read_pending: reads the costs that a device has not given yet.
 
     Attributes:
         current: the window that is charged at present.
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, read_pending: Callable[[], None]) -> None:
+        self._read_pending = read_pending
         self.current: Window = Window(-1, _N_SLOTS)
         self._closed: deque[Window] = deque()
         # Of the windows that are no longer kept: those that went well, and those that failed.
-        self._sums: tuple[Costs, Costs] = _nothing(1), _nothing(1)
+        self._sums: tuple[Costs, Costs] = _zeros(1), _zeros(1)
         self._n_passes = [0, 0]
 
-    def reach(self, n_contexts: int) -> None:
+    def make_room(self, n_contexts: int) -> None:
         """Make room for the costs of further contexts."""
         missing = n_contexts * _N_SLOTS - len(self.current.costs)
         if missing > 0:
             self.current.costs.frombytes(bytes(missing * 8))
 
-    def begin(self, number: int) -> None:
+    def begin_pass(self, number: int) -> None:
         """Begin the window of a pass. The code before the first pass belongs to the first."""
         if self.current.number < 0:
             self.current.number = number
@@ -101,22 +101,22 @@ class Windows:
         self._closed.append(self.current)
         self.current = Window(number, len(self.current.costs))
         if len(self._closed) > max(_FEWEST, _MOST_NUMBERS // len(self.current.costs)):
-            self._settle()
+            self._read_pending()
             oldest = self._closed.popleft()
             self._n_passes[oldest.has_failed] += 1
             self._sums = tuple(  # type: ignore[assignment]
-                _sum_of([sums, _matrix(oldest)]) if failed == oldest.has_failed else sums
+                _add_up([sums, _cost_matrix(oldest)]) if failed == oldest.has_failed else sums
                 for failed, sums in enumerate(self._sums)
             )
 
-    def sums(self, *, failed: bool) -> tuple[int, Costs]:
+    def sum_passes(self, *, failed: bool) -> tuple[int, Costs]:
         """Return the number of passes that failed, or of the others, and the sum of their costs.
 
         The code of a block without any pass is a part of the costs of passes that did not fail.
         """
-        windows = [window for window in self._kept() if window.has_failed == failed]
+        windows = [window for window in self._kept_windows() if window.has_failed == failed]
         n_passes = self._n_passes[failed] + sum(window.number >= 0 for window in windows)
-        return n_passes, _sum_of([self._sums[failed], *map(_matrix, windows)])
+        return n_passes, _add_up([self._sums[failed], *map(_cost_matrix, windows)])
 
     def samples(self) -> list[Sample]:
         """Return the costs of the passes that are kept and did not fail, in order.
@@ -125,40 +125,40 @@ class Windows:
         """
         waiting: list[Window] = []
         samples = []
-        for window in self._kept():
+        for window in self._kept_windows():
             if window.number < 0 or window.has_failed:
                 continue
             if not window.has_gradients:
-                samples.append(_sample([window]))
+                samples.append(_mean_sample([window]))
                 continue
             waiting.append(window)
             if any(window.costs[BACKWARD::_N_SLOTS]):
-                samples.append(_sample(waiting))
+                samples.append(_mean_sample(waiting))
                 waiting = []
-        return sorted([*samples, *(_sample([window]) for window in waiting)], key=_NUMBER)
+        return sorted([*samples, *(_mean_sample([window]) for window in waiting)], key=_NUMBER)
 
-    def _kept(self) -> Iterator[Window]:
+    def _kept_windows(self) -> Iterator[Window]:
         yield from self._closed
         yield self.current
 
 
-def _nothing(n_contexts: int) -> Costs:
+def _zeros(n_contexts: int) -> Costs:
     return numpy.zeros((n_contexts, _N_SLOTS))
 
 
-def _matrix(window: Window) -> Costs:
+def _cost_matrix(window: Window) -> Costs:
     return numpy.array(window.costs).reshape(-1, _N_SLOTS)
 
 
-def _sample(windows: Sequence[Window]) -> Sample:
-    mean = _sum_of(map(_matrix, windows)) / len(windows)
+def _mean_sample(windows: Sequence[Window]) -> Sample:
+    mean = _add_up(map(_cost_matrix, windows)) / len(windows)
     return Sample(windows[0].number, len(windows), mean)
 
 
-def _sum_of(costs: Iterable[Costs]) -> Costs:
+def _add_up(costs: Iterable[Costs]) -> Costs:
     """Add up costs; later ones may have more contexts."""
     every = [*costs]
-    total = _nothing(max(map(len, every), default=1))
+    total = _zeros(max(map(len, every), default=1))
     for matrix in every:
         total[: len(matrix)] += matrix
     return total
@@ -173,7 +173,7 @@ class PassChoice(Enum):
 
 
 @final
-class Ran:
+class RanPasses:
     """Hold the passes of all threads.
 
     Args:
@@ -186,8 +186,8 @@ class Ran:
     """
 
     def __init__(self, threads: Sequence[Windows]) -> None:
-        went_well = [windows.sums(failed=False) for windows in threads]
-        failed = [windows.sums(failed=True) for windows in threads]
+        went_well = [windows.sum_passes(failed=False) for windows in threads]
+        failed = [windows.sum_passes(failed=True) for windows in threads]
         self._samples = [windows.samples() for windows in threads]
         self.n_passes: int = sum(number for number, _ in went_well)
         self.n_failed: int = sum(number for number, _ in failed)
@@ -223,7 +223,7 @@ class Ran:
         n_passes = sum(sample.n_passes for thread in chosen for sample in thread)
         return [[sample.costs for sample in thread] for thread in chosen], n_passes
 
-    def about_failed(self) -> str:
+    def failure_note(self) -> str:
         """Say how many passes failed; an empty text if none has."""
         if not self.n_failed:
             return ""
@@ -239,7 +239,7 @@ def medians(costs: Costs) -> list[float]:
 
 
 @final
-class Measured:
+class ContextCosts:
     """Hold the costs of contexts in one table: sums over all passes, or those of several passes.
 
     Args:
@@ -251,18 +251,18 @@ class Measured:
     def __init__(
         self, tops: Sequence[Context], costs: Sequence[Sequence[Costs]], *, adds: bool
     ) -> None:
-        sizes = [sum(1 for _ in top.all()) for top in tops]
+        sizes = [sum(1 for _ in top.walk()) for top in tops]
         # One matrix for each thread: passes, contexts, slots.
         self._costs = [
             numpy.stack([_padded(matrix, size) for matrix in passes])
             for size, passes in zip(sizes, costs, strict=True)
             if passes
         ]
-        with_passes = [top for top, passes in zip(tops, costs, strict=True) if passes]
-        self._thread_of = {context: k for k, top in enumerate(with_passes) for context in top.all()}
+        measured = [top for top, passes in zip(tops, costs, strict=True) if passes]
+        self._thread_of = {context: k for k, top in enumerate(measured) for context in top.walk()}
         self.adds = adds
 
-    def of(self, contexts: Iterable[Context]) -> Costs:
+    def costs_of(self, contexts: Iterable[Context]) -> Costs:
         """Return the costs of some contexts together: a row a pass, a column a slot."""
         indices: list[list[int]] = [[] for _ in self._costs]
         for context in contexts:
@@ -272,9 +272,9 @@ class Measured:
             matrix[:, chosen].sum(1) for matrix, chosen in zip(self._costs, indices, strict=True)
         ]
         if not parts:
-            return _nothing(1)
+            return _zeros(1)
         return sum(parts[1:], parts[0]) if self.adds else numpy.concatenate(parts)
 
 
 def _padded(costs: Costs, size: int) -> Costs:
-    return numpy.concatenate([costs, _nothing(size - len(costs))]) if len(costs) < size else costs
+    return numpy.concatenate([costs, _zeros(size - len(costs))]) if len(costs) < size else costs

@@ -36,7 +36,7 @@ _ATOMS = (int, float, bool, str, type(None))
 
 @final
 @dataclass(slots=True, eq=False)
-class Kind:
+class RunKind:
     """The runs of a module with inputs of the same shapes.
 
     Args:
@@ -88,8 +88,8 @@ class Run:
 
     __slots__ = ("_backward", "_error_at_start", "has_failed", "inputs", "is_new", "kind", "memory")
 
-    def __init__(self, kind: Kind, memory: set[int] | None, inputs: set[int]) -> None:
-        self.kind: Kind = kind
+    def __init__(self, kind: RunKind, memory: set[int] | None, inputs: set[int]) -> None:
+        self.kind: RunKind = kind
         self.is_new: bool = memory is not None
         self.memory: set[int] = memory or set()
         self.inputs: set[int] = inputs
@@ -102,7 +102,7 @@ class Run:
         error = sys.exception()
         return error is not None and id(error) != self._error_at_start
 
-    def fails(self) -> bool:
+    def mark_failed(self) -> bool:
         """Leave the run out of the FLOPs. Return whether it had not failed before."""
         if self.has_failed:
             return False
@@ -110,14 +110,14 @@ class Run:
         self.kind.n_runs -= 1
         return True
 
-    def await_outputs(self, outputs: Any) -> None:
+    def count_backwards(self, outputs: Any) -> None:
         """Note which outputs a gradient reaches."""
         for index, tensor in enumerate(outputs):
             node = tensor.grad_fn
             if node is not None:
-                hook_node_before(node, GradHook(partial(self._reached, index)))
+                hook_node_before(node, GradHook(partial(self._note_gradient, index)))
 
-    def _reached(self, index: int, grads: tuple[Tensor | None, ...]) -> None:
+    def _note_gradient(self, index: int, grads: tuple[Tensor | None, ...]) -> None:
         if self.kind.closed:
             return
         self.kind.seeds.add(index)
@@ -127,7 +127,7 @@ class Run:
 
 
 @final
-class Kinds:
+class RunKinds:
     """The kinds of runs of a model.
 
     Args:
@@ -148,15 +148,15 @@ class Kinds:
         self._model: nn.Module | None = model
         self._by_path = modules
         self.wants_flops = wants_flops
-        self._by_key: dict[Any, Kind] = {}
-        self.kinds: list[Kind] = []
+        self._by_key: dict[Any, RunKind] = {}
+        self.kinds: list[RunKind] = []
         self.copy: ShapesOnly | None = None
         self.failure: str = ""
         self.seconds: float = 0.0
         self._lock = fork_safe_lock()  # runs may begin in several threads
 
     @property
-    def differing(self) -> str:
+    def why_not_repeated(self) -> str:
         """Say which runs of a kind did not repeat each other; an empty text if all did."""
         for kind in self.kinds:
             if len(kind.n_nodes) > 1:
@@ -167,33 +167,33 @@ class Kinds:
                 )
         return ""
 
-    def begin(self, path: str, args: Any, kwargs: Any) -> Run:
+    def begin_run(self, path: str, args: Any, kwargs: Any) -> Run:
         """Return the run that begins with these arguments."""
         autocast = autocast_here()
         has_gradients = torch.is_grad_enabled()
         is_training = self._model is not None and self._model.training
-        key = path, has_gradients, is_training, autocast, _form(args), _form(kwargs)
+        key = path, has_gradients, is_training, autocast, _work_key(args), _work_key(kwargs)
         memory, inputs = None, set[int]()
         with self._lock:
             kind = self._by_key.get(key)
             if kind is None:
-                kind = Kind(path, has_gradients=has_gradients, autocast=autocast)
+                kind = RunKind(path, has_gradients=has_gradients, autocast=autocast)
                 self._by_key[key] = kind
                 self.kinds.append(kind)
                 self._copy_inputs(kind, args, kwargs)
             if not kind.is_noted:  # the first run of the kind that does not fail
-                memory = self._memory()
+                memory = self._model_memory()
                 inputs = {memory_of(tensor)[0] for tensor in every_tensor((args, kwargs))}
             kind.n_runs += 1
         return Run(kind, memory, inputs)
 
-    def _memory(self) -> set[int]:
+    def _model_memory(self) -> set[int]:
         if self._model is None:
             return set()
         tensors = (*self._model.parameters(), *self._model.buffers())
         return {memory_of(tensor)[0] for tensor in tensors if not is_lazy(tensor)}
 
-    def _copy_inputs(self, kind: Kind, args: Any, kwargs: Any) -> None:
+    def _copy_inputs(self, kind: RunKind, args: Any, kwargs: Any) -> None:
         if self.failure or self._model is None or not self.wants_flops:
             return
         if len(self.kinds) > _MOST_KINDS:
@@ -221,7 +221,7 @@ class Kinds:
             self.copy.release()
 
 
-def _form(value: Any) -> Any:
+def _work_key(value: Any) -> Any:
     """Describe inputs so that equal descriptions mean equal work."""
     if isinstance(value, Tensor):
         size = tuple(value.shape) if not value.is_nested else id(value)
@@ -229,7 +229,7 @@ def _form(value: Any) -> Any:
     if isinstance(value, _ATOMS):
         return value
     if type(value) in (tuple, list):
-        return tuple(map(_form, value))
+        return tuple(map(_work_key, value))
     if type(value) is dict:
-        return tuple((repr(key), _form(part)) for key, part in value.items())
-    return type(value), tuple(map(_form, every_tensor(value)))
+        return tuple((repr(key), _work_key(part)) for key, part in value.items())
+    return type(value), tuple(map(_work_key, every_tensor(value)))

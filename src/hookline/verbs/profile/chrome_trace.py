@@ -28,9 +28,9 @@ def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
         model_type: the class of the model.
     """
     pid = os.getpid()
-    events: list[dict[str, Any]] = [_name("process_name", pid, 0, f"hl.profile: {model_type}")]
+    events: list[dict[str, Any]] = [_metadata("process_name", pid, 0, f"hl.profile: {model_type}")]
     for number, lane in enumerate(lanes):
-        events.append(_name("thread_name", pid, number, lane.name))
+        events.append(_metadata("thread_name", pid, number, lane.name))
         events += [{**event, "pid": pid, "tid": number} for event in _complete_events(lane)]
     n_lost = sum(lane.n_lost for lane in lanes)
     data = {
@@ -41,23 +41,23 @@ def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
     return write_file(path, json.dumps(data))
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _metadata(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _complete_events(lane: Lane) -> Iterator[dict[str, Any]]:
-    seconds = lane.clock.seconds
+    seconds = lane.clock.seconds_at
     stretches: list[tuple[Context, float, float]] = []
     for context, phase, first, last in zip(*[iter(lane.events)] * 4, strict=True):
         start, end = seconds(first), seconds(last)
         if phase == BACKWARD:
             stretches.append((context, start, end))
         else:
-            yield _complete(context, PHASES[phase], start, end)
-    yield from _joined(stretches)
+            yield _complete_event(context, PHASES[phase], start, end)
+    yield from _joined_backward(stretches)
 
 
-def _joined(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str, Any]]:
+def _joined_backward(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str, Any]]:
     """Join the stretches of backward that follow each other: a caller spans those in it."""
     running: list[tuple[Context, float]] = []
     last = -1.0
@@ -65,7 +65,7 @@ def _joined(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str,
     def ended(n_left: int) -> Iterator[dict[str, Any]]:
         while len(running) > n_left:
             context, began = running.pop()
-            yield _complete(context, PHASES[BACKWARD], began, last)
+            yield _complete_event(context, PHASES[BACKWARD], began, last)
 
     for context, start, end in stretches:
         chain = [caller for caller in context.chain if caller.path is not None]
@@ -81,7 +81,7 @@ def _joined(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str,
     yield from ended(0)
 
 
-def _complete(context: Context, phase: str, start: float, end: float) -> dict[str, Any]:
+def _complete_event(context: Context, phase: str, start: float, end: float) -> dict[str, Any]:
     return {
         "name": path_text(context.path or ""),
         "cat": phase,
