@@ -211,10 +211,10 @@ def test_a_context_finds_its_place_again():
     top = Context()
     block = top.child("").child("block")
     inner = block.child("inner")
-    assert inner.again("block") is block
-    assert top.child("").again("block") is block
-    assert top.again("inner") is inner
-    assert top.again("new") is top.children["new"]
+    assert inner.recomputed_child("block") is block
+    assert top.child("").recomputed_child("block") is block
+    assert top.recomputed_child("inner") is inner
+    assert top.recomputed_child("new") is top.children["new"]
     assert [one.path for one in top.walk()] == [None, "", "block", "inner", "new"]
     again = inner.child("block")
     assert outermost([block, again], lambda path: path == "block") == [block]

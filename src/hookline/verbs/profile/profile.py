@@ -323,7 +323,7 @@ class Profile(VerbLine[Line], Result):
     def calls(self) -> list[dict[str, Any]]:
         """Return the calls of all passes as nested plain values, for a flame graph."""
         tops = [lane.top.context for lane in self._read_clocks()]
-        return nested_calls(tops, _sums(tops, self._ran_passes()), self._count_flops().top)
+        return nested_calls(tops, _sums(tops, self._ran_passes()), self._flop_counts().top)
 
     def __repr__(self) -> str:
         passes = plural(self._ran_passes().n_passes, "pass", "passes")
@@ -347,7 +347,7 @@ class Profile(VerbLine[Line], Result):
 
     def _make_table(self, choice: PassChoice) -> ProfileTable:
         lanes = self._read_clocks()
-        counted = self._count_flops()
+        counted = self._flop_counts()
         tops = [lane.top.context for lane in lanes]
         ran = self._ran_passes()
         costs, n_passes = ran.costs(choice)
@@ -401,7 +401,7 @@ class Profile(VerbLine[Line], Result):
                 notes.append(f"FLOPs and peaks are not those of all passes: {differing}.")
         return tuple(note for note in notes if note)
 
-    def _count_flops(self) -> RunCounts:
+    def _flop_counts(self) -> RunCounts:
         """Count the FLOPs of all runs so far."""
         n_runs = sum(kind.n_runs + kind.n_backwards for kind in self._kinds.kinds)
         if self._counted is None or self._counted[0] != n_runs:
