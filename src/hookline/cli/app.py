@@ -47,7 +47,7 @@ from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
-from hookline.verbs.check.situation import read as read_situation
+from hookline.verbs.check.replay_file import read as read_situation
 from hookline.verbs.shared.run_model import Inputs
 from hookline.views import terminal_plots
 from hookline.views.page import write_comparison_page

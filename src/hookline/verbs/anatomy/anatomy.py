@@ -33,13 +33,13 @@ from hookline.errors import (
     StructureError,
 )
 from hookline.recordings import PassRecord, Recording
-from hookline.verbs.anatomy.identity_errors import error, limit
-from hookline.verbs.anatomy.lens import Lens, lens_of
+from hookline.verbs.anatomy.check_whole import check_same_output, refuse_plain_shards, run_output
+from hookline.verbs.anatomy.identity_errors import error, tolerance
+from hookline.verbs.anatomy.logit_lens import Lens, apply_head
+from hookline.verbs.anatomy.prove_parts import find_and_prove, quiet_without_fastpath
 from hookline.verbs.anatomy.stacks import Stack
-from hookline.verbs.anatomy.structure import quiet, structure_of
-from hookline.verbs.anatomy.trace import Trace, traced
+from hookline.verbs.anatomy.trace import Trace, trace_model
 from hookline.verbs.anatomy.trial_inputs import trial_inputs
-from hookline.verbs.anatomy.whole import check_whole, output_of, refuse_plain_parts
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone
@@ -68,7 +68,7 @@ class Anatomy(Result):
 
     def __init__(self, model: nn.Module, stacks: list[Stack], wrapped: nn.Module) -> None:
         self._model, self._wrapped = model, wrapped
-        self._names = stacks[-1].part_names(model)
+        self._names = stacks[-1].proven_names(model)
         self._head = stacks[-1].head
         self._projections = [layer.projection for layer in stacks[-1].layers]
         self.stacks: dict[str, Anatomy] = {}
@@ -95,7 +95,7 @@ class Anatomy(Result):
     @property
     def refused(self) -> dict[str, str]:
         """The names that are not proven, at all or in some layer, each with the reason."""
-        return self._names.reasons()
+        return self._names.why_not_proven()
 
     # -- reads ------------------------------------------------------------------------------------
 
@@ -127,15 +127,15 @@ class Anatomy(Result):
             NotRecordedError: the run has no such stream.
             InputError: `run` is not a recording, or `n` is not 1 or more.
         """
-        _check_run(run)
+        _check_is_recording(run)
         if self._head is None or "logits" not in self:
-            raise SelectionError(self._names.why_not("logits"))
+            raise SelectionError(self._names.not_proven_message("logits"))
         streams = {layer: self._site("resid_post", layer) for layer in range(self.n_layers)}
         with whole_weights(self._wrapped):
-            return lens_of(self._head, streams, run, n)
+            return apply_head(self._head, streams, run, n)
 
     def _site(self, name: str, layer: int) -> str:
-        if not _is_number(layer):
+        if not _is_integer(layer):
             raise InputError(
                 f"layer must be the number of a layer, got {layer!r}.\nThe first layer is 0."
             )
@@ -158,7 +158,7 @@ class Anatomy(Result):
                 f" {describe.in_words(value)}.\nGive run[parts['attn_heads', 0]]."
             )
         if self.n_heads is None:
-            raise SelectionError(self._names.why_not("pattern"))
+            raise SelectionError(self._names.not_proven_message("pattern"))
         n_heads = self._n_heads_side_by_side(value.shape[-1])
         if value.shape[-1] % n_heads:
             raise StructureError(
@@ -191,7 +191,7 @@ class Anatomy(Result):
             NotRecordedError: the run does not have it.
             InputError: `run` is no recording, or `layer` no number.
         """
-        _check_run(run)
+        _check_is_recording(run)
         site = self._site("attn_heads", layer)
         self._site("attn_out_raw", layer)  # which raises if it is not proven
         projection = self._model.get_submodule(self._projections[layer])
@@ -208,7 +208,7 @@ class Anatomy(Result):
                 parts.append(projection(head) - bias)
             added = torch.stack(parts)
             off = error(added.sum(0) + bias, projection(value))
-        if off > limit(value.dtype):
+        if off > tolerance(value.dtype):
             raise SelectionError(
                 f"{self._projections[layer]} must be a projection, whose parts add up: they are off"
                 f" by {off:.1e}.\nRecord attn_out_raw before and after a head is set to zero."
@@ -226,7 +226,7 @@ class Anatomy(Result):
             NotRecordedError: the run does not have the indices.
             InputError: `run` is no recording.
         """
-        _check_run(run)
+        _check_is_recording(run)
         self._names.find("expert_indices")  # which raises if there are none
         loads = {}
         for layer in self._names.layers_of("expert_indices"):
@@ -263,10 +263,10 @@ class Anatomy(Result):
             rows=[
                 (
                     row["name"],
-                    self._pattern(row["site"], row["layers"]),
+                    self._site_with_star(row["site"], row["layers"]),
                     "" if row["shape"] is None else str(row["shape"]),
-                    _layers(row["layers"], self.n_layers),
-                    _error(row["error"]),
+                    _layers_text(row["layers"], self.n_layers),
+                    _error_text(row["error"]),
                 )
                 for row in self._table_rows()
             ],
@@ -274,7 +274,7 @@ class Anatomy(Result):
             more="names",
         )  # fmt: skip
 
-    def _pattern(self, site: str, layers: list[int]) -> str:
+    def _site_with_star(self, site: str, layers: list[int]) -> str:
         """Return a site with a star in place of its layer."""
         if not layers:
             return site
@@ -283,7 +283,7 @@ class Anatomy(Result):
 
     def _notes(self) -> list[str]:
         reasons = self.refused
-        told = {name: why for name, why in reasons.items() if name in self or _is_told(name, why)}
+        told = {name: why for name, why in reasons.items() if name in self or _is_shown(name, why)}
         notes = [f"{name} is not proven: {why}" for name, why in told.items()]
         others = [name for name in reasons if name not in told]
         if others:
@@ -298,7 +298,7 @@ class Anatomy(Result):
         return notes
 
 
-def _check_run(run: Any) -> None:
+def _check_is_recording(run: Any) -> None:
     if not isinstance(run, Recording | PassRecord):
         raise InputError(
             f"run must be a recording, got {type(run).__name__}."
@@ -306,14 +306,14 @@ def _check_run(run: Any) -> None:
         )
 
 
-def _is_number(layer: Any) -> bool:
+def _is_integer(layer: Any) -> bool:
     return isinstance(layer, Integral) and not isinstance(layer, bool)
 
 
 def _name_and_layer(key: Any) -> tuple[str, int]:
     if isinstance(key, tuple) and len(key) == 2:
         name, layer = key
-        if isinstance(name, str) and _is_number(layer):
+        if isinstance(name, str) and _is_integer(layer):
             return name, int(layer)
     raise SelectionError(
         f"a part must be a name, or a name and the number of a layer, got {key!r}."
@@ -321,27 +321,27 @@ def _name_and_layer(key: Any) -> tuple[str, int]:
     )
 
 
-def _error(error: float | None) -> str:
+def _error_text(error: float | None) -> str:
     """Return the text of an error; the last bits differ between machines."""
     if error is None:
         return ""
     return "< 1e-6" if error < 1e-6 else f"{error:.0e}"
 
 
-def _is_told(name: str, why: str) -> bool:
+def _is_shown(name: str, why: str) -> bool:
     return name == "resid_mid" or "is off by" in why
 
 
-def _layers(layers: list[int], n_layers: int) -> str:
+def _layers_text(layers: list[int], n_layers: int) -> str:
     if len(layers) in (0, n_layers):
         return "all" if layers else ""
     return ", ".join(map(str, layers))
 
 
-def _traced(model: nn.Module, inputs: Any, *, is_given: bool) -> Trace:
+def _trace_or_refuse(model: nn.Module, inputs: Any, *, is_given: bool) -> Trace:
     """Trace a run of a model; say so if it takes no input that is made for it."""
     try:
-        return traced(model, inputs)
+        return trace_model(model, inputs)
     except Exception as reason:
         if is_given or isinstance(reason, HooklineError):
             raise
@@ -403,17 +403,17 @@ def anatomy(model: nn.Module, inputs: Inputs | None = None) -> Anatomy:
             "hl.anatomy must be given a model that is not compiled, because it follows the calls of"
             " torch's functions.\nCall parts = hl.anatomy(model) before torch.compile."
         )
-    refuse_plain_parts(model)
+    refuse_plain_shards(model)
     wrapped, model = model, unwrap(model)
     refuse_shapes_alone("hl.anatomy", model, inputs, reads_weights=True)
     # A tensor made in inference mode has no version, which tells that it was written to.
-    with torch.inference_mode(False), eval_without_side_effects(model), quiet():
+    with torch.inference_mode(False), eval_without_side_effects(model), quiet_without_fastpath():
         both = trial_inputs(model, inputs)
-        split_output = output_of(wrapped, both[0]) if is_split(wrapped) else None
+        split_output = run_output(wrapped, both[0]) if is_split(wrapped) else None
         with whole_weights(wrapped):
             if split_output is not None:
-                check_whole(model, both[0], split_output)
-            trace = _traced(model, both[0], is_given=inputs is not None)
-            parts = Anatomy(model, structure_of(model, trace, both), wrapped)
+                check_same_output(model, both[0], split_output)
+            trace = _trace_or_refuse(model, both[0], is_given=inputs is not None)
+            parts = Anatomy(model, find_and_prove(model, trace, both), wrapped)
     register_parts(model, parts._names.find)
     return parts

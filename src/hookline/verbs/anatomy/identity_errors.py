@@ -15,7 +15,7 @@ _EQUAL = CLOSE / 10  # no better form is looked for
 _WORSE = float("inf")
 
 
-def limit(dtype: torch.dtype) -> float:
+def tolerance(dtype: torch.dtype) -> float:
     """Return the largest error that counts as equal: 1e-5, or more in coarser dtypes."""
     return max(CLOSE, 8 * torch.finfo(dtype).eps)
 
@@ -57,19 +57,19 @@ def error_of_rescale(after: Tensor, before: Tensor) -> float:
     if len(x) < 4:
         return _WORSE
     least = _WORSE
-    for values in _rescaled(x):
-        least = min(least, _affine(values, y))
+    for values in _with_norms(x):
+        least = min(least, _affine_error(values, y))
         if least < _EQUAL:
             break
     return least
 
 
-def error_or_rescale(after: Tensor, before: Tensor) -> float:
+def error_up_to_rescale(after: Tensor, before: Tensor) -> float:
     """Return the error of two values as equal ones, or of the best scale or norm between them."""
     return min(error(before, after), error_of_rescale(after, before))
 
 
-def _rescaled(x: Tensor) -> Iterator[Tensor]:
+def _with_norms(x: Tensor) -> Iterator[Tensor]:
     """Yield the numbers themselves, and their norms."""
     yield x
     for values in (x - x.mean(-1, keepdim=True), x):
@@ -77,7 +77,7 @@ def _rescaled(x: Tensor) -> Iterator[Tensor]:
         yield from (values / (square + eps).sqrt() for eps in _EPS)
 
 
-def _affine(x: Tensor, y: Tensor) -> float:
+def _affine_error(x: Tensor, y: Tensor) -> float:
     """Return the error of the best factor and offset for each channel."""
     x0, y0 = x - x.mean(0), y - y.mean(0)
     factor = (x0 * y0).sum(0) / (x0 * x0).sum(0).clamp(min=1e-30)

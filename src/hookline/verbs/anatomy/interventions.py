@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.recordings import Recording
-from hookline.verbs.anatomy.claims import on_stream
 from hookline.verbs.anatomy.identity_errors import CLOSE
 from hookline.verbs.anatomy.parts import Layer, Part, is_cross, side_inputs, site_of, stream_site
+from hookline.verbs.anatomy.stream_claims import reshape_or_expand
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.edit.edit import edit
 from hookline.verbs.record.features import features
@@ -56,62 +56,62 @@ class Interventions:
         self._term_sites = {
             id(part): site_of(trace, part.term.value, layer.block.path) for layer, part in parts
         }
-        self._terms = _known(self._term_sites.values())
-        self._reads = _known(
+        self._terms = _distinct_sites(self._term_sites.values())
+        self._reads = _distinct_sites(
             stream_site(trace, read, layer.block)
             for layer, part in parts
             for read in part.term.reads
         )
         # Of each pattern, what it mixes.
-        self._mixed = _known(
+        self._mixed = _distinct_sites(
             next(iter(trace.sites(core.call.outputs[0], "operation")), None)
             for _, part in parts
             for core in part.cores
         )
-        self._undisturbed = trace.by_site()
+        self._undisturbed = trace.tensor_by_site()
 
-    def tell_apart(self) -> None:
+    def set_kinds(self) -> None:
         """Give each part its kind.
 
         An MLP takes a change of some tokens to no other token. An attention without what its
         pattern mixes adds the same to all streams; one mixed token moves it at one token; and if
         what it mixes is kept, a change of some tokens reaches no other token.
         """
-        without = self._with(self._disturbed, self._zeros)
-        alone = self._with(self._kept, self._one_token) if self._mixed else None
-        kept = self._with(self._disturbed, self._kept) if self._mixed else None
+        without = self._record_terms(self._disturb_tokens, self._zeros)
+        alone = self._record_terms(self._unchanged, self._only_one_token) if self._mixed else None
+        kept = self._record_terms(self._disturb_tokens, self._unchanged) if self._mixed else None
         for layer in self._layers:
             for part in layer.parts:
-                part.kind = self._kind(layer, part, _Runs(without, alone, kept))
+                part.kind = self._judge_kind(layer, part, _Runs(without, alone, kept))
 
-    def _with(
-        self, of_stream: Callable[[str], Tensor], of_mixed: Callable[[str], Tensor]
+    def _record_terms(
+        self, new_stream: Callable[[str], Tensor], new_mixed: Callable[[str], Tensor]
     ) -> Recording:
         """Run the model with other streams and other mixed values, and record the terms."""
-        values = {site: of_stream(site) for site in self._reads}
-        values |= {site: of_mixed(site) for site in self._mixed}
-        with edit(self._model, {site: _put(value) for site, value in values.items()}):
+        values = {site: new_stream(site) for site in self._reads}
+        values |= {site: new_mixed(site) for site in self._mixed}
+        with edit(self._model, {site: _replace_by(value) for site, value in values.items()}):
             return features(self._model, copied(self._inputs), self._terms, copy=True)
 
-    def _kept(self, site: str) -> Tensor:
+    def _unchanged(self, site: str) -> Tensor:
         return self._undisturbed[site]
 
     def _zeros(self, site: str) -> Tensor:
         return torch.zeros_like(self._undisturbed[site])
 
-    def _disturbed(self, site: str) -> Tensor:
+    def _disturb_tokens(self, site: str) -> Tensor:
         stream = self._undisturbed[site].clone()
-        is_changed = _is_changed(stream)
-        stream[is_changed] += _noise(stream)[is_changed]
+        is_changed = _changed_token_mask(stream)
+        stream[is_changed] += _noise_like(stream)[is_changed]
         return stream
 
-    def _one_token(self, site: str) -> Tensor:
+    def _only_one_token(self, site: str) -> Tensor:
         mixed = self._zeros(site)
         place = tuple(min(1, size - 1) for size in mixed.shape[:-1])
-        mixed[place] = (self._undisturbed[site] + _noise(mixed + 1))[place]
+        mixed[place] = (self._undisturbed[site] + _noise_like(mixed + 1))[place]
         return mixed
 
-    def _kind(self, layer: Layer, part: Part, runs: _Runs) -> str:
+    def _judge_kind(self, layer: Layer, part: Part, runs: _Runs) -> str:
         site = self._term_sites[id(part)]
         if site is None or not part.term.reads:
             return "side"
@@ -121,11 +121,11 @@ class Interventions:
             what = "NaN or infinity" if before.any() else "nothing but zeros"
             part.why = f"{site} adds {what}, which does not tell what it is"
             return "unknown"
-        changed = _is_changed(layer.block.pre.tensor)
-        reach = float(_moved(before, runs.without[site], shape)[~changed].max())
+        changed = _changed_token_mask(layer.block.pre.tensor)
+        reach = float(_token_change(before, runs.without[site], shape, before)[~changed].max())
         if part.cores and runs.alone is not None and runs.kept is not None:
-            leak = float(_moved(before, runs.kept[site], shape)[~changed].max())
-            moved = _moved(runs.alone[site], runs.without[site], shape, before)
+            leak = float(_token_change(before, runs.kept[site], shape, before)[~changed].max())
+            moved = _token_change(runs.alone[site], runs.without[site], shape, before)
             most, next_most = moved.flatten().topk(2).values.tolist()
             if most > 0 and max(leak, next_most) <= CLOSE:
                 begin = self._layers[0].block.call.begin
@@ -142,26 +142,26 @@ class Interventions:
         return "side" if side_inputs(part, layer.block) else "mlp"
 
 
-def _known(sites: Iterable[str | None]) -> list[str]:
+def _distinct_sites(sites: Iterable[str | None]) -> list[str]:
     return sorted({site for site in sites if site is not None})
 
 
-def _put(new: Tensor) -> Callable[[Tensor], Tensor]:
+def _replace_by(new: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a change that puts a tensor in the place of a value."""
     return lambda value: new.to(value.dtype, copy=True)
 
 
-def _moved(before: Tensor, after: Tensor, shape: torch.Size, size: Tensor | None = None) -> Tensor:
+def _token_change(before: Tensor, after: Tensor, shape: torch.Size, scale: Tensor) -> Tensor:
     """Return how far each token of a term is moved, of the largest number of the term.
 
     A term may have fewer dimensions than the stream to which it is added.
     """
-    off = on_stream((after.double() - before.double()).abs(), shape)
-    share = off.amax(-1) / (before if size is None else size).double().abs().max()
+    off = reshape_or_expand((after.double() - before.double()).abs(), shape)
+    share = off.amax(-1) / scale.double().abs().max()
     return share.nan_to_num(nan=math.inf)
 
 
-def _is_changed(stream: Tensor) -> Tensor:
+def _changed_token_mask(stream: Tensor) -> Tensor:
     """Tell which tokens of a stream are changed: about half of them.
 
     Which dimension the tokens have is not known. Whatever it is, and however far a part carries
@@ -176,7 +176,7 @@ def _is_changed(stream: Tensor) -> Tensor:
     return (torch.as_tensor(n_ones, device=stream.device) % 2 == 0).expand(places.shape)
 
 
-def _noise(numbers: Tensor) -> Tensor:
+def _noise_like(numbers: Tensor) -> Tensor:
     """Return noise of the size of some numbers."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(numbers.shape, generator=generator, device="cpu").to(numbers)

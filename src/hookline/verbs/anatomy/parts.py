@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
-from hookline.verbs.anatomy.names import Names
-from hookline.verbs.anatomy.stream import MATMULS, Block, NoStream, Term, before, cuts
+from hookline.verbs.anatomy.claimed_names import Names
+from hookline.verbs.anatomy.residual_stream import (
+    MATMULS,
+    Block,
+    NoStream,
+    Term,
+    event_index,
+    on_every_path,
+    walk_back,
+)
 from hookline.verbs.anatomy.trace import Event, Place, Trace, Value
 
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
@@ -82,7 +90,7 @@ def _part(term: Term) -> Part:
     for event in term.events:
         is_softmax = event.name == "softmax" and event.outputs[:1]
         if is_softmax and event.outputs[0].tensor.dim() > 2:
-            product = _product_with(event, term)
+            product = _product_with_values(event, term)
             if product is not None:
                 cores.append(product)
                 first = first or event
@@ -95,7 +103,7 @@ def argument_of(event: Event, number: int, name: str) -> Any:
     return positional[number] if number < len(positional) else named.get(name)
 
 
-def _product_with(softmax: Event, term: Term) -> Core | None:
+def _product_with_values(softmax: Event, term: Term) -> Core | None:
     """Return the product of a softmax and values; a router's softmax has none."""
     pattern = {id(value) for value in softmax.outputs}
     for event in term.events:
@@ -121,9 +129,9 @@ def is_cross(part: Part, block: Block, stack_begin: int) -> bool:
     if values is None:
         return False
     on_stream = block.stream_ids
-    if any(id(value) in on_stream for value in values.chain()):
+    if any(id(value) in on_stream for value in values.equal_values()):
         return False
-    events, reads = before(values, on_stream, stack_begin)
+    events, reads = walk_back(values, on_stream, stack_begin)
     is_local = any(event.index < block.call.begin for event in events)
     return not reads and not is_local
 
@@ -155,11 +163,11 @@ def site_of(trace: Trace, value: Value, inside: str, *, is_innermost: bool = Fal
         is_innermost: whether the innermost module is best.
     """
     sign = -1 if is_innermost else 1
-    places = [place for each in value.chain()[::sign] for place in each.places]
+    places = [place for each in value.equal_values()[::sign] for place in each.places]
     for kind in ("output", "operation"):
         fitting = [place for place in places if place.kind == kind and _is_in(place, inside)]
         if fitting:
-            return trace.text(min(fitting, key=lambda place: sign * place.path.count(".")))
+            return trace.site_text(min(fitting, key=lambda place: sign * place.path.count(".")))
     return None
 
 
@@ -170,19 +178,19 @@ def _is_in(place: Place, inside: str) -> bool:
     return path.startswith(f"{inside}." if inside else "")
 
 
-def input_of(trace: Trace, value: Value, inside: str, events: Sequence[Event]) -> str | None:
+def input_site(trace: Trace, value: Value, inside: str, events: Sequence[Event]) -> str | None:
     """Return the input of the outermost module that gets a value, of those that a part runs."""
     paths = {event.path for event in events}
     places = [
         place
-        for each in value.chain()
+        for each in value.equal_values()
         for place in each.places
         if place.kind == "input" and place.path.startswith(f"{inside}.")
         and any(f"{path}.".startswith(f"{place.path}.") for path in paths)
     ]  # fmt: skip
     if not places:
         return site_of(trace, value, inside)
-    return trace.text(min(places, key=lambda place: (place.path.count("."), place.number)))
+    return trace.site_text(min(places, key=lambda place: (place.path.count("."), place.number)))
 
 
 def stream_site(trace: Trace, value: Value, block: Block) -> str | None:
@@ -192,7 +200,7 @@ def stream_site(trace: Trace, value: Value, block: Block) -> str | None:
     if value is block.post and value in block.call.outputs.values():
         return next(reversed(trace.sites(value, "output", block.path)), None)
     shape = block.pre.tensor.shape
-    shaped = next((each for each in value.chain() if each.tensor.shape == shape), value)
+    shaped = next((each for each in value.equal_values() if each.tensor.shape == shape), value)
     return site_of(trace, shaped, block.path)
 
 
@@ -208,30 +216,26 @@ def region(term: Term) -> list[Value]:
             new = [value for value in event.outputs if id(value) not in reached]
             reached.update(map(id, new))
             values += new
-    return cuts(values, term.value) if id(term.value) in reached else [term.value]
+    return on_every_path(values, term.value) if id(term.value) in reached else [term.value]
 
 
-def ends(term: Term) -> tuple[Value, Value]:
+def input_and_output(term: Term) -> tuple[Value, Value]:
     """Return what a part gets before its first product, and what its last product returns."""
     gates = region(term)
     products = [event.index for event in term.events if event.name in MATMULS]
     if not products:
         return gates[0], term.value
-    first = [value for value in gates if _index(value) < products[0]] or gates[:1]
-    last = [value for value in gates if _index(value) >= products[-1]] or [term.value]
-    return _like_the_stream(first[::-1], term), _like_the_stream(last, term)
+    first = [value for value in gates if event_index(value) < products[0]] or gates[:1]
+    last = [value for value in gates if event_index(value) >= products[-1]] or [term.value]
+    return _most_like_stream(first[::-1], term), _most_like_stream(last, term)
 
 
-def _like_the_stream(values: Sequence[Value], term: Term) -> Value:
+def _most_like_stream(values: Sequence[Value], term: Term) -> Value:
     """Return the first value of the stream's shape, or else of its size, or else the first."""
     stream = term.reads[-1].tensor
     shaped = [value for value in values if value.tensor.shape == stream.shape]
     sized = [value for value in values if value.tensor.numel() == stream.numel()]
     return (shaped or sized or list(values))[0]
-
-
-def _index(value: Value) -> int:
-    return -1 if value.maker is None else value.maker.index
 
 
 def refuse_several_streams(layer: Layer) -> None:
@@ -270,13 +274,13 @@ def name_layer(trace: Trace, layer: Layer) -> None:
             names.refuse([f"{prefix}_{end}" for end in ("in", "out", "out_raw")], why)
             continue
         term = parts[0].term
-        got, returned = ends(term)
-        names.put(f"{prefix}_in", input_of(trace, got, block.path, term.events))
-        is_added = any(value is returned.origin for value in term.value.chain())
+        got, returned = input_and_output(term)
+        names.put(f"{prefix}_in", input_site(trace, got, block.path, term.events))
+        is_added = any(value is returned.origin for value in term.value.equal_values())
         raw = term.value if is_added else returned
         names.put(f"{prefix}_out_raw", site_of(trace, raw, block.path))
         names.put(f"{prefix}_out", site_of(trace, term.value, block.path))
-    mid, why = mid_of(layer)
+    mid, why = find_mid_stream(layer)
     if mid is None:
         names.refuse(["resid_mid"], why)
     else:
@@ -299,13 +303,16 @@ WORDS = {
 }  # fmt: skip
 
 
-def mid_of(layer: Layer) -> tuple[Value | None, str]:
+def find_mid_stream(layer: Layer) -> tuple[Value | None, str]:
     """Return the stream between the two parts of a block; None and the reason without it."""
     mixing = [part for part in layer.parts if part.kind in ("attention", "mixer", "cross")]
     mlp = layer.of_kind("mlp")
     if not mixing or not mlp:
         kind = "part that mixes tokens" if not mixing else "MLP"
-        return None, f"the block has no {kind}{why_none(layer, 'attention' if not mixing else '')}"
+        return (
+            None,
+            f"the block has no {kind}{why_none(layer, 'attention' if not mixing else '')}",
+        )
     reads = mlp[0].term.reads
     if len(mlp) > 1:
         return None, f"the block has {len(mlp)} MLPs"
@@ -314,6 +321,6 @@ def mid_of(layer: Layer) -> tuple[Value | None, str]:
     earlier = [read for part in mixing for read in part.term.reads]
     if any(read is reads[0] for read in earlier):
         return None, "attention and MLP are parallel: both read the same stream"
-    if max(_index(read) for read in earlier) > _index(reads[0]):
+    if max(event_index(read) for read in earlier) > event_index(reads[0]):
         return None, "the MLP comes before a part that mixes tokens"
     return reads[0], ""

@@ -10,11 +10,11 @@ from typing import final
 from torch import nn
 
 from hookline.engine import unwrap
-from hookline.verbs.anatomy.head import Head
-from hookline.verbs.anatomy.names import Names
-from hookline.verbs.anatomy.part_names import PartNames
+from hookline.verbs.anatomy.claimed_names import Names
+from hookline.verbs.anatomy.embeddings_and_head import Head
 from hookline.verbs.anatomy.parts import Layer, is_cross, layer_of, refuse_several_streams
-from hookline.verbs.anatomy.stream import NoStream, block_of
+from hookline.verbs.anatomy.proven_names import ProvenNames
+from hookline.verbs.anatomy.residual_stream import NoStream, block_of
 from hookline.verbs.anatomy.trace import ModuleCall, Trace
 
 
@@ -43,15 +43,15 @@ class Stack:
         """Tell whether a module is one of the blocks, or in one."""
         return any(f"{path}.".startswith(f"{layer.block.path}.") for layer in self.layers)
 
-    def owners(self) -> dict[int, Names]:
+    def names_by_layer(self) -> dict[int, Names]:
         """Return the names by layer; -1 is no layer."""
         return {-1: self.names, **{k: layer.names for k, layer in enumerate(self.layers)}}
 
-    def part_names(self, model: nn.Module) -> PartNames:
+    def proven_names(self, model: nn.Module) -> ProvenNames:
         """Return the names without the trace, which they would keep alive."""
-        owners = self.owners().items()
+        owners = self.names_by_layer().items()
         stream = self.layers[0].block.pre.tensor
-        return PartNames(
+        return ProvenNames(
             model=type(model).__name__,
             stack=self.path,
             blocks=tuple(layer.block.path for layer in self.layers),
@@ -65,24 +65,24 @@ class Stack:
         )
 
 
-def stacks_of(model: nn.Module, trace: Trace) -> tuple[list[Stack], list[str]]:
+def find_stacks(model: nn.Module, trace: Trace) -> tuple[list[Stack], list[str]]:
     """Return the stacks of a model, none inside another; and why chains of blocks are none."""
     chains: list[Stack] = []
     reasons: list[tuple[int, str]] = []
     for path, calls in _chains(model, trace):
-        layers = [_layer(trace, call) for call in calls]
-        chains += [Stack(path, run) for run in _runs(layers)]
-        reasons += _reasons([model.get_submodule(call.path) for call in calls], layers)
+        layers = [_layer_or_no_stream(trace, call) for call in calls]
+        chains += [Stack(path, run) for run in _connected_layers(layers)]
+        reasons += _why_no_stream([model.get_submodule(call.path) for call in calls], layers)
     stacks: list[Stack] = []
     for chain in chains:
         inner = [each for each in chains if each is not chain and chain.holds(each.path)]
-        if any(stack.holds(chain.path) for stack in stacks) or _is_of_stages(chain, inner):
+        if any(stack.holds(chain.path) for stack in stacks) or _has_stages(chain, inner):
             continue
         stacks.append(chain)
     return stacks, [why for _, why in sorted(reasons, reverse=True)]
 
 
-def _reasons(
+def _why_no_stream(
     modules: Sequence[nn.Module], layers: Sequence[Layer | NoStream]
 ) -> Iterator[tuple[int, str]]:
     """Yield why modules of one type, one after the other, have no stream; and their number."""
@@ -105,7 +105,7 @@ def _chains(model: nn.Module, trace: Trace) -> Iterator[tuple[str, list[ModuleCa
 
     Outer modules come before inner ones. What returns what it gets, as dropout does, is left out.
     """
-    for path, module in _modules(model, ""):
+    for path, module in _unwrapped_modules(model, ""):
         paths = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
         runs = [call for child in paths for call in trace.calls.get(child, ())]
         calls = [call for call in runs if not _returns_what_it_gets(call)]
@@ -113,7 +113,7 @@ def _chains(model: nn.Module, trace: Trace) -> Iterator[tuple[str, list[ModuleCa
             continue  # a child that runs again has no site of its own
         chain: list[ModuleCall] = []
         for call in sorted(calls, key=lambda each: each.begin):
-            if chain and not (chain[-1].end <= call.begin and _hands_on(chain[-1], call)):
+            if chain and not (chain[-1].end <= call.begin and _feeds(chain[-1], call)):
                 yield path, chain
                 chain = []
             chain.append(call)
@@ -121,12 +121,12 @@ def _chains(model: nn.Module, trace: Trace) -> Iterator[tuple[str, list[ModuleCa
             yield path, chain
 
 
-def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _unwrapped_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module with its path, in which torch's wrappers have no segment."""
     module = unwrap(module)
     yield path, module
     for name, child in module.named_children():
-        yield from _modules(child, f"{path}.{name}" if path else name)
+        yield from _unwrapped_modules(child, f"{path}.{name}" if path else name)
 
 
 def _returns_what_it_gets(call: ModuleCall) -> bool:
@@ -134,12 +134,12 @@ def _returns_what_it_gets(call: ModuleCall) -> bool:
     return bool(call.outputs) and all(id(value.origin) in given for value in call.outputs.values())
 
 
-def _hands_on(first: ModuleCall, second: ModuleCall) -> bool:
+def _feeds(first: ModuleCall, second: ModuleCall) -> bool:
     origins = {id(value.origin) for value in first.outputs.values()}
     return any(id(value.origin) in origins for value in second.inputs.values())
 
 
-def _layer(trace: Trace, call: ModuleCall) -> Layer | NoStream:
+def _layer_or_no_stream(trace: Trace, call: ModuleCall) -> Layer | NoStream:
     try:
         layer = layer_of(block_of(trace, call))
         refuse_several_streams(layer)
@@ -148,7 +148,7 @@ def _layer(trace: Trace, call: ModuleCall) -> Layer | NoStream:
     return layer
 
 
-def _runs(layers: Sequence[Layer | NoStream]) -> Iterator[list[Layer]]:
+def _connected_layers(layers: Sequence[Layer | NoStream]) -> Iterator[list[Layer]]:
     """Yield the longest runs of two or more blocks whose stream goes from each to the next."""
     runs: list[list[Layer]] = [[]]
     for layer in layers:
@@ -175,7 +175,7 @@ def _without_last_norm(run: list[Layer]) -> list[Layer]:
     return run
 
 
-def _is_of_stages(chain: Stack, inner: Sequence[Stack]) -> bool:
+def _has_stages(chain: Stack, inner: Sequence[Stack]) -> bool:
     """Tell whether the blocks are stages, each with blocks that have attention of their own."""
     return any(_n_attentions(chain, layer) > 1 for layer in chain.layers) and any(
         sum(_n_attentions(each, layer) > 0 for layer in each.layers) > 1 for each in inner

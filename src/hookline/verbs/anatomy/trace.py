@@ -74,9 +74,9 @@ class Value:
     @property
     def origin(self) -> Value:
         """Return the earliest value of the same numbers."""
-        return self.chain()[-1]
+        return self.equal_values()[-1]
 
-    def chain(self) -> list[Value]:
+    def equal_values(self) -> list[Value]:
         """Return the values of the same numbers before this one, this one first."""
         chain = [self]
         while chain[-1].like is not None:
@@ -173,8 +173,8 @@ class Trace(TorchFunctionMode):
         key = id(tensor), version(tensor)
         value = self._values.get(key)
         if value is None:
-            writer = self._writers.get(_memory(tensor))
-            value = self._new(tensor)
+            writer = self._writers.get(_memory_id(tensor))
+            value = self._new_value(tensor)
             if writer is not None:  # a view of what was written to
                 value.maker, value.is_constant = writer.maker, writer.is_constant
         return value
@@ -182,7 +182,7 @@ class Trace(TorchFunctionMode):
     def _value_or_part(self, part: Any) -> Any:
         return self.value(part) if isinstance(part, Tensor) else part
 
-    def _new(self, tensor: Tensor) -> Value:
+    def _new_value(self, tensor: Tensor) -> Value:
         weight = self._weights.get(id(tensor))
         numbers = tensor.detach().clone() if weight is None else tensor.detach()
         value = Value(numbers, is_constant=weight is not None, weight=weight)
@@ -201,17 +201,17 @@ class Trace(TorchFunctionMode):
         if not self._running or any(map(is_wrapped, given)):
             return func(*args, **kwargs)
         inputs = [self.value(tensor) for tensor in given]
-        arguments = _mapped(self._value_or_part, (args, kwargs))
+        arguments = _map_parts(self._value_or_part, (args, kwargs))
         versions = [version(tensor) for tensor in given]
         result = func(*args, **kwargs)
         written = [t for t, v in zip(given, versions, strict=True) if version(t) != v]
         made = [(leaf, t) for leaf, t in tree.tensors(result) if not is_wrapped(t)]
         if made or written:
-            event = self._note(func, inputs, made, written)
+            event = self._add_event(func, inputs, made, written)
             event.function, event.arguments, event.writes = func, arguments, bool(written)
         return result
 
-    def _note(self, func: Any, inputs: list[Value], made: Any, written: list[Tensor]) -> Event:
+    def _add_event(self, func: Any, inputs: list[Value], made: Any, written: list[Tensor]) -> Event:
         path = self._running[-1].path if self._running else ""
         name = name_of(func)
         event = Event(len(self.events), path, name, list(dict.fromkeys(inputs)))
@@ -224,12 +224,12 @@ class Trace(TorchFunctionMode):
         for leaf, tensor in targets.values():
             value = self._values.get((id(tensor), version(tensor)))
             if value is None:
-                value = self._new(tensor)
+                value = self._new_value(tensor)
                 value.maker, value.is_constant = event, is_constant
-                value.like = None if _computes(event) else _like(value, inputs)
+                value.like = None if _is_sum_or_scale(event) else _equal_input(value, inputs)
                 event.outputs.append(value)
             if any(tensor is target for target in written):
-                self._writers[_memory(tensor)] = value
+                self._writers[_memory_id(tensor)] = value
             if name in self._names and not value.is_constant:
                 value.places.append(Place("operation", f"{path}@{name}", leaf, number))
         return event
@@ -251,13 +251,13 @@ class Trace(TorchFunctionMode):
         module_call = ModuleCall(site.path, len(self.events))
         self.calls.setdefault(site.path, []).append(module_call)
         self._running.append(module_call)
-        module_call.inputs = dict(self._seen(site, given))
+        module_call.inputs = dict(self._note_places(site, given))
 
     def _leave(self, site: Site, result: Any) -> None:
         module_call = self._running.pop()
         module_call.end = len(self.events)
         given = list(module_call.inputs.values())
-        module_call.outputs = dict(self._seen(site, result))
+        module_call.outputs = dict(self._note_places(site, result))
         made = [
             value
             for value in module_call.outputs.values()
@@ -270,7 +270,7 @@ class Trace(TorchFunctionMode):
             for value in made:
                 value.maker = event
 
-    def _seen(self, site: Site, values: Any) -> Iterator[tuple[tree.Leaf, Value]]:
+    def _note_places(self, site: Site, values: Any) -> Iterator[tuple[tree.Leaf, Value]]:
         number = len(self.calls[site.path]) - 1
         for leaf, tensor in tree.tensors(values):
             if not is_wrapped(tensor):
@@ -281,20 +281,20 @@ class Trace(TorchFunctionMode):
     def sites(self, value: Value, kind: str, path: str | None = None) -> list[str]:
         """Return where a value is seen as a kind of place: of one module, or of any."""
         return [
-            self.text(place)
+            self.site_text(place)
             for place in value.places
             if place.kind == kind and path in (None, place.path)
         ]
 
-    def by_site(self) -> dict[str, Tensor]:
+    def tensor_by_site(self) -> dict[str, Tensor]:
         """Return the numbers that each site had."""
         return {
-            self.text(place): value.tensor
+            self.site_text(place): value.tensor
             for value in self._values.values()
             for place in value.places
         }
 
-    def text(self, place: Place) -> str:
+    def site_text(self, place: Place) -> str:
         """Return the text of a site; the number of the call only where there are several."""
         path, _, name = place.path.rpartition("@")
         is_operation = place.kind == "operation"
@@ -321,7 +321,7 @@ def replay(events: Iterable[Event], given: dict[int, Tensor], wanted: Value) -> 
         return number(part).clone() if isinstance(part, Value) else part
 
     for event in events:
-        args, kwargs = _mapped(copied if event.writes else number, event.arguments)
+        args, kwargs = _map_parts(copied if event.writes else number, event.arguments)
         result = event.function(*args, **kwargs)
         made = [tensor for _, tensor in tree.tensors(result)]
         for place, value in enumerate(event.outputs):
@@ -359,26 +359,26 @@ def replay_tokens(
     return computed.reshape(*shape, *computed.shape[1:])
 
 
-def _mapped(function: Any, part: Any) -> Any:
+def _map_parts(function: Any, part: Any) -> Any:
     if isinstance(part, tuple | list):
-        return type(part)([_mapped(function, each) for each in part])
+        return type(part)([_map_parts(function, each) for each in part])
     if isinstance(part, dict):
-        return {key: _mapped(function, each) for key, each in part.items()}
+        return {key: _map_parts(function, each) for key, each in part.items()}
     return function(part)
 
 
-def _memory(tensor: Tensor) -> int:
+def _memory_id(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)  # a sparse tensor has no memory of its own
     return tensor.untyped_storage().data_ptr()
 
 
-def _computes(event: Event) -> bool:
+def _is_sum_or_scale(event: Event) -> bool:
     """Tell whether a call returns what it gets by its numbers alone: ones, or a bias of zeros."""
     return event.name in SUMS | SCALES and len(event.inputs) > 1
 
 
-def _like(value: Value, inputs: Iterable[Value]) -> Value | None:
+def _equal_input(value: Value, inputs: Iterable[Value]) -> Value | None:
     """Return the input that has the same numbers in the same order."""
     new = value.tensor
     if value.is_constant or not new.is_floating_point():
@@ -391,7 +391,7 @@ def _like(value: Value, inputs: Iterable[Value]) -> Value | None:
     return None
 
 
-def traced(model: nn.Module, inputs: Any) -> Trace:
+def trace_model(model: nn.Module, inputs: Any) -> Trace:
     """Run a model, and trace its values."""
     trace, line = Trace(model), Line(model, name="anatomy")
     line.options.quiet = line.options.lenient = True

@@ -23,28 +23,28 @@ def trial_inputs(model: nn.Module, given: Any = None) -> list[Any]:
     """
     if given is not None:
         is_one = len(list(tree.tensors(given))) == 1
-        return [given, tree.map_tensors(_data if is_one else _data_or_mask, given)]
+        return [given, tree.map_tensors(_perturb if is_one else _perturb_unless_mask, given)]
     size = _picture_size(model)
     if size is not None:
-        return [_drawn((2, *size), seed) for seed in (0, 1)]
-    words = _words(model)
+        return [_random_normal((2, *size), seed) for seed in (0, 1)]
+    words = _token_embedding(model)
     if words is None:
         raise InputError(
             "hl.anatomy must be given an input: the model has no embedding of tokens."
             "\nWrite hl.anatomy(model, x)."
         )
-    return [_texts(model, words, seed, n) for seed, n in ((0, _TOKENS), (1, _FEWER_TOKENS))]
+    return [_random_texts(model, words, seed, n) for seed, n in ((0, _TOKENS), (1, _FEWER_TOKENS))]
 
 
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _drawn(shape: Sequence[int], seed: int) -> Tensor:
+def _random_normal(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(shape, generator=_generator(seed), device="cpu")
 
 
-def _texts(model: nn.Module, words: nn.Embedding, seed: int, n_tokens: int) -> Any:
+def _random_texts(model: nn.Module, words: nn.Embedding, seed: int, n_tokens: int) -> Any:
     def draw(more: int) -> Tensor:
         high = words.num_embeddings
         shape = (_ROWS, n_tokens)
@@ -64,7 +64,7 @@ def _texts(model: nn.Module, words: nn.Embedding, seed: int, n_tokens: int) -> A
     return inputs
 
 
-def declared_words(model: nn.Module) -> nn.Embedding | None:
+def declared_embedding(model: nn.Module) -> nn.Embedding | None:
     """Return the embedding of tokens that a model of transformers tells; None if it tells none."""
     get = getattr(model, "get_input_embeddings", None)
     try:
@@ -74,8 +74,8 @@ def declared_words(model: nn.Module) -> nn.Embedding | None:
     return words if isinstance(words, nn.Embedding) else None
 
 
-def _words(model: nn.Module) -> nn.Embedding | None:
-    words = declared_words(model)
+def _token_embedding(model: nn.Module) -> nn.Embedding | None:
+    words = declared_embedding(model)
     if words is not None:
         return words
     return next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
@@ -94,20 +94,20 @@ def _picture_size(model: nn.Module) -> tuple[int, ...] | None:
     return config.num_channels, height, width
 
 
-def _data_or_mask(tensor: Tensor) -> Tensor:
+def _perturb_unless_mask(tensor: Tensor) -> Tensor:
     """Return another tensor of the same form, or the same one if it may be a mask."""
     if not tensor.is_floating_point():
-        return _data(tensor)
+        return _perturb(tensor)
     # Of infinities, or of two numbers, such as zero and the least one of the dtype.
     ends = tensor.aminmax() if tensor.numel() else (tensor, tensor)
     is_of_two = bool(((tensor == ends[0]) | (tensor == ends[1])).all())
-    return tensor if is_of_two or not bool(tensor.isfinite().all()) else _data(tensor)
+    return tensor if is_of_two or not bool(tensor.isfinite().all()) else _perturb(tensor)
 
 
-def _data(tensor: Tensor) -> Tensor:
+def _perturb(tensor: Tensor) -> Tensor:
     """Return another tensor of the same form: moved by one token, or with noise."""
     if tensor.is_floating_point():
-        noise = _drawn(tensor.shape, 1).to(tensor)
+        noise = _random_normal(tensor.shape, 1).to(tensor)
         return tensor.flip(0) + 0.1 * noise * tensor.std().clamp(min=1e-3)
     is_mask = tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
     return tensor if is_mask or tensor.dim() < 1 else tensor.roll(1, -1)

@@ -98,7 +98,7 @@ class _RawBackwardTap(GradientTap):
         self.is_everywhere: bool = is_everywhere
 
     @property
-    def _name(self) -> str:
+    def _path(self) -> str:
         return path_text(self.site.path)
 
     @while_tracing
@@ -109,7 +109,7 @@ class _RawBackwardTap(GradientTap):
             AttachError: always, because a graph cannot hold a raw backward hook.
         """
         raise AttachError(
-            f"{self._name} must run outside compiled code for raw backward hooks, got compiled"
+            f"{self._path} must run outside compiled code for raw backward hooks, got compiled"
             " code.\nUse hl.record or hl.edit at ':grad_output' or ':grad_input', or put"
             " torch.compiler.set_stance('force_eager') around the block."
         )
@@ -119,7 +119,7 @@ class _RawBackwardTap(GradientTap):
         super().retire()
         self.function = no_callback
 
-    def _counted(self, output: Any) -> list[Tensor]:
+    def _tensors_to_hook(self, output: Any) -> list[Tensor]:
         """List the output tensors that require gradients, each once, and count the output."""
         distinct = tree.distinct(output)
         tensors = [t for t in distinct if t.requires_grad and t.grad_fn is not None]
@@ -129,13 +129,13 @@ class _RawBackwardTap(GradientTap):
             self.count_needless(output)
         return tensors
 
-    def _rank(self, rank: Order) -> Order:
-        return Order.EVERYWHERE if self.is_everywhere else rank
+    def _order_or_everywhere(self, order: Order) -> Order:
+        return Order.EVERYWHERE if self.is_everywhere else order
 
-    def _hook(
+    def _hook_tensor(
         self, current: Pass, tensor: Tensor, hook: GradHook, module: nn.Module, *, reads: bool
     ) -> None:
-        lost = GradHook(refuse, self._name)
+        lost = GradHook(refuse, self._path)
         # torch calls process-wide hooks first. A tap that only reads must still come after those of
         # the module's own hooks that change gradients.
         is_last = reads and self.is_everywhere
@@ -144,13 +144,13 @@ class _RawBackwardTap(GradientTap):
         if view is not None:
             self.note_view(current, view)
 
-    def _begin(self, module: nn.Module, frame: int = 0) -> _Call:
+    def _new_call(self, module: nn.Module, frame: int = 0) -> _Call:
         # Weakly, because a module that keeps its output would be held by that output's graph for
         # ever. The line holds its own modules while it lasts. Nothing else holds a module that
         # hl.EVERYWHERE met, so the call holds that one.
         return _Call((lambda: module) if self.is_everywhere else weakref.ref(module), frame)
 
-    def _ask(self, call: _Call, old: Any, *rest: Any) -> Any:
+    def _call_hook(self, call: _Call, old: Any, *rest: Any) -> Any:
         """Call the user's function with the gradients; return None if they stay unchanged."""
         module = call.module()
         if self.passes.closed or module is None:
@@ -172,11 +172,11 @@ class BackwardPreTap(_RawBackwardTap):
 
     __slots__ = ()
     hooks: tuple[HookSpec, HookSpec] = (
-        HookSpec("forward", "join", Order.JOIN),
+        HookSpec("forward", "join_outputs", Order.JOIN),
         HookSpec("forward", "fire", Order.GRAD_HOOK),
     )
 
-    def join(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
+    def join_outputs(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
         """Join the gradients of several outputs in one node: an early forward hook."""
         if not key and is_dynamo_compiling():
             self.refuse_graphs()
@@ -185,19 +185,19 @@ class BackwardPreTap(_RawBackwardTap):
         if current is None or not torch.is_grad_enabled():
             return None
         with aside(current.region):
-            output, meeting = alias_outputs(key, self._name, alias_saved_outputs(key, output))
+            output, meeting = alias_outputs(key, self._path, alias_saved_outputs(key, output))
         if meeting is None:
             return output
-        call = self._begin(module)
-        call.outputs = _form(output, meeting.index)
+        call = self._new_call(module)
+        call.outputs = _torch_outline(output, meeting.index)
 
         def hook(grads: Grads) -> Grads | None:
             old = outlines.fill(call.outputs, dict(enumerate(grads)))
-            new = self._ask(call, old)
-            return None if new is None else _numbered(call.outputs, new, grads)
+            new = self._call_hook(call, old)
+            return None if new is None else _gradients_by_slot(call.outputs, new, grads)
 
         self.placed += 1
-        meeting.subscribe(self._rank(Order.GRAD_HOOK), hook)
+        meeting.subscribe(self._order_or_everywhere(Order.GRAD_HOOK), hook)
         return output
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -210,17 +210,17 @@ class BackwardPreTap(_RawBackwardTap):
         if not torch.is_grad_enabled():
             self._comes_later(current)
             return None
-        tensors = self._counted(value)
+        tensors = self._tensors_to_hook(value)
         if len(tensors) != 1:
             return None
-        call = self._begin(module)
-        call.outputs = _form(value, lambda tensor: 0 if tensor is tensors[0] else None)
-        self._hook(current, tensors[0], GradHook(self._lone, call), module, reads=False)
+        call = self._new_call(module)
+        call.outputs = _torch_outline(value, lambda tensor: 0 if tensor is tensors[0] else None)
+        self._hook_tensor(current, tensors[0], GradHook(self._on_grad, call), module, reads=False)
         return None if value is output else value
 
-    def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
-        new = self._ask(call, outlines.fill(call.outputs, {0: grad}))
-        return None if new is None else _numbered(call.outputs, new, [grad])[0]
+    def _on_grad(self, call: _Call, grad: Tensor) -> Tensor | None:
+        new = self._call_hook(call, outlines.fill(call.outputs, {0: grad}))
+        return None if new is None else _gradients_by_slot(call.outputs, new, [grad])[0]
 
 
 @final
@@ -229,13 +229,13 @@ class BackwardTap(_RawBackwardTap):
 
     __slots__ = ()
     hooks: tuple[HookSpec, HookSpec, HookSpec, HookSpec] = (
-        HookSpec("forward_pre", "enter", Order.JOIN, with_kwargs=True),
-        HookSpec("forward", "join", Order.JOIN),
-        HookSpec("forward", "read", Order.GRAD_READ),
-        HookSpec("forward", "close", Order.CLOSE, always_call=True),
+        HookSpec("forward_pre", "begin_call", Order.JOIN, with_kwargs=True),
+        HookSpec("forward", "join_outputs", Order.JOIN),
+        HookSpec("forward", "hook_outputs", Order.GRAD_READ),
+        HookSpec("forward", "end_call", Order.CLOSE, always_call=True),
     )
 
-    def enter(
+    def begin_call(
         self, module: nn.Module, args: Any, kwargs: Any = None, frame: FrameType | None = None
     ) -> Any:
         """Replace the inputs by aliases: the forward-pre hook."""
@@ -247,14 +247,14 @@ class BackwardTap(_RawBackwardTap):
         current = self._pass_of(module)
         if current is None:
             return None
-        call = self._begin(module, id(call_frame(frame)))
+        call = self._new_call(module, id(call_frame(frame)))
         current.opened.setdefault(self, []).append(call)
         if not torch.is_grad_enabled():
             self._comes_later(current)
             return None
         with aside(current.region):
             key = id(frame), id(module)
-            args, kwargs, call.flow = alias_inputs(key, self._name, args, kwargs)
+            args, kwargs, call.flow = alias_inputs(key, self._path, args, kwargs)
         entered = call.flow
         call.has_inputs = entered is not None
         if entered is not None and entered.view is not None:
@@ -267,78 +267,78 @@ class BackwardTap(_RawBackwardTap):
         def hook(grads: Grads) -> Grads | None:
             if call.waits and backward_number() not in call.grad_output:
                 return None  # it bypassed the outputs, as in a second derivative
-            new = self._answer(call, dict(enumerate(grads)))
-            return None if new is None else _numbered(call.inputs, new, grads)
+            new = self._call_hook_with(call, dict(enumerate(grads)))
+            return None if new is None else _gradients_by_slot(call.inputs, new, grads)
 
         # It gets what flowed through the module, before an edit (GRAD_EDIT) of the input.
-        entered.subscribe(self._rank(Order.HOOK), hook)
+        entered.subscribe(self._order_or_everywhere(Order.HOOK), hook)
         return args, kwargs
 
-    def join(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
+    def join_outputs(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
         """Join the outputs' gradients where no input requires one: an early forward hook."""
         key = key or id(sys._getframe(1))
-        call = self._open_call()
+        call = self._current_call()
         if call is None or not torch.is_grad_enabled():
             return None
         with aside(call):
             output, meeting = alias_saved_outputs(key, output), None
             if call.flow is None:
-                output, meeting = alias_outputs(key, self._name, output)
+                output, meeting = alias_outputs(key, self._path, output)
         if meeting is None:
             return output
-        call.outputs = _form(output, meeting.index)
+        call.outputs = _torch_outline(output, meeting.index)
 
         def hook(grads: Grads) -> None:
             call.grad_output[backward_number()] = dict(enumerate(grads))
-            self._answer(call, {})
+            self._call_hook_with(call, {})
 
         meeting.subscribe(Order.GRAD_READ, hook)
         return output
 
-    def read(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
+    def hook_outputs(self, module: nn.Module, args: Any, output: Any, key: int = 0) -> Any:
         """Note the outputs' gradients: a forward hook after all hooks that change gradients."""
         key = key or id(sys._getframe(1))
-        call = self._open_call()
+        call = self._current_call()
         current = self.in_thread.running
         if call is None or current is None or not torch.is_grad_enabled():
             return None
         with aside(current.region):
             value = alias_leaves(output)
-        tensors = self._counted(value)
+        tensors = self._tensors_to_hook(value)
         if call.outputs is not None:
             return None
         call.waits = bool(tensors)
         numbers = {id(tensor): slot for slot, tensor in enumerate(tensors)}
-        call.outputs = _form(value, lambda tensor: numbers.get(id(tensor)))
+        call.outputs = _torch_outline(value, lambda tensor: numbers.get(id(tensor)))
         meeting = outputs_of(key)
         for slot, tensor in enumerate(tensors):
-            hook = GradHook(self._noted, call, slot)
+            hook = GradHook(self._on_grad, call, slot)
             index = None if meeting is None else meeting.index(tensor)
             if meeting is None or index is None:
-                self._hook(current, tensor, hook, module, reads=True)
+                self._hook_tensor(current, tensor, hook, module, reads=True)
             else:
                 meeting.subscribe(Order.GRAD_READ, hook, index)
         return None if value is output else value
 
-    def _noted(self, call: _Call, slot: int, grad: Tensor) -> None:
+    def _on_grad(self, call: _Call, slot: int, grad: Tensor) -> None:
         run = backward_number()
         if run not in call.grad_output:
             call.grad_output[run] = {}
             # Where no gradient of an input is wanted, nothing else removes the gradients.
-            at_end_of_backward(partial(_forget, call, run))
+            at_end_of_backward(partial(_drop_gradients, call, run))
         call.grad_output[run][slot] = grad
         if not call.has_inputs:  # no input requires a gradient, and this is the only output
-            self._answer(call, {})
+            self._call_hook_with(call, {})
 
-    def _answer(self, call: _Call, grads: dict[int, Tensor | None]) -> Any:
+    def _call_hook_with(self, call: _Call, input_grads: dict[int, Tensor | None]) -> Any:
         grad_output = call.grad_output.pop(backward_number(), {})
-        grad_input = outlines.fill(call.inputs, grads)
-        return self._ask(call, grad_input, outlines.fill(call.outputs, grad_output))
+        grad_input = outlines.fill(call.inputs, input_grads)
+        return self._call_hook(call, grad_input, outlines.fill(call.outputs, grad_output))
 
-    def close(
+    def end_call(
         self, module: nn.Module, args: Any, output: Any, frame: FrameType | None = None
     ) -> None:
-        """Close the call: the last forward hook, always called."""
+        """End the call: the last forward hook, always called."""
         current = self.in_thread.running
         opened = None if current is None else current.opened.get(self)
         key = id(call_frame(frame or sys._getframe(1)))
@@ -353,25 +353,25 @@ class BackwardTap(_RawBackwardTap):
         if not opened and not current.roots:
             current.close()
 
-    def _open_call(self) -> _Call | None:
+    def _current_call(self) -> _Call | None:
         current = self.in_thread.running
         opened = None if current is None else current.opened.get(self)
         return opened[-1] if opened else None
 
 
-def _forget(call: _Call, run: int) -> None:
+def _drop_gradients(call: _Call, run: int) -> None:
     call.grad_output.pop(run, None)
 
 
-def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
+def _torch_outline(output: Any, slot_of: Callable[[Tensor], int | None]) -> Any:
     """Return the outline of an output: of a tensor or a list as a tuple, as in torch."""
     if isinstance(output, Tensor):
-        return (outlines.outline(output, number),)
-    form = outlines.outline(output, number)
+        return (outlines.outline(output, slot_of),)
+    form = outlines.outline(output, slot_of)
     return tuple(form) if isinstance(output, list) else form
 
 
-def _numbered(form: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
+def _gradients_by_slot(outline: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
     """Return the gradients by slot, with the new ones in place of the old.
 
     Raises:
@@ -379,7 +379,7 @@ def _numbered(form: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
     """
     grads = list(old)
     new_grads: dict[int, Any] = {}
-    for slot, grad in _slots(form, new):
+    for slot, grad in _values_by_slot(outline, new):
         if slot in new_grads and not _are_same(new_grads[slot], grad):
             raise StructureError(
                 "the hook must return one gradient for each tensor, got several for a tensor that"
@@ -395,10 +395,10 @@ def _are_same(a: Any, b: Any) -> bool:
     return a is b or (are_tensors and torch.equal(a, b))
 
 
-def _slots(form: Any, value: Any) -> Iterator[tuple[int, Any]]:
+def _values_by_slot(form: Any, value: Any) -> Iterator[tuple[int, Any]]:
     """Yield each slot of a form, with the part of a value at its place."""
     if isinstance(form, outlines.Slot):
         yield form, value
         return
     for (_, inner), (_, part) in zip(tree.items(form) or (), tree.items(value) or (), strict=True):
-        yield from _slots(inner, part)
+        yield from _values_by_slot(inner, part)

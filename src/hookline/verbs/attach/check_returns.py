@@ -106,7 +106,7 @@ def check_backward(result: Any, old: Any) -> Any:
     return result
 
 
-def check_nothing(hook: str, instead: str) -> Callable[[Any, tuple[Any, ...]], Any]:
+def make_none_check(hook: str, instead: str) -> Callable[[Any, tuple[Any, ...]], Any]:
     """Return the check for hooks whose result torch ignores or refuses."""
 
     def check(result: Any, values: tuple[Any, ...]) -> Any:
@@ -153,7 +153,7 @@ def check_optimizer_state(result: Any, values: tuple[Any, ...]) -> Any:
     return result
 
 
-def check_registered(kind: str, expected: type) -> Callable[[Any, tuple[Any, ...]], Any]:
+def make_registration_check(kind: str, expected: type) -> Callable[[Any, tuple[Any, ...]], Any]:
     """Return the check for the value that a registration hook returns."""
 
     def check(result: Any, values: tuple[Any, ...]) -> Any:

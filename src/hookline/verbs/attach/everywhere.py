@@ -83,14 +83,14 @@ class GlobalHooks(Attachment):
         dropped = set(map(id, taps))
         self.taps[:] = [hook for hook in self.taps if id(hook.tap) not in dropped]
         self.groups = {group for hook in self.taps for group in _groups(hook.kind)}
-        DISPATCHER.shrink(self)
+        DISPATCHER.remove_unneeded(self)
 
     def why_silent(self) -> str | None:
         """Name the compiled code that no process-wide hook reaches, if there may be any."""
         return _BESIDE if self.is_all and has_compiled() else None
 
     @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
+    def undo_on_error(self) -> Iterator[None]:
         """Undo what the block added if it raises."""
         before = list(self.taps)
         try:
@@ -153,7 +153,7 @@ class _Dispatcher:
         self._lines: tuple[GlobalHooks, ...] = ()
         self._placed: dict[str, Registrations] = {}
 
-    def here(self) -> list[GlobalHooks]:
+    def lines_here(self) -> list[GlobalHooks]:
         """List the lines that see the present thread and task."""
         return [line for line in self._lines if line.passes.may_see()]
 
@@ -163,20 +163,20 @@ class _Dispatcher:
             if line not in self._lines:
                 self._lines = (*self._lines, line)
             for group in filter(line.groups.__contains__, _GROUPS):  # in their order
-                self._place(group)
+                self._register(group)
 
-    def _place(self, group: str) -> None:
+    def _register(self, group: str) -> None:
         if group in self._placed:
             return
         registrations = self._placed[group] = Registrations()
         try:
             for kind in _GROUPS[group]:
-                registrations.register_everywhere(kind, _HOOKS.get(kind) or _Event(kind))
+                registrations.register_everywhere(kind, _HOOKS.get(kind) or _EventDispatcher(kind))
         except BaseException:  # Ctrl-C
             self._remove(group)
             raise
 
-    def shrink(self, line: GlobalHooks) -> None:
+    def remove_unneeded(self, line: GlobalHooks) -> None:
         """Remove the process-wide hooks that nobody needs after a line has dropped some taps.
 
         A line with taps left keeps its place among the lines.
@@ -200,50 +200,50 @@ class _Dispatcher:
 DISPATCHER = _Dispatcher()
 
 
-def _hooks_here(kinds: tuple[str, ...], owner: Any) -> Iterator[_GlobalHook]:
+def _matching_hooks(kinds: tuple[str, ...], owner: Any) -> Iterator[_GlobalHook]:
     """Yield the hooks of all lines here that match a module or optimizer."""
     if isinstance(owner, Operation):
         return  # stands for the calls of a function, and is no module of a model
-    for line in DISPATCHER.here():
+    for line in DISPATCHER.lines_here():
         for hook in tuple(line.taps):
             if hook.kind in kinds and hook.matches(owner):
                 yield hook
 
 
-def _forward_pre(module: nn.Module, args: Any) -> Any:
+def _run_forward_pre_hooks(module: nn.Module, args: Any) -> Any:
     changed, frame = None, sys._getframe(1)
-    for hook in _hooks_here(("forward_pre", "backward"), module):
+    for hook in _matching_hooks(("forward_pre", "backward"), module):
         if hook.kind == "forward_pre":
             new = hook.tap.fire(module, args)
         else:
-            new = hook.tap.enter(module, args, {}, frame)
+            new = hook.tap.begin_call(module, args, {}, frame)
             new = None if new is None else new[0]
         if new is not None:
             changed = args = new
     return changed
 
 
-def _forward(module: nn.Module, args: Any, *rest: Any) -> Any:
+def _run_forward_hooks(module: nn.Module, args: Any, *rest: Any) -> Any:
     if len(rest) < 2:
         return None  # another thread is registering or removing this hook with its kwargs flag
     kwargs, output = rest
     if isinstance(module, nn.TransformerEncoderLayer):
-        _note_hidden(module, args, kwargs)
+        _note_fused_layer(module, args, kwargs)
     changed = None
-    for callback in _on_output(module, args, kwargs, id(sys._getframe(1))):
+    for callback in _output_callbacks(module, args, kwargs, id(sys._getframe(1))):
         new = callback(output)
         if new is not None:
             changed = output = new
     return changed
 
 
-def _after(module: nn.Module, args: Any, output: Any) -> None:
+def _end_calls(module: nn.Module, args: Any, output: Any) -> None:
     frame = sys._getframe(1)
-    for hook in _hooks_here(("backward",), module):
-        hook.tap.close(module, args, output, frame)
+    for hook in _matching_hooks(("backward",), module):
+        hook.tap.end_call(module, args, output, frame)
 
 
-def _on_output(
+def _output_callbacks(
     module: nn.Module, args: Any, kwargs: Any, key: int
 ) -> Iterator[Callable[[Any], Any]]:
     """Yield the hooks of all lines on an output, in torch's order.
@@ -252,21 +252,21 @@ def _on_output(
     backward_pre comes before backward.
     """
     taps: dict[str, list[Any]] = {kind: [] for kind in _ON_OUTPUT}
-    for hook in _hooks_here(_ON_OUTPUT, module):
+    for hook in _matching_hooks(_ON_OUTPUT, module):
         taps[hook.kind].append(hook.tap)
     for tap in taps["forward"]:
         arguments = (args, kwargs) if tap.hooks[0].with_kwargs else (args,)
         yield partial(tap.fire, module, *arguments)
     before, around = taps["backward_pre"], taps["backward"]
     for tap in (*before, *around):
-        yield partial(tap.join, module, (), key=key)
+        yield partial(tap.join_outputs, module, (), key=key)
     for tap in before:
         yield partial(tap.fire, module, ())
     for tap in around:
-        yield partial(tap.read, module, (), key=key)
+        yield partial(tap.hook_outputs, module, (), key=key)
 
 
-def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
+def _note_fused_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
     """Note each line that torch hid modules from, by running an encoder layer as one operation."""
     inner = [module for module in layer.modules() if module is not layer]
     has_hooks = any(
@@ -274,7 +274,7 @@ def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
     )
     if has_hooks or not is_fused(layer, args, kwargs):
         return
-    for line in DISPATCHER.here():
+    for line in DISPATCHER.lines_here():
         matchers = [hook.matches for hook in line.taps if hook.kind in ("forward_pre", *_ON_OUTPUT)]
         if any(matches(module) for matches in matchers for module in inner):
             line.note = _HIDDEN
@@ -282,12 +282,12 @@ def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
 
 _ON_OUTPUT = ("forward", "backward_pre", "backward")
 _HOOKS: dict[str, Callable[..., Any]] = {
-    "forward_pre": _forward_pre, "forward": _forward, "after": _after,
+    "forward_pre": _run_forward_pre_hooks, "forward": _run_forward_hooks, "after": _end_calls,
 }  # fmt: skip
 
 
 @final
-class _Event:
+class _EventDispatcher:
     """A process-wide hook on registrations or on optimizers."""
 
     __slots__ = ("_kinds",)
@@ -297,7 +297,7 @@ class _Event:
 
     def __call__(self, owner: Any, *values: Any) -> Any:
         changed = None
-        for hook in _hooks_here(self._kinds, owner):
+        for hook in _matching_hooks(self._kinds, owner):
             new = hook.tap.fire(owner, *values)
             if new is not None:
                 changed = new
@@ -319,13 +319,13 @@ class EverywhereHooks(Line):
         self, kind: str, matches: Matcher, tap: Any, *, prepend: bool = False
     ) -> HookHandle:
         """Call a tap wherever a module or optimizer in this context matches."""
-        with self.hooking(tap.site.port) as handle, self._catch.all_or_nothing():
+        with self.hooking(tap.site.port) as handle, self._catch.undo_on_error():
             self._catch.add(kind, matches, tap, prepend=prepend)
             DISPATCHER.add(self._catch)
             self.keep(tap)
             return handle
 
-    def _hook_all(
+    def _hook_places(
         self, kind: str, places: Iterable[tuple[Site, Node]], make: Callable[[Site], Tap], *,
         prepend: bool = False,
     ) -> HookHandle:  # fmt: skip

@@ -73,7 +73,7 @@ class ModuleHooks(EverywhereHooks):
             )
         check = check_returns.check_args_kwargs if with_kwargs else check_returns.check_args
         spec = HookSpec("forward_pre", with_kwargs=with_kwargs)
-        return self._forward(selector, hook, check, spec, prepend=prepend)
+        return self._add_forward(selector, hook, check, spec, prepend=prepend)
 
     def forward(
         self,
@@ -119,9 +119,9 @@ class ModuleHooks(EverywhereHooks):
                 "\nAttach to a model: hl.attach(model)."
             )
         spec = HookSpec("forward", with_kwargs=with_kwargs, always_call=always_call)
-        return self._forward(selector, hook, check_returns.check_forward, spec, prepend=prepend)
+        return self._add_forward(selector, hook, check_returns.check_forward, spec, prepend=prepend)
 
-    def _forward(
+    def _add_forward(
         self, selector: Selector, hook: Hook, check: Hook, spec: HookSpec, *, prepend: bool
     ) -> HookHandle:
         kind = spec.kind
@@ -161,7 +161,7 @@ class ModuleHooks(EverywhereHooks):
             StructureError: (in backward) the hook returned gradients of another structure, shape,
                 dtype or device, or changed a gradient in place.
         """
-        return self._backward(BackwardPreTap, "backward_pre", selector, hook, prepend=prepend)
+        return self._add_backward(BackwardPreTap, "backward_pre", selector, hook, prepend=prepend)
 
     def backward(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_input, grad_output)` when each module's gradients are complete.
@@ -195,9 +195,9 @@ class ModuleHooks(EverywhereHooks):
             AttachError: `hook` is no function, or the line has no model. Or (when the model runs)
                 the module changes one of several inputs in place, or is in compiled code.
         """
-        return self._backward(BackwardTap, "backward", selector, hook, prepend=prepend)
+        return self._add_backward(BackwardTap, "backward", selector, hook, prepend=prepend)
 
-    def _backward(
+    def _add_backward(
         self, tap: Callable[..., Tap], kind: str, selector: Selector, hook: Hook, *, prepend: bool
     ) -> HookHandle:
         check_callable(kind, hook)
@@ -216,8 +216,8 @@ class ModuleHooks(EverywhereHooks):
         if self.is_everywhere:
             tap = make(Site("any module", kind, module_type="any module"))
             return self.hook_everywhere(kind, everywhere_matcher(selector), tap, prepend=prepend)
-        places = self._each_module(kind, selector, calls=calls)
-        return self._hook_all(kind, places, make, prepend=prepend)
+        places = self._selected_modules(kind, selector, calls=calls)
+        return self._hook_places(kind, places, make, prepend=prepend)
 
     def saved(
         self, selector: Selector, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -266,9 +266,9 @@ class ModuleHooks(EverywhereHooks):
             self.attached.append(AtEnd(tap.pop_all))
             return tap
 
-        return self._hook_all("saved", self._each_module("saved", selector), make)
+        return self._hook_places("saved", self._selected_modules("saved", selector), make)
 
-    def _each_module(
+    def _selected_modules(
         self, kind: str, selector: Selector, *, calls: bool = False, port: str = "output"
     ) -> Iterator[tuple[Site, ModuleNode]]:
         """Yield the sites and nodes of the modules that a selector matches.
@@ -282,7 +282,7 @@ class ModuleHooks(EverywhereHooks):
             if is_part or not isinstance(node, ModuleNode):
                 raise SelectionError(
                     f"line.{kind} must be given modules as a whole, got {site}."
-                    f"\nSelect {_module_of(site, node)!r}, or use hl.record or hl.edit for parts."
+                    f"\nSelect {_module_path(site, node)!r}, or use hl.record or hl.edit for parts."
                 )
             if isinstance(node, OperationNode) and kind not in _ON_OPERATIONS:
                 raise SelectionError(
@@ -296,7 +296,7 @@ class ModuleHooks(EverywhereHooks):
 _ON_OPERATIONS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
-def _module_of(site: Site, node: Any) -> str:
+def _module_path(site: Site, node: Any) -> str:
     return path_text(site.path if isinstance(node, ModuleNode) else site.path.rpartition(".")[0])
 
 

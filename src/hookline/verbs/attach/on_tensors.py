@@ -66,10 +66,10 @@ class TensorHooks(EverywhereHooks):
         check_callable("grad", hook)
 
         def make(site: Site) -> ParameterTap:
-            return ParameterTap(site, self.passes, _Ask(hook, str(site)), Order.GRAD_HOOK)
+            return ParameterTap(site, self.passes, _HookCallback(hook, str(site)), Order.GRAD_HOOK)
 
         places = self._each_tensor("grad", selector)
-        return self._hook_all("grad", places, make, prepend=prepend)
+        return self._hook_places("grad", places, make, prepend=prepend)
 
     def accumulated(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(parameter)` after a gradient has been accumulated in its `.grad`.
@@ -107,11 +107,11 @@ class TensorHooks(EverywhereHooks):
         spec = HookSpec("accumulated", order=order)
 
         def make(site: Site) -> EventTap:
-            check = check_returns.check_nothing(f"line.accumulated at {site}", "change p.grad")
+            check = check_returns.make_none_check(f"line.accumulated at {site}", "change p.grad")
             return EventTap(site, self.passes, hook, check, spec)
 
         places = self._each_tensor("accumulated", selector)
-        return self._hook_all("accumulated", places, make, prepend=prepend)
+        return self._hook_places("accumulated", places, make, prepend=prepend)
 
     def _each_tensor(self, kind: str, selector: Selector) -> Iterator[tuple[Site, ParameterNode]]:
         """Yield the sites and nodes of the parameters that a selector matches.
@@ -153,7 +153,7 @@ class TensorHooks(EverywhereHooks):
 
 
 @final
-class _Ask(GradientCallback):
+class _HookCallback(GradientCallback):
     """Call a user's function on a gradient, and check its result."""
 
     __slots__ = ("_function", "_where")

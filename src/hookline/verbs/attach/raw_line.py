@@ -16,7 +16,7 @@ from typing import NoReturn, final
 from torch import Tensor, nn
 
 from hookline.engine import Everywhere, Lapse
-from hookline.verbs.attach.on_events import EventHooks
+from hookline.verbs.attach.on_optimizers_and_states import EventHooks
 from hookline.verbs.attach.on_tensors import TensorHooks
 
 # torch's name of a registration -> the same on a line.

@@ -74,16 +74,16 @@ class SavedTap(Tap):
         if current.region is not None:
             current.region.changed(str(self.site), None, None)
         calls, frame = self._pushed.calls, call_frame(sys._getframe(1))
-        self._pop(calls.drop_dead(frame.f_back))
+        self._pop_hooks(calls.drop_dead(frame.f_back))
         is_for_nothing = (
             current.recomputation is not None and not current.recomputation.has_gradients
         )
-        push_saved_tensors_hooks(self._packed if is_for_nothing else self.pack, self._unpacked)
+        push_saved_tensors_hooks(self._do_pack if is_for_nothing else self.pack, self._do_unpack)
         calls.begin(frame, module)
         with _lock:
             self._n_open += 1
 
-    def _pop(self, n_calls: int) -> None:
+    def _pop_hooks(self, n_calls: int) -> None:
         for _ in range(n_calls):
             pop_saved_tensors_hooks()
         with _lock:
@@ -107,7 +107,7 @@ class SavedTap(Tap):
             return
         if not hasattr(self, "_pushed"):
             return  # an inert copy, on which `begin` never ran because a pre-hook failed before
-        self._pop(self._pushed.calls.end(call_frame(sys._getframe(1))))
+        self._pop_hooks(self._pushed.calls.end(call_frame(sys._getframe(1))))
         if self._closed is not None and not self._n_open:
             self._closed()
             self._closed = None
@@ -118,13 +118,13 @@ class SavedTap(Tap):
 
     def pop_all(self) -> None:
         """Pop the hooks that are still pushed in this thread, at the end of the line."""
-        self._pop(len(self._pushed.calls))
+        self._pop_hooks(len(self._pushed.calls))
         self._pushed.calls.clear()
         self._closed = None
 
     def closer(self) -> str | None:
         """Return the method that must still pop the hooks of calls under way; None without any."""
-        self._pop(self._pushed.calls.drop_dead(sys._getframe(1)))  # calls that Ctrl-C ended
+        self._pop_hooks(self._pushed.calls.drop_dead(sys._getframe(1)))  # calls that Ctrl-C ended
         return "end" if self._n_open else None
 
     def when_closed(self, then: Callable[[], None]) -> None:
@@ -136,16 +136,16 @@ class SavedTap(Tap):
         if self.is_removed:  # the line ended during a call
             return tensor.detach(), None
         self.fired += 1
-        return self._packed(tensor)
+        return self._do_pack(tensor)
 
-    def _packed(self, tensor: Tensor) -> Any:
+    def _do_pack(self, tensor: Tensor) -> Any:
         try:
             return self._pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
         except Exception as error:
             self._note(error)
             raise
 
-    def _unpacked(self, pair: tuple[Any, Any]) -> Tensor:
+    def _do_unpack(self, pair: tuple[Any, Any]) -> Tensor:
         # This also runs after the line's end, because packed tensors must be unpacked.
         packed, form = pair
         if form is None:

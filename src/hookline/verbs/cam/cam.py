@@ -26,14 +26,14 @@ from hookline.verbs.cam.class_maps import ClassMaps
 from hookline.verbs.cam.layers import (
     Layer,
     Reshape,
-    gradient,
-    last_spatial,
-    layer_at,
-    recorder,
+    find_maps,
+    last_spatial_layer,
+    recorded_gradient,
+    recording_line,
     select_outputs,
 )
-from hookline.verbs.cam.methods import Method, method_named, scaled
-from hookline.verbs.cam.targets import ClassTarget, Goal, goal
+from hookline.verbs.cam.methods import Method, method_named, min_max_scaled
+from hookline.verbs.cam.targets import ClassTarget, Goal, resolve_target
 from hookline.verbs.shared.inference_tensors import savable_weights
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import call, without_list
@@ -170,38 +170,38 @@ class _CamRunner:
 
     def maps(self, layer: Selector, batch_size: int) -> ClassMaps:
         """Compute the class maps of the selected layers, or of the last layer that has maps."""
-        sites = [self._last()] if layer is None else select_outputs(self._model, layer)
-        shot = self._shoot(sites)
+        sites = [self._last_layer()] if layer is None else select_outputs(self._model, layer)
+        forward = self._run_and_read(sites)
         if self._method.needs == "scores":
-            weights = self._scores_of_masks(shot, batch_size)
-            self._compare_again(shot)
-            shot = shot._replace(weights=weights)
+            weights = self._scores_of_masks(forward, batch_size)
+            self._warn_if_not_repeatable(forward)
+            forward = forward._replace(weights=weights)
         raw = {
             str(site): self._method.formula(activations, weights).detach()
             for site, activations, weights in zip(
-                sites, shot.activations, shot.weights, strict=True
+                sites, forward.activations, forward.weights, strict=True
             )
         }
         for name, maps in raw.items():
-            _check(name, maps, self._method.name)
+            _check_maps(name, maps, self._method.name)
         whole = [
-            self._enlarged(scaled(maps.relu())[:, None])[:, 0].to(self._images.device)
+            self._enlarged(min_max_scaled(maps.relu())[:, None])[:, 0].to(self._images.device)
             for maps in raw.values()
         ]
-        classes = None if shot.goal is None else shot.goal.classes
+        classes = None if forward.goal is None else forward.goal.classes
         return ClassMaps(
-            maps=scaled(torch.stack(whole).mean(0)).float(),
+            maps=min_max_scaled(torch.stack(whole).mean(0)).float(),
             layers=tuple(raw),
             method=self._method.name,
             targets=(None,) * self._n if classes is None else tuple(classes.tolist()),
-            scores=shot.scores,
+            scores=forward.scores,
             raw=raw,
             images=self._images.detach().clone(),
         )
 
     # -- running ---------------------------------------------------------------------------------
 
-    def _run(self, images: Tensor, rows: slice | None = None) -> Any:
+    def _run_on(self, images: Tensor, rows: slice | None = None) -> Any:
         """Run the model on other images, and on these rows of the other tensors of the batch.
 
         It gets copies, because it may write to its inputs, and cannot to a leaf.
@@ -216,37 +216,37 @@ class _CamRunner:
 
         return call(self._model, tree.map_tensors(replaced, self._inputs))
 
-    def _last(self) -> Site:
-        images = self._leaf()
+    def _last_layer(self) -> Site:
+        images = self._images_with_grad()
 
         def flow_back(output: Any) -> None:
-            self._flow_back(self._goal(output), output, images)
+            self._backward_from_scores(self._goal(output), output, images)
 
-        return last_spatial(
+        return last_spatial_layer(
             self._model,
-            lambda: self._run(images),
+            lambda: self._run_on(images),
             flow_back if self._method.needs == "gradients" else None,
             self._n,
             self._size,
         )
 
-    def _shoot(self, sites: list[Site]) -> _Forward:
+    def _run_and_read(self, sites: list[Site]) -> _Forward:
         if self._method.needs != "gradients":
-            with recorder(self._model, sites, ("output",)) as run:
-                output = self._run(self._images)
+            with recording_line(self._model, sites, ("output",)) as run:
+                output = self._run_on(self._images)
             aim = self._goal(output)
             scores = None if aim is None else self._scores(aim, output)
-            _, activations = self._read(run, sites)
+            _, activations = self._read_layers(run, sites)
             return _Forward(activations, activations, aim, scores)
-        with recorder(self._model, sites, ("output", "grad_output")) as run:
-            leaf = self._leaf()
-            output = self._run(leaf)
-            layers, activations = self._read(run, sites)
+        with recording_line(self._model, sites, ("output", "grad_output")) as run:
+            leaf = self._images_with_grad()
+            output = self._run_on(leaf)
+            layers, activations = self._read_layers(run, sites)
             aim = self._goal(output)
-            scores = self._flow_back(aim, output, leaf)
+            scores = self._backward_from_scores(aim, output, leaf)
         gradients = []
         for layer in layers:
-            flowed = gradient(run, layer.site)
+            flowed = recorded_gradient(run, layer.site)
             if flowed is None or leaves.get(flowed, layer.leaf, str(layer.site)) is None:
                 raise InputError(
                     f"the score must depend on {layer.site}, got no gradient there: the score does"
@@ -256,10 +256,10 @@ class _CamRunner:
             gradients.append(layer.maps(flowed))
         return _Forward(activations, gradients, aim, scores)
 
-    def _leaf(self) -> Tensor:
+    def _images_with_grad(self) -> Tensor:
         return self._images.detach().clone().requires_grad_()
 
-    def _flow_back(self, aim: Goal | None, output: Any, leaf: Tensor) -> Tensor:
+    def _backward_from_scores(self, aim: Goal | None, output: Any, leaf: Tensor) -> Tensor:
         assert aim is not None
         scores = self._scores(aim, output)
         if not scores.requires_grad:
@@ -291,7 +291,7 @@ class _CamRunner:
 
     def _goal(self, output: Any) -> Goal | None:
         try:
-            return goal(self._target, output, self._n)
+            return resolve_target(self._target, output, self._n)
         except InputError:
             if self._method.needs == "nothing" and self._target is None:
                 return None  # the method needs no class, so the model may have none
@@ -307,7 +307,7 @@ class _CamRunner:
             )
         return scores
 
-    def _read(self, run: Recording, sites: list[Site]) -> tuple[list[Layer], list[Tensor]]:
+    def _read_layers(self, run: Recording, sites: list[Site]) -> tuple[list[Layer], list[Tensor]]:
         layers, activations = [], []
         channels = channels_of(self._model)
         for site in sites:
@@ -318,7 +318,7 @@ class _CamRunner:
                     f"\nGive layer={f'{site}#{len(calls) - 1}'!r} for the last."
                 )
             value = calls[0]
-            layer = layer_at(site, value, self._n, self._size, self._reshape, channels)
+            layer = find_maps(site, value, self._n, self._size, self._reshape, channels)
             if layer is None:
                 raise SelectionError(
                     f"{site} ({site.module_type}) must return maps of {plural(self._n, 'image')} of"
@@ -333,37 +333,37 @@ class _CamRunner:
 
     # -- masks -----------------------------------------------------------------------------------
 
-    def _scores_of_masks(self, shot: _Forward, batch_size: int) -> list[Tensor]:
+    def _scores_of_masks(self, forward: _Forward, batch_size: int) -> list[Tensor]:
         positive_integer("batch_size", batch_size, "Give batch_size=64.")
-        assert shot.goal is not None
+        assert forward.goal is not None
         scores = []
-        for activations in shot.activations:
+        for activations in forward.activations:
             rows = [
-                self._scores_of_one(shot.goal, image, activations[image], batch_size)
+                self._masked_scores(forward.goal, image, activations[image], batch_size)
                 for image in range(self._n)
             ]
             scores.append(torch.stack(rows).to(activations))
         return scores
 
-    def _compare_again(self, shot: _Forward) -> None:
+    def _warn_if_not_repeatable(self, forward: _Forward) -> None:
         """Warn if the same images get other scores in a second run: then masks say nothing."""
-        assert shot.goal is not None
-        assert shot.scores is not None
-        again = shot.goal.scores(self._run(self._images), self._n)
-        apart = (again - shot.scores).abs().max().item()
-        if apart > _REPEATED * shot.scores.abs().max().item():
+        assert forward.goal is not None
+        assert forward.scores is not None
+        again = forward.goal.scores(self._run_on(self._images), self._n)
+        apart = (again - forward.scores).abs().max().item()
+        if apart > _REPEATED * forward.scores.abs().max().item():
             warn(
                 "hl.cam compares the scores of many runs, and the run did not repeat itself: the"
                 f" same images got scores that differ by {apart:.3g}.\nLet each run begin alike,"
                 " such as with one seed; or give method='gradcam', which needs one run."
             )
 
-    def _scores_of_one(self, aim: Goal, image: int, channels: Tensor, batch_size: int) -> Tensor:
+    def _masked_scores(self, aim: Goal, image: int, channels: Tensor, batch_size: int) -> Tensor:
         """Compute the score of one image masked by each channel, shape `(channels,)`."""
         scores = []
         for batch in torch.split(channels, batch_size):
-            masks = scaled(self._enlarged(batch[:, None])[:, 0])[:, None].to(self._images)
-            output = self._run(self._images[image] * masks, slice(image, image + 1))
+            masks = min_max_scaled(self._enlarged(batch[:, None])[:, 0])[:, None].to(self._images)
+            output = self._run_on(self._images[image] * masks, slice(image, image + 1))
             masked_scores = aim.scores(output, len(masks), image)
             if masked_scores.dim() == 0 and len(masks) > 1:
                 raise InputError(
@@ -402,7 +402,7 @@ def _images_in(inputs: Any) -> Tensor:
     )
 
 
-def _check(name: str, maps: Tensor, method: str) -> None:
+def _check_maps(name: str, maps: Tensor, method: str) -> None:
     """Refuse maps that are not finite, and warn of images whose map is 0 everywhere.
 
     Raises:

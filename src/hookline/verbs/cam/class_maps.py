@@ -102,14 +102,14 @@ class ClassMaps:
                 f"alpha must be a number from 0 to 1, got {alpha!r}."
                 "\nGive 0 for the image alone, 1 for the map alone, 0.5 for half of each."
             )
-        pictures = list(map(_stretched, self.images)) if image is None else _listed(image)
+        pictures = list(map(_contrast_stretched, self.images)) if image is None else _as_list(image)
         if len(pictures) != len(self.maps):
             raise InputError(
                 f"image= must hold one picture for each of {plural(len(self.maps), 'map')}, got"
                 f" {plural(len(pictures), 'picture')}.\nGive one for each map, as a list."
             )
         return [
-            _blend(picture if image is None else _fitting(_pixels(picture), map_HW), map_HW, alpha)
+            _blend(picture if image is None else _checked(_pixels(picture), map_HW), map_HW, alpha)
             for picture, map_HW in zip(pictures, self.maps, strict=True)
         ]
 
@@ -199,7 +199,7 @@ class ClassMaps:
         return f"ClassMaps of {many} {height} x {width}, by {self.method} at {where}{of}"
 
 
-def _fitting(pixels: Pixels, map_HW: Tensor) -> Pixels:
+def _checked(pixels: Pixels, map_HW: Tensor) -> Pixels:
     """Return the pixels; warn if they cannot be the model's input at another size."""
     (height, width), (rows, columns) = pixels.shape[:2], map_HW.shape
     # A side may be rounded by a pixel.
@@ -216,19 +216,19 @@ def _blend(pixels: Pixels, map_HW: Tensor, alpha: float) -> Pixels:
     height, width = pixels.shape[:2]
     whole = map_HW.detach().float().cpu()[None, None]
     values = interpolate(whole, (height, width), mode="bilinear", align_corners=False)[0, 0].numpy()
-    colours = _coloured(values.astype(np.float64))
+    colours = _inferno_colours(values.astype(np.float64))
     # The weights of red, green and blue are those of BT.601, which pillow uses for grey.
     grey = (pixels.astype(np.float64) @ np.array([0.299, 0.587, 0.114]))[:, :, None]
     blended: Pixels = np.round((1 - alpha) * grey + alpha * colours).astype(np.uint8)
     return blended
 
 
-def _coloured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _inferno_colours(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     places = np.linspace(0, 1, len(_ANCHORS))
     return np.stack([np.interp(values, places, _ANCHORS[:, k]) for k in range(3)], axis=-1)
 
 
-def _stretched(image: Tensor) -> Pixels:
+def _contrast_stretched(image: Tensor) -> Pixels:
     """Return an input image of the model, scaled from black, its least value, to white."""
     values = image.detach().cpu().double()
     finite = values[values.isfinite()]
@@ -239,7 +239,7 @@ def _stretched(image: Tensor) -> Pixels:
     return (values.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
 
 
-def _listed(image: Any) -> list[Any]:
+def _as_list(image: Any) -> list[Any]:
     if isinstance(image, list | tuple):
         return list(image)
     return list(image) if getattr(image, "ndim", 0) == 4 else [image]

@@ -55,7 +55,7 @@ def select_outputs(model: nn.Module, layer: Selector) -> list[Site]:
     return sites
 
 
-def recorder(
+def recording_line(
     model: nn.Module,
     sites: list[Site],
     ports: tuple[str, ...],
@@ -72,7 +72,7 @@ def recorder(
     return recorder
 
 
-def layer_at(
+def find_maps(
     site: Site,
     value: Any,
     n_images: int,
@@ -114,7 +114,7 @@ def _check_reshaped(site: Site, value: Tensor, maps: Any, n_images: int) -> None
         )
 
 
-def last_spatial(
+def last_spatial_layer(
     model: nn.Module, run: RunModel, flow_back: FlowBack | None, n_images: int, size: Size
 ) -> Site:
     """Find the last layer, in the order of their calls, that returns maps.
@@ -131,9 +131,9 @@ def last_spatial(
     Raises:
         SelectionError: no layer returns maps.
     """
-    with recorder(model, list(select(model)), ("output",), keep=_shape_alone) as shapes:
+    with recording_line(model, list(select(model)), ("output",), keep=_as_meta) as shapes:
         run()
-    candidates = _spatial(shapes, n_images, size, channels_of(model))
+    candidates = _spatial_outputs(shapes, n_images, size, channels_of(model))
     if not candidates:
         raise SelectionError(
             f"a layer of {type(model).__name__} must return maps of its {size[0]} x {size[1]}"
@@ -151,13 +151,13 @@ def last_spatial(
     def reaches_patches(grad: Tensor) -> Tensor:
         return grad[:, last_grid.n_prefix :].any()
 
-    with recorder(model, tokens, ("grad_output",), keep=reaches_patches) as back:
+    with recording_line(model, tokens, ("grad_output",), keep=reaches_patches) as back:
         flow_back(run())
     # The gradient is None where none has arrived.
-    return next((site for site in reversed(tokens) if gradient(back, site)), last)
+    return next((site for site in reversed(tokens) if recorded_gradient(back, site)), last)
 
 
-def gradient(run: Recording, site: Site) -> Any:
+def recorded_gradient(run: Recording, site: Site) -> Any:
     """Return the gradient of the output at a site; None if no gradient arrived."""
     try:
         return run[replace(site, port="grad_output")]
@@ -165,14 +165,14 @@ def gradient(run: Recording, site: Site) -> Any:
         return None
 
 
-def _shape_alone(value: Any) -> Any:
+def _as_meta(value: Any) -> Any:
     """Return an empty tensor on the meta device with a tensor's shape; None for other values."""
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return None
 
 
-def _spatial(
+def _spatial_outputs(
     recording: Recording, n_images: int, size: Size, channels: Channels
 ) -> list[tuple[Site, Grid]]:
     """Return the calls of layers that returned maps."""

@@ -101,7 +101,7 @@ def method_named(name: str) -> Method:
     raise InputError(f"method must be one of {', '.join(METHODS)}, got {name!r}.\n{advice}")
 
 
-def scaled(maps: Tensor) -> Tensor:
+def min_max_scaled(maps: Tensor) -> Tensor:
     """Scale each map from 0, its least value, to 1, its largest. A constant map becomes 0."""
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
     span = high - low

@@ -53,7 +53,7 @@ class Goal(NamedTuple):
         return scores
 
 
-def goal(target: ClassTarget, output: Any, n_images: int) -> Goal:
+def resolve_target(target: ClassTarget, output: Any, n_images: int) -> Goal:
     """Resolve a target into classes or a function, with the model's output.
 
     Raises:
@@ -70,7 +70,7 @@ def goal(target: ClassTarget, output: Any, n_images: int) -> Goal:
         )
     if target is None:
         return Goal(class_scores.argmax(1), None)
-    classes = _integers(target, n_images)
+    classes = _class_numbers(target, n_images)
     if len(classes) != n_images:
         raise InputError(
             f"target= must name one class for each of {plural(n_images, 'image')}, got"
@@ -87,7 +87,7 @@ def goal(target: ClassTarget, output: Any, n_images: int) -> Goal:
     return Goal(torch.tensor(classes, device=class_scores.device), None)
 
 
-def _integers(target: Any, n_images: int) -> list[int]:
+def _class_numbers(target: Any, n_images: int) -> list[int]:
     """Return the named classes; a single number counts for all images.
 
     Raises:

@@ -31,14 +31,14 @@ from hookline.engine import (
 )
 from hookline.errors import NonFiniteError, warn
 from hookline.statistics.finiteness import kinds_in, not_finite, total
+from hookline.verbs.check.agree_across_ranks import earliest, rank_here
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.forward import NOT_REPEATED, ForwardChecks
-from hookline.verbs.check.habits import say_missing
-from hookline.verbs.check.loss import LossGraph
-from hookline.verbs.check.origins import measured
-from hookline.verbs.check.outcome import Checked, Outcome, of_tensor
-from hookline.verbs.check.ranks import earliest, rank_here
+from hookline.verbs.check.loss_graph import LossGraph
+from hookline.verbs.check.nonfinite_origins import measured
+from hookline.verbs.check.pending_findings import Checked, Outcome, of_tensor
 from hookline.verbs.check.replay import RUN, CheckedRun, RepeatedBackward, Replay
+from hookline.verbs.check.unusual_outputs import say_missing
 from hookline.verbs.shared.rerun import version
 
 # A backward that raises never ends here, so the oldest is forgotten.

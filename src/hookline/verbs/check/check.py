@@ -32,10 +32,10 @@ from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in, n
 from hookline.verbs.check.backward import BackwardChecks
 from hookline.verbs.check.finding import SINCE_START, CheckFinding
 from hookline.verbs.check.forward import ForwardChecks
-from hookline.verbs.check.habits import choices
-from hookline.verbs.check.outcome import Checked, Outcome, of_tensor
+from hookline.verbs.check.pending_findings import Checked, Outcome, of_tensor
 from hookline.verbs.check.replay import named_tensors
-from hookline.verbs.check.situation import folder_for
+from hookline.verbs.check.replay_file import folder_for
+from hookline.verbs.check.unusual_outputs import choices
 from hookline.verbs.shared.verb_line import VerbLine
 
 

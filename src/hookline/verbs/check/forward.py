@@ -28,11 +28,11 @@ from hookline.errors import warn
 from hookline.statistics import finiteness
 from hookline.statistics.finiteness import Measure, NonFinite, kinds_in, total, transformed
 from hookline.verbs.check.finding import CheckFinding
-from hookline.verbs.check.habits import Habits, TraitReader, Traits, judge_all
-from hookline.verbs.check.loss import NodeNumbers
-from hookline.verbs.check.origins import Origin, measured
-from hookline.verbs.check.outcome import Checked, Outcome
+from hookline.verbs.check.loss_graph import NodeNumbers
+from hookline.verbs.check.nonfinite_origins import Origin, measured
+from hookline.verbs.check.pending_findings import Checked, Outcome
 from hookline.verbs.check.replay import RUN, CheckedRun, Replay
+from hookline.verbs.check.unusual_outputs import Habits, TraitReader, Traits, judge_all
 from hookline.verbs.shared.rerun import ChangingBuffers
 
 # The key in `Pass.opened` of the extremes of a pass's outputs, where habits are checked.

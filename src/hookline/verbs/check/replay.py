@@ -38,9 +38,9 @@ from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.statistics.finiteness import NonFinite, all_kinds, is_measurable
 from hookline.verbs.check.finding import SINCE_START, CheckFinding, Measured, users_frame
-from hookline.verbs.check.loss_line import CalledAt
-from hookline.verbs.check.origins import FunctionNames, Origin, Origins, Outside, measured
-from hookline.verbs.check.situation import Situation
+from hookline.verbs.check.loss_source_line import CalledAt
+from hookline.verbs.check.nonfinite_origins import FunctionNames, Origin, Origins, Outside, measured
+from hookline.verbs.check.replay_file import Situation
 from hookline.verbs.shared import rerun
 from hookline.verbs.shared.rerun import ChangingBuffers, Likeness, RunStart
 from hookline.verbs.shared.root_call import root_call

@@ -30,13 +30,13 @@ from hookline.engine import (
 )
 from hookline.errors import AttachError, warn
 from hookline.verbs.attach.raw_line import RawLine
-from hookline.verbs.clip.limit import Limit, largest
-from hookline.verbs.clip.parameters import (
+from hookline.verbs.clip.limit import Limit, largest_element
+from hookline.verbs.clip.parameter_gradients import (
     ClipAfterBackward,
     ClipOnAccumulate,
+    check_same_sites_on_ranks,
     clip_norm,
-    dense,
-    meet_for_norms,
+    grad_holder,
 )
 from hookline.verbs.clip.report import ClipReport, Tally
 from hookline.verbs.shared.verb_line import VerbLine
@@ -96,11 +96,11 @@ class ClipLine(VerbLine[RawLine]):
                     " parameter of FSDP1: each rank would clip by the norm of its own part."
                     "\nShard by fully_shard; or call model.clip_grad_norm_(...) after backward()."
                 )
-            meet_for_norms([site for site, _ in weights], tensors)
+            check_same_sites_on_ranks([site for site, _ in weights], tensors)
         if between and self._limit.kind == "norm" and isinstance(self._line.root, nn.Module):
             split = split_parameters(self._line.root)
             self._limit.is_split = bool(split)
-            meet_for_norms([site for site, _ in between], split)
+            check_same_sites_on_ranks([site for site, _ in between], split)
         with self._line.all_or_nothing():
             if is_total:
                 self._tallies.append(Tally("total"))
@@ -110,22 +110,22 @@ class ClipLine(VerbLine[RawLine]):
             if between:
                 self._line.tap(
                     Selection(self._line.module_tree, between),
-                    lambda site: _ClipGradient(site, self._tally(site), self._limit),
+                    lambda site: _ClipGradient(site, self._new_tally(site), self._limit),
                     Order.EDIT,
                 )
 
-    def _tally(self, site: Site) -> Tally:
+    def _new_tally(self, site: Site) -> Tally:
         self._tallies.append(Tally(str(site)))
         return self._tallies[-1]
 
     def _clip_parameters(self, selection: Selection) -> None:
-        tallies = {id(node.tensor): self._tally(site) for site, node in selection.places}  # type: ignore[union-attr]
+        tallies = {id(node.tensor): self._new_tally(site) for site, node in selection.places}  # type: ignore[union-attr]
         limit = self._limit
 
         def clip_parameter(parameter: Tensor) -> None:
-            holder = dense(parameter)
+            holder = grad_holder(parameter)
             if limit.kind == "value":
-                tallies[id(parameter)].add(largest(holder.grad), limit.bound)
+                tallies[id(parameter)].add(largest_element(holder.grad), limit.bound)
                 clip_grad_value_([holder], limit.bound)
             else:
                 norm = clip_norm([holder], limit.bound, limit.norm_type)
@@ -140,24 +140,24 @@ class ClipLine(VerbLine[RawLine]):
         at_end = ClipAfterBackward(clip_each)
         when_whole = ClipOnAccumulate(clip_parameter)
 
-        def accumulated(parameter: Tensor) -> None:
+        def on_accumulated(parameter: Tensor) -> None:
             if is_grouped():  # DDP writes its reduced gradients into .grad at the end of backward
-                at_end.accumulated(parameter)
+                at_end.note_accumulated(parameter)
             else:
-                when_whole.accumulated(parameter)
+                when_whole.clip_or_queue(parameter)
 
-        self._line.hook_accumulated(selection, accumulated, Order.ACCUMULATED_EDIT)
+        self._line.hook_accumulated(selection, on_accumulated, Order.ACCUMULATED_EDIT)
 
     def _clip_total(self, selection: Selection) -> None:
         parameters = [node.tensor for _, node in selection.places]  # type: ignore[union-attr]
         limit, tally = self._limit, self._tallies[0]
 
         def clip_all(_: dict[int, Tensor]) -> None:
-            holders = [dense(parameter) for parameter in parameters if parameter.grad is not None]
+            holders = [grad_holder(p) for p in parameters if p.grad is not None]
             tally.add(clip_norm(holders, limit.bound, limit.norm_type), limit.bound)
 
         at_end = ClipAfterBackward(clip_all)
-        self._line.hook_accumulated(selection, at_end.accumulated, Order.ACCUMULATED_EDIT)
+        self._line.hook_accumulated(selection, at_end.note_accumulated, Order.ACCUMULATED_EDIT)
 
 
 @final
@@ -171,11 +171,11 @@ class _ClipGradient(GradientCallback):
         self._site = site
         self._tally = tally
         self._limit = limit
-        self.inside = limit.inside
-        self.before_inside = self._count
-        self.awaits = self._look_at if limit.is_split else None
+        self.inside = limit.clip_in_graph
+        self.before_inside = self._measure_and_count
+        self.awaits = self._prepare if limit.is_split else None
 
-    def _look_at(self, current: Pass, pending: PendingGradient, slot: int, tensor: Tensor) -> None:
+    def _prepare(self, current: Pass, pending: PendingGradient, slot: int, tensor: Tensor) -> None:
         if is_dtensor(tensor):  # torch computes the norm over all ranks itself
             return
         groups, unknown = split_over(tensor)
@@ -198,16 +198,16 @@ class _ClipGradient(GradientCallback):
                 sums.indices(), new, sums.size(), is_coalesced=True, check_invariants=False
             )
         groups = pending.gathered.get(("groups", slot), ())
-        return self._limit.clip(grad, self._count(grad, groups))
+        return self._limit.clip(grad, self._measure_and_count(grad, groups))
 
-    def _count(self, grad: Tensor, groups: Sequence[Any] = ()) -> Tensor:
+    def _measure_and_count(self, grad: Tensor, groups: Sequence[Any] = ()) -> Tensor:
         size = self._limit.size(local_part(grad) if groups else grad)
-        size = self._limit.size_of_all(size, groups)
+        size = self._limit.size_over_ranks(size, groups)
         self._tally.add(size, self._limit.bound)
         return size
 
 
-def _misnamed(name: str) -> str:
+def _wrong_argument_message(name: str) -> str:
     advice = {
         "max_norm": (
             "norm= (each gradient by itself), or total_norm= (all together, as clip_grad_norm_)"
@@ -288,7 +288,7 @@ def clip(
         TypeError: another argument is given.
     """
     if others:
-        raise TypeError(_misnamed(next(iter(others))))
+        raise TypeError(_wrong_argument_message(next(iter(others))))
     bounds = {"norm": norm, "value": value, "total_norm": total_norm}
     given_bounds = {kind: bound for kind, bound in bounds.items() if bound is not None}
     if len(given_bounds) != 1:

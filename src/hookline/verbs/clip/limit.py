@@ -45,9 +45,9 @@ class Limit:
         The norm is in float32, or in float64 for a float64 gradient.
         """
         if grad.is_nested:
-            grad = _elements(grad)
+            grad = _nested_elements(grad)
         if self.kind == "value":
-            return largest(grad)
+            return largest_element(grad)
         wide = grad.abs() if grad.is_complex() else grad
         wide = wide if wide.dtype is torch.float64 else wide.float()
         if abs(self.norm_type) == math.inf and not wide.numel():
@@ -55,36 +55,36 @@ class Limit:
         norm: Tensor = torch.linalg.vector_norm(wide, self.norm_type)
         return full_value(norm) if is_dtensor(norm) else norm
 
-    def size_of_all(self, part: Tensor, groups: Iterable[Any]) -> Tensor:
+    def size_over_ranks(self, size: Tensor, groups: Iterable[Any]) -> Tensor:
         """Compute the size of a gradient from the size of this rank's part: a collective."""
         if self.kind == "value":
-            return part
+            return size
         for group in groups:
-            norms = gathered(part, group)
-            part = norms.sum() if not self.norm_type else norms.norm(self.norm_type)
-        return part
+            norms = gathered(size, group)
+            size = norms.sum() if not self.norm_type else norms.norm(self.norm_type)
+        return size
 
     def clip(self, grad: Tensor, size: Tensor) -> Tensor:
         """Clip a gradient, given its size."""
         if self.kind == "value":
             return grad.clamp(-self.bound, self.bound)
-        return _scaled(grad, self.bound, size)
+        return _scaled_to_norm(grad, self.bound, size)
 
-    def inside(self, grad: Tensor) -> Tensor:
+    def clip_in_graph(self, grad: Tensor) -> Tensor:
         """Clip a gradient in compiled code."""
         if self.is_split:
-            refuse_split()
+            refuse_compiled_split()
         if self.kind == "value" and grad.is_nested:  # torch clamps these by numbers only
             return self.clip(grad, grad)
         if self.kind == "value":
             bound = self._tensor.to(grad.device, grad.dtype)
             return grad.clamp(-bound, bound)
         norm = self.size(grad)
-        return _scaled(grad, self._tensor.to(norm.device, norm.dtype), norm)
+        return _scaled_to_norm(grad, self._tensor.to(norm.device, norm.dtype), norm)
 
 
 @while_tracing
-def refuse_split() -> None:
+def refuse_compiled_split() -> None:
     """Refuse the compilation of code that clips by a norm over ranks.
 
     Raises:
@@ -97,14 +97,14 @@ def refuse_split() -> None:
     )
 
 
-def largest(grad: Any) -> Tensor:
+def largest_element(grad: Any) -> Tensor:
     """Compute the largest absolute element of this rank's part of a gradient."""
     sizes: Tensor = local_part(grad.detach()).abs()
     size: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
     return size
 
 
-def _scaled(grad: Tensor, bound: float | Tensor, norm: Tensor) -> Tensor:
+def _scaled_to_norm(grad: Tensor, bound: float | Tensor, norm: Tensor) -> Tensor:
     factor = (bound / (norm + _EPSILON)).clamp(max=1.0)
     if grad.dtype.itemsize < 4:  # in 16 bits, a small factor would become 0
         return (grad.float() * factor).to(grad.dtype)
@@ -112,7 +112,7 @@ def _scaled(grad: Tensor, bound: float | Tensor, norm: Tensor) -> Tensor:
     return clipped
 
 
-def _elements(grad: Any) -> Tensor:
+def _nested_elements(grad: Any) -> Tensor:
     """Return the elements of a nested tensor, without the gaps between its parts."""
     if grad.lengths() is None:
         values: Tensor = grad.values()

@@ -127,9 +127,9 @@ class Tally:
         """Count a gradient, given its norm or its largest element."""
         sizes = innermost(size.detach())  # under vmap, one size for each example
         with _lock:
-            self._add(sizes, bound)
+            self._add_sizes(sizes, bound)
 
-    def _add(self, sizes: Tensor, bound: float) -> None:
+    def _add_sizes(self, sizes: Tensor, bound: float) -> None:
         self.seen += sizes.numel()
         if not has_numbers(sizes):
             self._largest = torch.tensor(float("nan"), device="cpu")

@@ -23,21 +23,21 @@ from hookline.errors import (
     SelectionError,
     StructureError,
 )
-from hookline.verbs.anatomy.claims import claim_stream
-from hookline.verbs.anatomy.head import name_embeddings, name_head
-from hookline.verbs.anatomy.identity_errors import limit
-from hookline.verbs.anatomy.inner import name_attention, name_experts, name_mlp
+from hookline.verbs.anatomy.claimed_names import Claim
+from hookline.verbs.anatomy.embeddings_and_head import name_embeddings, name_norm_and_logits
+from hookline.verbs.anatomy.identity_errors import tolerance
 from hookline.verbs.anatomy.interventions import Interventions
-from hookline.verbs.anatomy.names import Claim
+from hookline.verbs.anatomy.name_inside_parts import name_attention, name_experts, name_mlp
 from hookline.verbs.anatomy.parts import name_layer
-from hookline.verbs.anatomy.stacks import Stack, stacks_of
+from hookline.verbs.anatomy.stacks import Stack, find_stacks
+from hookline.verbs.anatomy.stream_claims import claim_stream_identities
 from hookline.verbs.anatomy.trace import Trace
 from hookline.verbs.record.record import record
 from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import call
 
 
-def structure_of(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[Stack]:
+def find_and_prove(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[Stack]:
     """Find and prove the parts of every stack of a model.
 
     Args:
@@ -49,18 +49,18 @@ def structure_of(model: nn.Module, trace: Trace, inputs: Sequence[Any]) -> list[
         SelectionError: no stack of the model has a residual stream.
         InputError: the inputs have fewer than three tokens.
     """
-    stacks = _stacks(model, trace)
+    stacks = _find_stacks(model, trace)
     for stack in stacks:
-        _check_tokens(stack, inputs[0])
-        Interventions(model, trace, inputs[0], stack.layers).tell_apart()
-        _name(model, trace, stack, is_last=stack is stacks[-1])
-        _prove(model, stack, inputs)
+        _check_enough_tokens(stack, inputs[0])
+        Interventions(model, trace, inputs[0], stack.layers).set_kinds()
+        _name_parts(model, trace, stack, is_last=stack is stacks[-1])
+        _prove_names(model, stack, inputs)
         if stack.head is not None:
             stack.head.forget_the_trace()
     return stacks
 
 
-def _check_tokens(stack: Stack, inputs: Any) -> None:
+def _check_enough_tokens(stack: Stack, inputs: Any) -> None:
     """Refuse a text that is too short to tell the parts apart.
 
     Most streams are (rows, tokens, features). XLNet's is (tokens, rows, features), which its ids
@@ -82,8 +82,8 @@ def _check_tokens(stack: Stack, inputs: Any) -> None:
 _FEWEST_TOKENS = 3
 
 
-def _stacks(model: nn.Module, trace: Trace) -> list[Stack]:
-    stacks, reasons = stacks_of(model, trace)
+def _find_stacks(model: nn.Module, trace: Trace) -> list[Stack]:
+    stacks, reasons = find_stacks(model, trace)
     if not stacks:
         none = "no stack of blocks ran, two or more, each on what the last one returned"
         why = reasons[0] if reasons else none + _scripted_text(model)
@@ -100,31 +100,31 @@ def _scripted_text(model: nn.Module) -> str:
     return f"; {paths[0]} is a ScriptModule, whose calls are not seen" if paths else ""
 
 
-def _name(model: nn.Module, trace: Trace, stack: Stack, *, is_last: bool) -> None:
+def _name_parts(model: nn.Module, trace: Trace, stack: Stack, *, is_last: bool) -> None:
     """Find the sites of all names, and claim the identities that prove them."""
     for layer in stack.layers:
         name_layer(trace, layer)
-        claim_stream(trace, layer)
+        claim_stream_identities(trace, layer)
         name_mlp(trace, layer)
         name_experts(trace, layer, model)
         name_attention(trace, layer)
     n_words = name_embeddings(model, trace, stack.layers[0], stack.names)
     if is_last:
-        stack.head = name_head(trace, stack.layers[-1], stack.names, n_words)
+        stack.head = name_norm_and_logits(trace, stack.layers[-1], stack.names, n_words)
 
 
-def _prove(model: nn.Module, stack: Stack, inputs: Sequence[Any]) -> None:
+def _prove_names(model: nn.Module, stack: Stack, inputs: Sequence[Any]) -> None:
     """Measure every identity on every input, and refuse the names whose identities fail."""
-    owners = stack.owners()
+    owners = stack.names_by_layer()
     claims = [(number, claim) for number, names in owners.items() for claim in names.claims]
     sites = sorted({site for _, each in claims for site in each.sites})
-    bound = limit(stack.layers[0].block.pre.tensor.dtype)
+    bound = tolerance(stack.layers[0].block.pre.tensor.dtype)
     failing: dict[tuple[str, int], str] = {}
     for n_input, each_input in enumerate(inputs, 1):
-        values = _values(model, sites, each_input)
+        values = _record_values(model, sites, each_input)
         shapes = {site: tuple(v.shape) for site, v in values.items() if isinstance(v, Tensor)}
         stack.shapes = shapes | stack.shapes
-        for key, worst, why in _measured(claims, values, n_input):
+        for key, worst, why in _measure_claims(claims, values, n_input):
             if worst >= stack.errors.get(key, 0.0):
                 stack.errors[key] = worst
                 failing[key] = f"{why}, above {bound:.0e}" if worst < math.inf else why
@@ -134,7 +134,7 @@ def _prove(model: nn.Module, stack: Stack, inputs: Sequence[Any]) -> None:
             owner.refused[name] = f"{failing[name, number]}, at {owner.sites.pop(name)}"
 
 
-def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Tensor | str]:
+def _record_values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Tensor | str]:
     """Record the values of sites, or why they have none; attention by name may be unknown."""
     try:
         with record(model, sites, copy=True) as run:
@@ -144,7 +144,7 @@ def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Te
         if len(others) == len(sites):
             raise
         why = first_line(error).removesuffix(".")
-        return dict.fromkeys(sites, why) | _values(model, others, inputs)
+        return dict.fromkeys(sites, why) | _record_values(model, others, inputs)
     values: dict[str, Tensor | str] = {}
     for site in sites:
         try:
@@ -156,16 +156,16 @@ def _values(model: nn.Module, sites: Sequence[str], inputs: Any) -> dict[str, Te
     return values
 
 
-def _measured(
+def _measure_claims(
     claims: Sequence[tuple[int, Claim]], values: dict[str, Tensor | str], n_input: int
 ) -> Iterator[tuple[tuple[str, int], float, str]]:
     """Yield each name and layer, the error of an identity that it needs, and a text of it."""
     for number, each in claims:
-        worst, why = _error(each, values)
+        worst, why = _measure_claim(each, values)
         yield from (((name, number), worst, f"{why} on input {n_input}") for name in each.names)
 
 
-def _error(each: Claim, values: dict[str, Tensor | str]) -> tuple[float, str]:
+def _measure_claim(each: Claim, values: dict[str, Tensor | str]) -> tuple[float, str]:
     """Return the error of an identity, and a text for people."""
     own = [values[site] for site in each.sites]
     lacking = [value for value in own if isinstance(value, str)]
@@ -183,7 +183,7 @@ def _error(each: Claim, values: dict[str, Tensor | str]) -> tuple[float, str]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_without_fastpath() -> Iterator[None]:
     """Leave out hookline's warnings: sites that never fire are refused, and no run is kept.
 
     Torch's fast path for padded texts is left out, too: its values are nested, without a shape.

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookline.verbs.anatomy.claimed_names import NO_SITE
 from hookline.verbs.anatomy.identity_errors import CLOSE, error, error_of_rescale
-from hookline.verbs.anatomy.names import NO_SITE
 from hookline.verbs.anatomy.parts import (
     Layer,
     Part,
     argument_of,
-    ends,
-    input_of,
+    input_and_output,
+    input_site,
     site_of,
     why_none,
 )
-from hookline.verbs.anatomy.stream import MATMULS, before, cuts
+from hookline.verbs.anatomy.residual_stream import MATMULS, on_every_path, walk_back
 from hookline.verbs.anatomy.trace import Event, ModuleCall, Trace, Value, replay_tokens
 
 _SLICES = {"chunk", "split", "getitem", "narrow", "unbind", "view", "reshape", "transpose", "add"}
@@ -31,20 +31,20 @@ _IN_CORE = ("q", "k", "v", "scores", "pattern", "z")
 _AROUND_CORE = ("attn_gate", "q_norm", "k_norm", "attn_heads")
 
 
-def _products(part: Part) -> list[Event]:
+def _matmuls(part: Part) -> list[Event]:
     return [event for event in part.term.events if event.name in MATMULS]
 
 
-def _begin(part: Part) -> int:
+def _first_event_index(part: Part) -> int:
     """Return the number of the first call of a part."""
     return part.term.events[0].index if part.term.events else 0
 
 
-def _back(value: Value, part: Part) -> tuple[list[Event], list[Value]]:
+def _events_since_matmuls(value: Value, part: Part) -> tuple[list[Event], list[Value]]:
     """Return the calls that lead from the last products to a value, and what these return."""
-    stop = [id(output) for event in _products(part) for output in event.outputs]
+    stop = [id(output) for event in _matmuls(part) for output in event.outputs]
     stop += [id(read) for read in part.term.reads]
-    return ([], [value]) if id(value) in stop else before(value, stop, _begin(part))
+    return ([], [value]) if id(value) in stop else walk_back(value, stop, _first_event_index(part))
 
 
 def name_mlp(trace: Trace, layer: Layer) -> None:
@@ -52,21 +52,21 @@ def name_mlp(trace: Trace, layer: Layer) -> None:
     names, parts = layer.names, layer.of_kind("mlp")
     if len(parts) != 1:
         return names.refuse(_MLP, f"the block has no single MLP{why_none(layer, 'mlp')}")
-    if experts_of(trace, layer) is not None:
+    if find_experts_call(trace, layer) is not None:
         return names.refuse(_MLP, "the MLP is of experts")
     part = parts[0]
-    products = _products(part)
+    products = _matmuls(part)
     if not products or len(products[-1].data) != 1:
         return names.refuse(_MLP, "no products lead in and out of its neurons")
     act = products[-1].data[0].origin
     pre, up = _pre_and_up(act, part)
     if pre is None:
         return names.refuse(_MLP, "no function of one value makes the neurons")
-    if _has_others(part, act, products[-1]):
+    if _has_other_neurons(part, act, products[-1]):
         return names.refuse(_MLP, "it also adds a product of other neurons, as a second MLP does")
     values = {"mlp_pre": pre} if up is None else {"mlp_pre": pre, "mlp_gate": pre, "mlp_up": up}
     sites = {name: site_of(trace, value, layer.block.path) for name, value in values.items()}
-    sites["mlp_act"] = input_of(trace, products[-1].data[0], layer.block.path, products[-1:])
+    sites["mlp_act"] = input_site(trace, products[-1].data[0], layer.block.path, products[-1:])
     if None in sites.values():
         return names.refuse(_MLP, NO_SITE)
     if up is None:
@@ -74,14 +74,14 @@ def name_mlp(trace: Trace, layer: Layer) -> None:
     for name, site in sites.items():
         names.put(name, site)
     given = [pre] if up is None else [pre, up]
-    events, _ = before(act, map(id, given), _begin(part))
+    events, _ = walk_back(act, map(id, given), _first_event_index(part))
     needed = [sites[name] for name in ("mlp_act", "mlp_pre", "mlp_up") if name in sites]
     return names.claim("act(pre) * up", sites, needed, partial(_neuron_error, events, given, act))
 
 
-def _has_others(part: Part, act: Value, last: Event) -> bool:
+def _has_other_neurons(part: Part, act: Value, last: Event) -> bool:
     """Tell whether a part adds a product of products that pass the neurons by."""
-    events, _ = before(part.term.value, [id(act), *map(id, part.term.reads)], 0)
+    events, _ = walk_back(part.term.value, [id(act), *map(id, part.term.reads)], 0)
     products = [event for event in events if event.name in MATMULS and event is not last]
     made = {id(output) for event in products for output in event.outputs}
     for event in events:
@@ -92,22 +92,22 @@ def _has_others(part: Part, act: Value, last: Event) -> bool:
 
 def _pre_and_up(act: Value, part: Part) -> tuple[Value | None, Value | None]:
     """Return what the nonlinearity gets, and the linear factor of a gated MLP."""
-    events, heavy = _back(act, part)
+    events, heavy = _events_since_matmuls(act, part)
     event = act.maker
     factors = event.data if event is not None and event.name in _PRODUCTS else []
     if len(factors) == 2:
         linear = [factor for factor in factors if _is_linear(factor, part)]
         curved = [factor for factor in factors if not _is_linear(factor, part)]
-        if len(linear) == 1 and len(_back(curved[0], part)[1]) == 1:
-            own = _pre(curved[0], part)
-            other = _pre(linear[0], part)
+        if len(linear) == 1 and len(_events_since_matmuls(curved[0], part)[1]) == 1:
+            own = _pre_activation(curved[0], part)
+            other = _pre_activation(linear[0], part)
             if own is not other:
                 return own, other
-    return (_pre(act, part) if events and len(heavy) == 1 else None), None
+    return (_pre_activation(act, part) if events and len(heavy) == 1 else None), None
 
 
 def _is_linear(value: Value, part: Part) -> bool:
-    events, _ = _back(value, part)
+    events, _ = _events_since_matmuls(value, part)
     return all(_is_slice(event) for event in events)
 
 
@@ -117,15 +117,15 @@ def _is_slice(event: Event) -> bool:
     return event.name in _SLICES and len(event.data) == 1
 
 
-def _pre(value: Value, part: Part) -> Value:
+def _pre_activation(value: Value, part: Part) -> Value:
     """Return the last value before a nonlinearity that is a part of what one product returns."""
-    events, heavy = _back(value, part)
+    events, heavy = _events_since_matmuls(value, part)
     values = [*heavy, *(output for event in events for output in event.outputs)]
     used = {id(value)}
     for event in reversed(events):
         if any(id(output) in used for output in event.outputs):
             used.update(id(source) for source in event.data)
-    gates = cuts([each for each in values if id(each) in used], value)
+    gates = on_every_path([each for each in values if id(each) in used], value)
     pre = gates[0]
     for gate in gates[1:]:
         is_curved = gate is value and not _is_linear(value, part)
@@ -157,7 +157,7 @@ def _neuron_error(
 # -- mixtures of experts --------------------------------------------------------------------------
 
 
-def experts_of(trace: Trace, layer: Layer) -> tuple[ModuleCall, Value, Value] | None:
+def find_experts_call(trace: Trace, layer: Layer) -> tuple[ModuleCall, Value, Value] | None:
     """Return the call of a layer's experts, the indices and the weights that it gets."""
     inside = f"{layer.block.path}."
     for path, calls in trace.calls.items():
@@ -178,7 +178,7 @@ def experts_of(trace: Trace, layer: Layer) -> tuple[ModuleCall, Value, Value] | 
 
 def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> None:
     """Name the router and the experts of a layer."""
-    call, names = experts_of(trace, layer), layer.names
+    call, names = find_experts_call(trace, layer), layer.names
     parts = layer.of_kind("mlp")
     if call is None or len(parts) != 1:
         why = "no module of the block gets the indices and the weights of experts"
@@ -186,7 +186,7 @@ def name_experts(trace: Trace, layer: Layer, model: nn.Module) -> None:
     experts, indices, weights = call
     floating = [value for value in experts.inputs.values() if value.tensor.is_floating_point()]
     hidden = next(value for value in floating if value is not weights)
-    given = [_own_input(trace, experts, value) for value in (hidden, indices, weights)]
+    given = [_input_site(trace, experts, value) for value in (hidden, indices, weights)]
     output = site_of(trace, next(iter(experts.outputs.values())), layer.block.path)
     if output is None or None in given:
         return names.refuse(_EXPERTS, NO_SITE)
@@ -205,20 +205,20 @@ def _name_router(trace: Trace, layer: Layer, part: Part, indices: Value) -> None
     """Name the logits from which the experts are chosen."""
     n_experts = 1 + int(indices.tensor.max())
     reads = list(map(id, part.term.reads))
-    events, _ = before(indices, reads, layer.block.call.begin)
+    events, _ = walk_back(indices, reads, layer.block.call.begin)
     made = [(event, event.outputs[0]) for event in events if event.name in MATMULS]
     products = [pair for pair in made if pair[1].tensor.shape[-1] >= n_experts]
     site = site_of(trace, products[-1][1], layer.block.path) if products else None
     if not layer.names.put("router_logits", site, "no product makes a number for each expert"):
         return
     product, logits = products[-1]
-    late, _ = before(indices, [id(logits), *reads], product.index + 1)
+    late, _ = walk_back(indices, [id(logits), *reads], product.index + 1)
     needed = [layer.names.sites["expert_indices"], site]
     measure = partial(_router_error, late, logits, indices)
     layer.names.claim("choice by the logits", ("router_logits",), needed, measure)
 
 
-def _own_input(trace: Trace, call: ModuleCall, value: Value) -> str | None:
+def _input_site(trace: Trace, call: ModuleCall, value: Value) -> str | None:
     return next(iter(trace.sites(value, "input", call.path)), None)
 
 
@@ -291,7 +291,7 @@ def _n_value_heads(layer: Layer, part: Part, values: Value) -> int:
     core = part.cores[0].call
     if core.name == "multi_head_attention_forward":
         return int(argument_of(core, 4, "num_heads"))
-    events, _ = _back(values, part)
+    events, _ = _events_since_matmuls(values, part)
     width = values.tensor.shape[-1]
     sizes = [
         each.tensor.numel()
@@ -304,14 +304,14 @@ def _n_value_heads(layer: Layer, part: Part, values: Value) -> int:
 
 def _name_heads(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
     """Name what the output projection gets: z of all heads side by side, gated where it is."""
-    product, names = _products(part)[-1], layer.names
+    product, names = _matmuls(part)[-1], layer.names
     merged = product.data[0] if len(product.data) == 1 and product is not core else None
     site = None
     if merged is not None and product.path != core.path:
-        site = input_of(trace, merged, layer.block.path, [product])
+        site = input_site(trace, merged, layer.block.path, [product])
     if site is None:
         return names.refuse(["attn_heads"], "no module gets the heads side by side")
-    if ends(part.term)[1].origin is not product.outputs[0].origin:
+    if input_and_output(part.term)[1].origin is not product.outputs[0].origin:
         why = f"the attention returns more than what {product.path} does"
         return names.refuse(["attn_heads"], why)
     names.put("attn_heads", site)
@@ -410,14 +410,14 @@ def _product_error(out: Tensor, first: Tensor, second: Tensor) -> float:
 def _name_norms(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
     names = layer.names
     for name, value in zip(("q_norm", "k_norm"), _query_and_key(part, core), strict=False):
-        events, _ = _back(value, part)
+        events, _ = _events_since_matmuls(value, part)
         made = {id(output) for event in events for output in event.outputs}
         for path, calls in trace.calls.items():
             if not path.startswith(f"{core.path}.") or len(calls) != 1:
                 continue
             for before_norm, after_norm in _norms_in(calls[0], made):
                 names.put(name, trace.sites(after_norm, "output", path)[0])
-                needed = [names.sites[name], _own_input(trace, calls[0], before_norm)]
+                needed = [names.sites[name], _input_site(trace, calls[0], before_norm)]
                 names.claim("norm", (name,), needed, error_of_rescale)
     lacking = [name for name in ("q_norm", "k_norm") if name not in names.sites]
     names.refuse(lacking, "no module normalises it between its product and the scores")
@@ -437,6 +437,6 @@ def _query_and_key(part: Part, core: Event) -> list[Value]:
     if part.softmax is None:
         return []
     stop = [id(read) for read in part.term.reads]
-    events, _ = before(part.softmax.data[0], stop, 0)
+    events, _ = walk_back(part.softmax.data[0], stop, 0)
     scores = [event for event in events if event.name in MATMULS and len(event.data) > 1]
     return scores[-1].data[-2:] if scores else []

@@ -10,7 +10,7 @@ from hookline.display.text import type_and_line
 from hookline.engine import full_value, is_dtensor
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError
-from hookline.verbs.anatomy.identity_errors import error, limit
+from hookline.verbs.anatomy.identity_errors import error, tolerance
 from hookline.verbs.shared.rerun import copied
 from hookline.verbs.shared.run_model import call
 
@@ -22,7 +22,7 @@ _FIX = (
 )
 
 
-def refuse_plain_parts(model: nn.Module) -> None:
+def refuse_plain_shards(model: nn.Module) -> None:
     """Refuse a model whose parts of weights do not say what they are parts of.
 
     Raises:
@@ -35,7 +35,7 @@ def refuse_plain_parts(model: nn.Module) -> None:
         )
 
 
-def output_of(model: nn.Module, inputs: Any) -> dict[tree.Leaf, Tensor]:
+def run_output(model: nn.Module, inputs: Any) -> dict[tree.Leaf, Tensor]:
     """Run a model, and return the floating tensors of its output by leaf; DTensors are gathered."""
     return {
         leaf: (full_value(tensor) if is_dtensor(tensor) else tensor).detach()
@@ -44,7 +44,7 @@ def output_of(model: nn.Module, inputs: Any) -> dict[tree.Leaf, Tensor]:
     }
 
 
-def check_whole(model: nn.Module, inputs: Any, split: dict[tree.Leaf, Tensor]) -> None:
+def check_same_output(model: nn.Module, inputs: Any, split_out: dict[tree.Leaf, Tensor]) -> None:
     """Run a model with whole weights, and compare its output with that of split weights.
 
     Args:
@@ -57,14 +57,14 @@ def check_whole(model: nn.Module, inputs: Any, split: dict[tree.Leaf, Tensor]) -
     """
     kind = type(model).__name__
     try:
-        whole = output_of(model, inputs)
+        whole = run_output(model, inputs)
     except Exception as reason:
         raise AttachError(
             "hl.anatomy must be given a model that also runs with whole weights, because it proves"
             f" the names with these, got {kind}, which raises {type_and_line(reason)}.{_FIX}"
         ) from reason
-    off = max((_off(part, whole.get(leaf)) for leaf, part in split.items()), default=0.0)
-    bound = max((limit(part.dtype) for part in split.values()), default=0.0)
+    off = max((_part_error(part, whole.get(leaf)) for leaf, part in split_out.items()), default=0.0)
+    bound = max((tolerance(part.dtype) for part in split_out.values()), default=0.0)
     if off > max(bound, _CLOSE):
         raise AttachError(
             "hl.anatomy must be given a model that has the same output with whole weights, because"
@@ -72,7 +72,7 @@ def check_whole(model: nn.Module, inputs: Any, split: dict[tree.Leaf, Tensor]) -
         )
 
 
-def _off(part: Tensor, whole: Tensor | None) -> float:
+def _part_error(part: Tensor, whole: Tensor | None) -> float:
     """Return the error of an output, or of the part of it that this rank has in one dimension."""
     if whole is None or part.dim() != whole.dim():
         return float("inf")

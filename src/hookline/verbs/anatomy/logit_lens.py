@@ -12,7 +12,7 @@ from hookline.display.results import Heading, Printout, Result
 from hookline.engine import full_value, is_dtensor
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
-from hookline.verbs.anatomy.head import Head
+from hookline.verbs.anatomy.embeddings_and_head import Head
 
 
 @final
@@ -35,8 +35,8 @@ class Lens(Result):
     def _table_rows(self) -> list[dict[str, Any]]:
         rows = []
         for layer, ids in self.tokens.items():
-            top = _of_last_token(ids)
-            shares = _of_last_token(self.logits[layer].softmax(-1))[top]
+            top = _last_token_of_first_row(ids)
+            shares = _last_token_of_first_row(self.logits[layer].softmax(-1))[top]
             rows.append({"layer": layer, "tokens": top.tolist(), "shares": shares.tolist()})
         return rows
 
@@ -59,12 +59,12 @@ class Lens(Result):
         )
 
 
-def _of_last_token(values: Tensor) -> Tensor:
+def _last_token_of_first_row(values: Tensor) -> Tensor:
     """Return what a value has of the last token of the first row."""
     return values.reshape(-1, *values.shape[-2:])[0, -1]
 
 
-def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> Lens:
+def apply_head(head: Head, site_by_layer: Mapping[int, str], run: Recording, n: int) -> Lens:
     """Apply a head to the streams of a run, given by layer as sites.
 
     Raises:
@@ -73,8 +73,8 @@ def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> L
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InputError(f"n must be a number of tokens, 1 or more, got {n!r}.\nThe default is 5.")
-    recorded = {layer: run.tensor(site) for layer, site in streams.items() if site in run}
-    logits = {layer: head(_whole(stream)) for layer, stream in recorded.items()}
+    recorded = {layer: run.tensor(site) for layer, site in site_by_layer.items() if site in run}
+    logits = {layer: head(_gathered(stream)) for layer, stream in recorded.items()}
     if not logits:
         raise NotRecordedError(
             "the run must have resid_post of some layer, got none."
@@ -86,5 +86,5 @@ def lens_of(head: Head, streams: Mapping[int, str], run: Recording, n: int) -> L
     return Lens(logits, tokens)
 
 
-def _whole(stream: Tensor) -> Tensor:
+def _gathered(stream: Tensor) -> Tensor:
     return full_value(stream) if is_dtensor(stream) else stream

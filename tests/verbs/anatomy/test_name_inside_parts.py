@@ -1,11 +1,11 @@
-"""Equations inside attention, by their errors: hookline.verbs.anatomy.inner."""
+"""Equations inside attention, by their errors: hookline.verbs.anatomy.name_inside_parts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hookline.verbs.anatomy import inner
+from hookline.verbs.anatomy import name_inside_parts
 from hookline.verbs.anatomy.identity_errors import CLOSE
 
 Q, K = torch.randn(2, 3, 4, 6, 8, generator=torch.Generator().manual_seed(0))
@@ -24,11 +24,11 @@ def product(q=Q, k=K):
     ],
 )  # fmt: skip
 def test_scores_are_a_product_scaled_capped_masked_or_biased(scores):
-    assert inner._scores_error(scores, Q, K) < CLOSE
-    assert inner._scores_error(scores, K, Q) > 0.1
+    assert name_inside_parts._scores_error(scores, Q, K) < CLOSE
+    assert name_inside_parts._scores_error(scores, K, Q) > 0.1
 
 
 def test_a_bias_of_one_text_alone_is_no_bias_of_positions():
     scores = product()
     scores[0] += BIAS
-    assert inner._scores_error(scores, Q, K) > 0.1
+    assert name_inside_parts._scores_error(scores, Q, K) > 0.1

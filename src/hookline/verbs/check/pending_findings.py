@@ -13,9 +13,9 @@ from hookline.display.text import type_and_line
 from hookline.engine import Passes, is_grouped
 from hookline.errors import FolderError
 from hookline.statistics.finiteness import counted
+from hookline.verbs.check.agree_across_ranks import rank_here, shared
 from hookline.verbs.check.finding import CheckFinding
-from hookline.verbs.check.origins import Origin
-from hookline.verbs.check.ranks import rank_here, shared
+from hookline.verbs.check.nonfinite_origins import Origin
 from hookline.verbs.check.replay import Replay
 
 _MOST_KEPT = 100

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import hookline as hl
 from forks import child
 from hookline.cli.app import app
-from hookline.verbs.check import situation as situation_module
-from hookline.verbs.check.situation import read
+from hookline.verbs.check import replay_file as situation_module
+from hookline.verbs.check.replay_file import read
 
 NET = """
 import torch
@@ -172,7 +172,7 @@ def test_nothing_half_written_stays(net, tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hookline.verbs.check.situation.save_file", full)
+    monkeypatch.setattr("hookline.verbs.check.replay_file.save_file", full)
     finding = kept(net["make"](), tmp_path / "nan")
     assert finding.file is None
     assert "No space left on device" in str(finding)

@@ -55,7 +55,7 @@ class EventHooks(ModuleHooks):
                 " hl.attach(hl.EVERYWHERE) while a model is being built."
             )
         site = Site("any module", f"registered {kind}", module_type=self.module_tree.name)
-        check, spec = check_returns.check_registered(kind, kinds[kind]), HookSpec(kind)
+        check, spec = check_returns.make_registration_check(kind, kinds[kind]), HookSpec(kind)
         tap = EventTap(site, self.passes, hook, check, spec)
 
         def matches(module: nn.Module) -> bool:
@@ -87,7 +87,7 @@ class EventHooks(ModuleHooks):
                 Or `hook` is no function.
             StructureError: (at the step) the hook returned something else.
         """
-        return self._optimizer("step_pre", optimizer, hook, check_returns.check_step)
+        return self._hook_optimizer("step_pre", optimizer, hook, check_returns.check_step)
 
     def step_post(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
         """Call `hook(optimizer, args, kwargs)` after each step of an optimizer.
@@ -112,8 +112,8 @@ class EventHooks(ModuleHooks):
                 Or `hook` is no function.
             StructureError: (at the step) the hook returned something other than None.
         """
-        check = check_returns.check_nothing("line.step_post", "change the parameters")
-        return self._optimizer("step_post", optimizer, hook, check)
+        check = check_returns.make_none_check("line.step_post", "change the parameters")
+        return self._hook_optimizer("step_post", optimizer, hook, check)
 
     def state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call a hook before a state dict is made.
@@ -141,7 +141,7 @@ class EventHooks(ModuleHooks):
                 of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
             StructureError: (when it fires) the hook returned something other than None.
         """
-        return self._state("state_dict_pre", where, hook, "change the module")
+        return self._hook_state_dict("state_dict_pre", where, hook, "change the module")
 
     def state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call a hook after a state dict is made.
@@ -173,7 +173,7 @@ class EventHooks(ModuleHooks):
             StructureError: (when it fires) a module's hook returned something other than None, or
                 an optimizer's hook something other than None or a dict.
         """
-        return self._state("state_dict", where, hook, "change the state_dict")
+        return self._hook_state_dict("state_dict", where, hook, "change the state_dict")
 
     def load_state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call a hook before a state dict is loaded.
@@ -206,7 +206,7 @@ class EventHooks(ModuleHooks):
             StructureError: (when it fires) a module's hook returned something other than None, or
                 an optimizer's hook something other than None or a dict.
         """
-        return self._state("load_state_dict_pre", where, hook, "change the state_dict")
+        return self._hook_state_dict("load_state_dict_pre", where, hook, "change the state_dict")
 
     def load_state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call a hook after a state dict is loaded.
@@ -234,9 +234,9 @@ class EventHooks(ModuleHooks):
                 of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
             StructureError: (when it fires) the hook returned something other than None.
         """
-        return self._state("load_state_dict", where, hook, "change incompatible_keys")
+        return self._hook_state_dict("load_state_dict", where, hook, "change incompatible_keys")
 
-    def _optimizer(self, kind: str, optimizer: Any, hook: Hook, check: Hook) -> HookHandle:
+    def _hook_optimizer(self, kind: str, optimizer: Any, hook: Hook, check: Hook) -> HookHandle:
         check_callable(kind, hook)
         is_any = optimizer is None and self.is_everywhere
         name = "any optimizer" if is_any else type(optimizer).__name__
@@ -250,7 +250,7 @@ class EventHooks(ModuleHooks):
                 f"line.{kind} must be given an optimizer, got {type(optimizer).__name__}."
                 f"\nWrite line.{kind}(optimizer, fn); with hl.EVERYWHERE, None is every optimizer."
             )
-        self._check_owns(optimizer)
+        self._check_holds_parameters(optimizer)
         with self.hooking(kind) as handle:
             try:
                 self.place([(tap, optimizer)])
@@ -262,7 +262,7 @@ class EventHooks(ModuleHooks):
                 ) from error
             return handle
 
-    def _check_owns(self, optimizer: Optimizer) -> None:
+    def _check_holds_parameters(self, optimizer: Optimizer) -> None:
         ids = {id(node.tensor) for node in self.module_tree.tensors}
         if ids and ids.isdisjoint(parameter_ids(optimizer)):
             raise AttachError(
@@ -272,12 +272,12 @@ class EventHooks(ModuleHooks):
                 "\nMake it from model.parameters(), or use hl.attach() for an optimizer alone."
             )
 
-    def _state(self, kind: str, where: Any, hook: Hook, instead: str) -> HookHandle:
-        check = check_returns.check_nothing(f"line.{kind}", instead)
+    def _hook_state_dict(self, kind: str, where: Any, hook: Hook, instead: str) -> HookHandle:
+        check = check_returns.make_none_check(f"line.{kind}", instead)
         if isinstance(where, Optimizer):
             if kind in ("state_dict", "load_state_dict_pre"):  # it may return another state dict
                 check = check_returns.check_optimizer_state
-            return self._optimizer(kind, where, hook, check)
+            return self._hook_optimizer(kind, where, hook, check)
         check_callable(kind, hook)
         if self.is_everywhere:
             raise AttachError(
@@ -287,4 +287,4 @@ class EventHooks(ModuleHooks):
         make = partial(EventTap, passes=self.passes, function=hook, check=check,
                        spec=HookSpec(kind))  # fmt: skip
         # Containers included: a ModuleList is never called, but it has a state dict.
-        return self._hook_all(kind, self._each_module(kind, where, port=kind), make)
+        return self._hook_places(kind, self._selected_modules(kind, where, port=kind), make)

@@ -103,39 +103,39 @@ def block_of(trace: Trace, call: ModuleCall) -> Block:
     begins = [value for value in call.inputs.values() if _may_be_stream(value)]
     streams = []
     for post in dict.fromkeys(ends):
-        light = _light_before(post, call.begin)
+        light = _walk_sums_and_norms(post, call.begin)
         own = [pre for pre in begins if pre is not post and any(v is pre for v in light)]
         streams += [(own[0], post, light)] if own else []
     if not streams:
-        raise NoStream(_why_none(call, begins, ends))
+        raise NoStream(_why_no_stream(call, begins, ends))
     pre, post, light = streams[0]
     alike = [each for each in streams[1:] if each[1].tensor.shape == post.tensor.shape]
     if any(other is not pre and end is not post for other, end, _ in alike):
         raise NoStream(f"{call.path} has {len(streams)} streams")
-    return Block(call.path, call, pre, post, _steps(_cuts(pre, post, light), light, call))
+    return Block(call.path, call, pre, post, _steps(_stream_values(pre, post, light), call))
 
 
-def _why_none(call: ModuleCall, begins: list[Value], ends: list[Value]) -> str:
+def _why_no_stream(call: ModuleCall, begins: list[Value], ends: list[Value]) -> str:
     if not begins or not ends:
         return f"{call.path} gets or returns no stream of floating numbers"
-    last = _last_heavy(ends[0], call.begin)
-    by = "" if last is None else f"; on the way is {last.path}@{last.name}{_bend_text(last)}"
+    last = _last_not_sum_or_norm(ends[0], call.begin)
+    by = "" if last is None else f"; on the way is {last.path}@{last.name}{_rescale_text(last)}"
     return f"no sums, norms and scales alone lead from the input of {call.path} to its output{by}"
 
 
-def _bend_text(event: Event) -> str:
+def _rescale_text(event: Event) -> str:
     """Say how far a call is from a scale or a norm, if it returns as many numbers as it gets."""
     before, after = event.data[0].tensor, event.outputs[0].tensor
     off = error_of_rescale(after, before) if after.dim() > 1 else math.inf
     return f", off by {off:.1e} from a scale or a norm on input 1" if off < math.inf else ""
 
 
-def _last_heavy(end: Value, begin: int) -> Event | None:
-    light = _light_before(end, begin)
+def _last_not_sum_or_norm(end: Value, begin: int) -> Event | None:
+    light = _walk_sums_and_norms(end, begin)
     heavy = [
         value.maker
         for value in light
-        if value.maker is not None and value.maker.index >= begin and not _is_light(value)
+        if value.maker is not None and value.maker.index >= begin and not _is_sum_or_norm(value)
     ]
     return max(heavy, key=lambda event: event.index, default=None)
 
@@ -144,16 +144,16 @@ def _may_be_stream(value: Value) -> bool:
     return value.tensor.is_floating_point() and value.tensor.dim() > 1 and not value.is_constant
 
 
-def _is_light(value: Value) -> bool:
+def _is_sum_or_norm(value: Value) -> bool:
     return value.maker is not None and (value.like is not None or value.maker.name in _LIGHT)
 
 
-def _light_before(post: Value, begin: int) -> list[Value]:
+def _walk_sums_and_norms(post: Value, begin: int) -> list[Value]:
     """Return the values from which sums, norms and scales lead to a value; that value first."""
     before, waiting = {id(post): post}, [post]
     while waiting:
         value = waiting.pop()
-        if not _is_light(value) or value.maker is None or value.maker.index < begin:
+        if not _is_sum_or_norm(value) or value.maker is None or value.maker.index < begin:
             continue
         for source in value.maker.data:
             if id(source) not in before:
@@ -162,25 +162,26 @@ def _light_before(post: Value, begin: int) -> list[Value]:
     return list(before.values())
 
 
-def _order(value: Value) -> int:
+def event_index(value: Value) -> int:
+    """Return the number of the event that made a value; -1 for inputs and weights."""
     return -1 if value.maker is None else value.maker.index
 
 
-def _cuts(pre: Value, post: Value, light: Sequence[Value]) -> list[Value]:
-    """Return the values that every light path from `pre` to `post` goes through, in order."""
+def _stream_values(pre: Value, post: Value, linked: Sequence[Value]) -> list[Value]:
+    """Return the values that every path of `linked` from `pre` to `post` goes through, in order."""
     on_path = {id(pre)}
     values = [pre]
-    for value in sorted(light, key=_order):
-        if value is pre or value.maker is None or not _is_light(value):
+    for value in sorted(linked, key=event_index):
+        if value is pre or value.maker is None or not _is_sum_or_norm(value):
             continue
-        is_after = _order(value) > _order(pre)
+        is_after = event_index(value) > event_index(pre)
         if is_after and any(id(source) in on_path for source in value.maker.data):
             on_path.add(id(value))
             values.append(value)
-    return cuts(values, post)
+    return on_every_path(values, post)
 
 
-def cuts(values: Sequence[Value], last: Value) -> list[Value]:
+def on_every_path(values: Sequence[Value], last: Value) -> list[Value]:
     """Return the values, in the order in which they were made, that no path passes by."""
     place = {id(value): k for k, value in enumerate(values)}
     until = list(range(len(values)))  # the last place that uses a value
@@ -196,7 +197,7 @@ def cuts(values: Sequence[Value], last: Value) -> list[Value]:
     return gates
 
 
-def _steps(spine: list[Value], light: list[Value], call: ModuleCall) -> list[Step]:
+def _steps(spine: list[Value], call: ModuleCall) -> list[Step]:
     on_stream = {id(value) for value in spine}
     steps = []
     for start, end in itertools.pairwise(spine):
@@ -207,7 +208,7 @@ def _steps(spine: list[Value], light: list[Value], call: ModuleCall) -> list[Ste
         others = [value for value in event.data if value is not start]
         is_sum = event.name in SUMS and start in event.data and len(others) == 1
         addends = _addends(others[0], event.path, on_stream, call.begin) if is_sum else []
-        terms = [Term(value, *before(value, on_stream, call.begin)) for value in addends]
+        terms = [Term(value, *walk_back(value, on_stream, call.begin)) for value in addends]
         steps.append(Step(start, end, terms))
     return steps
 
@@ -219,13 +220,13 @@ def _addends(value: Value, path: str, on_stream: set[int], begin: int) -> list[V
     if event is None or not is_sum or value.like is not None or len(event.data) != 2:
         return [value]
     for part in event.data:
-        events, _ = before(part, on_stream, begin)
+        events, _ = walk_back(part, on_stream, begin)
         if not any(each.name in MATMULS for each in events):
             return [value]  # such as a bias
     return [each for part in event.data for each in _addends(part, path, on_stream, begin)]
 
 
-def before(value: Value, stop: Iterable[int], begin: int) -> tuple[list[Event], list[Value]]:
+def walk_back(value: Value, stop: Iterable[int], begin: int) -> tuple[list[Event], list[Value]]:
     """Return the calls that compute a value, in order, and the values where the search stops.
 
     Args:
@@ -247,5 +248,5 @@ def before(value: Value, stop: Iterable[int], begin: int) -> tuple[list[Event], 
                 reads[id(source)] = source
             else:
                 waiting.append(source)
-    ordered = sorted(reads.values(), key=_order)
+    ordered = sorted(reads.values(), key=event_index)
     return [events[index] for index in sorted(events)], ordered

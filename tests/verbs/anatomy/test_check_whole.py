@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.anatomy.whole import check_whole, output_of
+from hookline.verbs.anatomy.check_whole import check_same_output, run_output
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def model():
 def test_the_same_output_passes_whole_or_in_part(model):
     x = torch.randn(2, 4)
     for part in (model(x), model(x)[:, 3:], model(x)[:1]):
-        check_whole(model, x, {(): part.detach()})
+        check_same_output(model, x, {(): part.detach()})
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_the_same_output_passes_whole_or_in_part(model):
 def test_another_output_is_refused_with_its_number(model, change):
     x = torch.randn(2, 4)
     with pytest.raises(hl.AttachError, match=r"Linear, whose output is off by .*\n.*before par"):
-        check_whole(model, x, {(): change(model(x).detach())})
+        check_same_output(model, x, {(): change(model(x).detach())})
 
 
 def test_a_model_that_needs_its_part_is_refused_with_its_error():
@@ -37,7 +37,7 @@ def test_a_model_that_needs_its_part_is_refused_with_its_error():
             return x.view(-1, 2)
 
     with pytest.raises(hl.AttachError, match=r"Halves, which raises RuntimeError: shape .*3"):
-        check_whole(Halves(), torch.ones(3), {})
+        check_same_output(Halves(), torch.ones(3), {})
 
 
 def test_parts_that_do_not_say_of_what_are_refused(model):
@@ -51,4 +51,4 @@ def test_the_floating_tensors_of_an_output_count():
         def forward(self, x):
             return {"y": x, "n": torch.ones(1, dtype=torch.int64), "none": torch.ones(0)}
 
-    assert list(output_of(Several(), torch.ones(2))) == [("y",)]
+    assert list(run_output(Several(), torch.ones(2))) == [("y",)]

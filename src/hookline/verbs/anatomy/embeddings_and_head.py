@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from hookline.engine import Site
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
-from hookline.verbs.anatomy.identity_errors import error, error_of_rescale, error_or_rescale
-from hookline.verbs.anatomy.names import Names
+from hookline.verbs.anatomy.claimed_names import Names
+from hookline.verbs.anatomy.identity_errors import error, error_of_rescale, error_up_to_rescale
 from hookline.verbs.anatomy.parts import Layer, site_of, stream_site
-from hookline.verbs.anatomy.stream import MATMULS, before
+from hookline.verbs.anatomy.residual_stream import MATMULS, event_index, walk_back
 from hookline.verbs.anatomy.trace import SUMS, Event, Trace, Value, replay_tokens
-from hookline.verbs.anatomy.trial_inputs import declared_words
+from hookline.verbs.anatomy.trial_inputs import declared_embedding
 
 # -- before the blocks ----------------------------------------------------------------------------
 
@@ -30,17 +30,17 @@ def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) 
         The number of words; 0 if it is unknown.
     """
     start = first.block.pre
-    addends = _embedded(start)
-    words = _words(model, trace, addends)
+    addends = _stream_addends(start)
+    words = _token_embeddings(model, trace, addends)
     if not words:
-        why = _why_no_words(trace, start, first.block.call.begin)
+        why = _why_no_token_embedding(trace, start, first.block.call.begin)
         names.refuse(["embed", "pos_embed"], why)
         return 0
-    positions = _positions([value for value in addends if value not in words], start)
+    positions = _position_embeddings([value for value in addends if value not in words], start)
     sites = {id(value): site_of(trace, value, "") for value in addends}
     # Torch shows no site of a table, which is made of weights alone.
     tables = [each for each in addends if each.is_constant and sites[id(each)] is None]
-    measure = partial(_first_error, [table.tensor for table in tables])
+    measure = partial(_embedding_sum_error, [table.tensor for table in tables])
     needed = [stream_site(trace, start, first.block)]
     needed += [sites[id(each)] for each in addends if each not in tables]
     for name, values in (("embed", words), ("pos_embed", positions)):
@@ -52,54 +52,54 @@ def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) 
             names.refused[name] = f"{len(own)} of this kind are added: {every}"
         elif not own:
             names.refused[name] = "nothing that counts up with the tokens is added"
-    return max(map(len, _weights(words[0])), default=0)
+    return max(map(len, _embedding_weights(words[0])), default=0)
 
 
-def _embedded(start: Value) -> list[Value]:
+def _stream_addends(start: Value) -> list[Value]:
     """Return the values that add up to the first stream, each as the module returns it."""
-    total = _below_rescales(start)
+    total = _before_rescales(start)
     addends = _addends(total)
-    return [_module_output(start)] if addends == [total] and _embeds(total) else addends
+    return [_module_embedding(start)] if addends == [total] and _is_embedded(total) else addends
 
 
-def _why_no_words(trace: Trace, start: Value, begin: int) -> str:
+def _why_no_token_embedding(trace: Trace, start: Value, begin: int) -> str:
     embedding = [event for event in trace.events[:begin] if event.name == "embedding"]
     if not embedding:
         return "no embedding is looked up before the first block"
     returned = [event.outputs[0].tensor for event in embedding if event.outputs]
     sized = [value for value in returned if value.numel() == start.tensor.numel()]
-    off = min((error_or_rescale(start.tensor, value) for value in sized), default=0.0)
+    off = min((error_up_to_rescale(start.tensor, value) for value in sized), default=0.0)
     by = f": the closest is off by {off:.1e} on input 1" if off else ""
     return (
         f"no sum, norm or scale of what an embedding of tokens returns gives the first stream{by}"
     )
 
 
-def _words(model: nn.Module, trace: Trace, addends: list[Value]) -> list[Value]:
+def _token_embeddings(model: nn.Module, trace: Trace, addends: list[Value]) -> list[Value]:
     """Return what is looked up for the tokens; several values where it cannot be told.
 
     Tokens are the numbers that the model is given, but types of tokens and positions may be given,
     too. Positions count up, and types are zeros and ones.
     """
-    embeds = [value for value in addends if _embeds(value)]
+    embeds = [value for value in addends if _is_embedded(value)]
     given = [value.tensor for value in trace.calls[""][-1].inputs.values()]
-    words = [value for value in embeds if _has_numbers_of(_ids(value), given)]
+    words = [value for value in embeds if _are_input_ids(_ids(value), given)]
     if not words:
-        words = [v for v in embeds if not _ids(v).is_constant and not _counts(_ids(v).tensor)]
-    declared = declared_words(model)
+        words = [v for v in embeds if not _ids(v).is_constant and not _count_up(_ids(v).tensor)]
+    declared = declared_embedding(model)
     if declared is not None and len(words) > 1:
-        own = [v for v in words if any(each is declared.weight for each in _weights(v))]
+        own = [v for v in words if any(each is declared.weight for each in _embedding_weights(v))]
         words = own or words
-    return [value for value in words if not _counts(_ids(value).tensor)] or words
+    return [value for value in words if not _count_up(_ids(value).tensor)] or words
 
 
-def _weights(value: Value) -> list[Tensor]:
+def _embedding_weights(value: Value) -> list[Tensor]:
     """Return the weights among which a value is looked up."""
-    event = _embedding(value)
+    event = _embedding_call(value)
     return [getattr(*each.weight) for each in event.inputs if each.weight] if event else []
 
 
-def _has_numbers_of(ids: Value, given: list[Tensor]) -> bool:
+def _are_input_ids(ids: Value, given: list[Tensor]) -> bool:
     """Tell whether ids are the numbers of an input, in whatever order."""
     if ids.is_constant:
         return False
@@ -111,7 +111,7 @@ def _has_numbers_of(ids: Value, given: list[Tensor]) -> bool:
     )
 
 
-def _counts(ids: Tensor) -> bool:
+def _count_up(ids: Tensor) -> bool:
     """Tell whether ids count up along a dimension, as far as they go on; or are zeros and ones."""
     steps = [ids.diff(dim=dim) for dim, size in enumerate(ids.shape) if size > 1]
     is_up = any(bool(((step == 0) | (step == 1)).all()) and bool(step.any()) for step in steps)
@@ -119,26 +119,26 @@ def _counts(ids: Tensor) -> bool:
     return is_up or is_equal or bool(((ids == 0) | (ids == 1)).all())
 
 
-def _positions(values: list[Value], start: Value) -> list[Value]:
+def _position_embeddings(values: list[Value], start: Value) -> list[Value]:
     """Return the values that are looked up by ids that count up with the tokens, or are tables."""
     return [
         value
         for value in values
-        if (_is_of_positions(_ids(value)) if _embeds(value) else _is_table(value, start))
+        if (_are_position_ids(_ids(value)) if _is_embedded(value) else _is_row_table(value, start))
     ]
 
 
-def _is_of_positions(ids: Value) -> bool:
+def _are_position_ids(ids: Value) -> bool:
     is_of_types = int(ids.tensor.max() - ids.tensor.min()) < 2
-    return not is_of_types and (ids.is_constant or _counts(ids.tensor))
+    return not is_of_types and (ids.is_constant or _count_up(ids.tensor))
 
 
-def _below_rescales(value: Value) -> Value:
+def _before_rescales(value: Value) -> Value:
     """Return the value of which another one is a scale or a norm."""
-    return list(_rescaled(value))[-1]
+    return list(_values_before_rescales(value))[-1]
 
 
-def _rescaled(value: Value) -> Iterator[Value]:
+def _values_before_rescales(value: Value) -> Iterator[Value]:
     """Yield a value, and the values of which it is a scale or a norm, the first one last."""
     value = value.origin
     yield value
@@ -153,9 +153,9 @@ def _rescaled(value: Value) -> Iterator[Value]:
         event = value.maker
 
 
-def _module_output(stream: Value) -> Value:
+def _module_embedding(stream: Value) -> Value:
     """Return what the module that embeds returns: it may scale what it looks up, as in Gemma."""
-    values = list(_rescaled(stream))
+    values = list(_values_before_rescales(stream))
     event = values[-1].maker
     path = event.path if event is not None else ""
     returned = (
@@ -174,30 +174,30 @@ def _addends(value: Value) -> list[Value]:
     return [value]
 
 
-def _embedding(value: Value) -> Event | None:
-    event = _below_rescales(value).maker
+def _embedding_call(value: Value) -> Event | None:
+    event = _before_rescales(value).maker
     return event if event is not None and event.name == "embedding" else None
 
 
-def _embeds(value: Value) -> bool:
-    return _embedding(value) is not None
+def _is_embedded(value: Value) -> bool:
+    return _embedding_call(value) is not None
 
 
 def _ids(value: Value) -> Value:
     """Return what a value is looked up by."""
-    event = _embedding(value)
+    event = _embedding_call(value)
     assert event is not None
     return next(each for each in event.inputs if not each.tensor.is_floating_point())
 
 
-def _is_table(value: Value, start: Value) -> bool:
+def _is_row_table(value: Value, start: Value) -> bool:
     """Tell whether a constant has a row for each token, and not the same for all."""
     table, width = value.tensor, start.tensor.shape[-1]
     is_table = value.is_constant and table.dim() > 1 and table.shape[-1] == width
     return is_table and not torch.equal(table, table.flatten(0, -2)[0].expand_as(table))
 
 
-def _first_error(tables: list[Tensor], start: Tensor, *terms: Tensor) -> float:
+def _embedding_sum_error(tables: list[Tensor], start: Tensor, *terms: Tensor) -> float:
     total = torch.zeros_like(start)
     for table in tables:
         # It is that of the first input, and the second one may have fewer tokens.
@@ -208,7 +208,7 @@ def _first_error(tables: list[Tensor], start: Tensor, *terms: Tensor) -> float:
         total = total + part
     for term in terms:
         total = total + term
-    return error_or_rescale(start, total)
+    return error_up_to_rescale(start, total)
 
 
 # -- after the blocks -----------------------------------------------------------------------------
@@ -252,10 +252,10 @@ class Head:
                 f"the stream must have {width} features, got {describe.shape(stream)}."
                 "\nRecord resid_post without keep=."
             )
-        logits = self.by_token(stream)
+        logits = self.logits_in_layout_of(stream)
         return logits.transpose(0, 1) if self.is_transposed else logits
 
-    def by_token(self, stream: Tensor) -> Tensor:
+    def logits_in_layout_of(self, stream: Tensor) -> Tensor:
         """Return the logits in the layout of the stream."""
         used = {
             id(value): value
@@ -273,20 +273,20 @@ class Head:
 
     def error_of(self, logits: Tensor, stream: Tensor) -> float:
         """Return how far the head is from logits, or else from computing each token alone."""
-        own = self.by_token(stream)
-        moved = self.by_token(_rolled(stream))
+        own = self.logits_in_layout_of(stream)
+        moved = self.logits_in_layout_of(_roll_tokens(stream))
         again = own.transpose(0, 1) if self.is_transposed else own
         if again.shape != logits.shape:
             return float("inf")
-        return max(error(again, logits), error(moved, _rolled(own)))
+        return max(error(again, logits), error(moved, _roll_tokens(own)))
 
 
-def _rolled(values: Tensor) -> Tensor:
+def _roll_tokens(values: Tensor) -> Tensor:
     """Move each token to the next place; the last one to the first."""
     return values.flatten(0, -2).roll(1, 0).reshape(values.shape)
 
 
-def _with_weights(events: list[Event]) -> list[Event]:
+def _with_constant_events(events: list[Event]) -> list[Event]:
     """Return the calls, and before them those that make their constants of weights."""
     every = {event.index: event for event in events}
     waiting = [value for event in events for value in event.inputs]
@@ -299,7 +299,7 @@ def _with_weights(events: list[Event]) -> list[Event]:
     return [every[index] for index in sorted(every)]
 
 
-def name_head(trace: Trace, last: Layer, names: Names, n_words: int) -> Head | None:
+def name_norm_and_logits(trace: Trace, last: Layer, names: Names, vocab_size: int) -> Head | None:
     """Name the final norm and the logits; return the head, for the logit lens."""
     start = last.block.post
     heads: dict[str, Head] = {}
@@ -310,7 +310,7 @@ def name_head(trace: Trace, last: Layer, names: Names, n_words: int) -> Head | N
             heads[str(Site("", "output", leaf))] = head
     sites = list(heads)
     if len(heads) > 1:  # such as a value for each token beside the logits
-        of_words = [site for site in heads if heads[site].logits.tensor.shape[-1] == n_words]
+        of_words = [site for site in heads if heads[site].logits.tensor.shape[-1] == vocab_size]
         sites = of_words or sites
     if len(sites) != 1:
         why = "no output of the model is made of the last stream by a product, token by token"
@@ -320,12 +320,12 @@ def name_head(trace: Trace, last: Layer, names: Names, n_words: int) -> Head | N
         names.refuse(("ln_final", "unembed", "logits_raw", "logits"), why)
         return None
     head = heads[sites[0]]
-    product = _products(head)[-1]
+    product = _matmuls(head)[-1]
     _name_logits(trace, head, product, names, sites[0])
     needed = [names.sites["logits"], stream_site(trace, start, last.block)]
     proven = ("logits", "logits_raw", "unembed")
     names.claim("head(last stream)", proven, needed, head.error_of)
-    _name_norm(trace, last, head, product, names)
+    _name_final_norm(trace, last, head, product, names)
     return head
 
 
@@ -333,27 +333,22 @@ def _head_of(logits: Value, start: Value) -> Head | None:
     """Return what makes an output of the last stream; None if it is not made of each token."""
     if not logits.tensor.is_floating_point() or logits.origin is start.origin:
         return None
-    events, reads = before(logits, [id(start)], _end_of(start))
+    events, reads = walk_back(logits, [id(start)], event_index(start) + 1)
     places, own = start.tensor.shape[:-1], logits.tensor.shape[:-1]
-    head = Head(_with_weights(events), start, logits, is_transposed=own != places)
+    head = Head(_with_constant_events(events), start, logits, is_transposed=own != places)
     is_by_token = own in (places, places[::-1])
     is_of_stream = [id(read) for read in reads] == [id(start)]
-    return head if is_by_token and is_of_stream and _products(head) else None
+    return head if is_by_token and is_of_stream and _matmuls(head) else None
 
 
-def _products(head: Head) -> list[Event]:
+def _matmuls(head: Head) -> list[Event]:
     return [event for event in head.events if event.name in MATMULS and event.data]
-
-
-def _end_of(stream: Value) -> int:
-    """Return the number of the first event after a value is made."""
-    return 0 if stream.maker is None else stream.maker.index + 1
 
 
 def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: str) -> None:
     names.sites["logits"] = site
     raw = product.outputs[0]
-    _, reads = before(head.logits, [id(head.start), id(raw)], _end_of(head.start))
+    _, reads = walk_back(head.logits, [id(head.start), id(raw)], event_index(head.start) + 1)
     if head.logits is not raw and [id(read) for read in reads] != [id(raw)]:
         names.refuse(("unembed", "logits_raw"), "the logits are made of several products")
         return
@@ -361,11 +356,11 @@ def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: s
         names.put(name, site_of(trace, raw, ""))
 
 
-def _name_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Names) -> None:
+def _name_final_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Names) -> None:
     """Name the last norm: what a module returns before the product, scaled or not."""
     value = product.data[0]
     while value.origin is not head.start.origin:
-        places = [place for each in value.chain() for place in each.places]
+        places = [place for each in value.equal_values() for place in each.places]
         is_of_module = any(place.kind == "output" for place in places)
         event = value.origin.maker
         if is_of_module or event is None or len(event.data) != 1:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hookline as hl
 from hookline.engine.torch_private.graph.nodes import next_number
-from hookline.verbs.check.loss import NodeNumbers, _RunNodes
+from hookline.verbs.check.loss_graph import NodeNumbers, _RunNodes
 
 X = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)) + 1
 IGNORED = torch.full((3,), -100)

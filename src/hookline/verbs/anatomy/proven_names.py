@@ -23,7 +23,7 @@ _WHOLE = -1  # the layer of names that belong to no layer
 
 @final
 @dataclass(frozen=True, slots=True)
-class PartNames:
+class ProvenNames:
     """The proven names of one stack of blocks.
 
     Attributes:
@@ -93,10 +93,10 @@ class PartNames:
             )
         wanted = [k for k in layers if layer is None or k == layer % n_layers]
         if not wanted:
-            raise SelectionError(self.why_not(name, layer))
+            raise SelectionError(self.not_proven_message(name, layer))
         return [self.sites[name, k] for k in wanted]
 
-    def why_not(self, name: str, layer: int | None = None) -> str:
+    def not_proven_message(self, name: str, layer: int | None = None) -> str:
         """Return the message for a name that is not proven."""
         wanted = None if layer is None else layer % len(self.blocks)
         reasons = [
@@ -115,13 +115,13 @@ class PartNames:
         A pattern of one head may have no axis of heads, and heads may be rows.
         """
         shapes = [self.shapes.get(self.sites["pattern", k]) for k in self.layers_of("pattern")]
-        return _only({math.prod(shape[:-1]) // self.n_tokens for shape in shapes if shape})
+        return _sole_or_none({math.prod(shape[:-1]) // self.n_tokens for shape in shapes if shape})
 
     def n_key_value_heads(self) -> int | None:
         """Return the number of heads of keys and values, if all layers have as many."""
-        return _only({self.n_value_heads[k] for k in self.layers_of("v")} - {0})
+        return _sole_or_none({self.n_value_heads[k] for k in self.layers_of("v")} - {0})
 
-    def reasons(self) -> dict[str, str]:
+    def why_not_proven(self) -> dict[str, str]:
         """Return why each name is not proven, in some layer or at all."""
         reasons: dict[str, str] = {}
         for (name, layer), why in self.refused.items():
@@ -146,5 +146,5 @@ class PartNames:
         return rows
 
 
-def _only(numbers: set[int]) -> int | None:
+def _sole_or_none(numbers: set[int]) -> int | None:
     return next(iter(numbers)) if len(numbers) == 1 else None

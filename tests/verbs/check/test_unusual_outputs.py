@@ -11,9 +11,9 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine import Site
-from hookline.verbs.check import habits as habits_module
+from hookline.verbs.check import unusual_outputs as habits_module
 from hookline.verbs.check.finding import CheckFinding
-from hookline.verbs.check.outcome import Outcome
+from hookline.verbs.check.pending_findings import Outcome
 from meeting import Meanwhile, ToldLock
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))

@@ -27,8 +27,8 @@ from torch import Tensor
 from hookline.engine import hook_node, local_part, next_number, nodes_of_loss, number_of, saved_by
 from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in
 from hookline.verbs.check.finding import CheckFinding, SourceLine, users_frame
-from hookline.verbs.check.loss_line import CalledAt, line_of_loss
-from hookline.verbs.check.origins import line_of_forward, measured
+from hookline.verbs.check.loss_source_line import CalledAt, line_of_loss
+from hookline.verbs.check.nonfinite_origins import line_of_forward, measured
 
 # A loss of more operations is not looked through.
 _MOST_NODES = 64

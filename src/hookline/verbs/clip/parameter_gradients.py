@@ -82,20 +82,20 @@ class ClipAfterBackward:
         self._by_run: weakref.WeakValueDictionary[int, _Accumulated] = weakref.WeakValueDictionary()
         self._lock = fork_safe_lock()
 
-    def accumulated(self, parameter: Tensor) -> None:
+    def note_accumulated(self, parameter: Tensor) -> None:
         """Note a parameter whose gradient has been accumulated."""
         run = outer_backward()
         with self._lock:  # autograd has a thread for each device
             parameters = self._by_run.get(run)
             if parameters is None:
                 parameters = self._by_run[run] = _Accumulated()
-                at_end_of_backward(partial(self._behind_others, run, parameters))
+                at_end_of_backward(partial(self._queue_behind_others, run, parameters))
             parameters.add(parameter)
 
-    def _behind_others(self, run: int, parameters: _Accumulated) -> None:
-        at_end_of_backward(partial(self._end, run, parameters))
+    def _queue_behind_others(self, run: int, parameters: _Accumulated) -> None:
+        at_end_of_backward(partial(self._clip_noted, run, parameters))
 
-    def _end(self, run: int, parameters: _Accumulated) -> None:
+    def _clip_noted(self, run: int, parameters: _Accumulated) -> None:
         self._by_run.pop(run, None)
         parameters.refuse_used()
         self._act(parameters)
@@ -115,7 +115,7 @@ class ClipOnAccumulate:
         self._clipped: dict[int, int] = {}
         self._queued: dict[int, int] = {}
 
-    def accumulated(self, parameter: Tensor) -> None:
+    def clip_or_queue(self, parameter: Tensor) -> None:
         """Clip a parameter whose gradient has been accumulated, or queue it."""
         run, key = outer_backward(), id(parameter)
         if self._queued.get(key) == run:
@@ -133,9 +133,9 @@ class ClipOnAccumulate:
         self._queued[key] = run
         parameters = _Accumulated()
         parameters.add(parameter)
-        at_end_of_backward(partial(self._at_end, parameters))
+        at_end_of_backward(partial(self._clip_queued, parameters))
 
-    def _at_end(self, parameters: _Accumulated) -> None:
+    def _clip_queued(self, parameters: _Accumulated) -> None:
         parameters.refuse_used()
         for parameter in parameters.values():
             self._act(parameter)
@@ -152,10 +152,10 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
         mesh = parameter.grad.device_mesh if is_dtensor(parameter.grad) else None  # type: ignore[arg-type, union-attr]
         meshes.setdefault(mesh, []).append(parameter)
     if len(meshes) < 2:
-        return _whole(clip_grad_norm_(parameters, bound, norm_type))
+        return _plain_tensor(clip_grad_norm_(parameters, bound, norm_type))
     # torch's own function refuses gradients on several meshes, or on a mesh and on none.
     norms = [
-        _whole(get_total_norm([p.grad for p in group if p.grad is not None], norm_type))
+        _plain_tensor(get_total_norm([p.grad for p in group if p.grad is not None], norm_type))
         for group in meshes.values()
     ]
     first = norms[0].device
@@ -165,11 +165,11 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
     return norm
 
 
-def _whole(norm: Tensor) -> Tensor:
+def _plain_tensor(norm: Tensor) -> Tensor:
     return full_value(norm) if is_dtensor(norm) else norm
 
 
-def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
+def check_same_sites_on_ranks(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
     """Check that all ranks that hold parts of these parameters clip at the same sites.
 
     Raises:
@@ -192,7 +192,7 @@ def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
         )
 
 
-def dense(parameter: Tensor) -> Tensor:
+def grad_holder(parameter: Tensor) -> Tensor:
     """Return the tensor whose `.grad` torch's clipping functions can change.
 
     For a sparse gradient, as of an embedding, this is a tensor whose `.grad` is the values of the
