@@ -88,7 +88,7 @@ TESTS_OF = {
     "recordings/ranks": ("test_distributed.py", *_RANKS),
     "verbs/clip/clip": _DISTRIBUTED,
     "verbs/clip/limit": _DISTRIBUTED,
-    "verbs/clip/parameters": _DISTRIBUTED,
+    "verbs/clip/parameter_gradients": _DISTRIBUTED,
     "verbs/doctor/observe": ("verbs/doctor/test_doctor.py", "verbs/doctor/test_notes.py"),
     "verbs/extract/collective_steps": (_EXTRACT,),
     "verbs/extract/on_sharded_ranks": (_EXTRACT,),

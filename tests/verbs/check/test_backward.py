@@ -315,8 +315,8 @@ def test_one_loss_is_that_of_a_device_thread_two_may_not_be():
     checks, mine, other = line._backward, SimpleNamespace(thread=-1), SimpleNamespace(thread=-2)
     for losses, expected in (([], None), ([mine], mine), ([mine, other], None)):
         checks._losses = losses
-        assert checks._loss_here() is expected
+        assert checks._current_loss() is expected
     mine.thread = threading.get_ident()
-    assert checks._loss_here() is mine
+    assert checks._current_loss() is mine
     checks._losses = []
     line.remove()

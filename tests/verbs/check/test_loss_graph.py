@@ -216,9 +216,9 @@ def test_a_thread_with_the_identifier_of_another_is_told_from_it():
     first = nodes(5)
     here = threading.get_ident()
     numbers._runs[here] = [_RunNodes(first + 2, 10**9, True, None)]
-    numbers.add(first, is_finite=False)
-    assert numbers.find(first, here) is False
-    assert numbers.find(next_number(), here) is None
+    numbers.add_run(first, is_finite=False)
+    assert numbers.is_run_finite(first, here) is False
+    assert numbers.is_run_finite(next_number(), here) is None
 
 
 def test_the_line_of_an_operation_under_anomaly_mode():

@@ -11,7 +11,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine import Site
-from hookline.verbs.check import unusual_outputs as habits_module
+from hookline.verbs.check import unusual_outputs
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.pending_findings import Outcome
 from meeting import Meanwhile, ToldLock
@@ -243,19 +243,19 @@ class Alive:
 
 def test_a_unit_alive_in_another_thread_at_once_is_not_dead(monkeypatch):
     lock = ToldLock()
-    monkeypatch.setattr(habits_module, "_lock", lock, raising=False)
-    habits = habits_module.Habits(Site("fc"), frozenset({"dead"}), [].append)
-    dead, alive = (habits_module.Traits((), torch.tensor([one]), None) for one in (False, True))
+    monkeypatch.setattr(unusual_outputs, "_lock", lock, raising=False)
+    habits = unusual_outputs.History(Site("fc"), frozenset({"dead"}), [].append)
+    dead, alive = (unusual_outputs.Traits((), torch.tensor([one]), None) for one in (False, True))
     first = Alive()
-    first.meanwhile = Meanwhile(lambda: habits.note(alive, 1), lock)
-    habits.note(habits_module.Traits((), first, None), 0)
-    habits.note(dead, 2)
+    first.meanwhile = Meanwhile(lambda: habits.compare_run(alive, 1), lock)
+    habits.compare_run(unusual_outputs.Traits((), first, None), 0)
+    habits.compare_run(dead, 2)
     first.meanwhile.end()
     for _ in range(10):
-        habits.note(dead, 2)
+        habits.compare_run(dead, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        habits.end()
+        habits.judge_dead_units()
 
 
 @pytest.mark.parametrize("also", [None, 3])

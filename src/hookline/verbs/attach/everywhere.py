@@ -210,7 +210,7 @@ def _matching_hooks(kinds: tuple[str, ...], owner: Any) -> Iterator[_GlobalHook]
                 yield hook
 
 
-def _run_forward_pre_hooks(module: nn.Module, args: Any) -> Any:
+def _dispatch_forward_pre(module: nn.Module, args: Any) -> Any:
     changed, frame = None, sys._getframe(1)
     for hook in _matching_hooks(("forward_pre", "backward"), module):
         if hook.kind == "forward_pre":
@@ -223,7 +223,7 @@ def _run_forward_pre_hooks(module: nn.Module, args: Any) -> Any:
     return changed
 
 
-def _run_forward_hooks(module: nn.Module, args: Any, *rest: Any) -> Any:
+def _dispatch_forward(module: nn.Module, args: Any, *rest: Any) -> Any:
     if len(rest) < 2:
         return None  # another thread is registering or removing this hook with its kwargs flag
     kwargs, output = rest
@@ -282,7 +282,7 @@ def _note_fused_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
 
 _ON_OUTPUT = ("forward", "backward_pre", "backward")
 _HOOKS: dict[str, Callable[..., Any]] = {
-    "forward_pre": _run_forward_pre_hooks, "forward": _run_forward_hooks, "after": _end_calls,
+    "forward_pre": _dispatch_forward_pre, "forward": _dispatch_forward, "after": _end_calls,
 }  # fmt: skip
 
 

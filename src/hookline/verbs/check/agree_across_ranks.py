@@ -28,16 +28,16 @@ _OF_ALL = ("gradient", "parameter")
 _UNKNOWN = "holds it; the rank that made it is not known"
 
 
-def is_on_any(flag: bool, device: torch.device) -> bool:
+def is_set_on_any_rank(flag: bool, device: torch.device) -> bool:
     """Tell whether a flag is set on any rank. A collective."""
     flags = torch.tensor(int(flag), device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return bool(flags)
 
 
-def shared(finding: CheckFinding | None, device: torch.device) -> CheckFinding | None:
+def earliest_if_any(finding: CheckFinding | None, device: torch.device) -> CheckFinding | None:
     """Return the earliest finding of all ranks; None if no rank has one. A collective."""
-    if not is_on_any(finding is not None, device):
+    if not is_set_on_any_rank(finding is not None, device):
         return None
     return earliest(finding)
 

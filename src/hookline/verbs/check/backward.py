@@ -36,9 +36,9 @@ from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.forward import NOT_REPEATED, ForwardChecks
 from hookline.verbs.check.loss_graph import LossGraph
 from hookline.verbs.check.nonfinite_origins import measured
-from hookline.verbs.check.pending_findings import Checked, Outcome, of_tensor
+from hookline.verbs.check.pending_findings import Checked, Outcome, finding_of_tensor
 from hookline.verbs.check.replay import RUN, CheckedRun, RepeatedBackward, Replay
-from hookline.verbs.check.unusual_outputs import say_missing
+from hookline.verbs.check.unusual_outputs import warn_of_missing_gradients
 from hookline.verbs.shared.rerun import version
 
 # A backward that raises never ends here, so the oldest is forgotten.
@@ -73,7 +73,7 @@ class BackwardChecks:
         self._runs: dict[int, list[CheckedRun]] = {}
         self._losses: list[LossGraph] = []
         self._nan_loss: CheckFinding | None = None
-        self._at_start = self._judged = self._first_judged = _Gradients([])
+        self._at_start = self._judged = self._first_judged = _GradientSnapshot([])
         self._has_stepped = False
         self._has_judged = False
         # Whether gradients that DDP reduced were not finite, and no step has raised the error.
@@ -81,17 +81,17 @@ class BackwardChecks:
         # What is wrong with gradients that FSDP2 keeps until a later backward reduces them.
         self._waiting: CheckFinding | None = None
 
-    def start(
+    def attach(
         self, line: Line, root: list[tuple[Site, ModuleNode]], registrations: Registrations
     ) -> None:
         """Look at the gradients of the model's outputs, and at each step of an optimizer."""
         hooked = [(site, node) for site, node in root if not is_scripted(node.module)]
         gradients = [(replace(site, port="grad_output"), node) for site, node in hooked]
         self._weights = [(node.path, node.tensor) for node in line.module_tree.tensors]
-        self._at_start = _Gradients(self._weights)
+        self._at_start = _GradientSnapshot(self._weights)
         selection = Selection(line.module_tree, gradients)
         line.tap(selection, lambda site: _RootGradient(self), Order.RECORD)
-        steps = OptimizerSteps(lambda _: self._passes.is_ours(), self.step_begins, _nothing)
+        steps = OptimizerSteps(lambda _: self._passes.is_ours(), self.step_begins, _do_nothing)
         registrations.register_everywhere("step_pre", steps.before)
         registrations.register_everywhere("backward", self.backward_begins)
 
@@ -99,17 +99,17 @@ class BackwardChecks:
         """Look at the loss before a backward frees its graph: a hook on each run of autograd."""
         numbers = self._forward.node_numbers
         if not numbers or not self._passes.is_ours():
-            return _nothing
+            return _do_nothing
         try:
             loss = LossGraph(roots, numbers)
         except (RuntimeError, NotImplementedError):  # a tensor without these operations
-            return _nothing
+            return _do_nothing
         loss.is_accumulating = self._nan_loss is not None and self._judged.are_same(self._weights)
         self._losses.append(loss)
 
         def end() -> None:
             self._losses.remove(loss)
-            loss.end()
+            loss.release()
 
         return end
 
@@ -125,15 +125,15 @@ class BackwardChecks:
             if len(self._runs) >= _MOST_BACKWARDS:
                 del self._runs[next(iter(self._runs))]
             runs = self._runs[number] = []
-            loss = self._loss_here()
-            judge = self._backward_ends if loss is None else loss.in_context(self._backward_ends)
+            loss = self._current_loss()
+            judge = self._backward_ends if loss is None else loss.bind_context(self._backward_ends)
             # Behind others: there DDP writes the reduced gradients.
             at_end_of_backward(lambda: at_end_of_backward(lambda: judge(number, loss)))
         if run not in runs:
             runs.append(run)
         run.gradients[slot] = grad.detach()
 
-    def _loss_here(self) -> LossGraph | None:
+    def _current_loss(self) -> LossGraph | None:
         """Return the loss whose backward runs in this thread, or in autograd's thread for it."""
         losses = [loss for loss in self._losses if loss.thread == threading.get_ident()]
         if not losses and len(self._losses) == 1:
@@ -155,17 +155,19 @@ class BackwardChecks:
                 # Where gradients accumulate, the first who made them so counts.
                 is_known and self._judged.are_same(self._weights, with_numbers=False)
             ):
-                known = outcome.until_step or self._reduced()
-                outcome.in_backward = known or self._judge(runs, loss, self._bad(self._weights))
-            self._judge_loss(runs, loss, is_finite=is_finite)
-            self._judged = _Gradients(self._weights)
+                known = outcome.until_step or self._reduced_finding()
+                outcome.in_backward = known or self._find_cause(
+                    runs, loss, self._bad_grads(self._weights)
+                )
+            self._note_nan_loss(runs, loss, is_finite=is_finite)
+            self._judged = _GradientSnapshot(self._weights)
             self._first_judged = self._first_judged if is_known else self._judged
-            self._share(runs, loss)
+            self._agree_across_ranks(runs, loss)
         finally:
             for run in runs:
                 run.gradients = {}
 
-    def _reduced(self) -> CheckFinding | None:
+    def _reduced_finding(self) -> CheckFinding | None:
         """Return the finding of gradients that were kept before, and are reduced now."""
         finding = self._waiting
         if finding is None:
@@ -183,22 +185,22 @@ class BackwardChecks:
         bad = [(paths.get(id(weight), ""), grad) for weight, grad in waiting if kinds_in(grad)]
         if not bad:
             return None
-        finding = self._judge(runs, loss, bad)
+        finding = self._find_cause(runs, loss, bad)
         return finding.with_(rank=rank_here(), notes=(*finding.notes, _WAITING))
 
-    def _share(self, runs: list[CheckedRun], loss: LossGraph | None) -> None:
+    def _agree_across_ranks(self, runs: list[CheckedRun], loss: LossGraph | None) -> None:
         """Agree with the other ranks on the finding of this backward, where weights are sharded."""
         if self._checked.sharded_on is None:
             return
         waiting = self._judge_waiting(runs, loss)
-        finding = self._checked.shared(self._outcome.in_backward or self._nan_loss or waiting)
+        finding = self._checked.earliest(self._outcome.in_backward or self._nan_loss or waiting)
         is_loss = finding is not None and finding.is_loss
         is_waiting = finding is not None and _WAITING in finding.notes
         self._nan_loss = finding if is_loss else None
         self._waiting = finding if is_waiting else None
         self._outcome.in_backward = None if is_loss or is_waiting else finding
 
-    def _judge_loss(
+    def _note_nan_loss(
         self, runs: list[CheckedRun], loss: LossGraph | None, *, is_finite: bool
     ) -> None:
         """Note a loss that is NaN although its gradients are finite."""
@@ -208,7 +210,7 @@ class BackwardChecks:
             return
         fault, last = loss.fault, max(run.step for run in runs)
         assert fault is not None
-        finding = fault.added_to(of_tensor("loss", "loss", fault.tensor, last))
+        finding = fault.added_to(finding_of_tensor("loss", "loss", fault.tensor, last))
         finding = finding.with_(suspect=None, notes=(*finding.notes, _FINITE_GRADIENTS))
         if self._checked.others_would_wait:
             # The other ranks know nothing of it, and would wait.
@@ -218,7 +220,7 @@ class BackwardChecks:
         else:
             self._nan_loss = finding
 
-    def _judge(
+    def _find_cause(
         self, runs: list[CheckedRun], loss: LossGraph | None, bad: list[tuple[str, Tensor]]
     ) -> CheckFinding:
         """Find the operation or the loss that made gradients that are not finite.
@@ -233,33 +235,33 @@ class BackwardChecks:
             if any(map(kinds_in, run.gradients.values())):
                 if why:
                     break  # it may come from a run that could not be repeated
-                return self._of_loss(run, loss)
-            finding, why_not = self._forward.repeat(run, self._repeated)
+                return self._finding_of_loss(run, loss)
+            finding, why_not = self._forward.repeat(run, self._explain_by_repeating)
             if finding is not None:
                 return finding
             why = why or why_not
         last = max(run.step for run in runs)
         return self._finding_of_gradients(bad, last, why or _FINITE_BACKWARD)
 
-    def _repeated(self, replay: Replay) -> tuple[CheckFinding | None, str | None]:
+    def _explain_by_repeating(self, replay: Replay) -> tuple[CheckFinding | None, str | None]:
         """Repeat the backward of a repeated run, and explain it."""
         if replay.likeness.difference is not None:
             return None, NOT_REPEATED.format(replay.likeness.difference)
         repeated = replay.backward()
-        if not self._is_like(repeated):
+        if not self._agrees_with(repeated):
             return None, NOT_REPEATED.format("its gradients")
         if repeated.origin is not None:
             finding = replay.finding(repeated.origin, "backward")
-            return self._outcome.keep(replay, repeated.origin, finding), None
+            return self._outcome.write_file(replay, repeated.origin, finding), None
         return None, None if repeated.is_finite else _MEANT
 
-    def _is_like(self, repeated: RepeatedBackward) -> bool:
+    def _agrees_with(self, repeated: RepeatedBackward) -> bool:
         """Tell whether the gradients are not finite wherever those of a repeated backward are."""
         grads = [weight.grad for weight in repeated.not_finite]
         return all(grad is not None and kinds_in(grad) for grad in grads)
 
     @staticmethod
-    def _bad(weights: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _bad_grads(weights: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return the gradients of weights that are not finite."""
         grads = [(path, weight.grad) for path, weight in weights]
         return [(path, grad) for path, grad in grads if grad is not None and kinds_in(grad)]
@@ -272,12 +274,12 @@ class BackwardChecks:
         notes = [f"the operation is not known: {why}"]
         if len(bad) > 1:
             notes.append(f"{len(bad)} of {len(self._weights)} gradients are not finite")
-        return of_tensor("gradient", path, grad, step).with_(notes=tuple(notes))
+        return finding_of_tensor("gradient", path, grad, step).with_(notes=tuple(notes))
 
-    def _of_loss(self, run: CheckedRun, loss: LossGraph | None) -> CheckFinding:
+    def _finding_of_loss(self, run: CheckedRun, loss: LossGraph | None) -> CheckFinding:
         """Describe a gradient of the output that is not finite: all code outside is the loss."""
         grad = next(gradient for gradient in run.gradients.values() if kinds_in(gradient))
-        finding = of_tensor("loss", "", grad, run.step)
+        finding = finding_of_tensor("loss", "", grad, run.step)
         finding = finding.with_(inputs=(measured("gradient of the output", grad),))
         notes = []
         if run.is_output_finite:
@@ -294,13 +296,13 @@ class BackwardChecks:
             return
         outside = self._passes.in_thread.outside
         if outside is not None and RUN in outside.opened:
-            self._forward.judge_parts(outside)
+            self._forward.judge_partial_run(outside)
         params = set(parameter_ids(optimizer))
         if self._warns_of_missing:
             stepped = (entry for entry in self._weights if id(entry[1]) in params)
             step, add = self._forward.last_step, self._outcome.add
-            self._warns_of_missing = not say_missing(stepped, step, add)
-        finding = self._stepped_with(optimizer, params)
+            self._warns_of_missing = not warn_of_missing_gradients(stepped, step, add)
+        finding = self._finding_at_step(optimizer, params)
         if finding is None:
             return
         if self._checked.others_would_wait:
@@ -308,24 +310,24 @@ class BackwardChecks:
             self._outcome.until_step, self._all_know = None, False
         raise self._outcome.add(finding).error()
 
-    def _stepped_with(self, optimizer: Optimizer, params: set[int]) -> CheckFinding | None:
+    def _finding_at_step(self, optimizer: Optimizer, param_ids: set[int]) -> CheckFinding | None:
         """Return what an optimizer is about to step with; None if its gradients are finite."""
-        if not params <= {id(weight) for _, weight in self._weights}:
+        if not param_ids <= {id(weight) for _, weight in self._weights}:
             model = self._model()  # parts of it may have been replaced
             self._weights = self._weights if model is None else list(model.named_parameters())
-        stepped = [entry for entry in self._weights if id(entry[1]) in params]
+        stepped = [entry for entry in self._weights if id(entry[1]) in param_ids]
         skipped = getattr(optimizer, "found_inf", None)
         if not stepped or (isinstance(skipped, Tensor) and bool(skipped)):
             return None  # the optimizer itself skips the step, as GradScaler asks it to
         self._has_stepped = True
         in_backward = self._outcome.in_backward
         is_judged = in_backward is None and self._judged.are_same(stepped)
-        is_bad = not is_judged and not self._gradients_are_finite(params)
-        finding = (in_backward or self._of_step(stepped)) if is_bad else self._loss_of(stepped)
+        is_bad = not is_judged and not self._gradients_are_finite(param_ids)
+        finding = (in_backward or self._of_step(stepped)) if is_bad else self._nan_loss_of(stepped)
         # Each rank has shards of its own to step with, and all of them must stop.
-        return self._checked.shared(finding)
+        return self._checked.earliest(finding)
 
-    def _loss_of(self, weights: list[tuple[str, Tensor]]) -> CheckFinding | None:
+    def _nan_loss_of(self, weights: list[tuple[str, Tensor]]) -> CheckFinding | None:
         """Return the loss that was NaN when weights got the finite gradients that they have."""
         is_same = self._judged.are_same(weights, with_numbers=False)
         return self._nan_loss if is_same else None
@@ -336,14 +338,14 @@ class BackwardChecks:
             "no backward through the model's outputs made it; look at what else writes gradients,"
             " such as a division after backward() or a loss on values inside the model"
         )
-        return self._finding_of_gradients(self._bad(stepped), self._forward.last_step, why)
+        return self._finding_of_gradients(self._bad_grads(stepped), self._forward.last_step, why)
 
     def end(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
-        finding = self._unstepped()
+        finding = self._finding_never_stepped()
         if error is None and self._checked.others_would_wait:
-            finding = self._met_at_end(outcome.pop_forward_finding() or finding, finding)
+            finding = self._agree_at_end(outcome.pop_forward_finding() or finding, finding)
         if finding is None:
             return
         outcome.add(finding)
@@ -352,20 +354,20 @@ class BackwardChecks:
         elif not isinstance(error, NonFiniteError):
             error.add_note(f"hookline: before that, {finding.message}")
 
-    def _unstepped(self) -> CheckFinding | None:
+    def _finding_never_stepped(self) -> CheckFinding | None:
         """Return what is wrong with the gradients at the end, if nobody has raised it."""
-        finding = self._outcome.pop_backward_finding() or self._loss_of(self._weights)
+        finding = self._outcome.pop_backward_finding() or self._nan_loss_of(self._weights)
         if self._waiting is not None:  # nobody could have stepped with it
             return self._waiting
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
         if self._has_stepped or not (finding is None or self._first_judged.are_same(self._weights)):
             return None
-        finding = finding or self._written_meanwhile()
+        finding = finding or self._finding_of_other_writes()
         is_told = finding in self._outcome.all and finding is not self._outcome.until_step
         return None if is_told else finding
 
-    def _met_at_end(
+    def _agree_at_end(
         self, finding: CheckFinding | None, of_gradients: CheckFinding | None
     ) -> CheckFinding | None:
         """Agree with the other ranks on what to raise at the end, where they know of it.
@@ -383,7 +385,7 @@ class BackwardChecks:
         warn(f"hl.check: {finding.message}")
         return None
 
-    def _written_meanwhile(self) -> CheckFinding | None:
+    def _finding_of_other_writes(self) -> CheckFinding | None:
         """Describe gradients that something else than a backward through the outputs has made."""
         if any(finding.is_error for finding in self._outcome.all):
             return None  # said already
@@ -391,14 +393,14 @@ class BackwardChecks:
             return None
         return self._of_step(self._weights)
 
-    def _gradients_are_finite(self, of: set[int] | None = None) -> bool:
-        weights = [weight for _, weight in self._weights if of is None or id(weight) in of]
+    def _gradients_are_finite(self, ids: set[int] | None = None) -> bool:
+        weights = [weight for _, weight in self._weights if ids is None or id(weight) in ids]
         grads = [weight.grad for weight in weights if weight.grad is not None]
         sums = [number for number in map(total, grads) if number is not None]
         return not not_finite(sums) or not any(map(kinds_in, grads))
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing when a backward ends."""
 
 
@@ -407,7 +409,7 @@ _ABSENT: tuple[Callable[[], None], None] = (lambda: None, None)
 
 
 @final
-class _Gradients:
+class _GradientSnapshot:
     """Remember which gradients some weights have, to tell whether they have changed since."""
 
     __slots__ = ("_grads",)

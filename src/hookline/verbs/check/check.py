@@ -32,10 +32,10 @@ from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in, n
 from hookline.verbs.check.backward import BackwardChecks
 from hookline.verbs.check.finding import SINCE_START, CheckFinding
 from hookline.verbs.check.forward import ForwardChecks
-from hookline.verbs.check.pending_findings import Checked, Outcome, of_tensor
+from hookline.verbs.check.pending_findings import Checked, Outcome, finding_of_tensor
 from hookline.verbs.check.replay import named_tensors
-from hookline.verbs.check.replay_file import folder_for
-from hookline.verbs.check.unusual_outputs import choices
+from hookline.verbs.check.replay_file import make_folder
+from hookline.verbs.check.unusual_outputs import checked_names
 from hookline.verbs.shared.verb_line import VerbLine
 
 
@@ -74,7 +74,7 @@ class CheckLine(VerbLine[Line]):
     def start(self) -> None:
         """Refuse a model that is poisoned already, and attach the taps, all or none."""
         line = self._line
-        finding = _poisoned(line.nodes, None, with_buffers=True)
+        finding = _bad_weight(line.nodes, None, with_buffers=True)
         if finding is not None:
             raise self._outcome.add(finding).error()
         places = [
@@ -83,9 +83,9 @@ class CheckLine(VerbLine[Line]):
             if has_forward(node.module) and (is_leaf(node.module) or not node.path)
         ]
         with line.all_or_nothing() as registrations:
-            self._forward.start(line, places)
+            self._forward.attach(line, places)
             root = [(site, node) for site, node in places if not node.path]
-            self._backward.start(line, root, registrations)
+            self._backward.attach(line, root, registrations)
 
     def report(self) -> Report:
         """Report the sites that were checked, and how often each fired."""
@@ -102,16 +102,16 @@ class CheckLine(VerbLine[Line]):
             self._forward.end()
         self._backward.end(error)
         if error is None and not has_ended:
-            self._judge_weights()
+            self._check_final_weights()
 
-    def _judge_weights(self) -> None:
+    def _check_final_weights(self) -> None:
         """Look for weights that the last step has poisoned: no run came after it to show them."""
         outcome, root = self._outcome, self._line.root
         is_told = outcome.at_end is not None or any(finding.is_error for finding in outcome.all)
         if is_told or root is None:
             return
-        finding = _poisoned(module_tree(root).nodes, self._forward.last_step, with_buffers=False)
-        finding = self._checked.shared(finding)
+        finding = _bad_weight(module_tree(root).nodes, self._forward.last_step, with_buffers=False)
+        finding = self._checked.earliest(finding)
         if finding is not None:
             outcome.at_end = outcome.add(finding.with_(notes=(SINCE_START,)))
 
@@ -123,7 +123,7 @@ class CheckLine(VerbLine[Line]):
             raise raised.error()
         if error is None and not outcome.is_told:
             outcome.is_told = True
-            self._forward.warn_of_nothing()
+            self._forward.warn_if_nothing_measured()
             errors = filter(attrgetter("is_error"), self.findings)
             swallowed = next((error for error in errors if error not in outcome.warned), None)
             if swallowed is not None:
@@ -133,7 +133,7 @@ class CheckLine(VerbLine[Line]):
                 )
 
 
-def _poisoned(
+def _bad_weight(
     nodes: Sequence[ModuleNode], step: int | None, *, with_buffers: bool
 ) -> CheckFinding | None:
     """Find a parameter that is not finite, or a buffer that holds a NaN."""
@@ -146,7 +146,7 @@ def _poisoned(
     for index in not_finite(sums):
         kind, path, tensor = entries[index]
         if kinds_in(tensor) & ~allowed[kind]:
-            return of_tensor(kind, path, tensor, step)
+            return finding_of_tensor(kind, path, tensor, step)
     return None
 
 
@@ -217,8 +217,8 @@ def check(
             the optimizer's step or the end of the block raises it: a value is not finite.
     """
     require_model(model, "hl.check(model)")
-    habits = choices(also)
-    folder = None if keep is None else folder_for(keep)
+    habits = checked_names(also)
+    folder = None if keep is None else make_folder(keep)
     line = Line(model, name="check", every_thread=every_thread)
     line.options.lenient = True
     line.options.quiet = True

@@ -61,14 +61,14 @@ class SourceLine:
         return f"{self.filename}:{self.lineno}"
 
 
-def is_ours(filename: str) -> bool:
+def is_library(filename: str) -> bool:
     """Tell whether a file is of torch or hookline."""
     return filename.startswith((_OURS, _TORCHS, "<"))
 
 
-def users_frame(frame: FrameType | None) -> FrameType | None:
+def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the nearest frame up the stack that is outside torch and hookline."""
-    while frame is not None and is_ours(frame.f_code.co_filename):
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -204,7 +204,7 @@ class CheckFinding:
     @property
     def message(self) -> str:
         """Return the message of the error, in two lines; or of the warning, in one."""
-        subject, type_name = self._what(), f" ({self.module_type})" if self.module_type else ""
+        subject, type_name = self._subject(), f" ({self.module_type})" if self.module_type else ""
         if self.also is not None:
             return f"{subject}{type_name} {self.observation}."
         where = f" at {self.line}" if self.line else ""
@@ -220,7 +220,7 @@ class CheckFinding:
             f"{rank}{maker}.\n{self._remedy()}"
         )
 
-    def _what(self) -> str:
+    def _subject(self) -> str:
         """Name the value, as the subject of the message."""
         if self.is_loss:
             return "the loss"

@@ -32,7 +32,7 @@ from hookline.verbs.check.loss_graph import NodeNumbers
 from hookline.verbs.check.nonfinite_origins import Origin, measured
 from hookline.verbs.check.pending_findings import Checked, Outcome
 from hookline.verbs.check.replay import RUN, CheckedRun, Replay
-from hookline.verbs.check.unusual_outputs import Habits, TraitReader, Traits, judge_all
+from hookline.verbs.check.unusual_outputs import History, TraitReader, Traits, judge_all
 from hookline.verbs.shared.rerun import ChangingBuffers
 
 # The key in `Pass.opened` of the extremes of a pass's outputs, where habits are checked.
@@ -72,18 +72,18 @@ class ForwardChecks:
         self._also = also
         self._outputs: list[_Output] = []
         self._traits = TraitReader(also)
-        self._habits: list[Habits] = []
+        self._habits: list[History] = []
         self._changing = ChangingBuffers()
         self.node_numbers: NodeNumbers = NodeNumbers()
         self._n_runs = 0
         self._has_measured = False
 
-    def start(self, line: Line, places: list[tuple[Site, ModuleNode]]) -> None:
+    def attach(self, line: Line, places: list[tuple[Site, ModuleNode]]) -> None:
         """Attach a tap to each place, all or none."""
         single = {site.path for site, node in places if is_leaf(node.module)}
 
         def bind(site: Site) -> SplitCallback:
-            callback = self._bind(site, is_single=site.path in single)
+            callback = self._make_callback(site, is_single=site.path in single)
             return callback if site.path else _keeping_output(callback)
 
         line.tap(Selection(line.module_tree, places), bind, Order.RECORD)
@@ -97,14 +97,14 @@ class ForwardChecks:
     def end(self) -> None:
         """Warn of what the whole block has shown, such as dead units."""
         for habits in self._habits:
-            habits.end()
+            habits.judge_dead_units()
 
-    def warn_of_nothing(self) -> None:
+    def warn_if_nothing_measured(self) -> None:
         """Warn if no value had numbers. Call it when all passes have ended, and were judged."""
         if self._n_runs and not self._has_measured and not self._passes.failed:
             warn(_NOTHING.format(runs=plural(self._n_runs, "run")))
 
-    def _bind(self, site: Site, *, is_single: bool) -> SplitCallback:
+    def _make_callback(self, site: Site, *, is_single: bool) -> SplitCallback:
         number, output = len(self._outputs), _Output(site)
         self._outputs.append(output)
 
@@ -114,7 +114,7 @@ class ForwardChecks:
             if number_of is not None:
                 current.log.append((number, number_of, output.measure))
                 if not current.roots and len(current.log) > _MOST_SUMS:
-                    self.judge_parts(current)
+                    self.judge_partial_run(current)
 
         def after(current: Pass, number_of: Tensor | None) -> None:
             if number_of is not None:
@@ -127,11 +127,11 @@ class ForwardChecks:
         if not self._traits.is_on or not is_single:
             return SplitCallback(see, total, after)
         place, reader = len(self._habits), self._traits
-        habits = Habits(site, self._also, self._outcome.add)
+        habits = History(site, self._also, self._outcome.add)
         self._habits.append(habits)
 
         def note(current: Pass, traits: Traits) -> None:
-            habits.note(traits, current.opened[RUN][0].step)
+            habits.compare_run(traits, current.opened[RUN][0].step)
             if traits.extremes is not None:
                 current.opened[_EXTREMES].append((place, traits.extremes))
 
@@ -161,13 +161,13 @@ class ForwardChecks:
     def _root_begins(self, current: Pass, frame: FrameType) -> None:
         model = self._model()
         if model is not None and not current.is_transformed:
-            current.opened[RUN][0].begin(frame, model, self._changing)
+            current.opened[RUN][0].note_start(frame, model, self._changing)
 
     def _pass_ends(self, current: Pass, run: CheckedRun) -> None:
         try:
-            finding = self._judge(run)
+            finding = self._judge_run(run)
             if not current.failed:
-                finding = self._checked.shared(finding)
+                finding = self._checked.earliest(finding)
             judge_all(self._habits, current.opened[_EXTREMES], run.step)
         finally:
             current.opened[_EXTREMES] = []
@@ -178,7 +178,7 @@ class ForwardChecks:
             current.note = current.log.append
             run.output = None
             if run.first_node is not None:
-                self.node_numbers.add(
+                self.node_numbers.add_run(
                     run.first_node, is_finite=run.is_output_finite, called_at=run.called_at
                 )
             if not run.has_grad:
@@ -195,24 +195,24 @@ class ForwardChecks:
         else:
             raise finding.error()
 
-    def judge_parts(self, current: Pass) -> None:
+    def judge_partial_run(self, current: Pass) -> None:
         """Judge what has run so far, where parts of the model run and the model itself does not."""
         run: CheckedRun = current.opened[RUN][0]
         if run.start is not None or current.roots:
             return
         try:
-            finding = self._judge(run)
+            finding = self._judge_run(run)
         finally:
             run.sums.clear()
         if finding is not None:
             raise finding.error()
 
-    def _judge(self, run: CheckedRun) -> CheckFinding | None:
+    def _judge_run(self, run: CheckedRun) -> CheckFinding | None:
         """Find who made a value that is not finite in a run; None if all is well."""
         self._has_measured = self._has_measured or any(not n.is_meta for _, n, _ in run.sums)
         bad = finiteness.not_finite([number for _, number, _ in run.sums])
-        run.is_output_finite = all(self._output(run, k).site.path for k in bad)
-        suspects = [k for k in bad if not self._output(run, k).is_excused]
+        run.is_output_finite = all(self._output_of_sum(run, k).site.path for k in bad)
+        suspects = [k for k in bad if not self._output_of_sum(run, k).is_excused]
         if not suspects:
             return None
         model, finding, why = self._model(), None, None
@@ -220,9 +220,9 @@ class ForwardChecks:
             # The weights have stepped without an optimizer of torch, with what a backward made.
             finding = self._outcome.pop_backward_finding()
         if finding is None:
-            finding, why = self.repeat(run, lambda replay: self._explained(replay, run, suspects))
+            finding, why = self.repeat(run, lambda replay: self._explain(replay, run, suspects))
         if why is not None:
-            finding = self._unexplained(run, suspects, why)
+            finding = self._unrepeatable(run, suspects, why)
         return None if finding is None else self._outcome.add(finding)
 
     def repeat(
@@ -246,10 +246,10 @@ class ForwardChecks:
         except Exception as error:
             return None, f"the run could not be repeated ({first_line(error)})"
 
-    def _output(self, run: CheckedRun, index: int) -> _Output:
+    def _output_of_sum(self, run: CheckedRun, index: int) -> _Output:
         return self._outputs[run.sums[index][0]]
 
-    def _explained(
+    def _explain(
         self, replay: Replay, run: CheckedRun, suspects: list[int]
     ) -> tuple[CheckFinding | None, str | None]:
         """Explain a run by its repetition, as far as both were the same."""
@@ -257,7 +257,7 @@ class ForwardChecks:
         difference = _unexplained_difference(replay, run, origins)
         if difference is not None:
             return None, NOT_REPEATED.format(difference)
-        outputs = [self._output(run, k) for k in suspects]
+        outputs = [self._output_of_sum(run, k) for k in suspects]
         if not origins:
             for output in outputs:
                 calls = [call for call in replay.calls if call.node.path == output.site.path]
@@ -268,37 +268,37 @@ class ForwardChecks:
         origin = leaving or min(origins, key=lambda candidate: candidate.number)
         finding = replay.finding(origin, "forward")
         if leaving is not None:
-            return self._outcome.keep(replay, origin, finding), None
+            return self._outcome.write_file(replay, origin, finding), None
         for output in outputs:
             output.is_excused = True
         return finding.with_(vanished=True), None
 
-    def _unexplained(self, run: CheckedRun, suspects: list[int], why: str) -> CheckFinding | None:
+    def _unrepeatable(self, run: CheckedRun, suspects: list[int], why: str) -> CheckFinding | None:
         """Describe a run that cannot be repeated, or does not repeat itself.
 
         Returns:
             None if nothing is wrong, or finite numbers may have overflowed in their sums. Then the
             next run is measured exactly.
         """
-        kinds = _kinds_of(run.output)
+        kinds = _non_finite_kinds(run.output)
         if kinds is None or kinds & ~NonFinite.MINUS_INF:
             if kinds is not None or any(bool(run.sums[k][1].isnan()) for k in suspects):
-                return self._described(run, suspects, why)
+                return self._describe_output(run, suspects, why)
             exact = []
         else:
             # It has vanished, or a sum has overflowed.
             exact = [k for k in suspects if run.sums[k][2] not in (total, None)]
         for k in suspects:
-            self._output(run, k).measure = finiteness.beside_masks
-        inner = [k for k in exact if self._output(run, k).site.path]
+            self._output_of_sum(run, k).measure = finiteness.beside_masks
+        inner = [k for k in exact if self._output_of_sum(run, k).site.path]
         for k in inner:
-            self._output(run, k).is_excused = True
-        return self._described(run, inner, why).with_(vanished=True) if inner else None
+            self._output_of_sum(run, k).is_excused = True
+        return self._describe_output(run, inner, why).with_(vanished=True) if inner else None
 
-    def _described(self, run: CheckedRun, suspects: list[int], why: str) -> CheckFinding:
+    def _describe_output(self, run: CheckedRun, suspects: list[int], why: str) -> CheckFinding:
         """Describe the first output that has a NaN, or else the root's, or the first."""
         has_nan = [k for k in suspects if bool(run.sums[k][1].isnan())]
-        roots = [k for k in suspects if not self._output(run, k).site.path]
+        roots = [k for k in suspects if not self._output_of_sum(run, k).site.path]
         index = [*has_nan, *roots, *suspects][0]
         number = run.sums[index][0]
         call = sum(site_number == number for site_number, _, _ in run.sums[:index])
@@ -307,7 +307,7 @@ class ForwardChecks:
         nodes = [] if model is None else module_tree(model).nodes
         node = next((candidate for candidate in nodes if candidate.path == site.path), None)
         parameters = [] if node is None else node.module.named_parameters(recurse=False)
-        passed = [path_text(self._output(run, k).site.path) for k in suspects if k > index]
+        passed = [path_text(self._output_of_sum(run, k).site.path) for k in suspects if k > index]
         output = [] if site.path else finiteness.measurable_in(run.output)
         counts = [finiteness.counted(tensor) for tensor in output]
         return CheckFinding(
@@ -338,7 +338,7 @@ def _unexplained_difference(replay: Replay, run: CheckedRun, origins: list[Origi
 
     `origins` are those before the difference.
     """
-    kinds, difference = _kinds_of(run.output), replay.likeness.difference
+    kinds, difference = _non_finite_kinds(run.output), replay.likeness.difference
     if kinds is not None and replay.root_kinds not in (None, kinds):
         difference = difference or path_text("")
     # An operation of the repeated run explains only a value that the first run returned.
@@ -346,7 +346,7 @@ def _unexplained_difference(replay: Replay, run: CheckedRun, origins: list[Origi
     return None if has_left and replay.origin in origins else difference
 
 
-def _kinds_of(output: Any) -> NonFinite | None:
+def _non_finite_kinds(output: Any) -> NonFinite | None:
     """Return the kinds of numbers in an output that are not finite; None if it has no numbers."""
     tensors = finiteness.measurable_in(output)
     return finiteness.all_kinds(map(kinds_in, tensors)) if tensors else None

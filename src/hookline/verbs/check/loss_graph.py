@@ -26,9 +26,9 @@ from torch import Tensor
 
 from hookline.engine import hook_node, local_part, next_number, nodes_of_loss, number_of, saved_by
 from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in
-from hookline.verbs.check.finding import CheckFinding, SourceLine, users_frame
+from hookline.verbs.check.finding import CheckFinding, SourceLine, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt, line_of_loss
-from hookline.verbs.check.nonfinite_origins import line_of_forward, measured
+from hookline.verbs.check.nonfinite_origins import line_from_traceback, measured
 
 # A loss of more operations is not looked through.
 _MOST_NODES = 64
@@ -78,7 +78,7 @@ class Fault:
         self._function = (node.name() if is_of_backward else name) if name else None
         self._operation = f"aten.{name}" if hasattr(torch.ops.aten, name or "-") else None
         traceback = [] if node is None else node.metadata.get("traceback_", [])
-        self.line: SourceLine | None = line_of_forward(traceback)
+        self.line: SourceLine | None = line_from_traceback(traceback)
 
     def added_to(self, finding: CheckFinding) -> CheckFinding:
         """Return a finding with the operation."""
@@ -112,7 +112,7 @@ class NodeNumbers:
     def __bool__(self) -> bool:
         return bool(self._runs.get(threading.get_ident()))
 
-    def add(self, first: int, *, is_finite: bool, called_at: CalledAt | None = None) -> None:
+    def add_run(self, first: int, *, is_finite: bool, called_at: CalledAt | None = None) -> None:
         """Add a run of this thread that ends now, by the number of its first node."""
         after = next_number()
         if after > first:
@@ -122,12 +122,12 @@ class NodeNumbers:
             runs.append(_RunNodes(first, after, is_finite, called_at))
             del runs[:-_MOST_RUNS]
 
-    def find(self, number: int, thread: int) -> bool | None:
+    def is_run_finite(self, number: int, thread: int) -> bool | None:
         """Return whether the output of a node's run is known to be finite; None without a run."""
-        run = self.last_before(number, thread)
+        run = self.last_run_before(number, thread)
         return run.is_finite if run is not None and number < run.after else None
 
-    def last_before(self, number: int, thread: int) -> _RunNodes | None:
+    def last_run_before(self, number: int, thread: int) -> _RunNodes | None:
         """Return the last run of a thread that began before a node."""
         runs = self._runs.get(thread, [])
         index = bisect.bisect_right(runs, number, key=attrgetter("first"))
@@ -148,7 +148,7 @@ class LossGraph:
         self._context = copy_context()
         # True: gradients were as the last backward had left them
         self.is_accumulating: bool = False
-        self._frame = users_frame(sys._getframe(1))
+        self._frame = user_frame(sys._getframe(1))
         self.fault: Fault | None = None  # None if the loss is finite, or not known
         self._numbers, self._is_output_finite = numbers, True
         self._handles: list[Any] = []
@@ -168,22 +168,22 @@ class LossGraph:
         kinds = [kinds_in(tensor.detach()) for tensor in tensors]
         self.is_nan: bool = any(kind & NonFinite.NAN for kind in kinds)
         grad_fns = [tensor.grad_fn for tensor in tensors]
-        self._nodes = nodes_of_loss(grad_fns, self._is_of_run, _MOST_NODES)
+        self._nodes = nodes_of_loss(grad_fns, self._is_run_node, _MOST_NODES)
         loss = next((root for root, kind in zip(tensors, kinds, strict=True) if kind), None)
-        if loss is not None and not self._nodes and not self._is_of_run(number_of(loss.grad_fn)):
+        if loss is not None and not self._nodes and not self._is_run_node(number_of(loss.grad_fn)):
             self.fault = Fault(None, loss, notes=(_TOO_MANY,))
         elif loss is not None:
-            self.fault = self._at_line(_Values(self._nodes, loss, self._is_output_finite).fault())
+            self.fault = self._with_line(_Values(self._nodes, loss, self._is_output_finite).fault())
         else:
             for node in self._nodes:
-                self._handles.append(hook_node(node, self._hook(node)))
+                self._handles.append(hook_node(node, self._gradient_keeper(node)))
 
-    def _is_of_run(self, number: int) -> bool:
-        is_finite = self._numbers.find(number, self.thread)
+    def _is_run_node(self, number: int) -> bool:
+        is_finite = self._numbers.is_run_finite(number, self.thread)
         self._is_output_finite &= is_finite is not False
         return is_finite is not None
 
-    def _hook(self, node: Any) -> Callable[..., None]:
+    def _gradient_keeper(self, node: Any) -> Callable[..., None]:
         def keep(grad_inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> None:
             passed_on = [tensor for tensor in grad_inputs if tensor is not None]
             arrived = [tensor for tensor in grads if tensor is not None]
@@ -197,14 +197,14 @@ class LossGraph:
 
         return keep
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Remove all hooks from the graph, and release its gradients."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self._frame = [], [], None
         self._gradients = []
 
-    def in_context(self, act: Callable[..., None]) -> Callable[..., None]:
+    def bind_context(self, act: Callable[..., None]) -> Callable[..., None]:
         """Return a function that acts among the lines of the backward's caller.
 
         A thread of autograd, on a GPU, has no context, and so no lines.
@@ -218,18 +218,18 @@ class LossGraph:
             if bad and any(kinds_in(tensor.detach()) for tensor in arrived):
                 return None  # it was given that, by an operation whose gradients are not known
             if bad:
-                return self._at_line(Fault(node, bad[0], arrived, is_of_backward=True))
+                return self._with_line(Fault(node, bad[0], arrived, is_of_backward=True))
         return None
 
-    def _at_line(self, fault: Fault) -> Fault:
+    def _with_line(self, fault: Fault) -> Fault:
         """Add the line to a fault, if the graph does not know it."""
         node, frame = fault.node, self._frame
         if fault.line is None and node is not None and frame is not None:
-            run = self._numbers.last_before(number_of(node), self.thread)
+            run = self._numbers.last_run_before(number_of(node), self.thread)
             called_at = None if run is None else run.called_at
 
             def reaches(later: Any) -> bool:
-                return node in nodes_of_loss([later], self._is_of_run, _MOST_NODES)
+                return node in nodes_of_loss([later], self._is_run_node, _MOST_NODES)
 
             fault.line = line_of_loss(frame, node, called_at, reaches)
         return fault
@@ -257,27 +257,27 @@ class _Values:
                     self._constants.setdefault(node, []).append(tensor.detach())
         with torch.no_grad():
             for node in nodes:
-                self._compute(node)
+                self._compute_output(node)
 
-    def _compute(self, node: Any) -> None:
+    def _compute_output(self, node: Any) -> None:
         """Compute the output of an operation, if its inputs are known."""
         compute = _COMPUTED.get(node.name())
         if compute is None or (node, 0) in self._known:
             return
-        inputs = [self._input(edge) for edge in node.next_functions]
+        inputs = [self._value_at(edge) for edge in node.next_functions]
         try:
             self._known[node, 0] = compute(node, inputs)
         except (TypeError, AttributeError, RuntimeError, IndexError):  # an input is not known
             return
 
-    def _input(self, edge: tuple[Any, int]) -> Tensor | None:
+    def _value_at(self, edge: tuple[Any, int]) -> Tensor | None:
         before, number = edge
         leaf = getattr(before, "variable", None)
         return leaf.detach() if isinstance(leaf, Tensor) else self._known.get((before, number))
 
-    def _kinds(self, edge: tuple[Any, int]) -> NonFinite | None:
+    def _kinds_at(self, edge: tuple[Any, int]) -> NonFinite | None:
         """Return the kinds of an operation's output that are not finite; None if not known."""
-        tensor = self._input(edge)
+        tensor = self._value_at(edge)
         if tensor is not None:
             return kinds_in(tensor)
         node = edge[0]
@@ -285,7 +285,7 @@ class _Values:
             return None
         if node not in self._nodes:
             return NonFinite.NONE if self._is_output_finite else None
-        inputs = list(map(self._kinds, _edges(node)))
+        inputs = list(map(self._kinds_at, _input_edges(node)))
         is_moving = _MOVING.fullmatch(node.name()) is not None
         are_finite = bool(inputs) and all(kinds is NonFinite.NONE for kinds in inputs)
         return NonFinite.NONE if is_moving and are_finite else None
@@ -297,31 +297,31 @@ class _Values:
             node = edge[0]
             if node not in self._nodes:
                 return Fault(None, self._loss, notes=(_FROM_OUTPUT,))
-            edges = _edges(node)
-            before = self._known_bad(edges)
+            edges = _input_edges(node)
+            before = self._next_non_finite(edges)
             if before is None:
                 break
             edge = before
-        is_kept = all(self._kinds(below) is not None for below in edges)
+        is_kept = all(self._kinds_at(below) is not None for below in edges)
         if not is_kept and _HARMLESS.fullmatch(node.name()):
             return Fault(None, self._loss, notes=(_TOO_LITTLE,))
-        return self._made_by(node, edges, is_kept=is_kept)
+        return self._fault_of(node, edges, is_kept=is_kept)
 
-    def _known_bad(self, edges: Sequence[tuple[Any, int]]) -> tuple[Any, int] | None:
+    def _next_non_finite(self, edges: Sequence[tuple[Any, int]]) -> tuple[Any, int] | None:
         """Return the next value that is not finite, behind those that are not known."""
         waiting, visited = list(edges), set()
         while waiting:
             edge = waiting.pop(0)
-            kinds = self._kinds(edge)
-            if kinds and (kinds & NonFinite.NAN or not _is_filled(edge[0])):
+            kinds = self._kinds_at(edge)
+            if kinds and (kinds & NonFinite.NAN or not _writes_out_numbers(edge[0])):
                 return edge
             if kinds is None and edge not in visited and edge[0] in self._nodes:
                 visited.add(edge)
-                waiting += _edges(edge[0])
+                waiting += _input_edges(edge[0])
         return None
 
-    def _made_by(self, node: Any, edges: list[tuple[Any, int]], *, is_kept: bool) -> Fault:
-        inputs = [tensor for tensor in map(self._input, edges) if tensor is not None]
+    def _fault_of(self, node: Any, edges: list[tuple[Any, int]], *, is_kept: bool) -> Fault:
+        inputs = [tensor for tensor in map(self._value_at, edges) if tensor is not None]
         constants = self._constants.get(node, [])
         notes: tuple[str, ...] = ()
         if any(kinds_in(tensor) for tensor in constants):
@@ -342,11 +342,11 @@ _TOO_LITTLE = (
 )
 
 
-def _is_filled(node: Any) -> bool:
+def _writes_out_numbers(node: Any) -> bool:
     return node is not None and _FILLING.fullmatch(node.name()) is not None
 
 
-def _edges(node: Any) -> list[tuple[Any, int]]:
+def _input_edges(node: Any) -> list[tuple[Any, int]]:
     """Return the edges to the nodes that a node gets values from."""
     return [edge for edge in node.next_functions if edge[0] is not None]
 
@@ -357,21 +357,21 @@ def _forward_name(node: Any) -> str:
     return re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _whole(number: int) -> int:
+def _as_signed(number: int) -> int:
     """Return a number that a node keeps without its sign."""
     return number - 2**64 if number >= 2**63 else number
 
 
-def _reduced(function: Callable[..., Tensor]) -> Callable[[Any, list[Any]], Tensor]:
+def _reduction(function: Callable[..., Tensor]) -> Callable[[Any, list[Any]], Tensor]:
     def compute(node: Any, inputs: list[Any]) -> Tensor:
         dims = node._saved_dim
-        dims = [_whole(dim) for dim in (dims if isinstance(dims, tuple) else (dims,))]
+        dims = [_as_signed(dim) for dim in (dims if isinstance(dims, tuple) else (dims,))]
         return function(inputs[0], dims, keepdim=node._saved_keepdim)
 
     return compute
 
 
-def _other(node: Any, inputs: list[Any], index: int) -> Any:
+def _operand(node: Any, inputs: list[Any], index: int) -> Any:
     is_saved = inputs[index] is None
     return (node._saved_self, node._saved_other)[index] if is_saved else inputs[index]
 
@@ -381,8 +381,8 @@ def _unary(name: str) -> Callable[[Any, list[Any]], Tensor]:
     return lambda node, inputs: function(inputs[0])
 
 
-def _of_two(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, list[Any]], Tensor]:
-    return lambda node, inputs: function(_other(node, inputs, 0), _other(node, inputs, 1))
+def _binary(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, list[Any]], Tensor]:
+    return lambda node, inputs: function(_operand(node, inputs, 0), _operand(node, inputs, 1))
 
 
 def _mean(node: Any, inputs: list[Any]) -> Tensor:
@@ -392,8 +392,8 @@ def _mean(node: Any, inputs: list[Any]) -> Tensor:
 
 def _nll(node: Any, inputs: list[Any]) -> Tensor:
     loss: Tensor = torch.ops.aten.nll_loss(
-        inputs[0], node._saved_target, node._saved_weight, _whole(node._saved_reduction),
-        _whole(node._saved_ignore_index),
+        inputs[0], node._saved_target, node._saved_weight, _as_signed(node._saved_reduction),
+        _as_signed(node._saved_ignore_index),
     )  # fmt: skip
     return loss
 
@@ -402,13 +402,13 @@ _UNARY = ("log", "log2", "log10", "log1p", "acos", "asin", "abs", "neg", "sum")
 # Functions that compute the output of a node's operation from its inputs.
 _COMPUTED: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     **{f"{name.title()}Backward0": _unary(name) for name in _UNARY},
-    "MulBackward0": _of_two(torch.mul),
-    "DivBackward0": _of_two(torch.div),
+    "MulBackward0": _binary(torch.mul),
+    "DivBackward0": _binary(torch.div),
     "AddBackward0": lambda node, inputs: torch.add(*inputs, alpha=node._saved_alpha),
     "SubBackward0": lambda node, inputs: torch.sub(*inputs, alpha=node._saved_alpha),
-    "SumBackward1": _reduced(torch.sum),
+    "SumBackward1": _reduction(torch.sum),
     "MeanBackward0": _mean,
-    "MeanBackward1": _reduced(torch.mean),
+    "MeanBackward1": _reduction(torch.mean),
     "PowBackward0": lambda node, inputs: torch.pow(inputs[0], node._saved_exponent),
     "NllLossBackward0": _nll,
 }

@@ -38,24 +38,24 @@ def line_of_loss(
     """
     if called_at == CalledAt(frame.f_code, frame.f_lineno):
         return source_line(frame, frame.f_lineno)  # the model, the loss and its backward
-    statements = list(_statements(frame.f_code))
-    variables, number = _known(frame, statements), number_of(node)
+    statements = list(_simple_statements(frame.f_code))
+    variables, number = _variables_in_graph(frame, statements), number_of(node)
     later = [
         variable for variable in variables if variable.number >= number and reaches(variable.node)
     ]
     earlier = [variable for variable in variables if variable.number < number]
-    statement = later[0].statement if later else _at(statements, frame.f_lineno)
+    statement = later[0].statement if later else _statement_at(statements, frame.f_lineno)
     before = [earlier[-1].statement] if earlier else []
     if called_at is not None and called_at.code is frame.f_code:
-        call = _at(statements, called_at.lineno)
+        call = _statement_at(statements, called_at.lineno)
         before += [] if call is None else [call]
     last = max(before, key=lambda place: place.lineno, default=None)
-    if statement is None or last is None or not _is_next(statements, last, statement):
+    if statement is None or last is None or not _is_next_computation(statements, last, statement):
         return None
     return source_line(frame, statement.lineno)
 
 
-class _Known(NamedTuple):
+class _Variable(NamedTuple):
     """Hold a variable that one statement stores."""
 
     number: int  # the number of the node that made its value
@@ -63,17 +63,17 @@ class _Known(NamedTuple):
     statement: ast.stmt  # the statement
 
 
-def _known(frame: FrameType, statements: list[ast.stmt]) -> list[_Known]:
+def _variables_in_graph(frame: FrameType, statements: list[ast.stmt]) -> list[_Variable]:
     """Return the variables that hold tensors of a graph, by the numbers of their nodes."""
-    stored, variables = _stored(statements), []
+    stored, variables = _statements_by_variable(statements), []
     for name, value in frame.f_locals.items():
         places = stored.get(name, [])
         if isinstance(value, Tensor) and value.grad_fn is not None and len(places) == 1:
-            variables.append(_Known(number_of(value.grad_fn), value.grad_fn, places[0]))
+            variables.append(_Variable(number_of(value.grad_fn), value.grad_fn, places[0]))
     return sorted(variables, key=lambda variable: variable.number)
 
 
-def _statements(code: CodeType) -> Iterator[ast.stmt]:
+def _simple_statements(code: CodeType) -> Iterator[ast.stmt]:
     """Yield the statements of a function that hold no others."""
     source = "".join(linecache.getlines(code.co_filename))
     try:
@@ -86,20 +86,20 @@ def _statements(code: CodeType) -> Iterator[ast.stmt]:
         and code.co_firstlineno in {node.lineno, *(part.lineno for part in node.decorator_list)}
     ]  # fmt: skip
     if functions or code.co_name == "<module>":
-        yield from _simple(functions[0] if functions else tree)
+        yield from _walk_simple(functions[0] if functions else tree)
 
 
-def _simple(node: ast.AST) -> Iterator[ast.stmt]:
+def _walk_simple(node: ast.AST) -> Iterator[ast.stmt]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         if isinstance(child, ast.stmt) and not hasattr(child, "body"):
             yield child
         else:
-            yield from _simple(child)
+            yield from _walk_simple(child)
 
 
-def _stored(statements: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
+def _statements_by_variable(statements: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
     """Return the statements that store each variable."""
     stored: dict[str, list[ast.stmt]] = {}
     for statement in statements:
@@ -109,14 +109,14 @@ def _stored(statements: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
     return stored
 
 
-def _at(statements: list[ast.stmt], lineno: int) -> ast.stmt | None:
+def _statement_at(statements: list[ast.stmt], lineno: int) -> ast.stmt | None:
     """Return the statement at a line; None if there are several."""
     begun = [statement for statement in statements if statement.lineno <= lineno]
     matches = [part for part in begun if lineno <= (part.end_lineno or part.lineno)]
     return matches[0] if len({statement.lineno for statement in matches}) == 1 else None
 
 
-def _is_next(statements: list[ast.stmt], before: ast.stmt, statement: ast.stmt) -> bool:
+def _is_next_computation(statements: list[ast.stmt], before: ast.stmt, statement: ast.stmt) -> bool:
     """Tell whether no other statement between two can have run an operation of the loss."""
     if before.lineno == statement.lineno:
         return True

@@ -37,7 +37,7 @@ from hookline.statistics.finiteness import (
     kinds_in,
     moments,
 )
-from hookline.verbs.check.finding import Measured, SourceLine, is_ours, source_line, users_frame
+from hookline.verbs.check.finding import Measured, SourceLine, is_library, source_line, user_frame
 
 # Operations that return memory that is not written yet; of a resized tensor, a part is.
 _NEW = ("empty", "new_empty")
@@ -76,7 +76,7 @@ class Origin:
     n_inf: int = 0  # the number of infinities
     n_total: int = 0  # the number of elements
 
-    def count(self, tensor: Tensor) -> None:
+    def add_counts(self, tensor: Tensor) -> None:
         """Add the numbers of a tensor that it has made."""
         n_nan, n_inf = counted(tensor)
         self.n_nan += n_nan
@@ -102,7 +102,7 @@ class _Mark:
 
 
 @final
-class _Followed:
+class _MeantKinds:
     """Tell what an operation is given that is meant.
 
     Memory that was never written, and a NaN that the code has written out, may be moved. A NaN that
@@ -112,12 +112,12 @@ class _Followed:
     __slots__ = ("_meant", "is_empty")
 
     def __init__(self, function: Any, arguments: Any, marks: list[_Mark]) -> None:
-        name = _name(function)
+        name = _operation_name(function)
         is_moving = function.is_view or any(part in name for part in _MOVING)
         followed = [mark for mark in marks if is_moving or not mark.is_empty]
         self.is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in followed)
         kinds = all_kinds(mark.kinds for mark in followed)
-        self._meant = (kinds if is_moving else kinds & ~NonFinite.NAN) | _scalars(name, arguments)
+        self._meant = (kinds if is_moving else kinds & ~NonFinite.NAN) | _meant_in(name, arguments)
 
     def is_made(self, kinds: Iterable[NonFinite]) -> bool:
         """Tell whether the operation has made what is in its outputs."""
@@ -139,7 +139,7 @@ class Outside:
         if key is not None:
             self._names.setdefault(key, (kind, name))
 
-    def find(self, tensor: Tensor) -> tuple[str, str]:
+    def kind_and_name(self, tensor: Tensor) -> tuple[str, str]:
         """Return the kind and name of a tensor; "constant" without a name for others."""
         return self._names.get(storage_address(tensor), ("constant", ""))
 
@@ -164,13 +164,13 @@ class FunctionNames(TorchFunctionMode):
         finally:
             self.name, self._arguments = before
 
-    def written_out(self, tensor: Tensor) -> NonFinite:
+    def kinds_written_out(self, tensor: Tensor) -> NonFinite:
         """Return the kinds of numbers that the running call writes out, and torch made a tensor of.
 
         It makes one of `nan` in `x[0] = nan`. A tensor that the call was given has none.
         """
         key = storage_address(tensor)
-        arguments = list(_flat(self._arguments))
+        arguments = list(_leaves(self._arguments))
         tensors = (argument for argument in arguments if isinstance(argument, Tensor))
         if any(argument is tensor or storage_address(argument) == key for argument in tensors):
             return NonFinite.NONE
@@ -197,33 +197,33 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with without_function_modes():  # what is looked up here is none of the model's calls
-            return self._run(function, args, kwargs or {})
+            return self._run_and_inspect(function, args, kwargs or {})
 
-    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _run_and_inspect(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and look at what it wrote and returned."""
         if function.namespace in _COLLECTIVE and is_grouped():
             raise RuntimeError(f"it calls {function}, which would wait for the other ranks")
         self.count, self._operation = self.count + 1, str(function)
         inputs = _tensors_in((args, kwargs))
-        written = _written(function, args, kwargs)
+        written = _written_arguments(function, args, kwargs)
         # What is written to is read and copied before.
-        before = {id(tensor): (self._read(tensor), tensor.clone()) for tensor in written}
+        before = {id(tensor): (self._read_mark(tensor), tensor.clone()) for tensor in written}
         output = function(*args, **kwargs)
-        if _name(function).startswith(_NEW):
+        if _operation_name(function).startswith(_NEW):
             _fill_with_nan(output)
         outputs = {id(tensor): tensor for tensor in (*_tensors_in(output), *written)}
-        bad = [(tensor, kinds) for tensor in outputs.values() if (kinds := _kinds(tensor))]
+        bad = [(tensor, kinds) for tensor in outputs.values() if (kinds := _kinds_or_none(tensor))]
         if bad:
-            self._follow(function, (args, kwargs), inputs, before, bad)
+            self._mark_outputs(function, (args, kwargs), inputs, before, bad)
         return output
 
     def mark_of(self, tensor: Tensor) -> _Mark | None:
         """Return what is known of a tensor that is not finite; None if it is finite."""
         with without_modes():  # or the look would be an operation of the model
-            return self._read(tensor)
+            return self._read_mark(tensor)
 
-    def _read(self, tensor: Tensor) -> _Mark | None:
-        kinds = _kinds(tensor)
+    def _read_mark(self, tensor: Tensor) -> _Mark | None:
+        kinds = _kinds_or_none(tensor)
         if not kinds:
             return None
         marks = self._marks.get(storage_address(tensor), ())
@@ -232,20 +232,20 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _Mark(tensor, kinds, bad[0].origin)
         if marks:
             return _Mark(tensor, kinds, None, is_empty=any(mark.is_empty for mark in marks))
-        return self._from_outside(tensor, kinds)
+        return self._mark_from_outside(tensor, kinds)
 
-    def _from_outside(self, tensor: Tensor, kinds: NonFinite) -> _Mark:
-        kind, name = self._outside.find(tensor)
+    def _mark_from_outside(self, tensor: Tensor, kinds: NonFinite) -> _Mark:
+        kind, name = self._outside.kind_and_name(tensor)
         by_kind = {"parameter": NonFinite.NONE, "input": NonFinite.MINUS_INF}
         allowed = by_kind.get(kind, NonFinite.INF | NonFinite.MINUS_INF)
-        allowed |= self._names.written_out(tensor) if kind == "constant" else NonFinite.NONE
+        allowed |= self._names.kinds_written_out(tensor) if kind == "constant" else NonFinite.NONE
         origin = None
         if kinds & ~allowed:
             origin = Origin(
                 self.count, kind, name, self._operation, self._names.name,
-                source_line(users_frame(sys._getframe())), self._frames(),
+                source_line(user_frame(sys._getframe())), self._frames(),
             )  # fmt: skip
-            origin.count(tensor)
+            origin.add_counts(tensor)
         mark = _Mark(tensor, kinds, origin)
         self._marks_of(tensor).append(mark)
         return mark
@@ -254,7 +254,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage_address(tensor)
         return [] if key is None else self._marks.setdefault(key, [])
 
-    def _follow(
+    def _mark_outputs(
         self,
         function: Any,
         arguments: Any,
@@ -267,37 +267,37 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         `before` has the marks and copies of the inputs that it has written to, by id. `bad` has the
         outputs that are not finite.
         """
-        read = [before[id(t)][0] if id(t) in before else self._read(t) for t in inputs]
+        read = [before[id(t)][0] if id(t) in before else self._read_mark(t) for t in inputs]
         marks = [mark for mark in read if mark is not None]
         begun = [mark.origin for mark in marks if mark.origin is not None]
         origin = min(begun, key=lambda earlier: earlier.number, default=None)
         is_empty = False
         if origin is None:
-            followed = _Followed(function, arguments, marks)
+            followed = _MeantKinds(function, arguments, marks)
             is_empty = followed.is_empty
             if followed.is_made(kinds for _, kinds in bad):
                 copies = [before[id(t)][1] if id(t) in before else t for t in inputs]
-                origin = self._new(function, copies, [tensor for tensor, _ in bad])
+                origin = self._new_origin(function, copies, [tensor for tensor, _ in bad])
         for tensor, kinds in bad:
             self._marks_of(tensor).insert(0, _Mark(tensor, kinds, origin, is_empty))
 
-    def _new(self, function: Any, inputs: list[Tensor], bad: list[Tensor]) -> Origin:
+    def _new_origin(self, function: Any, inputs: list[Tensor], bad: list[Tensor]) -> Origin:
         node = traced_node()
         if node is None:
-            number, name, line = None, self._names.name, source_line(users_frame(sys._getframe()))
+            number, name, line = None, self._names.name, source_line(user_frame(sys._getframe()))
         else:
-            number, name, line = *node[:2], line_of_forward(node[2])
-        parts = [measured(self._name_of(part, index), part) for index, part in enumerate(inputs)]
+            number, name, line = *node[:2], line_from_traceback(node[2])
+        parts = [measured(self._input_name(part, index), part) for index, part in enumerate(inputs)]
         origin = Origin(
             self.count, "operation", operation=str(function), function=name, line=line,
             frames=self._frames(), node=number, inputs=tuple(parts),
         )  # fmt: skip
         for tensor in bad:
-            origin.count(tensor)
+            origin.add_counts(tensor)
         return origin
 
-    def _name_of(self, tensor: Tensor, index: int) -> str:
-        kind, name = self._outside.find(tensor)
+    def _input_name(self, tensor: Tensor, index: int) -> str:
+        kind, name = self._outside.kind_and_name(tensor)
         return f"[{index}]" if kind == "constant" else f"{kind} {name}"
 
 
@@ -308,7 +308,7 @@ def measured(name: str, tensor: Tensor) -> Measured:
     return Measured(name, tuple(tensor.shape), dtype, numbers)
 
 
-def _name(function: Any) -> str:
+def _operation_name(function: Any) -> str:
     """Return the name of an operation without its namespace and overload, such as "add"."""
     return str(function).partition(".")[2].partition(".")[0]
 
@@ -321,28 +321,28 @@ def _fill_with_nan(new: Any) -> None:
                 tensor.fill_(math.nan)
 
 
-def _kinds(tensor: Tensor) -> NonFinite:
+def _kinds_or_none(tensor: Tensor) -> NonFinite:
     try:
         return kinds_in(tensor)
     except (RuntimeError, NotImplementedError):  # a layout or a dtype without these operations
         return NonFinite.NONE
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
         for part in value:
-            yield from _flat(part)
+            yield from _leaves(part)
     elif isinstance(value, dict):
-        yield from _flat(list(value.values()))
+        yield from _leaves(list(value.values()))
     else:
         yield value
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    return [part for part in _flat(value) if isinstance(part, Tensor)]
+    return [part for part in _leaves(value) if isinstance(part, Tensor)]
 
 
-def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written_arguments(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that an operation writes to."""
     written: list[Tensor] = []
     for index, argument in enumerate(function._schema.arguments):
@@ -352,12 +352,12 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return written
 
 
-def _scalars(name: str, arguments: Any) -> NonFinite:
+def _meant_in(name: str, arguments: Any) -> NonFinite:
     """Return the kinds of numbers that are written out in the arguments: these are meant.
 
     A NaN is meant where memory is filled with it, and not where it is computed with.
     """
-    kinds = all_kinds(_kind_of(number) for number in _flat(arguments) if isinstance(number, Real))
+    kinds = all_kinds(_kind_of(number) for number in _leaves(arguments) if isinstance(number, Real))
     is_filling = any(word in name for word in _FILLING)
     return kinds if is_filling else kinds & ~NonFinite.NAN
 
@@ -372,14 +372,14 @@ def _kind_of(number: Real) -> NonFinite:
     return NonFinite.NONE
 
 
-def line_of_forward(traceback: list[str]) -> SourceLine | None:
+def line_from_traceback(traceback: list[str]) -> SourceLine | None:
     """Return the same line of the forward, from the traceback that anomaly mode has kept."""
     for entry in reversed(traceback):
         place, _, text = entry.strip().partition("\n")
         filename, number, function = [*place.removeprefix(_TRACEBACK_LINE).split(", "), "", ""][:3]
         filename = filename.rstrip('"')
         lineno = number.removeprefix("line ")
-        if lineno.isdigit() and not is_ours(filename):
+        if lineno.isdigit() and not is_library(filename):
             source = (text.strip().splitlines() or [""])[0]
             return SourceLine(filename, int(lineno), function.removeprefix("in "), source)
     return None

@@ -13,7 +13,7 @@ from hookline.display.text import type_and_line
 from hookline.engine import Passes, is_grouped
 from hookline.errors import FolderError
 from hookline.statistics.finiteness import counted
-from hookline.verbs.check.agree_across_ranks import rank_here, shared
+from hookline.verbs.check.agree_across_ranks import earliest_if_any, rank_here
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.nonfinite_origins import Origin
 from hookline.verbs.check.replay import Replay
@@ -31,9 +31,9 @@ class Checked(NamedTuple):
     # each backward together; otherwise None.
     sharded_on: torch.device | None
 
-    def shared(self, finding: CheckFinding | None) -> CheckFinding | None:
+    def earliest(self, finding: CheckFinding | None) -> CheckFinding | None:
         """Return the earliest finding of all ranks where weights are sharded; else this rank's."""
-        return finding if self.sharded_on is None else shared(finding, self.sharded_on)
+        return finding if self.sharded_on is None else earliest_if_any(finding, self.sharded_on)
 
     @property
     def others_would_wait(self) -> bool:
@@ -76,7 +76,7 @@ class Outcome:
         finding, self.until_step = self.until_step, None
         return finding
 
-    def keep(self, replay: Replay, origin: Origin, finding: CheckFinding) -> CheckFinding:
+    def write_file(self, replay: Replay, origin: Origin, finding: CheckFinding) -> CheckFinding:
         """Write what is needed to run the module again, if that was asked for."""
         if self._folder is None or self._n_files >= _MOST_FILES:
             return finding
@@ -94,7 +94,7 @@ class Outcome:
         return finding.with_(notes=(*finding.notes, note))
 
 
-def of_tensor(kind: str, path: str, tensor: Tensor, step: int | None) -> CheckFinding:
+def finding_of_tensor(kind: str, path: str, tensor: Tensor, step: int | None) -> CheckFinding:
     """Describe a tensor that is not finite, as a finding; the loss has no path."""
     n_nan, n_inf = counted(tensor)
     return CheckFinding(

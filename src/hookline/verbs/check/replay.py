@@ -37,7 +37,7 @@ from hookline.engine import (
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.statistics.finiteness import NonFinite, all_kinds, is_measurable
-from hookline.verbs.check.finding import SINCE_START, CheckFinding, Measured, users_frame
+from hookline.verbs.check.finding import SINCE_START, CheckFinding, Measured, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt
 from hookline.verbs.check.nonfinite_origins import FunctionNames, Origin, Origins, Outside, measured
 from hookline.verbs.check.replay_file import Situation
@@ -74,10 +74,10 @@ class CheckedRun:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     has_grad: bool = field(default_factory=torch.is_grad_enabled)  # whether gradients were enabled
 
-    def begin(self, frame: FrameType, root: nn.Module, changing: ChangingBuffers) -> None:
+    def note_start(self, frame: FrameType, root: nn.Module, changing: ChangingBuffers) -> None:
         """Note what the call of the root in this frame begins with."""
         self.first_node = next_number()
-        caller = users_frame(frame)
+        caller = user_frame(frame)
         if caller is not None:
             self.called_at = CalledAt(caller.f_code, caller.f_lineno)
         call = root_call(frame, root)
@@ -172,8 +172,8 @@ class Replay:
         assert start is not None
         args, kwargs = start.args, start.kwargs
         if run.has_grad:
-            args, kwargs = tree.map_tensors(self._cut, (args, kwargs))
-        with as_recomputation(self._passes), start.again(self._root), self._hooked():
+            args, kwargs = tree.map_tensors(self._without_graph, (args, kwargs))
+        with as_recomputation(self._passes), start.again(self._root), self._recording_calls():
             self._name_tensors(args, kwargs)
             anomaly = torch.autograd.set_detect_anomaly(run.has_grad, check_nan=False)
             # What is compiled in place would be compiled anew, with the hooks of the repetition.
@@ -182,7 +182,7 @@ class Replay:
             self._judge_output()
         self.likeness.end({call.node.path for call in self.calls})
 
-    def _cut(self, tensor: Tensor) -> Tensor:
+    def _without_graph(self, tensor: Tensor) -> Tensor:
         """Return an input without the graph that made it: that may be freed, or another run's."""
         if not tensor.requires_grad:
             return tensor
@@ -220,7 +220,7 @@ class Replay:
         with (
             as_recomputation(self._passes),
             rerun.restore_state(list(self._root.modules())),
-            self._hooked(),
+            self._recording_calls(),
             torch.autograd.set_detect_anomaly(True, check_nan=False),
             self._origins,
         ):
@@ -252,7 +252,7 @@ class Replay:
     # -- watching the modules --------------------------------------------------------------------
 
     @contextmanager
-    def _hooked(self) -> Iterator[None]:
+    def _recording_calls(self) -> Iterator[None]:
         """Note the calls of modules in the block."""
         registrations = Registrations()
         # A model that raises is judged while torch goes through its forward hooks: then no hook
@@ -261,12 +261,12 @@ class Replay:
         try:
             for node in [node for node in self._nodes if not is_scripted(node.module)]:
                 if not (is_raising and node.module is self._root):
-                    self._watch(registrations, node)
+                    self._hook_calls(registrations, node)
             yield
         finally:
             registrations.end()
 
-    def _watch(self, registrations: Registrations, node: ModuleNode) -> None:
+    def _hook_calls(self, registrations: Registrations, node: ModuleNode) -> None:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             count = self._counts.get(id(module), 0)
             self._counts[id(module)] = count + 1
@@ -285,11 +285,11 @@ class Replay:
                 call.kinds = all_kinds([mark.kinds for mark in marks])
                 call.origin = next((mark.origin for mark in marks if mark.origin), None)
             if not self._is_backward:
-                self._compare(node.path, output, is_new=any(mark.is_empty for mark in marks))
+                self._compare_output(node.path, output, is_new=any(mark.is_empty for mark in marks))
 
         registrations.place([(AroundCall(begin, end, (Order.HOOK, Order.RECORD)), node)])
 
-    def _compare(self, path: str, output: Any, *, is_new: bool) -> None:
+    def _compare_output(self, path: str, output: Any, *, is_new: bool) -> None:
         if is_new:
             self.likeness.skip(path)
             return
@@ -316,7 +316,7 @@ class Replay:
         """Describe who made a value that is not finite."""
         call = self.call_of(origin)
         node = None if call is None else call.node
-        parts = () if node is None else _parameters(node)
+        parts = () if node is None else _measured_parameters(node)
         finding = CheckFinding(
             kind, "" if node is None else node.path,
             step=self._run.step,
@@ -328,7 +328,7 @@ class Replay:
             line=origin.line,
             inputs=origin.inputs,
             parameters=parts,
-            passed_on=self._passed_on(origin, call),
+            passed_on=self._sites_passing_on(origin, call),
         )  # fmt: skip
         if origin.kind == "operation":
             if call is None:
@@ -336,9 +336,9 @@ class Replay:
             return finding.with_(
                 module_type=call.node.type_name,
                 call=call.number,
-                suspect=_suspect(parts, call.node),
+                suspect=_likely_cause(parts, call.node),
             )
-        inputs = finding.inputs if finding.inputs or call is None else _inputs(call)
+        inputs = finding.inputs if finding.inputs or call is None else _measured_inputs(call)
         name = origin.name
         return finding.with_(
             kind=origin.kind,
@@ -366,14 +366,14 @@ class Replay:
             finding=finding,
             path=call.node.path,
             inputs=(call.args, call.kwargs),
-            state=_state(module, start),
+            state=_state_before(module, start),
             rng=call.rng,
             gradients=[grad for _, grad in sorted(self._run.gradients.items())] * is_backward,
             training=module.training,
             autocast=start.autocast,
         )
 
-    def _passed_on(self, origin: Origin, maker: ModuleCall | None) -> tuple[str, ...]:
+    def _sites_passing_on(self, origin: Origin, maker: ModuleCall | None) -> tuple[str, ...]:
         first = 0 if maker is None else self.calls.index(maker) + 1
         return tuple(
             path_text(call.node.path) + (f"#{call.number}" if call.number else "")
@@ -394,7 +394,7 @@ def named_tensors(nodes: Iterable[ModuleNode]) -> list[tuple[str, str, Tensor]]:
     ]
 
 
-def _state(module: nn.Module, start: RunStart) -> dict[str, Tensor]:
+def _state_before(module: nn.Module, start: RunStart) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module as they were before the run."""
     entries = module.state_dict().items()
     state = {name: entry for name, entry in entries if isinstance(entry, Tensor)}
@@ -407,14 +407,14 @@ def _state(module: nn.Module, start: RunStart) -> dict[str, Tensor]:
     return state
 
 
-def _inputs(call: ModuleCall) -> tuple[Measured, ...]:
+def _measured_inputs(call: ModuleCall) -> tuple[Measured, ...]:
     arguments = Arguments().bind(call.node.module, call.args, call.kwargs)
     return tuple(
         measured(f"input{leaf_text(leaf)}", tensor) for leaf, tensor in tree.tensors(arguments)
     )
 
 
-def _parameters(node: ModuleNode) -> tuple[Measured, ...]:
+def _measured_parameters(node: ModuleNode) -> tuple[Measured, ...]:
     tensors = {**parameters(node.module), **buffers(node.module)}
     return tuple(
         measured(name, tensor)
@@ -423,7 +423,7 @@ def _parameters(node: ModuleNode) -> tuple[Measured, ...]:
     )
 
 
-def _suspect(parts: Sequence[Measured], node: ModuleNode) -> str | None:
+def _likely_cause(parts: Sequence[Measured], node: ModuleNode) -> str | None:
     """Name the parameter or buffer that is not finite, or else the largest if it is very large."""
     entries = [(part.name, part.moments) for part in parts if part.moments is not None]
     bad = [name for name, moments in entries if moments.non_finite]

@@ -83,7 +83,7 @@ class Situation:
             # In a folder of its own, so that nothing half written stays.
             with TemporaryDirectory(prefix=".part", dir=folder) as part:
                 save_file(tensors, Path(part, "whole"), metadata={_KEY: text})
-                path = _reserve(folder, name)
+                path = _reserve_file(folder, name)
                 os.replace(Path(part, "whole"), path)
         except (OSError, SafetensorError) as error:
             raise FolderError(
@@ -114,7 +114,7 @@ class Situation:
             with torch.random.fork_rng(), autocast_as(self.autocast):
                 torch.set_rng_state(self.rng)
                 with check(module):
-                    self._backward(module(*args, **kwargs))
+                    self._run_backward(module(*args, **kwargs))
         except NonFiniteError as error:
             finding: CheckFinding = error.finding
             return finding
@@ -127,7 +127,7 @@ class Situation:
             ) from error
         return None
 
-    def _backward(self, output: Any) -> None:
+    def _run_backward(self, output: Any) -> None:
         outputs = [tensor for tensor in tree.distinct(output) if tensor.requires_grad]
         number = min(len(outputs), len(self.gradients))
         if number:
@@ -148,7 +148,7 @@ def read(path: str | os.PathLike[str]) -> Situation:
             body = json.loads((file.metadata() or {})[_KEY])
             if body["format"] != _FORMAT:
                 raise ValueError(body["format"])
-            situation = _situation(body, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            situation = _decode(body, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         str(situation.finding)  # fails if the finding is damaged
         torch.Generator().set_state(situation.rng)
         return situation
@@ -165,7 +165,7 @@ def read(path: str | os.PathLike[str]) -> Situation:
 _GIVE = "Give the file that hl.check(model, keep=folder) wrote when it raised."
 
 
-def _situation(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Situation:
+def _decode(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Situation:
     args, kwargs = decode(body["inputs"], tensors.__getitem__)
     return Situation(
         finding=CheckFinding.from_json(body["finding"]),
@@ -180,7 +180,7 @@ def _situation(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Situat
     )
 
 
-def _reserve(folder: Path, name: str) -> Path:
+def _reserve_file(folder: Path, name: str) -> Path:
     """Create an empty file in a folder, under a name that no process has taken."""
     safe = "".join(char if char.isalnum() or char in "-_." else "_" for char in name)[:100]
     for number in itertools.count():
@@ -191,7 +191,7 @@ def _reserve(folder: Path, name: str) -> Path:
     return path
 
 
-def folder_for(keep: str | os.PathLike[str]) -> Path:
+def make_folder(keep: str | os.PathLike[str]) -> Path:
     """Make the folder for kept situations.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Warn of habits of finite outputs, such as dead units; `also=` says which are checked."""
+"""Warn of unusual finite outputs, such as dead units; `also=` says which are checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_SAID = 4
 _lock = fork_safe_lock()
 
 
-def choices(also: str | Iterable[str]) -> frozenset[str]:
+def checked_names(also: str | Iterable[str]) -> frozenset[str]:
     """Return the names of the habits to check.
 
     Raises:
@@ -91,7 +91,7 @@ class TraitReader:
 
 
 @final
-class Habits:
+class History:
     """Remember the output of one module in the runs so far, and add findings about its habits."""
 
     __slots__ = ("_add", "_alive", "_checked", "_first", "_kinds", "_n_runs", "_warned", "site")
@@ -108,14 +108,14 @@ class Habits:
         self._kinds: tuple[tuple[torch.dtype, torch.Size], ...] | None = None
         self._warned: set[str] = set()
 
-    def note(self, traits: Traits, step: int) -> None:
+    def compare_run(self, traits: Traits, step: int) -> None:
         """Compare the output of the run of this number with those before."""
         if "shapes" in self._checked:
             before, self._kinds = self._kinds, self._kinds or traits.kinds
             if before is not None and before != traits.kinds:
-                was, now = _in_words(before), _in_words(traits.kinds)
+                was, now = _kinds_text(before), _kinds_text(traits.kinds)
                 text = f"has changed from {was} to {now} since the first run"
-                self._say("shapes", text, step)
+                self._warn_once("shapes", text, step)
         if traits.alive is not None:
             self._note_alive(traits.alive)
 
@@ -126,11 +126,11 @@ class Habits:
             else:
                 self._alive, self._n_runs = self._alive | alive, self._n_runs + 1
 
-    def judge(self, least: float, greatest: float, step: int) -> None:
+    def judge_extremes(self, least: float, greatest: float, step: int) -> None:
         """Judge the extremes of the output of the run of this number."""
         largest = max(-least, greatest)
         if "constant" in self._checked and least == greatest:
-            self._say("constant", f"is {least + 0.0:.4g} everywhere", step)
+            self._warn_once("constant", f"is {least + 0.0:.4g} everywhere", step)
         if "magnitude" not in self._checked:
             return
         if self._first is None and largest > 0:
@@ -141,9 +141,9 @@ class Habits:
                 return
             verb = "explodes" if explodes else "vanishes"
             text = f"{verb}: from {self._first:.3g} at most to {largest:.3g}"
-            self._say("magnitude", text, step, key=verb)
+            self._warn_once("magnitude", text, step, key=verb)
 
-    def end(self) -> None:
+    def judge_dead_units(self) -> None:
         """Judge the units of all runs together."""
         if self._alive is None or self._n_runs < _RUNS:
             return
@@ -153,9 +153,9 @@ class Habits:
             names = f"{'index' if len(dead) == 1 else 'indices'} {indices}"
             units = plural(len(self._alive), "unit")
             text = f"has {len(dead)} dead of {units} ({names}): 0 in all of {self._n_runs} runs"
-            self._say("dead", text, None, units=dead)
+            self._warn_once("dead", text, None, units=dead)
 
-    def _say(
+    def _warn_once(
         self, also: str, text: str, step: int | None, *, key: str = "", units: tuple[int, ...] = ()
     ) -> None:
         """Warn of an observation and keep it as a finding, once for each key."""
@@ -170,14 +170,14 @@ class Habits:
         warn(f"hl.check: {finding.message}")
 
 
-def _in_words(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
+def _kinds_text(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
     return ", ".join(
         f"{str(dtype).removeprefix('torch.')}[:{''.join(f', {n}' for n in rest)}]"
         for dtype, rest in kinds
     )
 
 
-def judge_all(habits: Sequence[Habits], run_extremes: list[tuple[int, Tensor]], step: int) -> None:
+def judge_all(habits: Sequence[History], run_extremes: list[tuple[int, Tensor]], step: int) -> None:
     """Judge the outputs of the run of this number; one transfer for each device."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for number, extremes in run_extremes:
@@ -185,10 +185,10 @@ def judge_all(habits: Sequence[Habits], run_extremes: list[tuple[int, Tensor]], 
     for members in by_device.values():
         read = torch.stack([extremes for _, extremes in members]).tolist()
         for (number, _), (least, greatest) in zip(members, read, strict=True):
-            habits[number].judge(least, greatest, step)
+            habits[number].judge_extremes(least, greatest, step)
 
 
-def say_missing(
+def warn_of_missing_gradients(
     weights: Iterable[tuple[str, Tensor]], step: int | None, add: Callable[[CheckFinding], Any]
 ) -> bool:
     """Warn of the parameters of a step that have no gradient; return whether there are any."""
