@@ -9,8 +9,8 @@ import torch
 import hookline as hl
 from hookline.engine.pytree import tree
 from hookline.models.torchvision_import import import_torchvision
-from hookline.verbs.compare.alignment import align
-from hookline.verbs.compare.tokens import tokens_of
+from hookline.verbs.compare.locate_tokens import locate_tokens
+from hookline.verbs.compare.token_alignment import align
 from hookline.verbs.shared.caches import CACHES
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
@@ -91,12 +91,12 @@ def apart(run_a, run_b, **given):
 
     Naive rows are those of the first dimensions, up to the shorter.
     """
-    alignment = align(tokens_of(run_a, **given), tokens_of(run_b, **given))
+    alignment = align(locate_tokens(run_a, **given), locate_tokens(run_b, **given))
     assert not isinstance(alignment, str), alignment
     sites_a, sites_b = tensors(run_a), tensors(run_b)
     common = [site for site in sites_a if site in sites_b]
     for site in common:
-        alignment.observe(
+        alignment.observe_shapes(
             *({n: tuple(t.shape) for n, t in side[site].items()} for side in (sites_a, sites_b))
         )
     distances, refused = {}, {}

@@ -11,8 +11,8 @@ from hookline.errors import InputError
 from hookline.recordings.ranks import OPS
 from hookline.verbs.compare.compare import compare
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
+from hookline.verbs.compare.join_ranks import Dim, Dims
 from hookline.verbs.compare.measure import arrays_in
-from hookline.verbs.compare.shards import Dim, Dims
 from hookline.verbs.compare.sides import FILES
 
 _LEVELS = {"differs": "error", "not comparable": "warning"}

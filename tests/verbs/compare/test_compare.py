@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.compare import in_turn
-from hookline.verbs.compare.sides import side_of
+from hookline.verbs.compare import prefetch
+from hookline.verbs.compare.sides import read_side
 from ported import IDS, net, run_of
 
 
@@ -189,7 +189,7 @@ def test_arrays_have_the_names_of_sites():
     with hl.record(model, ports=("input", "output", "grad_output", "grad")) as run:
         for _ in range(2):
             model(x).sum().backward()
-    arrays = {entry.key: entry.read() for entry in side_of(run, "a").entries}
+    arrays = {entry.key: entry.read() for entry in read_side(run, "a").entries}
     assert {"(root):input#pass0", "fc:input#1#pass1", "fc.weight:grad#pass0"} <= arrays.keys()
     backward = dict(reversed(arrays.items()))
     for sides in ((run, arrays), (arrays, run), (backward, run)):
@@ -547,7 +547,7 @@ def resident(name):
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_memory_holds_a_few_values_of_many(tmp_path, monkeypatch):
     n_sites, size = 48, 2**19
-    monkeypatch.setattr(in_turn, "_RELEASE_BYTES", 2**22)
+    monkeypatch.setattr(prefetch, "_RELEASE_BYTES", 2**22)
     model = nn.Sequential(*(nn.Identity() for _ in range(n_sites)))
     for name, noise in (("a", 1e-6), ("b", 0.0)):
         with hl.record(model, "*", keep=lambda x, noise=noise: torch.randn(size) + noise) as run:

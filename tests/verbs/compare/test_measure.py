@@ -9,14 +9,14 @@ from torch import nn
 
 import hookline as hl
 from hookline.verbs.compare import measure
-from hookline.verbs.compare.measure import measured
+from hookline.verbs.compare.measure import measure_values
 from hookline.verbs.compare.sides import StepNumbers
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 def leaves(a, b):
-    return [(pair.leaf, pair.alone_in) for pair in measured(a, b)]
+    return [(pair.leaf, pair.alone_in) for pair in measure_values(a, b)]
 
 
 def test_tensors_are_paired_by_leaf_and_the_others_are_alone():
@@ -28,13 +28,13 @@ def test_tensors_are_paired_by_leaf_and_the_others_are_alone():
 def test_a_lone_tensor_is_paired_with_the_first_of_its_shape():
     assert leaves(X, {"mask": X[:1], "ids": X}) == [((), ""), (("mask",), "b")]
     assert leaves(X, [X[:1], X[:2]]) == [((), "a"), ((0,), "b"), ((1,), "b")]
-    (pair,) = measured([X], X[:2])
+    (pair,) = measure_values([X], X[:2])
     assert pair.why == "shapes [4, 8] and [2, 8]"
 
 
 def test_arrays_of_numpy_are_read_and_texts_are_not():
     values = [np.float32(2), np.arange(3).astype(">i4"), np.array(["a"]), True, 0.5]
-    pairs = list(measured(values, values))
+    pairs = list(measure_values(values, values))
     assert [pair.leaf for pair in pairs] == [(0,), (1,), (3,), (4,)]
     assert not any(pair.gap.differs for pair in pairs)
 
@@ -42,11 +42,11 @@ def test_arrays_of_numpy_are_read_and_texts_are_not():
 def test_a_value_that_holds_itself_ends():
     cache = [X]
     cache.append(cache)
-    assert all(not pair.gap.differs for pair in measured(cache, cache))
+    assert all(not pair.gap.differs for pair in measure_values(cache, cache))
 
 
 def test_tensors_without_numbers_are_said():
-    (pair,) = measured(X.to("meta"), X)
+    (pair,) = measure_values(X.to("meta"), X)
     assert "has no numbers" in pair.why
     assert pair.gap is None
 
@@ -72,10 +72,10 @@ def test_curves_are_compared_at_the_steps_of_both():
     def curve(*steps):
         return StepNumbers(np.array(steps), np.array(steps, np.float64))
 
-    (pair,) = measured(curve(0, 2, 4), curve(0, 1, 2, 3))
+    (pair,) = measure_values(curve(0, 2, 4), curve(0, 1, 2, 3))
     assert pair.forms == ("3 steps", "4 steps")
     assert (pair.gap.differs, pair.gap.problem) == (False, "")
-    (pair,) = measured(curve(0, 2), curve(1, 3))
+    (pair,) = measure_values(curve(0, 2), curve(1, 3))
     assert (pair.gap, pair.why) == (None, "no step is in both")
 
 
@@ -83,11 +83,11 @@ def test_of_a_step_that_comes_twice_the_last_number_counts():
     resumed = StepNumbers(np.array([0, 1, 2, 1, 2, 3]), np.array([0.0, 9, 9, 1, 2, 3]))
     whole = StepNumbers(np.arange(6), np.arange(6.0))
     for pair in ((resumed, whole), (whole, resumed)):
-        (result,) = measured(*pair)
+        (result,) = measure_values(*pair)
         assert (result.gap.differs, result.gap.problem) == (False, "")
     assert resumed.at(np.array([1, 3])).tolist() == [1.0, 3.0]
     other = StepNumbers(np.array([0, 1, 1]), np.array([0.0, 1.0, 5.0]))
-    (result,) = measured(other, whole)
+    (result,) = measure_values(other, whole)
     assert result.gap.n_unequal == 1
 
 
@@ -112,11 +112,11 @@ def test_nested_tensors_are_compared_part_by_part(layout):
     def nested(*parts):
         return torch.nested.nested_tensor([part.clone() for part in parts], layout=layout)
 
-    (same,) = measured(nested(*parts), nested(*parts))
+    (same,) = measure_values(nested(*parts), nested(*parts))
     assert not same.gap.differs
-    (other,) = measured(nested(*parts), nested(X[:2], X + 1))
+    (other,) = measure_values(nested(*parts), nested(X[:2], X + 1))
     assert other.gap.relative > 0.1
     for odd, said in ((nested(X, X[:2]), "of nested tensors"), (X, "[4, 8]")):
-        (pair,) = measured(nested(*parts), odd)
+        (pair,) = measure_values(nested(*parts), odd)
         assert pair.gap is None
         assert said in pair.why

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.compare.sides import side_of
+from hookline.verbs.compare.sides import read_side
 
 X = torch.ones(2, 4)
 
@@ -16,7 +16,7 @@ def test_values_of_a_recording_come_in_firing_order():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
     with hl.record(model, ["**", ":input"], ports=("output", "grad_output")) as run:
         model(X).sum().backward()
-    side = side_of(run, "a")
+    side = read_side(run, "a")
     assert [(entry.key, entry.kind, entry.n_modules) for entry in side.entries][:5] == [
         ("(root):input", "stored", 3), ("0.0", "output", 1), ("0.1", "output", 2),
         ("0", "output", 2), ("1", "output", 3),
@@ -30,7 +30,7 @@ def test_values_of_a_recording_come_in_firing_order():
 
 def test_arrays_are_ordered_as_modules_fire():
     names = ["(root)", "h", "h.0", "h.0.fc", "h.1", "head"]
-    side = side_of(dict.fromkeys(names, X), "a")
+    side = read_side(dict.fromkeys(names, X), "a")
     assert [entry.key for entry in side.entries] == [
         "h.0.fc", "h.0", "h.1", "h", "head", "(root)",
     ]  # fmt: skip
@@ -38,10 +38,10 @@ def test_arrays_are_ordered_as_modules_fire():
 
 def test_weights_are_known_by_their_names_or_their_class():
     state = nn.Linear(2, 2).state_dict()
-    kinds = {entry.kind for entry in side_of(state, "a").entries}
-    kinds |= {entry.kind for entry in side_of({"fc.weight": X, "fc.bias": X}, "a").entries}
+    kinds = {entry.kind for entry in read_side(state, "a").entries}
+    kinds |= {entry.kind for entry in read_side({"fc.weight": X, "fc.bias": X}, "a").entries}
     assert kinds == {"stored"}
-    assert {entry.kind for entry in side_of({"fc": X, "act": X}, "a").entries} == {"output"}
+    assert {entry.kind for entry in read_side({"fc": X, "act": X}, "a").entries} == {"output"}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_weights_are_known_by_their_names_or_their_class():
 def test_each_name_of_a_weight_is_known(names):
     activations = [f"h.{number}" for number in range(9)]
     activations += ["attn.weights", "head.bias.gelu", "biased"]
-    side = side_of(dict.fromkeys([*names, *activations], X), "a")
+    side = read_side(dict.fromkeys([*names, *activations], X), "a")
     assert {entry.key for entry in side.entries if entry.kind == "stored"} == set(names)
 
 
@@ -64,7 +64,7 @@ def test_tensors_of_a_file_are_weights_if_it_says_so(tmp_path):
     for name, content in {"wrapped": {"state_dict": odd}, "plain": odd}.items():
         torch.save(content, tmp_path / f"{name}.pt")
     kinds = [
-        {entry.kind for entry in side_of(tmp_path / f"{name}.pt", "a").entries}
+        {entry.kind for entry in read_side(tmp_path / f"{name}.pt", "a").entries}
         for name in ("wrapped", "plain")
     ]
     assert kinds == [{"stored"}, {"output"}]
@@ -76,10 +76,10 @@ def test_a_recording_of_several_ranks_is_read_as_a_whole():
         model(X)
     both = hl.Recording(run.sites, run.report())
     both.ranks = (run, run)
-    side = side_of(both, "a")
+    side = read_side(both, "a")
     assert [entry.key for entry in side.entries] == ["(root)"]
     assert torch.equal(side.entries[0].read(), run["(root)"])  # all ranks have the same
-    assert side_of(both, "a", 0).entries[0].read().shape == (4, 4)
+    assert read_side(both, "a", 0).entries[0].read().shape == (4, 4)
     assert hl.compare(both, run).ok
     assert hl.compare(run, both).ok
 
@@ -91,4 +91,4 @@ def test_several_passes_of_ranks_are_numbered():
         model(X + 1)
     both = hl.Recording(run.sites, run.report())
     both.ranks = (run, run)
-    assert [entry.key for entry in side_of(both, "a").entries] == ["(root)#pass0", "(root)#pass1"]
+    assert [entry.key for entry in read_side(both, "a").entries] == ["(root)#pass0", "(root)#pass1"]

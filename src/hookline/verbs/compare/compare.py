@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from hookline.errors import InputError
-from hookline.verbs.compare.aligned import aligned
-from hookline.verbs.compare.before import (
-    of_floors,
-    of_forms,
-    of_inputs,
-    of_models,
-    of_names,
-    of_settings,
-    of_tokens,
-)
+from hookline.verbs.compare.common_items import find_data_differences, take_common_items
+from hookline.verbs.compare.compare_by_token import align_sides
 from hookline.verbs.compare.comparison import Comparison
-from hookline.verbs.compare.items import of_data, with_common_items
+from hookline.verbs.compare.join_ranks import Dims, check_dims, check_dims_match
 from hookline.verbs.compare.judge import Judge
-from hookline.verbs.compare.names import Names, paired
-from hookline.verbs.compare.shards import Dims, check_dims, check_dims_are_meant
-from hookline.verbs.compare.sides import both_sides
+from hookline.verbs.compare.pair_by_name import Names, pair_entries
+from hookline.verbs.compare.setup_findings import (
+    find_coarse_floors,
+    find_form_differences,
+    find_input_differences,
+    find_model_differences,
+    find_setting_differences,
+    find_token_remarks,
+    find_unpaired,
+)
+from hookline.verbs.compare.sides import read_both_sides
 
 # What goes together. Arrays of another framework may stand for a recording.
 _TOGETHER = ({"recording", "arrays"}, {"store"}, {"curves"})
@@ -98,10 +98,10 @@ def compare(
             f"floor must be a Comparison, got {type(floor).__name__}."
             "\nGive floor=hl.compare(run, run_in_float64)."
         )
-    return compare_all(a, b, names, floor, tokens, dims)[0]
+    return compare_with_unpaired(a, b, names, floor, tokens, dims)[0]
 
 
-def compare_all(
+def compare_with_unpaired(
     a: Any,
     b: Any,
     names: Names | None = None,
@@ -111,16 +111,16 @@ def compare_all(
 ) -> tuple[Comparison, dict[str, list[str]]]:
     """Compare two runs, and list the sites of the values that are in a or in b alone."""
     check_dims(dims)
-    side_a, side_b = both_sides(a, b, dims, names)
+    side_a, side_b = read_both_sides(a, b, dims, names)
     if not any({side_a.noun, side_b.noun} <= kinds for kinds in _TOGETHER):
         raise InputError(
             f"a and b must be the same kind of thing, got {_a(side_a.noun)} and {_a(side_b.noun)}."
             "\nGive two recordings, two stores, two curves or two dicts of arrays."
         )
-    check_dims_are_meant(dims, [*side_a.of_ranks, *side_b.of_ranks])
-    (side_a, side_b), about_items = with_common_items(side_a, side_b)
-    (side_a, side_b), alignment, why = aligned(side_a, side_b, tokens, dims)
-    pairing = paired(side_a, side_b, names)
+    check_dims_match(dims, [*side_a.rank_sites, *side_b.rank_sites])
+    (side_a, side_b), about_items = take_common_items(side_a, side_b)
+    (side_a, side_b), alignment, why = align_sides(side_a, side_b, tokens, dims)
+    pairing = pair_entries(side_a, side_b, names)
     judge = Judge(floor, pairing, alignment)
     rows = judge.rows(side_a, side_b)
     if not rows:
@@ -131,22 +131,22 @@ def compare_all(
     inputs = [row for row in rows if judge.entry_of[row.site].is_input]
     suspect, first = judge.suspect(rows)
     does_differ = any(row.verdict == "differs" for row in rows)
-    about_tokens = of_tokens(alignment, why, judge.partial, does_differ=does_differ)
+    about_tokens = find_token_remarks(alignment, why, judge.partial, does_differ=does_differ)
     if any(remark.kind == "inputs" for remark in about_tokens):
         suspect = None  # the inputs are
     eps = max(judge.eps, judge.coarsest)
-    modes, rest = of_settings(side_a, side_b) if does_differ else ([], [])
+    modes, rest = find_setting_differences(side_a, side_b) if does_differ else ([], [])
     findings = [
         *modes,
-        *(of_inputs(inputs) if "recording" in (side_a.noun, side_b.noun) else ()),
+        *(find_input_differences(inputs) if "recording" in (side_a.noun, side_b.noun) else ()),
         *about_items,
-        *(of_data(side_a, side_b) if does_differ else ()),
+        *(find_data_differences(side_a, side_b) if does_differ else ()),
         *about_tokens,
-        *of_models(side_a, side_b, does_differ=does_differ),
+        *find_model_differences(side_a, side_b, does_differ=does_differ),
         *rest,
-        *of_names(pairing, judge.alone),
-        *of_forms(rows),
-        *(first if does_differ else of_floors(eps, rows, judge.tf32_flags)),
+        *find_unpaired(pairing, judge.alone),
+        *find_form_differences(rows),
+        *(first if does_differ else find_coarse_floors(eps, rows, judge.tf32_flags)),
     ]
     return Comparison(rows, findings, suspect), judge.alone
 

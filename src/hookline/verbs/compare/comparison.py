@@ -15,7 +15,7 @@ from hookline.engine import as_written
 from hookline.errors import NotRecordedError
 from hookline.findings import Finding
 from hookline.recordings.index import closest, quoted
-from hookline.verbs.compare.floor import Floor
+from hookline.verbs.compare.noise_floor import Floor
 
 Verdict = Literal["identical", "noise", "differs", "not comparable"]
 
@@ -165,7 +165,7 @@ class Comparison(Result):
         counts = ", ".join(f"{number} {verdict}" for verdict, number in self.counts.items())
         lines = [f"{plural(len(self.rows), 'site')}: {counts}"]
         lines += [f"- {finding.text}" for finding in self.findings]
-        folded = list(_folded(self.rows))
+        folded = list(_folded_lines(self.rows))
         return Printout(
             head="\n".join(lines),
             headings=_HEADINGS,
@@ -176,7 +176,7 @@ class Comparison(Result):
         )
 
 
-def _folded(rows: Sequence[ComparedSite]) -> Iterator[tuple[tuple[str, ...], bool]]:
+def _folded_lines(rows: Sequence[ComparedSite]) -> Iterator[tuple[tuple[str, ...], bool]]:
     """Yield the cells of each line, and whether the line is of sites that are equal up to noise."""
     for is_quiet, group in groupby(rows, key=lambda row: row.verdict in QUIET):
         stretch = list(group)

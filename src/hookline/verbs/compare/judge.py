@@ -16,14 +16,12 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.engine.run_settings import ROUNDING
 from hookline.findings import Finding
 from hookline.statistics.difference import Difference
-from hookline.verbs.compare.aligned import (
-    measured_by_token,
-    measured_inputs,
-    measured_parameters,
-    observe,
+from hookline.verbs.compare.compare_by_token import (
+    measure_by_token,
+    measure_inputs,
+    measure_parameters,
+    observe_shapes,
 )
-from hookline.verbs.compare.alignment import Alignment
-from hookline.verbs.compare.choices import is_flipped_by_noise
 from hookline.verbs.compare.comparison import (
     ComparedSite,
     Comparison,
@@ -31,13 +29,15 @@ from hookline.verbs.compare.comparison import (
     number_text,
     ratio_text,
 )
-from hookline.verbs.compare.floor import Floor, eps_of, floor_of, measured_floor
-from hookline.verbs.compare.in_turn import Values, read_in_turn
-from hookline.verbs.compare.measure import Measured, measured
-from hookline.verbs.compare.names import Pairing
-from hookline.verbs.compare.parts import parted, rows_by_rank
+from hookline.verbs.compare.flipped_choices import is_flipped_by_noise
+from hookline.verbs.compare.measure import Measured, measure_values
+from hookline.verbs.compare.noise_floor import Floor, eps_of, floor_of, measured_floor
+from hookline.verbs.compare.pair_by_name import Pairing
+from hookline.verbs.compare.prefetch import Values, prefetch_pairs
 from hookline.verbs.compare.sides import Entry, Side
 from hookline.verbs.compare.tf32 import IN_TF32, flags_of
+from hookline.verbs.compare.token_alignment import Alignment
+from hookline.verbs.compare.unjoined_ranks import compare_by_rank, split_pair
 
 
 @final
@@ -79,7 +79,7 @@ class Judge:
 
         Where no pair has an element, as of an empty batch, nothing is comparable.
         """
-        rows = list(self._rows(a, b))
+        rows = list(self._judge_pairs(a, b))
         if self._has_elements:
             return rows
         return [
@@ -91,40 +91,40 @@ class Judge:
             for row in rows
         ]  # fmt: skip
 
-    def _rows(self, a: Side, b: Side) -> Iterator[ComparedSite]:
+    def _judge_pairs(self, a: Side, b: Side) -> Iterator[ComparedSite]:
         if self._alignment is not None:
-            observe(self._alignment, self._pairs)
+            observe_shapes(self._alignment, self._pairs)
         self._flags = flags_of(a), flags_of(b)
-        for (ours, theirs), values in read_in_turn(self._pairs, a, b):
-            for row in self._rows_of(ours, theirs, values):
+        for (ours, theirs), values in prefetch_pairs(self._pairs, a, b):
+            for row in self._judge_pair(ours, theirs, values):
                 self.entry_of[row.site] = ours
                 yield row
             del values
 
-    def _rows_of(self, ours: Entry, theirs: Entry, values: Values | None) -> list[ComparedSite]:
+    def _judge_pair(self, ours: Entry, theirs: Entry, values: Values | None) -> list[ComparedSite]:
         incomparable = partial(ComparedSite, ours.key, theirs.key, "not comparable")
         if values is None:
             return [incomparable(why="overwritten in place after recording; record with copy=True")]
         pieces = ours.part(), theirs.part()
         if pieces[0] != pieces[1]:
-            return [incomparable(why=_of_pieces(*pieces))]
-        parts, judged = parted(values), partial(self._judged, ours, theirs)
+            return [incomparable(why=_pieces_text(*pieces))]
+        parts, judged = split_pair(values), partial(self._judge_each, ours, theirs)
         if parts is None:
             rows = list(judged(values).values())
         else:
-            rows = rows_by_rank(parts, judged, incomparable(form="parts", other_form="parts"))
+            rows = compare_by_rank(parts, judged, incomparable(form="parts", other_form="parts"))
             for row in rows:  # each was compared at the tokens of some ranks alone
                 self.partial.pop(row.site, None)
         self.flipped += [row for row in rows if row.why.endswith(_FLIPPED)]
         return rows
 
-    def _judged(self, ours: Entry, theirs: Entry, values: Values) -> dict[Leaf, ComparedSite]:
+    def _judge_each(self, ours: Entry, theirs: Entry, values: Values) -> dict[Leaf, ComparedSite]:
         """Return the row of each pair of tensors."""
         rows: dict[Leaf, ComparedSite] = {}
-        for pair in self._measured(ours, values):
-            site = with_leaf(ours, pair.leaf)
+        for pair in self._measure(ours, values):
+            site = leaf_key(ours, pair.leaf)
             if not pair.alone_in or ours.is_input:
-                rows[pair.leaf] = self._row(pair, ours, theirs)
+                rows[pair.leaf] = self._judge_tensor(pair, ours, theirs)
                 self.partial |= {site: pair.n_alone} if pair.n_alone else {}
             elif site not in self.alone[pair.alone_in]:
                 self.alone[pair.alone_in].append(site)
@@ -135,18 +135,18 @@ class Judge:
                 rows[leaf] = replace(row, verdict="noise", why=f"{row.why}: {_FLIPPED}")
         return rows
 
-    def _measured(self, entry: Entry, values: Values) -> Iterator[Measured]:
+    def _measure(self, entry: Entry, values: Values) -> Iterator[Measured]:
         if self._alignment is None:
-            return measured(*values)
+            return measure_values(*values)
         if entry.port == "grad":
-            return measured_parameters(self._alignment, *values)
-        by_token = measured_inputs if entry.is_input else measured_by_token
+            return measure_parameters(self._alignment, *values)
+        by_token = measure_inputs if entry.is_input else measure_by_token
         return by_token(self._alignment, *values)
 
-    def _row(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
-        site, gap = with_leaf(ours, pair.leaf), pair.gap
+    def _judge_tensor(self, pair: Measured, ours: Entry, theirs: Entry) -> ComparedSite:
+        site, gap = leaf_key(ours, pair.leaf), pair.gap
         row = partial(
-            ComparedSite, site, with_leaf(theirs, pair.leaf), form=pair.forms[0],
+            ComparedSite, site, leaf_key(theirs, pair.leaf), form=pair.forms[0],
             other_form=pair.forms[1],
         )  # fmt: skip
         entry = theirs if theirs.kind == "stored" else ours
@@ -158,11 +158,11 @@ class Judge:
             return row("differs", why=gap.problem, floor=floor)
         exceeded = floor.exceeded_by(gap)
         verdict: Verdict = "differs" if exceeded else "noise" if gap.differs else "identical"
-        why = _why(gap, exceeded, is_exact=not eps_of(pair.dtypes)) if gap.differs else ""
+        why = _exceeded_text(gap, exceeded, is_exact=not eps_of(pair.dtypes)) if gap.differs else ""
         if verdict == "noise" and self.eps > self._stored_eps:
             depth = max(ours.n_modules, theirs.n_modules)
             exceeded = floor_of(self._stored_eps, entry.kind, depth).exceeded_by(gap)
-            why = f"{_why(gap, exceeded, is_exact=False)}: {IN_TF32}" if exceeded else ""
+            why = f"{_exceeded_text(gap, exceeded, is_exact=False)}: {IN_TF32}" if exceeded else ""
         return row(
             verdict, relative=gap.relative, norm_ratio=gap.norm_ratio, worst_row=gap.worst_row,
             worst_element=gap.worst_element, row=gap.row, element=gap.element, floor=floor, why=why,
@@ -207,7 +207,7 @@ class Judge:
         if first is None:
             return None, []
         if self.flipped and rows.index(self.flipped[0]) < rows.index(first):
-            return None, [Finding("choice", _of_choice(self.flipped), self.flipped[0].site)]
+            return None, [Finding("choice", _choice_text(self.flipped), self.flipped[0].site)]
         entry = self.entry_of[first.site]
         text = f"first beyond noise: {first.site} ({first.why})"
         if entry.is_input or entry.port not in ("input", "output"):
@@ -222,7 +222,7 @@ class Judge:
             hint = "; its inputs are equal up to noise"
         elif entry.n_modules:  # of a recording
             hint = '; record ports=("input", "output") to tell it from the code that feeds it'
-        hint += _of_unknown(rows[: rows.index(first)])
+        hint += _incomparable_text(rows[: rows.index(first)])
         return path, [Finding("site", text + hint, first.site)]
 
 
@@ -230,7 +230,7 @@ _FLIPPED = "their scores are equal up to noise"
 _MULTIPLIED = (torch.float32, torch.complex64)  # what TF32 may stand in for
 
 
-def _of_pieces(a: str, b: str) -> str:
+def _pieces_text(a: str, b: str) -> str:
     texts = [f"{piece} in {name}" for name, piece in (("a", a), ("b", b)) if piece]
     return (
         f"a DTensor, of which one rank has {' and '.join(texts)}; save all ranks in one folder by"
@@ -238,12 +238,12 @@ def _of_pieces(a: str, b: str) -> str:
     )
 
 
-def _of_unknown(rows: list[ComparedSite]) -> str:
+def _incomparable_text(rows: list[ComparedSite]) -> str:
     n_unknown = sum(row.verdict == "not comparable" for row in rows)
     return f"; {plural(n_unknown, 'value')} before it could not be compared" if n_unknown else ""
 
 
-def _of_choice(flipped: list[ComparedSite]) -> str:
+def _choice_text(flipped: list[ComparedSite]) -> str:
     first = flipped[0]
     return (
         f"noise flipped choices at {first.site} ({first.why}); what differs behind them may follow"
@@ -252,7 +252,7 @@ def _of_choice(flipped: list[ComparedSite]) -> str:
     )
 
 
-def _why(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:
+def _exceeded_text(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:
     if not exceeded:
         return ""
     if is_exact:
@@ -266,7 +266,7 @@ def _why(gap: Difference, exceeded: list[str], *, is_exact: bool) -> str:
     return texts[exceeded[0]]
 
 
-def with_leaf(entry: Entry, leaf: tuple[Any, ...]) -> str:
+def leaf_key(entry: Entry, leaf: tuple[Any, ...]) -> str:
     """Return the key of a leaf: it is written after the port, and before the call."""
     if not leaf:
         return entry.key

@@ -18,7 +18,7 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.statistics.difference import Difference, difference, difference_of_blocks
 from hookline.statistics.finiteness import flat
 from hookline.stores import Column
-from hookline.verbs.compare.items import RowsOfItems
+from hookline.verbs.compare.common_items import RowsOfItems
 from hookline.verbs.compare.sides import StepNumbers
 
 _DEEPEST = 20  # levels of nesting; a cache may hold itself
@@ -54,32 +54,32 @@ class Measured(NamedTuple):
         return "" if all(self.forms) else "ba"[bool(self.forms[0])]
 
 
-def measured(a: Any, b: Any) -> Iterator[Measured]:
+def measure_values(a: Any, b: Any) -> Iterator[Measured]:
     """Yield what is found of each pair of tensors in two values.
 
     Tensors are paired by their leaf. If one value holds a single tensor, it is paired with the
     first of the other that has its shape.
     """
     if isinstance(a, StepNumbers) and isinstance(b, StepNumbers):
-        yield _at_common_steps(a, b)
+        yield _measure_common_steps(a, b)
         return
     ours, theirs = dict(arrays_in(a)), dict(arrays_in(b))
-    for leaf, leaf_b in paired_leaves(ours, theirs).items():
-        yield measured_pair(leaf, ours[leaf], theirs.pop(leaf_b))
+    for leaf, leaf_b in pair_leaves(ours, theirs).items():
+        yield measure_pair(leaf, ours[leaf], theirs.pop(leaf_b))
         del ours[leaf]
-    yield from measured_alone(*(
-        {leaf: _form(array) for leaf, array in arrays.items() if not is_number(value, leaf)}
+    yield from measure_unpaired(*(
+        {leaf: _form(array) for leaf, array in arrays.items() if not holds_number(value, leaf)}
         for value, arrays in ((a, ours), (b, theirs))
     ))  # fmt: skip
 
 
-def measured_alone(ours: dict[Leaf, str], theirs: dict[Leaf, str]) -> Iterator[Measured]:
+def measure_unpaired(ours: dict[Leaf, str], theirs: dict[Leaf, str]) -> Iterator[Measured]:
     """Yield what is said of tensors that one value has alone, given their forms."""
     yield from (Measured(leaf, (form, ""), why="only in a") for leaf, form in ours.items())
     yield from (Measured(leaf, ("", form), why="only in b") for leaf, form in theirs.items())
 
 
-def paired_leaves(ours: Mapping[Leaf, Array], theirs: Mapping[Leaf, Array]) -> dict[Leaf, Leaf]:
+def pair_leaves(ours: Mapping[Leaf, Array], theirs: Mapping[Leaf, Array]) -> dict[Leaf, Leaf]:
     """Pair the leaves of two values: equal ones, or a lone tensor with one of its shape."""
     if len(ours) == len(theirs) == 1:
         return dict(zip(ours, theirs, strict=True))
@@ -90,7 +90,7 @@ def paired_leaves(ours: Mapping[Leaf, Array], theirs: Mapping[Leaf, Array]) -> d
     return {leaf: leaf for leaf in ours if leaf in theirs}
 
 
-def measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
+def measure_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
     """Measure how far two tensors lie apart, or say why they cannot be compared."""
     forms = _form(a), _form(b)
     dtypes = a.dtype, b.dtype
@@ -102,11 +102,11 @@ def measured_pair(leaf: Leaf, a: Array, b: Array) -> Measured:
     if _has_fractions(a.dtype) != _has_fractions(b.dtype):
         return result._replace(why=f"dtypes {torch_name(a.dtype)} and {torch_name(b.dtype)}")
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _of_tensors(result, a, b)
-    return result._replace(gap=_of_columns(a, b))
+        return _measure_tensors(result, a, b)
+    return result._replace(gap=_measure_columns(a, b))
 
 
-def _of_tensors(result: Measured, a: Tensor, b: Tensor) -> Measured:
+def _measure_tensors(result: Measured, a: Tensor, b: Tensor) -> Measured:
     without = next((tensor for tensor in (a, b) if not has_numbers(tensor)), None)
     if without is not None:
         return result._replace(why=f"{describe.in_full(without)} has no numbers")
@@ -118,12 +118,12 @@ def _of_tensors(result: Measured, a: Tensor, b: Tensor) -> Measured:
         return result._replace(why=first_line(error))
     if math.isinf(gap.worst_element) and gap.problem.startswith("shapes"):  # of nested tensors
         return result._replace(why=gap.problem)
-    if not gap.differs and _is_nan(b):
+    if not gap.differs and _is_all_nan(b):
         return result._replace(why="all elements are NaN in both")
     return result._replace(gap=gap)
 
 
-def _is_nan(tensor: Tensor) -> bool:
+def _is_all_nan(tensor: Tensor) -> bool:
     """Tell whether all elements of a tensor are NaN: then nothing was compared."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False
@@ -131,7 +131,7 @@ def _is_nan(tensor: Tensor) -> bool:
     return bool(plain[:1].isnan().all()) and bool(plain.isnan().all())  # the first says no at once
 
 
-def _of_columns(a: Array, b: Array) -> Difference:
+def _measure_columns(a: Array, b: Array) -> Difference:
     """Measure columns of two stores, of which a few rows are read at once."""
     n_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(a.shape[1:])))
 
@@ -142,7 +142,7 @@ def _of_columns(a: Array, b: Array) -> Difference:
     return difference_of_blocks(blocks)
 
 
-def _at_common_steps(a: StepNumbers, b: StepNumbers) -> Measured:
+def _measure_common_steps(a: StepNumbers, b: StepNumbers) -> Measured:
     steps = np.intersect1d(a.steps, b.steps)
     forms = tuple(f"{len(numbers.steps)} steps" for numbers in (a, b))
     result = Measured((), (forms[0], forms[1]), (torch.float32, torch.float32))
@@ -162,7 +162,7 @@ def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
         dtype = torch.float64 if isinstance(value, float) else None
         yield leaf, torch.tensor(value, dtype=dtype, device="cpu")
     elif hasattr(value, "__array__") and not isinstance(value, type):
-        array = _tensor(value)
+        array = _as_tensor(value)
         if array is not None:
             yield leaf, array
     elif hasattr(value, "read") and hasattr(value, "dtype"):  # rows of a file
@@ -172,7 +172,7 @@ def arrays_in(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Array]]:
             yield from arrays_in(part, (*leaf, key))
 
 
-def _tensor(value: Any) -> Tensor | None:
+def _as_tensor(value: Any) -> Tensor | None:
     """Return an array as a tensor; None if torch lacks its dtype, such as that of texts."""
     array = np.asarray(value)
     if array.dtype.name == "bfloat16":  # which other libraries add to NumPy
@@ -183,7 +183,7 @@ def _tensor(value: Any) -> Tensor | None:
         return None
 
 
-def is_number(value: Any, leaf: Leaf) -> bool:
+def holds_number(value: Any, leaf: Leaf) -> bool:
     """Tell whether a leaf holds a plain number, such as a flag."""
     for key in leaf:
         value = next((part for name, part in tree.items(value) or () if name == key), None)

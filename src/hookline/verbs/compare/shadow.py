@@ -14,18 +14,18 @@ from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import InputError
 from hookline.findings import Finding
-from hookline.verbs.compare.before import of_names
-from hookline.verbs.compare.calls import Call, ModelRun, run_both
 from hookline.verbs.compare.comparison import (
     ComparedSite,
     Comparison,
     Verdict,
     number_text,
 )
-from hookline.verbs.compare.floor import Floor
-from hookline.verbs.compare.judge import Judge, with_leaf
-from hookline.verbs.compare.measure import Measured, measured
-from hookline.verbs.compare.names import Names, Pairing, paired
+from hookline.verbs.compare.judge import Judge, leaf_key
+from hookline.verbs.compare.measure import Measured, measure_values
+from hookline.verbs.compare.noise_floor import Floor
+from hookline.verbs.compare.pair_by_name import Names, Pairing, pair_entries
+from hookline.verbs.compare.run_both_models import Call, ModelRun, run_both
+from hookline.verbs.compare.setup_findings import find_unpaired
 from hookline.verbs.compare.sides import Entry
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
@@ -41,7 +41,7 @@ _OTHER_FORM = "its inputs have another form in b, such as another mask"
 
 @final
 @dataclass(slots=True)
-class _Local:
+class _LocalRun:
     """The outputs of a module of b on what its counterpart in a got.
 
     Args:
@@ -103,7 +103,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     inputs = without_list(a, inputs)
     runs, eps, remarks = run_both(a, b, inputs)
     sides = runs[0].side, runs[1].side
-    pairing = paired(*sides, names)
+    pairing = pair_entries(*sides, names)
     if not any(ours.path and theirs.path for ours, theirs in pairing.pairs):
         keys = [listed([entry.key for entry in side.entries], _MOST_NAMED) for side in sides]
         raise InputError(
@@ -118,17 +118,18 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
     judge = Judge(None, Pairing(pairs, pairing.only_b, pairing.only_a))
     rows = judge.rows(*sides)
     with eval_without_side_effects(runs[1].model):
-        local = {ours.key: _local(runs, ours, theirs, eps) for ours, theirs in pairing.pairs}
-    judged = [_judged(row, local[judge.entry_of[row.site].key]) for row in rows]
+        local = {ours.key: _run_locally(runs, ours, theirs, eps) for ours, theirs in pairing.pairs}
+    judged = [_judge_row(row, local[judge.entry_of[row.site].key]) for row in rows]
     alone = {"a": judge.alone["b"], "b": judge.alone["a"]}
-    remarks += [*_of_modes(a, b, pairing.pairs), *of_names(pairing, alone), *_of_reasons(local)]
+    remarks += _find_modes(a, b, pairing.pairs)
+    remarks += [*find_unpaired(pairing, alone), *_find_unmeasured(local)]
     entries = [judge.entry_of[row.site] for row in rows]
     paths = [(entry.path, local[entry.key].path) for entry in entries]
-    suspect, faults = _suspect(judged, paths)
+    suspect, faults = _find_suspects(judged, paths)
     return Comparison(judged, [*remarks, *faults], suspect)
 
 
-def _local(runs: list[ModelRun], ours: Entry, theirs: Entry, eps: float) -> _Local:
+def _run_locally(runs: list[ModelRun], ours: Entry, theirs: Entry, eps: float) -> _LocalRun:
     """Run a module of b on its counterpart's inputs; where it cannot be run on them, say why."""
     ours_call, call = (
         run.calls[entry.path, entry.rest] for run, entry in zip(runs, (ours, theirs), strict=True)
@@ -137,31 +138,31 @@ def _local(runs: list[ModelRun], ours: Entry, theirs: Entry, eps: float) -> _Loc
     unit = eps * math.sqrt(n_modules)
     floor = Floor(*(unit * multiple for multiple in _MULTIPLES))
     # The whole model got the same inputs.
-    why, output = ("", call.output) if not ours.path else _fed(ours_call, call)
-    pairs = [] if why else list(measured(output, ours_call.output))
-    if ours.path and _exceeds(pairs, floor) and not _repeats(call, floor):
+    why, output = ("", call.output) if not ours.path else _run_on_inputs_of(ours_call, call)
+    pairs = [] if why else list(measure_values(output, ours_call.output))
+    if ours.path and _exceed_floor(pairs, floor) and not _repeats(call, floor):
         why, pairs = _NO_REPEAT, []
-    return _Local(theirs.path, why, {with_leaf(ours, pair.leaf): pair for pair in pairs}, floor)
+    return _LocalRun(theirs.path, why, {leaf_key(ours, pair.leaf): pair for pair in pairs}, floor)
 
 
-def _exceeds(pairs: list[Measured], floor: Floor) -> bool:
+def _exceed_floor(pairs: list[Measured], floor: Floor) -> bool:
     gaps = [pair.gap for pair in pairs if pair.gap is not None]
     return any(gap.problem or floor.exceeded_by(gap) for gap in gaps)
 
 
 def _repeats(call: Call, floor: Floor) -> bool:
     """Tell whether a module gives its output again on its own inputs."""
-    why, output = _fed(call, call)
-    if why or _form(output) != _form(call.output):
+    why, output = _run_on_inputs_of(call, call)
+    if why or _forms(output) != _forms(call.output):
         return False
-    return not _exceeds(list(measured(output, call.output)), floor)
+    return not _exceed_floor(list(measure_values(output, call.output)), floor)
 
 
-def _fed(ours: Call, call: Call) -> tuple[str, Any]:
+def _run_on_inputs_of(ours: Call, call: Call) -> tuple[str, Any]:
     """Return why a module cannot be run on its counterpart's inputs, or what it returns."""
     given = call.args, call.kwargs
-    fed = _in_dtypes_of(given, (ours.args, ours.kwargs))
-    if _form(fed) != _form(given):
+    fed = _cast_like(given, (ours.args, ours.kwargs))
+    if _forms(fed) != _forms(given):
         return _OTHER_FORM, None
     args, kwargs = fed
     try:
@@ -170,7 +171,7 @@ def _fed(ours: Call, call: Call) -> tuple[str, Any]:
         return f"it refuses the inputs of a: {first_line(error)}", None
 
 
-def _in_dtypes_of(given: Any, value: Any) -> Any:
+def _cast_like(given: Any, value: Any) -> Any:
     """Return copies of a value's tensors, the floating ones in the dtypes of another value."""
     dtypes = {leaf: tensor.dtype for leaf, tensor in tree.tensors(given)}
     wanted = {
@@ -183,11 +184,11 @@ def _in_dtypes_of(given: Any, value: Any) -> Any:
     )
 
 
-def _form(value: Any) -> list[tuple[str, str]]:
+def _forms(value: Any) -> list[tuple[str, str]]:
     return [(leaf_text(leaf), describe.in_full(tensor)) for leaf, tensor in tree.tensors(value)]
 
 
-def _judged(row: ComparedSite, local: _Local) -> ComparedSite:
+def _judge_row(row: ComparedSite, local: _LocalRun) -> ComparedSite:
     """Judge a row by its local error, where there is one."""
     pair = local.pairs.get(row.site)
     if pair is None or pair.gap is None or row.verdict == "not comparable":
@@ -202,7 +203,7 @@ def _judged(row: ComparedSite, local: _Local) -> ComparedSite:
     return replace(row, verdict=verdict, local=error, floor=local.floor, why=own.problem)
 
 
-def _suspect(
+def _find_suspects(
     rows: list[ComparedSite], paths: list[tuple[str, str]]
 ) -> tuple[str | None, list[Finding]]:
     """Name the suspects: the deepest modules of b with a local error above the floor.
@@ -238,7 +239,7 @@ def _is_within(path: str, outer: str) -> bool:
     return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
-def _of_modes(a: nn.Module, b: nn.Module, pairs: list[tuple[Entry, Entry]]) -> list[Finding]:
+def _find_modes(a: nn.Module, b: nn.Module, pairs: list[tuple[Entry, Entry]]) -> list[Finding]:
     """Say which modules are in training mode in one model alone."""
     ours, theirs = (
         {node.path: node.module.training for node in module_tree(model).nodes} for model in (a, b)
@@ -255,7 +256,7 @@ def _of_modes(a: nn.Module, b: nn.Module, pairs: list[tuple[Entry, Entry]]) -> l
     return [Finding("model", text, odd[0])]
 
 
-def _of_reasons(local: dict[str, _Local]) -> list[Finding]:
+def _find_unmeasured(local: dict[str, _LocalRun]) -> list[Finding]:
     """Say which modules have no local error."""
     reasons: dict[str, list[str]] = {}
     for key, entry in local.items():

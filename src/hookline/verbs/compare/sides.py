@@ -29,9 +29,9 @@ from hookline.recordings import PassRecord, Recording
 from hookline.recordings.recording import has_lost_model, lies_in_folder, living_model
 from hookline.recordings.walk import RecordedValue, walk
 from hookline.stores import Store
-from hookline.verbs.compare.floor import Kind
-from hookline.verbs.compare.groups import Group, all_ranks, passes_with_values
-from hookline.verbs.compare.shards import Dims, Unjoined, dim_of, whole
+from hookline.verbs.compare.join_ranks import Dims, Unjoined, dim_of, read_whole
+from hookline.verbs.compare.noise_floor import Kind
+from hookline.verbs.compare.rank_groups import Group, all_ranks, passes_with_values
 
 _CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
 FILES = (".npz", ".npy", ".safetensors", *_CHECKPOINTS)
@@ -157,23 +157,23 @@ class Side:
         return self.source.ranks if isinstance(self.source, Recording) else ()
 
     @property
-    def of_ranks(self) -> list[tuple[str, str]]:
+    def rank_sites(self) -> list[tuple[str, str]]:
         """Path and port of each value of several ranks; empty for a side of one process."""
         return [(entry.path, entry.port) for entry in self.entries] if self.ranks else []
 
 
-def both_sides(a: Any, b: Any, dims: Dims | None, names: Any) -> tuple[Side, Side]:
+def read_both_sides(a: Any, b: Any, dims: Dims | None, names: Any) -> tuple[Side, Side]:
     """Return the named values of what a user gave; raise as `side_of` does.
 
     The names of arrays are those of sites where the other side is a recording. Those that the
     user's `names` has stay whole.
     """
-    sides = side_of(a, "a", dims), side_of(b, "b", dims)
+    sides = read_side(a, "a", dims), read_side(b, "b", dims)
     kept = names if isinstance(names, Mapping) else {}
-    return _as_recorded(sides[0], sides[1], kept), _as_recorded(sides[1], sides[0], kept)
+    return _names_to_sites(sides[0], sides[1], kept), _names_to_sites(sides[1], sides[0], kept)
 
 
-def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
+def read_side(given: Any, name: str, dims: Dims | None = None) -> Side:
     """Return the named values of what a user gave.
 
     Raises:
@@ -181,16 +181,16 @@ def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
         FolderError, ModelError: a folder or a file cannot be read.
     """
     if isinstance(given, str | os.PathLike):
-        given = _opened(given)
+        given = _open_place(given)
     if isinstance(given, Recording | PassRecord):
-        side = _of_recording(given, dims)
+        side = _side_of_recording(given, dims)
     elif isinstance(given, Store):
         entries = [Entry(_path(site), "", partial(given.__getitem__, site)) for site in given.sites]
-        side = Side("store", _children_first(entries), store=given)
+        side = Side("store", _sort_children_first(entries), store=given)
     elif isinstance(given, Curves):
         side = Side("curves", list(_curve_entries(given)), lambda: [given.model])
     elif isinstance(given, Mapping):
-        side = Side("arrays", _of_arrays(given, name))
+        side = Side("arrays", _array_entries(given, name))
     else:
         raise InputError(
             f"{name} must be a recording, a store, curves, a dict of arrays, or a folder, got"
@@ -204,19 +204,19 @@ def side_of(given: Any, name: str, dims: Dims | None = None) -> Side:
     return side
 
 
-def _opened(place: str | os.PathLike[str]) -> Any:
+def _open_place(place: str | os.PathLike[str]) -> Any:
     suffix = Path(place).suffix.lower()
     if suffix not in FILES or os.path.isdir(place) or not os.path.exists(place):
         return open_folder(place)
     if suffix in _CHECKPOINTS:
         return read_state_dict(place)
     if suffix == ".safetensors":
-        return _tensor_file(Path(place))
+        return _lazy_safetensors(Path(place))
     content = open_arrays(Path(place))
     return content if isinstance(content, dict) else {"array": content}
 
 
-def _tensor_file(path: Path) -> Mapping[str, Any]:
+def _lazy_safetensors(path: Path) -> Mapping[str, Any]:
     """Return the tensors of a file, read one at a time.
 
     Raises:
@@ -234,25 +234,25 @@ def _tensor_file(path: Path) -> Mapping[str, Any]:
 # -- recordings ----------------------------------------------------------------------------------
 
 
-def _of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
+def _side_of_recording(source: Recording | PassRecord, dims: Dims | None) -> Side:
     if isinstance(source, PassRecord):
-        of_pass = [_entry(value, "", {}) for value in walk(source)]
-        return Side("recording", of_pass, source=source, settings=_settings([source]))
+        of_pass = [_recorded_entry(value, "", {}) for value in walk(source)]
+        return Side("recording", of_pass, source=source, settings=_all_settings([source]))
     ranks = source.ranks or (source,)
     modules = {path: kind for rank in ranks for path, kind in rank.modules.items()}
-    depths = _depths(list(modules))
+    depths = _leaf_counts(list(modules))
     entries: dict[str, Entry] = {}  # of several ranks, those of each in its firing order
     for rank in ranks:
         has_passes = len(passes_with_values(rank)) > 1
         for value in walk(rank):
-            entry = _entry(value, f"#pass{value.record.number}" * has_passes, depths)
+            entry = _recorded_entry(value, f"#pass{value.record.number}" * has_passes, depths)
             if source.ranks:
-                read = partial(whole, all_ranks(source), value, entry.key, dim_of(value, dims))
+                read = partial(read_whole, all_ranks(source), value, entry.key, dim_of(value, dims))
                 entry = replace(entry, read=read, part=str)
             entries.setdefault(entry.key, entry)
     return Side(
         "recording", list(entries.values()), lambda: [rank.model for rank in ranks], modules,
-        source.release, source, _settings(record for rank in ranks for record in rank.passes),
+        source.release, source, _all_settings(record for rank in ranks for record in rank.passes),
     )  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def check_passes_of_ranks(side: Side, name: str) -> None:
     )
 
 
-def with_rows_of_ranks(side: Side, groups: Sequence[Group], dims: Dims | None) -> Side:
+def with_groups_as_passes(side: Side, groups: Sequence[Group], dims: Dims | None) -> Side:
     """Return a side of several groups of ranks, each with rows of its own: the groups are passes.
 
     Values that are joined otherwise than along the rows are the same in all passes if each rank has
@@ -284,19 +284,19 @@ def with_rows_of_ranks(side: Side, groups: Sequence[Group], dims: Dims | None) -
         return side
     joined = {(entry.path, entry.rest): entry for entry in side.entries}
     entries = {key: entry for key, entry in joined.items() if entry.port == "grad"}
-    for number, (group, value, suffix) in _numbered(groups):
-        base = _entry(value, "", {})
+    for number, (group, value, suffix) in _pass_values(groups):
+        base = _recorded_entry(value, "", {})
         rest = f"{base.rest}#pass{number}"
         if base.port == "grad" or (base.path, rest) in entries:
             continue
-        read = partial(_of_group, side.source, group, value, base.key + suffix, dims)
+        read = partial(_read_of_group, side.source, group, value, base.key + suffix, dims)
         entries[base.path, rest] = replace(
             joined[base.path, base.rest + suffix], rest=rest, read=read, outline=value.outline
         )
     return replace(side, entries=list(entries.values()))
 
 
-def _numbered(groups: Sequence[Group]) -> Iterator[tuple[int, tuple[Group, RecordedValue, str]]]:
+def _pass_values(groups: Sequence[Group]) -> Iterator[tuple[int, tuple[Group, RecordedValue, str]]]:
     """Yield the values of all ranks, each with the number of its pass among those of all groups.
 
     With it come the group, and the end of the value's key in a look-up.
@@ -312,20 +312,20 @@ def _numbered(groups: Sequence[Group]) -> Iterator[tuple[int, tuple[Group, Recor
             number += 1
 
 
-def _of_group(
+def _read_of_group(
     source: Recording, group: Group, value: RecordedValue, key: str, dims: Dims | None
 ) -> Any:
     """Read a value of ranks with the same rows; `dims` along the rows says that it has rows."""
     dim = dim_of(value, dims)
     if dim not in (None, 0) and len(group.numbers) == 1:  # such as the mean of a loss
-        return whole(all_ranks(source), value, key, dim)
-    joined = whole(group, value, key, dim or None)
+        return read_whole(all_ranks(source), value, key, dim)
+    joined = read_whole(group, value, key, dim or None)
     if isinstance(joined, Unjoined) and value.holds_shard():  # in a mesh beyond the group
-        return whole(all_ranks(source), value, key, dim)
+        return read_whole(all_ranks(source), value, key, dim)
     return joined
 
 
-def _settings(records: Iterable[PassRecord]) -> tuple[Settings, ...]:
+def _all_settings(records: Iterable[PassRecord]) -> tuple[Settings, ...]:
     distinct: list[Settings] = []
     for record in records:
         if record.settings is not None and record.settings not in distinct and len(record):
@@ -333,7 +333,7 @@ def _settings(records: Iterable[PassRecord]) -> tuple[Settings, ...]:
     return tuple(distinct)
 
 
-def _entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entry:
+def _recorded_entry(value: RecordedValue, suffix: str, depths: Mapping[str, int]) -> Entry:
     site = value.site
     rest = value.key.removeprefix(path_text(site.path))
     rest += "" if value.backward is None else f"#backward{value.backward}"
@@ -351,7 +351,7 @@ def _kind_at(site: Site) -> Kind:
     return "gradient" if site.is_gradient else "stored" if is_input else "output"
 
 
-def _depths(paths: Sequence[str]) -> dict[str, int]:
+def _leaf_counts(paths: Sequence[str]) -> dict[str, int]:
     """Return for each path how many modules without children come up to its end."""
     counts: dict[str, int] = {}
     n_leaves = 0
@@ -364,21 +364,21 @@ def _depths(paths: Sequence[str]) -> dict[str, int]:
 # -- arrays and curves ---------------------------------------------------------------------------
 
 
-def _of_arrays(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
+def _array_entries(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
     odd = next((key for key in arrays if not isinstance(key, str)), None)
     if odd is not None:
         raise InputError(
             f"the keys of {name} must be names, got {odd!r}.\nGive a dict of names to arrays."
         )
-    is_stored = _are_stored(arrays)
+    is_stored = _are_weights(arrays)
     entries = [
         Entry(_path(key), "", _reader(value), "stored" if is_stored[key] else "output")
         for key, value in arrays.items()
     ]
-    return entries if all(is_stored.values()) else _children_first(entries)
+    return entries if all(is_stored.values()) else _sort_children_first(entries)
 
 
-def _as_recorded(arrays: Side, recording: Side, names: Container[str]) -> Side:
+def _names_to_sites(arrays: Side, recording: Side, names: Container[str]) -> Side:
     """Read the names of arrays as sites; what modules are called stays as it is."""
     if (arrays.noun, recording.noun) != ("arrays", "recording"):
         return arrays
@@ -386,13 +386,13 @@ def _as_recorded(arrays: Side, recording: Side, names: Container[str]) -> Side:
     entries = [
         replace(entry, kind="output")
         if entry.path in paths or entry.path in names
-        else _at_site(entry, paths)
+        else _moved_to_site(entry, paths)
         for entry in arrays.entries
     ]
     return replace(arrays, entries=entries)
 
 
-def _at_site(entry: Entry, paths: Container[str]) -> Entry:
+def _moved_to_site(entry: Entry, paths: Container[str]) -> Entry:
     """Return an array at the site that its name spells."""
     number = re.search(r"(#backward\d+)?(#pass\d+)?$", entry.path)
     suffix = number[0] if number else ""
@@ -415,7 +415,7 @@ def _reader(value: Any) -> Callable[[], Any]:
     return value if isinstance(value, partial) else lambda: value
 
 
-def _are_stored(arrays: Mapping[str, Any]) -> dict[str, bool]:
+def _are_weights(arrays: Mapping[str, Any]) -> dict[str, bool]:
     """Tell which arrays are weights, which are rounded once and not by each layer.
 
     Beside a majority of weights, the others are parameters with names of their own.
@@ -427,7 +427,7 @@ def _are_stored(arrays: Mapping[str, Any]) -> dict[str, bool]:
     return by_name
 
 
-def _children_first(entries: list[Entry]) -> list[Entry]:
+def _sort_children_first(entries: list[Entry]) -> list[Entry]:
     """Order values as modules fire: each after those of its descendants."""
     last: dict[str, int] = {}
     for number, entry in enumerate(entries):
@@ -441,15 +441,15 @@ def _children_first(entries: list[Entry]) -> list[Entry]:
 def _curve_entries(curves: Curves) -> Iterator[Entry]:
     for site in curves.sites:
         for name in curves[site].names:
-            yield Entry(f"{site}/{name}", "", partial(_numbers_of, curves, site, name))
+            yield Entry(f"{site}/{name}", "", partial(_curve_numbers, curves, site, name))
     for name in curves.logged:
-        yield Entry(f"logged/{name}", "", partial(_logged_of, curves, name))
+        yield Entry(f"logged/{name}", "", partial(_logged_numbers, curves, name))
 
 
-def _numbers_of(curves: Curves, site: str, name: str) -> StepNumbers:
+def _curve_numbers(curves: Curves, site: str, name: str) -> StepNumbers:
     curve = curves[site]
     return StepNumbers(curve.steps, getattr(curve, name))
 
 
-def _logged_of(curves: Curves, name: str) -> StepNumbers:
+def _logged_numbers(curves: Curves, name: str) -> StepNumbers:
     return StepNumbers(*curves.logged[name])

@@ -15,7 +15,7 @@ from torch import nn
 from hookline.display.text import first_line
 from hookline.engine import Line
 from hookline.recordings import Recording
-from hookline.verbs.compare.compare import compare_all
+from hookline.verbs.compare.compare import compare_with_unpaired
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.invariance.batch import Batch, NotApplicable
 from hookline.verbs.record.record import start_recording
@@ -162,7 +162,7 @@ def compare_runs(run: Run, reference: Run) -> Comparison:
     """Compare a run with a reference; a result of one of the two alone is not comparable."""
     has_tokens = run.tokens is not None and reference.tokens is not None
     tokens = (run.tokens, reference.tokens) if has_tokens else "auto"
-    comparison, alone = compare_all(run.recording, reference.recording, tokens=tokens)
+    comparison, alone = compare_with_unpaired(run.recording, reference.recording, tokens=tokens)
     rows = [
         ComparedSite(site, site, "not comparable", why=f"only in {name}")
         for name, sites in alone.items()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hookline.statistics.difference import Difference
-from hookline.verbs.compare.floor import Floor, eps_of, floor_of, measured_floor
+from hookline.verbs.compare.noise_floor import Floor, eps_of, floor_of, measured_floor
 
 BF16, FP32 = 2.0**-7, 2.0**-23
 

@@ -19,7 +19,7 @@ _RELEASE_BYTES = 2**28  # files of folders are closed after so many bytes were r
 _AHEAD_BYTES = 2**20  # handing a smaller value to the thread takes longer than reading it
 
 
-def read_in_turn(pairs: Sequence[Pair], a: Side, b: Side) -> Iterator[tuple[Pair, Values | None]]:
+def prefetch_pairs(pairs: Sequence[Pair], a: Side, b: Side) -> Iterator[tuple[Pair, Values | None]]:
     """Yield each pair of entries with its values; None for values that were overwritten.
 
     While a large pair from two folders is used, a thread reads the next one. From time to time,
@@ -35,13 +35,13 @@ def read_in_turn(pairs: Sequence[Pair], a: Side, b: Side) -> Iterator[tuple[Pair
     n_read = 0
     with ThreadPoolExecutor(1, "hookline-reader") as readers:
         for number, pair in enumerate(pairs):
-            values = _read(*pair) if reading is None else reading.result()
+            values = _read_pair(*pair) if reading is None else reading.result()
             n_bytes = sum(describe.n_bytes(tensor) for _, tensor in tree.tensors(values))
             n_read += n_bytes
             reading, following = None, pairs[number + 1 : number + 2]
             is_full = n_read > _RELEASE_BYTES
             if may_read_ahead and following and n_bytes >= _AHEAD_BYTES and not is_full:
-                reading = readers.submit(copy_context().run, partial(_read, *following[0]))
+                reading = readers.submit(copy_context().run, partial(_read_pair, *following[0]))
             yield pair, values
             del values
             if is_full:
@@ -52,7 +52,7 @@ def read_in_turn(pairs: Sequence[Pair], a: Side, b: Side) -> Iterator[tuple[Pair
         b.release()
 
 
-def _read(ours: Entry, theirs: Entry) -> Values | None:
+def _read_pair(ours: Entry, theirs: Entry) -> Values | None:
     try:
         return ours.read(), theirs.read()
     except OverwrittenError:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.verbs.compare.shards import Unjoined, check_dims_are_meant
+from hookline.verbs.compare.join_ranks import Unjoined, check_dims_match
 
 X = torch.zeros
 
@@ -64,11 +64,11 @@ def test_dims_of_another_form_are_refused(dims, why):
 
 def test_dims_that_mean_nothing_are_refused():
     sites = [("block.q", "output"), ("block.q", "input")]
-    check_dims_are_meant(None, [])
-    check_dims_are_meant({"**.q": -1, "block.q:input": 0}, sites)
-    check_dims_are_meant(0, sites)
-    check_dims_are_meant({"(root)": 0, "(root):input": 0}, [("", "output"), ("", "input")])
+    check_dims_match(None, [])
+    check_dims_match({"**.q": -1, "block.q:input": 0}, sites)
+    check_dims_match(0, sites)
+    check_dims_match({"(root)": 0, "(root):input": 0}, [("", "output"), ("", "input")])
     with pytest.raises(hl.InputError, match=r"got 'q:output', which matches none(.|\n)*'block.q'"):
-        check_dims_are_meant({"q:output": 0}, sites)
+        check_dims_match({"q:output": 0}, sites)
     with pytest.raises(hl.InputError, match="must be left out where a and b are of one process"):
         hl.compare({"x": X(1)}, {"x": X(1)}, dims={"x": 0})

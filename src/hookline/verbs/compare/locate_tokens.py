@@ -15,7 +15,7 @@ from hookline.engine import has_numbers
 from hookline.engine.pytree import describe, tree
 from hookline.errors import HooklineError
 from hookline.recordings import PassRecord, Recording
-from hookline.verbs.compare.groups import INPUT, Group, passes_with_values
+from hookline.verbs.compare.rank_groups import INPUT, Group, passes_with_values
 from hookline.verbs.shared.caches import CACHES
 from hookline.verbs.shared.token_inputs import token_inputs
 
@@ -67,7 +67,7 @@ class Tokens:
     contents: list[dict[str, list[Hashable]]] = field(default_factory=list)
 
 
-def tokens_of(
+def locate_tokens(
     source: Recording | PassRecord, given: Any = None, groups: Sequence[Group] = ()
 ) -> Tokens | str:
     """Read the tokens of a recording from the inputs of its passes.
@@ -92,7 +92,7 @@ def tokens_of(
             reader.tokens.grids[number] = {}
             continue
         try:
-            reader.read(number, _inputs(record, told))
+            reader.read_pass(number, _named_inputs(record, told))
         except (Unreadable, HooklineError) as error:
             where = f"pass {number}: " * (len(numbered) > 1)
             return f"{where}{first_line(error)}"
@@ -115,7 +115,7 @@ def passes_of(
     return {record.number: record for record in records}
 
 
-def _inputs(record: PassRecord, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _named_inputs(record: PassRecord, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arguments of the model in a pass by name; a lone tensor is named `input`."""
     value = record.calls(INPUT)[0] if INPUT in record else None
     if value is None and given is None:
@@ -136,7 +136,7 @@ class _Reader:
         self.tokens = Tokens()
         self._before: dict[str, Grid] = {}
 
-    def read(self, number: int, inputs: Mapping[str, Any]) -> None:
+    def read_pass(self, number: int, inputs: Mapping[str, Any]) -> None:
         """Read the grids of a pass.
 
         Raises:
@@ -149,18 +149,18 @@ class _Reader:
             if content is not None:
                 rows = next((grid.row_owner for grid in grids.values()), None)
                 stream = _Stream(prefix, content, inputs)
-                grids[prefix] = self._grid(stream, rows)
+                grids[prefix] = self._token_grid(stream, rows)
         if not grids:
-            grids[ROWS] = self._rows(inputs)
+            grids[ROWS] = self._row_grid(inputs)
         self.tokens.grids[number] = grids
         self._before.update(grids)
 
-    def _grid(self, stream: _Stream, rows: Tensor | None) -> Grid:
-        past = stream.past(self._before.get(stream.prefix))
+    def _token_grid(self, stream: _Stream, rows: Tensor | None) -> Grid:
+        past = stream.n_past_tokens(self._before.get(stream.prefix))
         before = self._before.get(stream.prefix) if past else None
         starts, is_present = stream.tokens.starts, stream.tokens.is_present
         if before is None:
-            owner = self._new_owners(starts, rows)
+            owner = self._number_sequences(starts, rows)
         elif bool(starts[:, 1:].any()):
             raise Unreadable("packed sequences that go on from a cache cannot be told apart")
         else:
@@ -174,7 +174,7 @@ class _Reader:
             n_before = int((held == sequence).sum())
             order[mine] = torch.arange(int(mine.sum()), device=mine.device) + n_before
             known = self.tokens.contents[sequence]
-            known[stream.prefix] = [*known.get(stream.prefix, ()), *stream.contents(mine)]
+            known[stream.prefix] = [*known.get(stream.prefix, ()), *stream.contents_at(mine)]
         return Grid(
             owner,
             order,
@@ -185,7 +185,7 @@ class _Reader:
             stream.n_kept,
         )
 
-    def _new_owners(self, starts: Tensor, rows: Tensor | None) -> Tensor:
+    def _number_sequences(self, starts: Tensor, rows: Tensor | None) -> Tensor:
         """Number the sequences that begin in a pass; streams of one pass share their rows."""
         one_a_row = not bool(starts[:, 1:].any())
         if rows is not None and one_a_row and len(rows) == len(starts):
@@ -195,7 +195,7 @@ class _Reader:
         self.tokens.contents += [{} for _ in range(int(starts.sum()))]
         return owner + first
 
-    def _rows(self, inputs: Mapping[str, Any]) -> Grid:
+    def _row_grid(self, inputs: Mapping[str, Any]) -> Grid:
         """Return the grid of inputs without tokens: a row an item."""
         parts = tree.tensors(dict(inputs))
         tensors = [tensor for _, tensor in parts if tensor.ndim and has_numbers(tensor)]
@@ -228,7 +228,7 @@ class _Stream:
         kept = inputs.get("logits_to_keep")
         self.n_kept = kept if type(kept) is int and kept > 0 else 0
 
-    def past(self, before: Grid | None) -> int:
+    def n_past_tokens(self, before: Grid | None) -> int:
         """Return how many tokens of each row the cache held before this pass.
 
         Raises:
@@ -236,7 +236,7 @@ class _Stream:
         """
         is_same_batch = before is not None and len(before.owner) == self.tokens.shape[0]
         held = before.key_owner.shape[1] if before is not None and is_same_batch else 0
-        past = self._past_given()
+        past = self._n_past_given()
         if past is None:
             past = held if self._cache is not None else 0
         if past and past != held:
@@ -251,7 +251,7 @@ class _Stream:
         """Return the argument that holds a cache; None without one."""
         return next((self._inputs[name] for name in CACHES if name in self._inputs), None)
 
-    def _past_given(self) -> int | None:
+    def _n_past_given(self) -> int | None:
         """Return the number of tokens in the cache as far as the inputs tell it."""
         tokens = self.tokens
         if tokens.n_cached is not None:
@@ -274,7 +274,7 @@ class _Stream:
             return given
         return torch.arange(past, past + shape[1], device="cpu").expand(shape)
 
-    def contents(self, mine: Tensor) -> list[Hashable]:
+    def contents_at(self, mine: Tensor) -> list[Hashable]:
         """Return what tells the tokens at some places from others: their ids, or digests."""
         if self._content is None:
             return []

@@ -79,7 +79,7 @@ def passes_with_values(source: Recording) -> list[PassRecord]:
 def are_equal(a: Any, b: Any) -> bool:
     """Tell whether two values have one structure and equal contents; NaN equals NaN."""
     ours, theirs = RankValue(a), RankValue(b)
-    if [*map(_known, ours.nodes)] != [*map(_known, theirs.nodes)]:
+    if [*map(_comparable_fields, ours.nodes)] != [*map(_comparable_fields, theirs.nodes)]:
         return False
     nested = ([part for _, part in tree.tensors(value) if part.is_nested] for value in (a, b))
     mine, yours = (
@@ -88,7 +88,7 @@ def are_equal(a: Any, b: Any) -> bool:
     return len(mine) == len(yours) and all(map(_are_equal_tensors, mine, yours))
 
 
-def _known(node: Mapping[str, Any]) -> tuple[Any, ...]:
+def _comparable_fields(node: Mapping[str, Any]) -> tuple[Any, ...]:
     return node["at"], node["kind"], node["dtype"], node["shape"], node.get("text")
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from hookline.verbs.compare.tokens import ROWS
+from hookline.verbs.compare.locate_tokens import ROWS
 
 ROW = "(rows, …)"
 PAIRS = "(rows, heads, tokens, keys)"
@@ -47,7 +47,7 @@ class Places(NamedTuple):
     rows: Tensor
     n_kept: int
 
-    def readings(self, shape: tuple[int, ...]) -> list[str]:
+    def possible_layouts(self, shape: tuple[int, ...]) -> list[str]:
         """List the ways in which a value of this shape may lie over the tokens."""
         (n_rows, n_tokens), n_keys = self.tokens.shape, self.keys.shape[1]
         sizes = (*shape, -1, -1, -1, -1)  # no dimension has the size -1
@@ -66,7 +66,7 @@ class Places(NamedTuple):
         of_tokens = [axes for axes, does_fit in fits.items() if does_fit and n_tokens]
         return of_tokens + [ROW] * has_rows
 
-    def take(self, value: Tensor, axes: str) -> tuple[Tensor, Tensor]:
+    def take_tokens(self, value: Tensor, axes: str) -> tuple[Tensor, Tensor]:
         """Take the tokens or rows that have a place out of a value.
 
         Returns:
@@ -92,7 +92,7 @@ class Places(NamedTuple):
         is_placed = places >= 0
         return value[is_placed.to(value.device)], places[is_placed]
 
-    def take_pairs(self, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def take_attention_pairs(self, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Take the pairs of tokens and keys of one sequence out of a value.
 
         Returns:
@@ -137,7 +137,7 @@ class Span(NamedTuple):
         sequence = torch.arange(len(counts), device="cpu").repeat_interleave(lengths)
         return cls(sequence, lengths.cumsum(0) - lengths, lengths, is_cut)
 
-    def places_at(self, sequences: Tensor) -> Tensor:
+    def same_token_places(self, sequences: Tensor) -> Tensor:
         """Return for each place that of the same token of another sequence.
 
         Args:

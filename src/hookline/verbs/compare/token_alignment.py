@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import listed, plural
-from hookline.verbs.compare.readings import HEADS, NO_ROW, ORDER, PAIRS, ROW, Places, Reading, Span
-from hookline.verbs.compare.tokens import ROWS, Tokens
+from hookline.verbs.compare.locate_tokens import ROWS, Tokens
+from hookline.verbs.compare.token_layouts import (
+    HEADS,
+    NO_ROW,
+    ORDER,
+    PAIRS,
+    ROW,
+    Places,
+    Reading,
+    Span,
+)
 
 # The tensor of a site in each pass, by the number of the pass.
 ByPass = Mapping[int, Tensor]
@@ -54,12 +63,12 @@ class Alignment:
     n_alone: int = 0
     _seen: dict[int, set[Reading]] = field(default_factory=dict)
 
-    def observe(self, a: Shapes, b: Shapes) -> None:
+    def observe_shapes(self, a: Shapes, b: Shapes) -> None:
         """Note how a value lies over the tokens if its shapes leave no doubt.
 
         What is seen at some sites decides at others, whose shapes fit several readings.
         """
-        readings = self._common(a, b)
+        readings = self._common_readings(a, b)
         if len(readings) == 1:
             n_dims = len(next(iter(a.values())))
             self._seen.setdefault(n_dims, set()).update(readings)
@@ -78,9 +87,9 @@ class Alignment:
         """
         self.n_alone = 0
         shapes = shapes_of(a), shapes_of(b)
-        readings = self._common(*shapes)
+        readings = self._common_readings(*shapes)
         if not readings:
-            return self._pair_of_two_kinds(a, b)
+            return self._pair_by_two_readings(a, b)
         if is_cache and {reading.axes for reading in readings} == {ROW} and not self._end_alike:
             return "a cache of the last tokens, which are others in a than in b"
         # Heads as wide as there are keys look like attention weights: other sites tell nothing.
@@ -88,13 +97,13 @@ class Alignment:
             known = readings & self._seen.get(len(next(iter(shapes[0].values()))), set())
             readings = known if len(known) == 1 else readings
         ordered = sorted(readings, key=lambda reading: (ORDER.index(reading.axes), reading.stream))
-        first, *others = [self._taken((a, b), (reading, reading)) for reading in ordered]
-        if all(_are_same(first, other) for other in others):
+        first, *others = [self._take_common((a, b), (reading, reading)) for reading in ordered]
+        if all(_are_same_pairs(first, other) for other in others):
             return first
         is_clear = len({reading.stream for reading in ordered}) == 1
         names = [reading.axes if is_clear else str(reading) for reading in ordered]
         return (
-            f"{_texts(*shapes)} may be {' or '.join(names)}: compare runs whose batch, length and"
+            f"{_shapes(*shapes)} may be {' or '.join(names)}: compare runs whose batch, length and"
             " width differ"
         )
 
@@ -111,9 +120,9 @@ class Alignment:
     @cached_property
     def _end_alike(self) -> bool:
         """Tell whether each row ends with the same tokens and padding in both recordings."""
-        return self._ends(0) == self._ends(1)
+        return self._row_ends(0) == self._row_ends(1)
 
-    def _ends(self, side: int) -> dict[tuple[str, int], list[int]]:
+    def _row_ends(self, side: int) -> dict[tuple[str, int], list[int]]:
         """Return the places of the tokens of each row from its first token on; -1 for padding."""
         rows: dict[tuple[str, int], list[int]] = {}
         of_passes = [item for streams in self.places[side].values() for item in streams.items()]
@@ -123,28 +132,28 @@ class Alignment:
                     rows.setdefault((stream, row), []).extend(tokens)
         return {row: [*dropwhile(lambda at: at < 0, tokens)] for row, tokens in rows.items()}
 
-    def _pair_of_two_kinds(self, a: ByPass, b: ByPass) -> tuple[Tensor, Tensor] | str:
+    def _pair_by_two_readings(self, a: ByPass, b: ByPass) -> tuple[Tensor, Tensor] | str:
         """Take the common tokens where no reading fits both values."""
         shapes = shapes_of(a), shapes_of(b)
         own = [
-            {reading for reading in self._fitting(side, shapes[side]) if reading.axes != ROW}
+            {reading for reading in self._readings(side, shapes[side]) if reading.axes != ROW}
             for side in (0, 1)
         ]
         streams = {reading.stream for of_side in own for reading in of_side}
         if len(streams) == 1 and all(len(of_side) == 1 for of_side in own):
             # such as (rows, tokens, …) in one and (rows·tokens, …) in the other
-            return self._taken((a, b), (own[0].pop(), own[1].pop()))
+            return self._take_common((a, b), (own[0].pop(), own[1].pop()))
         first, *others = [*a.values(), *b.values()]
         is_setting = not first.dim() and not first.is_floating_point()
         if is_setting and all(torch.equal(first, other) for other in others):  # as of a cache
             return first[None], first[None]
         if self.is_same and len({*shapes[0].values(), *shapes[1].values()}) == 1:
             return torch.stack([*a.values()]), torch.stack([*b.values()])
-        return f"no dimensions of rows and tokens in {_texts(*shapes)}"
+        return f"no dimensions of rows and tokens in {_shapes(*shapes)}"
 
-    def _common(self, a: Shapes, b: Shapes) -> set[Reading]:
+    def _common_readings(self, a: Shapes, b: Shapes) -> set[Reading]:
         """Return the readings that fit all passes of both; those of rows if none of tokens does."""
-        of_sides = self._fitting(0, a), self._fitting(1, b)
+        of_sides = self._readings(0, a), self._readings(1, b)
         fitting = of_sides[0] & of_sides[1]
         of_tokens = {reading for reading in fitting if reading.axes != ROW}
         if {reading.axes for reading in of_tokens} == {NO_ROW}:
@@ -161,24 +170,24 @@ class Alignment:
         has_tokens = any(reading.axes not in (ROW, NO_ROW) for reading in set.union(*of_sides))
         return of_tokens if of_tokens or has_tokens else fitting
 
-    def _fitting(self, side: int, shapes: Shapes) -> set[Reading]:
+    def _readings(self, side: int, shapes: Shapes) -> set[Reading]:
         sets = [
             {
                 Reading(stream, axes)
                 for stream, places in self.places[side].get(number, {}).items()
-                for axes in places.readings(shape)
+                for axes in places.possible_layouts(shape)
             }
             for number, shape in shapes.items()
         ]
         return set.intersection(*sets) if sets else set()
 
-    def _taken(
+    def _take_common(
         self, tensors: tuple[ByPass, ByPass], readings: tuple[Reading, Reading]
     ) -> tuple[Tensor, Tensor] | str:
         """Take the tokens that both values have."""
         sides = []
         for side, (by_pass, reading) in enumerate(zip(tensors, readings, strict=True)):
-            values = self._joined(side, by_pass, reading)
+            values = self._join(side, by_pass, reading)
             if isinstance(values, str):
                 return values
             sides.append(values)
@@ -187,7 +196,7 @@ class Alignment:
             first, second = (next(iter(by_pass.values())).shape for by_pass in tensors)
             return f"shapes {list(first)} and {list(second)}"
         in_both = in_a & in_b
-        is_cut = any(self._is_cut(side, by_pass) for side, by_pass in enumerate(tensors))
+        is_cut = any(self._has_last_logits(side, by_pass) for side, by_pass in enumerate(tensors))
         self.n_alone = 0 if is_cut else int((in_a ^ in_b).sum())
         if not bool(in_both.any()):
             return "the two have no token in common"
@@ -195,20 +204,20 @@ class Alignment:
             return a, b
         return a[in_both.to(a.device)], b[in_both.to(b.device)]
 
-    def _is_cut(self, side: int, numbers: Iterable[int]) -> bool:
+    def _has_last_logits(self, side: int, numbers: Iterable[int]) -> bool:
         """Tell whether a model was asked for the logits of the last tokens alone."""
         of_passes = (self.places[side][number].values() for number in numbers)
         return any(places.n_kept for streams in of_passes for places in streams)
 
-    def _joined(self, side: int, by_pass: ByPass, reading: Reading) -> tuple[Tensor, Tensor] | str:
+    def _join(self, side: int, by_pass: ByPass, reading: Reading) -> tuple[Tensor, Tensor] | str:
         """Join the tokens of all passes in the common order, with a mark for each that is there."""
         parts = []
         for number, tensor in by_pass.items():
             places = self.places[side][number][reading.stream]
             if reading.axes == PAIRS:
-                parts.append(places.take_pairs(tensor, self.spans[reading.stream]))
+                parts.append(places.take_attention_pairs(tensor, self.spans[reading.stream]))
             else:
-                parts.append(places.take(tensor, reading.axes))
+                parts.append(places.take_tokens(tensor, reading.axes))
         if len({values.shape[1:] for values, _ in parts}) > 1:
             shapes = " and ".join(str(list(tensor.shape)) for tensor in by_pass.values())
             return f"the passes have values of several widths, {shapes}"
@@ -229,7 +238,7 @@ class Alignment:
             return joined, is_there
         origins = self.origins[side]
         if reading.axes != ROW:
-            origins = self.spans[reading.stream].places_at(origins)
+            origins = self.spans[reading.stream].same_token_places(origins)
         return joined[origins.to(joined.device)], is_there[origins]
 
 
@@ -245,37 +254,37 @@ def align(a: Tokens, b: Tokens, *, with_copies: bool = False) -> Alignment | str
     Returns:
         The alignment, or the reason why nothing can be aligned.
     """
-    pairs, is_known = _matched(a, b)
+    pairs, is_known = _match_sequences(a, b)
     if not pairs:
         return f"the inputs differ: no sequence is in both{_example(a, b)}"
     if with_copies and is_known:
-        pairs = _with_copies(a, b, pairs)
+        pairs = _add_copies(a, b, pairs)
     lengths, notes = _common_lengths(a, b, pairs)
     lengths_differ = bool(notes)
     if not is_known:
         notes.append("the ids of tokens are not known: sequences are matched in their order")
     ours, theirs = zip(*pairs, strict=True)
-    alone = [*_alone("a", a, ours), *_alone("b", b, theirs)]
+    alone = [*_unmatched_text("a", a, ours), *_unmatched_text("b", b, theirs)]
     notes += alone
-    is_cut = any(_goes_on(tokens) for tokens in (a, b))
+    is_cut = any(_spans_passes(tokens) for tokens in (a, b))
     spans = {stream: Span.of(counts, is_cut=is_cut) for stream, counts in lengths.items()}
-    places = _places(a, ours, spans), _places(b, theirs, spans)
+    places = _common_places(a, ours, spans), _common_places(b, theirs, spans)
     alignment = Alignment(
-        places, spans, len(pairs), are_alike(*places, "tokens", "rows"), notes=notes,
-        covers_all=not lengths_differ and not alone, origins=_origins(pairs),
+        places, spans, len(pairs), match_on(*places, "tokens", "rows"), notes=notes,
+        covers_all=not lengths_differ and not alone, origins=_first_copies(pairs),
     )  # fmt: skip
-    alignment.positions = _positions(a, b, alignment)
+    alignment.positions = _position_difference(a, b, alignment)
     return alignment
 
 
-def _alone(name: str, tokens: Tokens, matched: Collection[int]) -> list[str]:
+def _unmatched_text(name: str, tokens: Tokens, matched: Collection[int]) -> list[str]:
     """Say which sequences of a recording have no counterpart."""
     rows = [str(row) for row in range(len(tokens.contents)) if row not in matched]
     sequences = plural(len(rows), "sequence")
     return [f"{sequences} only in {name}: {listed(rows, _MOST_SHOWN)}"] if rows else []
 
 
-def _matched(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]:
+def _match_sequences(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]:
     """Pair the sequences with equal tokens, then those of which one begins with the other.
 
     Returns:
@@ -295,14 +304,14 @@ def _matched(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]:
             pairs[number] = same.pop(0)
     left = {*range(len(b.contents))} - {*pairs.values()}
     for number in [number for number in range(len(a.contents)) if number not in pairs]:
-        begun = [other for other in left if _begins(a.contents[number], b.contents[other])]
+        begun = [other for other in left if _share_prefix(a.contents[number], b.contents[other])]
         if len(begun) == 1:
             pairs[number] = begun[0]
             left.remove(begun[0])
     return sorted(pairs.items()), True
 
 
-def _with_copies(a: Tokens, b: Tokens, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _add_copies(a: Tokens, b: Tokens, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Pair the sequences that are left with equal ones that have a counterpart already."""
     matched = [{pair[side] for pair in pairs} for side in (0, 1)]
     keys = [[_key(streams) for streams in tokens.contents] for tokens in (a, b)]
@@ -321,7 +330,7 @@ def _with_copies(a: Tokens, b: Tokens, pairs: list[tuple[int, int]]) -> list[tup
     return pairs + more
 
 
-def _origins(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
+def _first_copies(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
     """Return for each pair the first with the same sequence, by side; None if none comes twice."""
     of_sides = []
     for side in (0, 1):
@@ -337,7 +346,7 @@ def _key(streams: _Streams) -> tuple[Hashable, ...]:
     return tuple((stream, tuple(contents)) for stream, contents in sorted(streams.items()))
 
 
-def _begins(a: _Streams, b: _Streams) -> bool:
+def _share_prefix(a: _Streams, b: _Streams) -> bool:
     """Tell whether in each common stream the tokens of one begin with those of the other."""
     streams = a.keys() & b.keys() - {ROWS}
     both = [(a[stream], b[stream]) for stream in streams]
@@ -353,7 +362,7 @@ def _common_lengths(
     )
     lengths: dict[str, list[int]] = {stream: [] for stream in streams}
     longer = []
-    n_tokens = [_n_tokens(tokens) for tokens in (a, b)]
+    n_tokens = [_count_tokens(tokens) for tokens in (a, b)]
     for pair in pairs:
         for stream in streams:
             counts = [n_tokens[side][pair[side], stream] for side in (0, 1)]
@@ -370,7 +379,7 @@ def _common_lengths(
     return lengths, [text]
 
 
-def _n_tokens(tokens: Tokens) -> Counter[tuple[int, str]]:
+def _count_tokens(tokens: Tokens) -> Counter[tuple[int, str]]:
     """Count the tokens of each sequence and stream."""
     return Counter(
         (owner, stream)
@@ -380,7 +389,7 @@ def _n_tokens(tokens: Tokens) -> Counter[tuple[int, str]]:
     )
 
 
-def _goes_on(tokens: Tokens) -> bool:
+def _spans_passes(tokens: Tokens) -> bool:
     """Tell whether a sequence lies in several passes."""
     of_passes = [
         {owner for grid in grids.values() for owner in grid.owner[grid.owner >= 0].tolist()}
@@ -389,7 +398,7 @@ def _goes_on(tokens: Tokens) -> bool:
     return sum(map(len, of_passes)) > len(set[int]().union(*of_passes))
 
 
-def _places(tokens: Tokens, sequences: Sequence[int], spans: Mapping[str, Span]) -> Layout:
+def _common_places(tokens: Tokens, sequences: Sequence[int], spans: Mapping[str, Span]) -> Layout:
     """Return where the tokens of a recording go in the common order of its sequences."""
     number = torch.full((len(tokens.contents) + 1,), -1, device="cpu")  # the last is for padding
     for place, sequence in reversed([*enumerate(sequences)]):  # of copies, the first
@@ -414,7 +423,7 @@ def _places(tokens: Tokens, sequences: Sequence[int], spans: Mapping[str, Span])
     }
 
 
-def are_alike(
+def match_on(
     a: Mapping[int, Mapping[str, Any]], b: Mapping[int, Mapping[str, Any]], *names: str
 ) -> bool:
     """Tell whether two recordings have equal tensors of these names in all passes and streams."""
@@ -429,11 +438,11 @@ def are_alike(
     )
 
 
-def _positions(a: Tokens, b: Tokens, alignment: Alignment) -> str:
+def _position_difference(a: Tokens, b: Tokens, alignment: Alignment) -> str:
     """Say how the positions of common tokens differ."""
     for stream, span in alignment.spans.items():
         ours, theirs = (
-            _in_order(tokens, places, stream, len(span.sequence))
+            _positions_in_order(tokens, places, stream, len(span.sequence))
             for tokens, places in zip((a, b), alignment.places, strict=True)
         )
         odd = ((ours != theirs) & (ours >= 0) & (theirs >= 0)).nonzero()
@@ -447,7 +456,7 @@ def _positions(a: Tokens, b: Tokens, alignment: Alignment) -> str:
     return ""
 
 
-def _in_order(tokens: Tokens, places: Layout, stream: str, n_places: int) -> Tensor:
+def _positions_in_order(tokens: Tokens, places: Layout, stream: str, n_places: int) -> Tensor:
     """Return the positions of a stream's tokens in the common order; -1 where there is none."""
     positions = torch.full((n_places,), -1, device="cpu")
     for number, grids in tokens.grids.items():
@@ -468,7 +477,7 @@ def _example(a: Tokens, b: Tokens) -> str:
     return f" ({'; '.join(texts)})" if len(texts) == 2 else ""
 
 
-def _are_same(a: tuple[Tensor, Tensor] | str, b: tuple[Tensor, Tensor] | str) -> bool:
+def _are_same_pairs(a: tuple[Tensor, Tensor] | str, b: tuple[Tensor, Tensor] | str) -> bool:
     if isinstance(a, str) or isinstance(b, str):
         return False
     return all(
@@ -483,7 +492,7 @@ def shapes_of(by_pass: ByPass) -> Shapes:
     return {number: tuple(tensor.shape) for number, tensor in by_pass.items()}
 
 
-def _texts(a: Shapes, b: Shapes) -> str:
+def _shapes(a: Shapes, b: Shapes) -> str:
     both = [
         " and ".join(dict.fromkeys(str(list(shape)) for shape in side.values())) for side in (a, b)
     ]

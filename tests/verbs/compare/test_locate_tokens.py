@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.compare.tokens import ROWS, tokens_of
+from hookline.verbs.compare.locate_tokens import ROWS, locate_tokens
 
 
 class Named(nn.Module):
@@ -43,7 +43,7 @@ IDS = rows_of([5, 6, 7, 8], [9, 3, 2, 1])
 
 def test_each_row_is_a_sequence_and_padding_belongs_to_none():
     mask = rows_of([0, 1, 1, 1], [1, 1, 0, 0])
-    tokens = tokens_of(run_of({"input_ids": IDS, "attention_mask": mask}))
+    tokens = locate_tokens(run_of({"input_ids": IDS, "attention_mask": mask}))
     grid = tokens.grids[0][""]
     assert grid.owner.tolist() == [[-1, 0, 0, 0], [1, 1, -1, -1]]
     assert grid.order.tolist() == [[-1, 0, 1, 2], [0, 1, -1, -1]]
@@ -60,7 +60,7 @@ def test_each_row_is_a_sequence_and_padding_belongs_to_none():
     ],
 )
 def test_packed_sequences_are_cut_where_positions_or_borders_say(told):
-    tokens = tokens_of(run_of({"input_ids": IDS[:1], **told}))
+    tokens = locate_tokens(run_of({"input_ids": IDS[:1], **told}))
     assert tokens.grids[0][""].owner.tolist() == [[0, 0, 0, 1]]
     assert [streams[""] for streams in tokens.contents] == [[5, 6, 7], [8]]
     assert tokens.grids[0][""].row_owner.tolist() == [-1]  # the row holds several
@@ -73,13 +73,13 @@ def test_torchs_masks_and_masks_to_add_mark_the_padding():
         {"src_key_padding_mask": padding},
         {"attention_mask": torch.zeros(2, 4).masked_fill(padding, -torch.inf)},
     ):
-        tokens = tokens_of(run_of({"input_ids": IDS, **mask}))
+        tokens = locate_tokens(run_of({"input_ids": IDS, **mask}))
         assert tokens.grids[0][""].owner.tolist() == expected
 
 
 def test_positions_of_left_padding_do_not_cut_a_sequence():
     mask, places = rows_of([0, 0, 1, 1]), rows_of([1, 1, 0, 1])
-    tokens = tokens_of(
+    tokens = locate_tokens(
         run_of({"input_ids": IDS[:1], "attention_mask": mask, "position_ids": places})
     )
     assert tokens.grids[0][""].owner.tolist() == [[-1, -1, 0, 0]]
@@ -99,7 +99,7 @@ CACHE = [[torch.zeros(2, 1, 4, 3)]]
     ],
 )
 def test_a_pass_with_a_cache_goes_on_with_the_sequences_before(told):
-    tokens = tokens_of(run_of({"input_ids": IDS}, {"input_ids": rows_of([7], [8]), **told}))
+    tokens = locate_tokens(run_of({"input_ids": IDS}, {"input_ids": rows_of([7], [8]), **told}))
     assert tokens.grids[1][""].owner.tolist() == [[0], [1]]
     assert tokens.grids[1][""].order.tolist() == [[4], [4]]
     assert tokens.grids[1][""].position.tolist() == [[4], [4]]
@@ -108,46 +108,51 @@ def test_a_pass_with_a_cache_goes_on_with_the_sequences_before(told):
 
 
 def test_passes_without_a_cache_are_other_sequences():
-    tokens = tokens_of(run_of({"input_ids": IDS}, {"input_ids": IDS[:1]}))
+    tokens = locate_tokens(run_of({"input_ids": IDS}, {"input_ids": IDS[:1]}))
     assert tokens.grids[1][""].owner.tolist() == [[2] * 4]
 
 
 def test_the_streams_of_encoder_and_decoder_share_their_rows():
     run = run_of({"input_ids": IDS, "decoder_input_ids": IDS[:, :2]})
-    tokens = tokens_of(run)
+    tokens = locate_tokens(run)
     assert tokens.grids[0]["decoder_"].owner.tolist() == [[0, 0], [1, 1]]
     assert tokens.contents[1] == {"": [9, 3, 2, 1], "decoder_": [9, 3]}
 
 
 def test_embeddings_and_lone_inputs_are_told_apart():
     embeddings = torch.randn(2, 3, 4)
-    tokens = tokens_of(run_of({"inputs_embeds": embeddings, "use_cache": False}))
+    tokens = locate_tokens(run_of({"inputs_embeds": embeddings, "use_cache": False}))
     assert tokens.grids[0][""].owner.shape == (2, 3)
-    again = tokens_of(run_of({"inputs_embeds": embeddings.flip(0), "use_cache": False}))
+    again = locate_tokens(run_of({"inputs_embeds": embeddings.flip(0), "use_cache": False}))
     assert again.contents == tokens.contents[::-1]
-    row = tokens_of(run_of({"inputs_embeds": embeddings[0], "use_cache": False}))
+    row = locate_tokens(run_of({"inputs_embeds": embeddings[0], "use_cache": False}))
     assert row.contents == tokens.contents[:1]
     model = nn.Embedding(10, 2)
     with hl.record(model, "(root):input") as run:
         model(IDS)
-    assert tokens_of(run).contents[0] == {"": [5, 6, 7, 8]}
+    assert locate_tokens(run).contents[0] == {"": [5, 6, 7, 8]}
 
 
 def test_images_are_rows_without_tokens():
     images = torch.randn(2, 3, 4, 4)
-    tokens = tokens_of(run_of({"pixel_values": images}))
+    tokens = locate_tokens(run_of({"pixel_values": images}))
     assert tokens.grids[0][ROWS].row_owner.tolist() == [0, 1]
     assert tokens.contents[0] != tokens.contents[1]
 
 
 def test_inputs_that_were_not_recorded_are_taken_as_given():
     run = bare({"input_ids": IDS}, {"input_ids": IDS})
-    text = tokens_of(run)
+    text = locate_tokens(run)
     assert text == "pass 0: the inputs of the model were not recorded"
-    tokens = tokens_of(run, [{"input_ids": IDS}, {"input_ids": IDS[:1]}])
+    tokens = locate_tokens(run, [{"input_ids": IDS}, {"input_ids": IDS[:1]}])
     assert [len(grids[""].owner) for grids in tokens.grids.values()] == [2, 1]
-    assert tokens_of(bare({"input_ids": IDS}), {"input_ids": IDS}).contents[1][""] == [9, 3, 2, 1]
-    assert tokens_of(run, [{}]) == "tokens must have a dict for each of 2 passes, got 1"
+    assert locate_tokens(bare({"input_ids": IDS}), {"input_ids": IDS}).contents[1][""] == [
+        9,
+        3,
+        2,
+        1,
+    ]
+    assert locate_tokens(run, [{}]) == "tokens must have a dict for each of 2 passes, got 1"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +179,7 @@ def test_inputs_that_were_not_recorded_are_taken_as_given():
     ],
 )
 def test_inputs_that_do_not_tell_are_said(inputs, why):
-    assert tokens_of(run_of(inputs)).startswith(why)
+    assert locate_tokens(run_of(inputs)).startswith(why)
 
 
 def test_an_input_that_was_overwritten_is_said():
@@ -183,4 +188,4 @@ def test_an_input_that_was_overwritten_is_said():
     with hl.record(model, "(root):input", copy=False) as run:
         model(given)
     given.zero_()
-    assert "overwritten in place" in tokens_of(run)
+    assert "overwritten in place" in locate_tokens(run)

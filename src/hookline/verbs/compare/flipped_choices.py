@@ -31,23 +31,23 @@ def is_flipped_by_noise(ours: Any, theirs: Any, leaf: Leaf, equal_leaves: Collec
     chosen = a.get(leaf), b.get(leaf)
     if not all(isinstance(indices, Tensor) and indices.dtype in _INTEGERS for indices in chosen):
         return False
-    return any(_explains((a.get(scores), b.get(scores)), chosen) for scores in equal_leaves)
+    return any(_scores_explain((a.get(scores), b.get(scores)), chosen) for scores in equal_leaves)
 
 
-def _explains(scores: tuple[Any, Any], chosen: tuple[Any, Any]) -> bool:
+def _scores_explain(scores: tuple[Any, Any], chosen: tuple[Any, Any]) -> bool:
     if not all(isinstance(part, Tensor) and part.is_floating_point() for part in scores):
         return False
     first, second = (part.to("cpu", torch.float64) for part in scores)
     if first.shape != second.shape or not first.dim():
         return False
-    picked = [_picked(first, indices.cpu().long()) for indices in chosen]
+    picked = [_picked_scores(first, indices.cpu().long()) for indices in chosen]
     if picked[0] is None or picked[1] is None or picked[0].shape != picked[1].shape:
         return False
     reach = 2 * (first - second).abs().amax(-1, keepdim=True)
     return bool(((picked[0] - picked[1]).abs() <= reach).all())
 
 
-def _picked(scores: Tensor, indices: Tensor) -> Tensor | None:
+def _picked_scores(scores: Tensor, indices: Tensor) -> Tensor | None:
     """Return the scores at indices of the last dimension, sorted; None if they are no indices."""
     if indices.shape == scores.shape[:-1]:
         indices = indices[..., None]

@@ -17,7 +17,7 @@ from hookline.engine.pytree import tree
 from hookline.errors import HooklineError, InputError
 from hookline.findings import Finding
 from hookline.verbs.attach.raw_line import attach
-from hookline.verbs.compare.floor import eps_of
+from hookline.verbs.compare.noise_floor import eps_of
 from hookline.verbs.compare.sides import Entry, Side
 from hookline.verbs.shared.casting import cast_model, dtype_of
 from hookline.verbs.shared.failing_module import notes_of
@@ -78,14 +78,14 @@ def run_both(
     Raises:
         InputError: a model does not run.
     """
-    dtypes = _dtype(a), _dtype(b)
+    dtypes = _coarsest_dtype(a), _coarsest_dtype(b)
     coarser = max(dtypes, key=lambda dtype: eps_of([dtype]))
     remarks = []
     if coarser in _WIDENED:
         try:
             copies = [cast_model(copy.deepcopy(model), coarser) for model in (a, b)]
             wide = [cast_model(model, torch.float64) for model in copies]
-            runs = [ModelRun(model, _calls(model, _cast(inputs, torch.float64))) for model in wide]
+            runs = [ModelRun(model, _run(model, _cast(inputs, torch.float64))) for model in wide]
         except Exception as error:  # a kernel without float64, a forward that is bound to a model
             name = torch_name(coarser)
             text = f"float64 is not tried, so the floors are of {name}: {first_line(error)}"
@@ -95,7 +95,7 @@ def run_both(
     runs = []
     for name, model, dtype in zip("ab", (a, b), dtypes, strict=True):
         try:
-            runs.append(ModelRun(model, _calls(model, _cast(inputs, dtype))))
+            runs.append(ModelRun(model, _run(model, _cast(inputs, dtype))))
         except HooklineError:
             raise
         except Exception as error:  # whatever the user's model raises
@@ -109,7 +109,7 @@ def run_both(
     return runs, eps_of(dtypes), remarks
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
+def _coarsest_dtype(model: nn.Module) -> torch.dtype:
     """Return the coarsest floating dtype of the parameters."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
@@ -123,7 +123,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def _calls(model: nn.Module, inputs: Any) -> Calls:
+def _run(model: nn.Module, inputs: Any) -> Calls:
     """Run a model in eval mode, and return the calls of its modules."""
     calls: Calls = {}
     running: list[Call] = []
@@ -145,13 +145,13 @@ def _calls(model: nn.Module, inputs: Any) -> Calls:
     line = attach(model)
     line.options.quiet = line.options.lenient = True  # a port may leave modules out
     with eval_without_side_effects(model), line:
-        line.forward_pre(_is_any, begin, with_kwargs=True)
-        line.forward(_is_any, end)
+        line.forward_pre(_match_any, begin, with_kwargs=True)
+        line.forward(_match_any, end)
         call(model, inputs)
     return calls
 
 
-def _is_any(path: str, module: nn.Module) -> bool:
+def _match_any(path: str, module: nn.Module) -> bool:
     return True
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.compare import in_turn
-from hookline.verbs.compare.in_turn import read_in_turn
-from hookline.verbs.compare.sides import Entry, Side, side_of
+from hookline.verbs.compare import prefetch
+from hookline.verbs.compare.prefetch import prefetch_pairs
+from hookline.verbs.compare.sides import Entry, Side, read_side
 
-LARGE, SMALL = torch.ones(in_turn._AHEAD_BYTES // 4), torch.ones(1)
+LARGE, SMALL = torch.ones(prefetch._AHEAD_BYTES // 4), torch.ones(1)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def run():
 
 @pytest.fixture
 def side(run, tmp_path):
-    return side_of(run.save(tmp_path / "run"), "a")
+    return read_side(run.save(tmp_path / "run"), "a")
 
 
 class Reads:
@@ -55,7 +55,7 @@ class Reads:
 def test_the_next_pair_is_read_while_a_large_one_is_used(side):
     reads = Reads([LARGE, LARGE, SMALL, SMALL])
     keys = []
-    for (ours, _), values in read_in_turn(reads.pairs, side, side):
+    for (ours, _), values in prefetch_pairs(reads.pairs, side, side):
         keys.append(ours.key)
         if values[0] is LARGE:
             assert reads.begun[len(keys)].wait(60)
@@ -71,13 +71,13 @@ def test_what_lies_in_no_folder_is_not_read_ahead(run, side, kind):
         Reads([LARGE, LARGE]),
         Side(kind, [], source=run if kind == "recording" else None),
     )
-    assert len(list(read_in_turn(reads.pairs, side, other))) == 2
+    assert len(list(prefetch_pairs(reads.pairs, side, other))) == 2
     assert set(reads.threads.values()) == {threading.current_thread()}
 
 
 def test_an_error_is_raised_when_the_turn_of_its_pair_comes(side):
     reads = Reads([LARGE, hl.FolderError("gone")])
-    pairs = read_in_turn(reads.pairs, side, side)
+    pairs = prefetch_pairs(reads.pairs, side, side)
     assert next(pairs)[1][0] is LARGE
     with pytest.raises(hl.FolderError, match="gone"):
         next(pairs)
@@ -85,17 +85,17 @@ def test_an_error_is_raised_when_the_turn_of_its_pair_comes(side):
 
 def test_an_overwritten_value_has_no_values(side):
     reads = Reads([LARGE, hl.OverwrittenError("written"), SMALL])
-    assert [values is None for _, values in read_in_turn(reads.pairs, side, side)] == [
+    assert [values is None for _, values in prefetch_pairs(reads.pairs, side, side)] == [
         False, True, False,
     ]  # fmt: skip
 
 
 def test_files_are_closed_before_the_next_pair_is_read(side, monkeypatch):
-    monkeypatch.setattr(in_turn, "_RELEASE_BYTES", LARGE.nbytes)
+    monkeypatch.setattr(prefetch, "_RELEASE_BYTES", LARGE.nbytes)
     events = []
     reads = Reads([LARGE, LARGE])
     told = Side("recording", [], release=lambda: events.append("closed"), source=side.source)
-    for (ours, _), _ in read_in_turn(reads.pairs, told, side):
+    for (ours, _), _ in prefetch_pairs(reads.pairs, told, side):
         events.append(ours.key)
         assert not reads.begun[1].is_set() or ours.key == "1"
     assert events == ["0", "closed", "1", "closed", "closed"]

@@ -11,16 +11,16 @@ from hookline.display.text import listed
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineError
 from hookline.recordings.ranks import OPS, combined
-from hookline.verbs.compare.aligned import Passes
+from hookline.verbs.compare.compare_by_token import Passes
 from hookline.verbs.compare.comparison import QUIET, ComparedSite
-from hookline.verbs.compare.shards import Unjoined
+from hookline.verbs.compare.join_ranks import Unjoined
 
 Values = tuple[Any, Any]
 _MOST_NAMED = 4
 
 
 @final
-class Parted:
+class SplitPair:
     """A pair of values, of which at least one is of ranks that could not be joined.
 
     Args:
@@ -31,7 +31,7 @@ class Parted:
     """
 
     def __init__(self, values: Values) -> None:
-        unjoined = [_unjoined(side) for side in values]
+        unjoined = [_unjoined_by_pass(side) for side in values]
         self._values = values
         self._side = 0 if unjoined[0] else 1
         self._by_pass = unjoined[self._side]
@@ -45,7 +45,7 @@ class Parted:
         return next(iter(value.values.values())) if isinstance(value, Passes) else value
 
     @property
-    def are_alike(self) -> bool:
+    def have_same_ranks(self) -> bool:
         """Tell whether both values are of the same ranks, so that each has a counterpart."""
         a, b = self._values
         if not isinstance(a, Unjoined) or not isinstance(b, Unjoined):
@@ -61,15 +61,15 @@ class Parted:
         """Yield the number of each rank, with its value beside the other side's."""
         for number, unjoined in self._by_pass.items():
             for rank, part in unjoined.parts.items():
-                a, b = self._with({number: part})
+                a, b = self._replace_values({number: part})
                 yield rank, (a, b.parts[rank] if isinstance(b, Unjoined) else b)
 
-    def joined_alone(self) -> Values | None:
+    def joined_passes(self) -> Values | None:
         """Return the passes whose values could be joined; None if there are none."""
         value = self._values[self._side]
         passes = value.values if isinstance(value, Passes) else {}
         joined = {number: part for number, part in passes.items() if number not in self._by_pass}
-        return self._with(joined) if joined else None
+        return self._replace_values(joined) if joined else None
 
     def reduced(self, op: str) -> Values | None:
         """Return the values with those of the ranks reduced; None if they cannot be."""
@@ -80,9 +80,9 @@ class Parted:
             }
         except (HooklineError, ValueError, RuntimeError):  # other shapes, packed dtypes
             return None
-        return self._with(values)
+        return self._replace_values(values)
 
-    def _with(self, values: Mapping[int, Any]) -> Values:
+    def _replace_values(self, values: Mapping[int, Any]) -> Values:
         """Return the pair with other values of the side, by pass."""
         a, b = self._values
         is_by_pass = isinstance(self._values[self._side], Passes)
@@ -90,8 +90,8 @@ class Parted:
         return (a, new) if self._side else (new, b)
 
 
-def rows_by_rank(
-    parts: Parted, judged: Callable[[Values], dict[Leaf, ComparedSite]], row: ComparedSite
+def compare_by_rank(
+    parts: SplitPair, judged: Callable[[Values], dict[Leaf, ComparedSite]], row: ComparedSite
 ) -> list[ComparedSite]:
     """Compare the value of each rank with the other side's.
 
@@ -106,18 +106,18 @@ def rows_by_rank(
     Returns:
         The rows. Each is the worst of all ranks.
     """
-    if not parts.are_alike and not parts.may_be_copies:
+    if not parts.have_same_ranks and not parts.may_be_copies:
         return [replace(row, why=parts.first.why(parts.other))]
     by_rank: list[tuple[int | None, dict[Leaf, ComparedSite]]]
     by_rank = [(rank, judged(values)) for rank, values in parts.by_rank()]
-    are_near = [_are_quiet(rows.values()) for _, rows in by_rank]
+    are_near = [_are_within_noise(rows.values()) for _, rows in by_rank]
     if parts.may_be_copies and not all(are_near):
         ops = ["sum"] if any(are_near) else OPS
         op = next((op for op in ops if _fits(parts, op, judged)), None)
         if op is not None or not any(are_near):
             why = parts.first.why(parts.other, op, may_be_copies=any(are_near))
             return [replace(row, why=why)]
-    alone = parts.joined_alone()
+    alone = parts.joined_passes()
     by_rank += [] if alone is None else [(None, judged(alone))]
     leaves = dict.fromkeys(leaf for _, rows in by_rank for leaf in rows)
     return [
@@ -125,12 +125,12 @@ def rows_by_rank(
     ]
 
 
-def _fits(parts: Parted, op: str, judged: Callable[[Values], dict[Leaf, ComparedSite]]) -> bool:
+def _fits(parts: SplitPair, op: str, judged: Callable[[Values], dict[Leaf, ComparedSite]]) -> bool:
     values = parts.reduced(op)
-    return values is not None and _are_quiet(judged(values).values())
+    return values is not None and _are_within_noise(judged(values).values())
 
 
-def _are_quiet(rows: Collection[ComparedSite]) -> bool:
+def _are_within_noise(rows: Collection[ComparedSite]) -> bool:
     return bool(rows) and all(row.verdict in QUIET for row in rows)
 
 
@@ -138,8 +138,8 @@ def _worst(rows: list[tuple[int | None, ComparedSite]]) -> ComparedSite:
     """Return the worst row of all ranks; it names those that differ."""
     odd = [(rank, row) for rank, row in rows if row.verdict not in QUIET]
     if not odd:
-        return max((row for _, row in rows), key=_size)
-    rank, worst = max(odd, key=lambda pair: (pair[1].verdict == "differs", _size(pair[1])))
+        return max((row for _, row in rows), key=_error)
+    rank, worst = max(odd, key=lambda pair: (pair[1].verdict == "differs", _error(pair[1])))
     if rank is None:
         return worst
     ranks = [str(other) for other, _ in odd if other is not None]
@@ -147,16 +147,16 @@ def _worst(rows: list[tuple[int | None, ComparedSite]]) -> ComparedSite:
     return replace(worst, why=f"{name}: {worst.why}")
 
 
-def _size(row: ComparedSite) -> float:
+def _error(row: ComparedSite) -> float:
     return math.inf if row.relative is None else row.relative
 
 
-def parted(values: Values) -> Parted | None:
+def split_pair(values: Values) -> SplitPair | None:
     """Return a pair of values with parts that could not be joined; None if all are joined."""
-    return Parted(values) if any(map(_unjoined, values)) else None
+    return SplitPair(values) if any(map(_unjoined_by_pass, values)) else None
 
 
-def _unjoined(value: Any) -> dict[int, Unjoined]:
+def _unjoined_by_pass(value: Any) -> dict[int, Unjoined]:
     """Return what could not be joined, by pass."""
     passes = value.values if isinstance(value, Passes) else {0: value}
     return {number: part for number, part in passes.items() if isinstance(part, Unjoined)}

@@ -32,14 +32,14 @@ class Pairing(NamedTuple):
     only_b: list[Entry]
 
 
-def paired(a: Side, b: Side, names: Names | None) -> Pairing:
+def pair_entries(a: Side, b: Side, names: Names | None) -> Pairing:
     """Pair the values that have one name.
 
     Raises:
         InputError: no name is on both sides; `names` is no function or dict, gives two values one
             name, or names a value that is not there.
     """
-    theirs = _by_name(b.entries, _renamer(a, b, names))
+    theirs = _renamed_entries(b.entries, _renamer(a, b, names))
     ours = {(entry.path, entry.rest): entry for entry in a.entries}
     are_given = (a.noun, b.noun) == ("arrays", "recording")
     is_unordered = are_given or not _inner_outputs_come_first(a.entries)
@@ -47,7 +47,7 @@ def paired(a: Side, b: Side, names: Names | None) -> Pairing:
     order = theirs if is_by_b else ours
     pairs = [(ours[key], theirs[key]) for key in order if key in ours and key in theirs]
     if not pairs:
-        raise InputError(_nothing_aligns(a.entries, b.entries))
+        raise InputError(_no_pairs_message(a.entries, b.entries))
     return Pairing(
         pairs,
         [entry for key, entry in ours.items() if key not in theirs],
@@ -67,7 +67,7 @@ def _inner_outputs_come_first(entries: Sequence[Entry]) -> bool:
     return True
 
 
-def _by_name(
+def _renamed_entries(
     entries: Sequence[Entry], rename: Callable[[str], str]
 ) -> dict[tuple[str, str], Entry]:
     by_name: dict[tuple[str, str], Entry] = {}
@@ -92,8 +92,8 @@ def _renamer(a: Side, b: Side, names: Names | None) -> Callable[[str], str]:
     if names is None:
         return lambda path: path
     if isinstance(names, Mapping):
-        _check(names, a, b)
-        return lambda path: _replaced(path, names)
+        _check_names_exist(names, a, b)
+        return lambda path: _rename_path(path, names)
     if not callable(names):
         raise InputError(
             f"names must be a function or a dict, got {type(names).__name__}."
@@ -102,7 +102,7 @@ def _renamer(a: Side, b: Side, names: Names | None) -> Callable[[str], str]:
     return names
 
 
-def _replaced(path: str, names: Mapping[str, str]) -> str:
+def _rename_path(path: str, names: Mapping[str, str]) -> str:
     """Replace the longest beginning of a path that the dict names."""
     parts = path.split(".")
     for n_parts in range(len(parts), 0, -1):
@@ -112,7 +112,7 @@ def _replaced(path: str, names: Mapping[str, str]) -> str:
     return path
 
 
-def _check(names: Mapping[str, str], a: Side, b: Side) -> None:
+def _check_names_exist(names: Mapping[str, str], a: Side, b: Side) -> None:
     """Refuse a dict with a name that is on neither side.
 
     Raises:
@@ -131,7 +131,7 @@ def _check(names: Mapping[str, str], a: Side, b: Side) -> None:
             )
 
 
-def _nothing_aligns(ours: Sequence[Entry], theirs: Sequence[Entry]) -> str:
+def _no_pairs_message(ours: Sequence[Entry], theirs: Sequence[Entry]) -> str:
     """Return the message for two sides without a common name, with the closest pairs."""
     keys = [[entry.key for entry in entries] for entries in (ours, theirs)]
     has_passes = [any("#pass" in entry.rest for entry in side) for side in (ours, theirs)]

@@ -15,7 +15,7 @@ from hookline.errors import AmbiguousError, HooklineError, InputError, one_of
 from hookline.recordings import Recording
 from hookline.recordings.ranks import OPS
 from hookline.recordings.walk import RecordedValue
-from hookline.verbs.compare.groups import Group, are_equal, passes_with_values
+from hookline.verbs.compare.rank_groups import Group, are_equal, passes_with_values
 
 # A dimension along which plain tensors are concatenated, or how they are reduced.
 Dim = int | str
@@ -105,7 +105,7 @@ def check_dims(dims: Any) -> None:
             )
 
 
-def check_dims_are_meant(dims: Dims | None, sites: Sequence[tuple[str, str]]) -> None:
+def check_dims_match(dims: Dims | None, sites: Sequence[tuple[str, str]]) -> None:
     """Refuse dims of sites that no side has.
 
     Args:
@@ -121,14 +121,14 @@ def check_dims_are_meant(dims: Dims | None, sites: Sequence[tuple[str, str]]) ->
             "\nGive the folder that all ranks saved."
         )
     for pattern in dims if isinstance(dims, Mapping) else ():
-        if not any(_is_meant(pattern, path, port) for path, port in sites):
+        if not any(_matches_site(pattern, path, port) for path, port in sites):
             raise InputError(
                 f"dims must name sites of several ranks, got {pattern!r}, which matches none.\nGive"
                 f" paths such as {path_text(sites[0][0])!r}, with the port unless it is output."
             )
 
 
-def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
+def read_whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
     """Read a value of several ranks as that of one process.
 
     DTensors are joined by their placements. Plain tensors are joined as `dim` says; if it says
@@ -147,13 +147,13 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
     try:
         parts = {number: rank[key] for number, rank in having.items()}
     except AmbiguousError:
-        return Unjoined(site, dict.fromkeys(having), _of_passes(having))
+        return Unjoined(site, dict.fromkeys(having), _passes_problem(having))
     is_sharded = any(rank.holds_shard(key) for rank in having.values())
     if len(parts) == 1 and not is_sharded:
         return next(iter(parts.values()))
     try:
         if dim is not None and not is_sharded:
-            if not _adds_up(parts, dim):
+            if not _has_no_replicas(parts, dim):
                 return Unjoined(site, parts, _REPLICAS)
             return source.reduced(key, dim) if isinstance(dim, str) else source.full(key, dim)
         copies = source.copies(key, dim)
@@ -163,7 +163,7 @@ def whole(group: Group, value: RecordedValue, key: str, dim: Dim | None) -> Any:
     if all(are_equal(first, other) for other in others):
         return first
     parts = {group.numbers[rank]: copy for rank, copy in copies.items()}
-    return Unjoined(site, parts, _of_stages(having))
+    return Unjoined(site, parts, _stages_problem(having))
 
 
 _REPLICAS = (
@@ -172,7 +172,7 @@ _REPLICAS = (
 )
 
 
-def _adds_up(parts: Mapping[int, Any], dim: Dim) -> bool:
+def _has_no_replicas(parts: Mapping[int, Any], dim: Dim) -> bool:
     """Tell whether joining plain values counts none twice: replicas come again in their order."""
     values, n = list(parts.values()), len(parts)
     if dim in ("mean", "max", "min") or are_equal(values[0], values[1]):
@@ -183,7 +183,7 @@ def _adds_up(parts: Mapping[int, Any], dim: Dim) -> bool:
     )
 
 
-def _of_passes(ranks: Mapping[int, Recording]) -> str:
+def _passes_problem(ranks: Mapping[int, Recording]) -> str:
     """Say that the ranks have different numbers of passes, and what to compare instead."""
     counts = [len(passes_with_values(rank)) for rank in ranks.values()]
     said = say_by_rank(ranks, [plural(count, "pass", "passes") for count in counts])
@@ -191,7 +191,7 @@ def _of_passes(ranks: Mapping[int, Recording]) -> str:
     return f"{said}; compare one pass of a rank, hl.open(folder).ranks[{most}].passes[0]"
 
 
-def _of_stages(ranks: Mapping[int, Recording]) -> str:
+def _stages_problem(ranks: Mapping[int, Recording]) -> str:
     """Say that the ranks have other modules, and what to compare instead; empty if they do not."""
     first, *others = ranks.values()
     if all(rank.modules == first.modules for rank in others):
@@ -207,11 +207,11 @@ def dim_of(value: RecordedValue, dims: Dims | None) -> Dim | None:
     if not isinstance(dims, Mapping):
         return dims
     site = value.site
-    meant = [dim for pattern, dim in dims.items() if _is_meant(pattern, site.path, site.port)]
+    meant = [dim for pattern, dim in dims.items() if _matches_site(pattern, site.path, site.port)]
     return meant[-1] if meant else None
 
 
-def _is_meant(pattern: str, path: str, port: str) -> bool:
+def _matches_site(pattern: str, path: str, port: str) -> bool:
     of_path, _, of_port = pattern.partition(":")
     is_path = not path if of_path == ROOT else glob(of_path).fullmatch(path) is not None
     return (of_port or "output") == port and is_path

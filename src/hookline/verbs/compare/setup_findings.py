@@ -10,12 +10,12 @@ from hookline.engine import path_text
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.engine.run_settings import Settings, ignores_mode
 from hookline.findings import Finding
-from hookline.verbs.compare.alignment import Alignment
 from hookline.verbs.compare.comparison import ComparedSite
-from hookline.verbs.compare.floor import FINE
-from hookline.verbs.compare.names import Pairing
+from hookline.verbs.compare.noise_floor import FINE
+from hookline.verbs.compare.pair_by_name import Pairing
 from hookline.verbs.compare.sides import Side
 from hookline.verbs.compare.tf32 import IN_TF32
+from hookline.verbs.compare.token_alignment import Alignment
 
 _MOST_NAMED = 3
 _NOT_RECORDED = (
@@ -24,7 +24,7 @@ _NOT_RECORDED = (
 )
 
 
-def of_inputs(inputs: list[ComparedSite]) -> list[Finding]:
+def find_input_differences(inputs: list[ComparedSite]) -> list[Finding]:
     """Say which inputs of the model differ.
 
     Args:
@@ -38,7 +38,7 @@ def of_inputs(inputs: list[ComparedSite]) -> list[Finding]:
     ]
 
 
-def of_floors(eps: float, rows: list[ComparedSite], flags: Sequence[str]) -> list[Finding]:
+def find_coarse_floors(eps: float, rows: list[ComparedSite], flags: Sequence[str]) -> list[Finding]:
     """Say that a coarse dtype, or TF32, hides small faults.
 
     Args:
@@ -66,7 +66,7 @@ def of_floors(eps: float, rows: list[ComparedSite], flags: Sequence[str]) -> lis
     return [Finding("floor", text)]
 
 
-def of_tokens(
+def find_token_remarks(
     alignment: Alignment | None, why: str, partial: Mapping[str, int], *, does_differ: bool
 ) -> list[Finding]:
     """Say what a reader should know of the alignment, and whether positions explain a difference.
@@ -90,7 +90,7 @@ def of_tokens(
     return [*remarks, *(Finding("tokens", note) for note in alignment.notes)]
 
 
-def of_settings(a: Side, b: Side) -> tuple[list[Finding], list[Finding]]:
+def find_setting_differences(a: Side, b: Side) -> tuple[list[Finding], list[Finding]]:
     """Say which settings of torch differ between two runs.
 
     Returns:
@@ -101,7 +101,7 @@ def of_settings(a: Side, b: Side) -> tuple[list[Finding], list[Finding]]:
     pairs = list(zip(a.settings, b.settings, strict=False))
     ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
     kinds = {**b.modules, **a.modules}
-    texts = [*_of_training(ours, theirs, kinds), *_of_torch(ours, theirs)]
+    texts = [*_differing_modes(ours, theirs, kinds), *_differing_torch_settings(ours, theirs)]
     modes = [Finding("modes", text) for text in texts]
     rest = []
     if ours.grad != theirs.grad:
@@ -111,7 +111,7 @@ def of_settings(a: Side, b: Side) -> tuple[list[Finding], list[Finding]]:
     return modes, rest
 
 
-def _of_training(a: Settings, b: Settings, kinds: Mapping[str, str]) -> Iterator[str]:
+def _differing_modes(a: Settings, b: Settings, kinds: Mapping[str, str]) -> Iterator[str]:
     """Say which modules were in training mode in one run alone, and compute otherwise in it."""
     odd = [
         path
@@ -132,18 +132,18 @@ def _has_children(path: str, kinds: Mapping[str, str]) -> bool:
     return any(other.startswith(f"{path}.") for other in kinds)
 
 
-def _of_torch(a: Settings, b: Settings) -> Iterator[str]:
+def _differing_torch_settings(a: Settings, b: Settings) -> Iterator[str]:
     """Say which settings of torch differ that change numbers."""
     if a.autocast != b.autocast:
-        yield f"autocast was {_on(a.autocast)} in a, and {_on(b.autocast)} in b"
-    for name, ours, theirs in _odd(a.precision, b.precision, "unknown"):
+        yield f"autocast was {_dtypes_text(a.autocast)} in a, and {_dtypes_text(b.autocast)} in b"
+    for name, ours, theirs in _differing(a.precision, b.precision, "unknown"):
         yield f"the precision of {name} was {ours} in a, and {theirs} in b"
     if a.deterministic != b.deterministic:
         label, other = "ab" if a.deterministic else "ba"
         yield f"deterministic algorithms were asked for in {label}, and not in {other}"
 
 
-def _odd(
+def _differing(
     a: Mapping[str, str], b: Mapping[str, str], missing: str
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the names whose values differ, with both; `missing` stands for none."""
@@ -153,11 +153,11 @@ def _odd(
             yield name, ours, theirs
 
 
-def _on(dtypes: Mapping[str, str]) -> str:
+def _dtypes_text(dtypes: Mapping[str, str]) -> str:
     return " and ".join(f"{dtype} on {device}" for device, dtype in dtypes.items()) or "off"
 
 
-def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Finding]:
+def find_unpaired(pairing: Pairing, alone: dict[str, list[str]]) -> list[Finding]:
     """Say which values are on one side alone.
 
     Args:
@@ -179,7 +179,7 @@ def of_names(pairing: Pairing, alone: dict[str, list[str]]) -> list[Finding]:
     return remarks
 
 
-def of_models(side_a: Side, side_b: Side, *, does_differ: bool) -> list[Finding]:
+def find_model_differences(side_a: Side, side_b: Side, *, does_differ: bool) -> list[Finding]:
     """Say what differs between two models: class, structure, weights, code, versions.
 
     Of one model that is alive no weights are read.
@@ -194,17 +194,17 @@ def of_models(side_a: Side, side_b: Side, *, does_differ: bool) -> list[Finding]
         return [Finding("model", f"{text} until then, or save the recording while it is there")]
     a, b = ([model for model in side.identify() if model is not None] for side in (side_a, side_b))
     if len(a) == len(b):
-        return _by_rank(a, b)
-    if not a or not b or any(_are_stages(models) for models in (a, b)):
+        return _findings_by_rank(a, b)
+    if not a or not b or any(_are_pipeline_stages(models) for models in (a, b)):
         return []
-    of_parts = list(_of_parts("a", a)) + list(_of_parts("b", b))
+    of_parts = list(_weights_not_compared("a", a)) + list(_weights_not_compared("b", b))
     known = replace(a[0], weights=b[0].weights) if of_parts else a[0]
-    return [*_of_identities(known, b[0]), *(of_parts if does_differ else ())]
+    return [*_identity_differences(known, b[0]), *(of_parts if does_differ else ())]
 
 
-def _by_rank(a: list[RecordedModel], b: list[RecordedModel]) -> list[Finding]:
+def _findings_by_rank(a: list[RecordedModel], b: list[RecordedModel]) -> list[Finding]:
     """Compare the model of each rank with that of the same rank; what comes first is said."""
-    of_ranks = [list(_of_identities(*pair)) for pair in zip(a, b, strict=True)]
+    of_ranks = [list(_identity_differences(*pair)) for pair in zip(a, b, strict=True)]
     rank = next((rank for rank, findings in enumerate(of_ranks) if findings), None)
     if rank is None:
         return []
@@ -213,12 +213,12 @@ def _by_rank(a: list[RecordedModel], b: list[RecordedModel]) -> list[Finding]:
     return [replace(finding, text=f"on rank {rank}: {finding.text}") for finding in of_ranks[rank]]
 
 
-def _are_stages(models: list[RecordedModel]) -> bool:
+def _are_pipeline_stages(models: list[RecordedModel]) -> bool:
     """Tell whether the models of several ranks have other modules, as in a pipeline."""
     return len({model.structure for model in models}) > 1
 
 
-def _of_parts(name: str, models: list[RecordedModel]) -> Iterator[Finding]:
+def _weights_not_compared(name: str, models: list[RecordedModel]) -> Iterator[Finding]:
     """Say that the weights of several ranks were not compared, if each has its own."""
     odd = next((n for n, model in enumerate(models) if model.weights != models[0].weights), None)
     if any(model.sharded for model in models):
@@ -232,7 +232,7 @@ def _of_parts(name: str, models: list[RecordedModel]) -> Iterator[Finding]:
         yield Finding("model", f"{text} must be equal; in parts, compare whole state dicts")
 
 
-def _of_structure(a: RecordedModel, b: RecordedModel) -> str:
+def _structure_hint(a: RecordedModel, b: RecordedModel) -> str:
     """Name the first module that is of another class or, if none is, that has other arguments."""
     ours, theirs = (
         {path: " ".join(text.split()) for path, text in model.modules.items()} for model in (a, b)
@@ -240,7 +240,7 @@ def _of_structure(a: RecordedModel, b: RecordedModel) -> str:
     class_a, class_b = (
         {path: text.partition("(")[0] for path, text in side.items()} for side in (ours, theirs)
     )
-    odd = [*_odd(class_a, class_b, "missing")] or [*_odd(ours, theirs, "missing")]
+    odd = [*_differing(class_a, class_b, "missing")] or [*_differing(ours, theirs, "missing")]
     if not ours or not theirs or not odd:
         return "compare what print(model) says of both"
     path, mine, yours = odd[0]
@@ -248,7 +248,7 @@ def _of_structure(a: RecordedModel, b: RecordedModel) -> str:
     return f"{path_text(path)} is {mine} in a, and {yours} in b{more}"
 
 
-def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
+def _identity_differences(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
     if a.type != b.type:
         yield Finding("model", f"the model is a {a.type} in a, and a {b.type} in b")
     else:
@@ -256,12 +256,13 @@ def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
         names = [name for name in parts if getattr(a, name) != getattr(b, name)]
         if names:
             are = "differ" if len(names) > 1 or names[0] == "weights" else "differs"
-            hints = [_of_structure(a, b)] * ("structure" in names)
+            hints = [_structure_hint(a, b)] * ("structure" in names)
             hints += ["compare two state dicts to see which"] * ("weights" in names)
             advice = f": {', and '.join(hints)}" if hints else ""
             yield Finding("model", f"{' and '.join(names)} of the model {are}{advice}")
     versions = [
-        f"{name} {ours} and {theirs}" for name, ours, theirs in _odd(a.versions, b.versions, "none")
+        f"{name} {ours} and {theirs}"
+        for name, ours, theirs in _differing(a.versions, b.versions, "none")
     ]
     if versions:
         yield Finding("versions", f"versions differ: {', '.join(versions)}")
@@ -276,7 +277,7 @@ def _of_identities(a: RecordedModel, b: RecordedModel) -> Iterator[Finding]:
         yield Finding("flags", f"flags differ: {', '.join(sorted(flags))}")
 
 
-def of_forms(rows: list[ComparedSite]) -> list[Finding]:
+def find_form_differences(rows: list[ComparedSite]) -> list[Finding]:
     """Say where dtypes differ, and what could not be compared."""
     remarks = []
     dtypes: dict[tuple[str, str], list[str]] = {}

@@ -17,27 +17,27 @@ from hookline.engine.pytree.tree import Leaf
 from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.statistics.difference import difference
-from hookline.verbs.compare.alignment import (
+from hookline.verbs.compare.join_ranks import Dims
+from hookline.verbs.compare.locate_tokens import locate_tokens
+from hookline.verbs.compare.measure import (
+    Measured,
+    arrays_in,
+    holds_number,
+    measure_pair,
+    measure_unpaired,
+    measure_values,
+    pair_leaves,
+)
+from hookline.verbs.compare.rank_groups import Group, groups_of
+from hookline.verbs.compare.sides import Entry, Side, check_passes_of_ranks, with_groups_as_passes
+from hookline.verbs.compare.token_alignment import (
     Alignment,
     ByPass,
     Layout,
     align,
-    are_alike,
+    match_on,
     shapes_of,
 )
-from hookline.verbs.compare.groups import Group, groups_of
-from hookline.verbs.compare.measure import (
-    Measured,
-    arrays_in,
-    is_number,
-    measured,
-    measured_alone,
-    measured_pair,
-    paired_leaves,
-)
-from hookline.verbs.compare.shards import Dims
-from hookline.verbs.compare.sides import Entry, Side, check_passes_of_ranks, with_rows_of_ranks
-from hookline.verbs.compare.tokens import tokens_of
 from hookline.verbs.shared.caches import CACHES
 
 _PASS = re.compile(r"#pass(\d+)$")
@@ -69,7 +69,7 @@ class Aligned(NamedTuple):
     why: str = ""
 
 
-def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned:
+def align_sides(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned:
     """Align two recordings by their tokens.
 
     Args:
@@ -81,7 +81,7 @@ def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned:
     Raises:
         InputError: tokens are given, and invalid or of no use for what is compared.
     """
-    given = _given(tokens)
+    given = _given_by_side(tokens)
     if tokens is None or a.source is None or b.source is None:
         if given != (None, None):
             raise InputError(
@@ -89,7 +89,7 @@ def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned:
                 " recordings hold.\nLeave tokens out."
             )
         return Aligned((a, b))
-    by_token = _aligned((a, b), given, dims)
+    by_token = _try_align((a, b), given, dims)
     if by_token.alignment is not None:
         return by_token
     if given != (None, None) and by_token.why:
@@ -104,11 +104,11 @@ def aligned(a: Side, b: Side, tokens: Any, dims: Dims | None = None) -> Aligned:
     return Aligned((a, b), why=f"rows and tokens are not aligned: {by_token.why}")
 
 
-def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None) -> Aligned:
+def _try_align(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None) -> Aligned:
     """Align two recordings by their tokens, which are read from the inputs, or are given."""
-    groups = [_groups(side) for side in sides]
+    groups = [_rank_groups(side) for side in sides]
     tokens = [
-        tokens_of(side.source, *of_side)
+        locate_tokens(side.source, *of_side)
         for side, *of_side in zip(sides, given, groups, strict=True)
         if side.source is not None
     ]
@@ -118,7 +118,7 @@ def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None
     has_groups = any(len(of_side) > 1 for of_side in groups)
     alignment = align(ours, theirs, with_copies=has_groups)
     n_matched = 0 if isinstance(alignment, str) else alignment.n_sequences
-    if n_matched < len(ours.contents) and are_alike(ours.grids, theirs.grids, "owner", "row_owner"):
+    if n_matched < len(ours.contents) and match_on(ours.grids, theirs.grids, "owner", "row_owner"):
         return Aligned(sides)  # one layout: the inputs differ, which the findings say
     if isinstance(alignment, str):
         return Aligned(sides, why=alignment)
@@ -126,15 +126,15 @@ def _aligned(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | None
         return Aligned(sides)
     if has_groups:
         for other, layout, of_side in zip("ba", alignment.places, groups, strict=True):
-            alignment.notes += _unmatched(other, layout, of_side)
+            alignment.notes += _unmatched_ranks_note(other, layout, of_side)
     a, b = (
-        _joined(with_rows_of_ranks(side, of_side, dims), list(of_tokens.grids))
+        _join_passes(with_groups_as_passes(side, of_side, dims), list(of_tokens.grids))
         for side, of_side, of_tokens in zip(sides, groups, (ours, theirs), strict=True)
     )
     return Aligned((a, b), alignment)
 
 
-def _unmatched(other: str, layout: Layout, groups: Sequence[Group]) -> list[str]:
+def _unmatched_ranks_note(other: str, layout: Layout, groups: Sequence[Group]) -> list[str]:
     """Say of which ranks no row is on the other side, so that no value of theirs is compared."""
     numbers = [group.numbers for group in groups for _ in group.passes]
     matched = {
@@ -147,13 +147,13 @@ def _unmatched(other: str, layout: Layout, groups: Sequence[Group]) -> list[str]
     return [f"{text}: what is there is not compared"] if len(groups) > 1 and ranks else []
 
 
-def _groups(side: Side) -> list[Group]:
+def _rank_groups(side: Side) -> list[Group]:
     """Return the groups of ranks with the same rows; none for a side of one process."""
     source = side.source
     return groups_of(source) if isinstance(source, Recording) and source.ranks else []
 
 
-def _given(tokens: Any) -> tuple[Any, Any]:
+def _given_by_side(tokens: Any) -> tuple[Any, Any]:
     """Return what is given of each side; None where nothing is.
 
     Raises:
@@ -176,7 +176,7 @@ def _is_inputs(given: Any) -> bool:
     return given is None or isinstance(given, Mapping) or several
 
 
-def _joined(side: Side, passes: Sequence[int]) -> Side:
+def _join_passes(side: Side, passes: Sequence[int]) -> Side:
     """Return a side whose entries read the values of all passes, in the order of firing."""
     groups: dict[tuple[str, str], dict[int, Entry]] = {}
     kept = [entry for entry in side.entries if entry.port == "grad"]  # which has no rows
@@ -188,61 +188,61 @@ def _joined(side: Side, passes: Sequence[int]) -> Side:
         replace(
             next(iter(group.values())),
             rest=rest,
-            read=partial(_read, {number: entry.read for number, entry in group.items()}),
-            outline=partial(_read, {number: entry.outline for number, entry in group.items()}),
+            read=partial(_read_all, {number: entry.read for number, entry in group.items()}),
+            outline=partial(_read_all, {number: entry.outline for number, entry in group.items()}),
         )
         for (_, rest), group in groups.items()
     ]
     return replace(side, entries=entries + kept)
 
 
-def _read(reads: Mapping[int, Any]) -> Passes:
+def _read_all(reads: Mapping[int, Any]) -> Passes:
     return Passes({number: read() for number, read in reads.items()})
 
 
-def observe(alignment: Alignment, pairs: Sequence[tuple[Entry, Entry]]) -> None:
+def observe_shapes(alignment: Alignment, pairs: Sequence[tuple[Entry, Entry]]) -> None:
     """Let the alignment see the shapes of all pairs before one is read."""
     for ours, theirs in pairs:
         if ours.port == "grad":
             continue
-        a, b = _leaves(ours.outline()), _leaves(theirs.outline())
-        for leaf, leaf_b in _paired(a, b).items():
+        a, b = _tensors_by_leaf(ours.outline()), _tensors_by_leaf(theirs.outline())
+        for leaf, leaf_b in _pair_leaves(a, b).items():
             if not _are_nested(a[leaf], b[leaf_b]):
-                alignment.observe(shapes_of(a[leaf]), shapes_of(b[leaf_b]))
+                alignment.observe_shapes(shapes_of(a[leaf]), shapes_of(b[leaf_b]))
 
 
-def measured_by_token(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
+def measure_by_token(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
     """Yield what is found of each pair of tensors at the common tokens."""
-    ours, theirs = _leaves(a), _leaves(b)
-    for leaf, leaf_b in _paired(ours, theirs).items():
-        yield _measured(alignment, leaf, ours.pop(leaf), theirs.pop(leaf_b))
-    yield from measured_alone(dict.fromkeys(ours, "there"), dict.fromkeys(theirs, "there"))
+    ours, theirs = _tensors_by_leaf(a), _tensors_by_leaf(b)
+    for leaf, leaf_b in _pair_leaves(ours, theirs).items():
+        yield _measure_common_tokens(alignment, leaf, ours.pop(leaf), theirs.pop(leaf_b))
+    yield from measure_unpaired(dict.fromkeys(ours, "there"), dict.fromkeys(theirs, "there"))
 
 
-def measured_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
+def measure_inputs(alignment: Alignment, a: Passes, b: Passes) -> Iterator[Measured]:
     """Yield what is found of the inputs: the matched tokens, and those that are no tokens."""
     n_tokens = sum(len(span.sequence) for span in alignment.spans.values())
     n_matched = n_tokens or alignment.n_sequences
     form = f"{n_matched} {'tokens' if n_tokens else 'rows'}"
     nothing = torch.zeros(1, dtype=torch.long, device="cpu")
     yield Measured((), (form, form), (torch.long, torch.long), difference(nothing, nothing))
-    ours, theirs = _leaves(a), _leaves(b)
-    for leaf, leaf_b in _paired(ours, theirs).items():
+    ours, theirs = _tensors_by_leaf(a), _tensors_by_leaf(b)
+    for leaf, leaf_b in _pair_leaves(ours, theirs).items():
         has_rows = all(tensor.dim() for tensor in ours[leaf].values())
         if has_rows and leaf and not _PLACES.fullmatch(str(leaf[0])):
-            yield _measured(alignment, leaf, ours[leaf], theirs[leaf_b])
+            yield _measure_common_tokens(alignment, leaf, ours[leaf], theirs[leaf_b])
 
 
-def measured_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[Measured]:
+def measure_parameters(alignment: Alignment, a: Any, b: Any) -> Iterator[Measured]:
     """Yield what is found of the gradients of a parameter, which come from all tokens."""
-    for pair in measured(a, b):
+    for pair in measure_values(a, b):
         if not alignment.covers_all and pair.gap is not None and pair.gap.differs:
             yield pair._replace(gap=None, why="a gradient over other tokens in a than in b")
         else:
             yield pair
 
 
-def _measured(alignment: Alignment, leaf: Leaf, a: ByPass, b: ByPass) -> Measured:
+def _measure_common_tokens(alignment: Alignment, leaf: Leaf, a: ByPass, b: ByPass) -> Measured:
     first, second = next(iter(a.values())), next(iter(b.values()))
     n_alone = 0
     if not _are_nested(a, b):
@@ -255,26 +255,26 @@ def _measured(alignment: Alignment, leaf: Leaf, a: ByPass, b: ByPass) -> Measure
     if isinstance(pair, str):
         forms = describe.shape(first), describe.shape(second)
         return Measured(leaf, forms, (first.dtype, second.dtype), why=pair)
-    return measured_pair(leaf, *pair)._replace(n_alone=n_alone)
+    return measure_pair(leaf, *pair)._replace(n_alone=n_alone)
 
 
 def _are_nested(a: ByPass, b: ByPass) -> bool:
     return any(tensor.is_nested for side in (a, b) for tensor in side.values())
 
 
-def _paired(ours: Mapping[Leaf, ByPass], theirs: Mapping[Leaf, ByPass]) -> dict[Leaf, Leaf]:
+def _pair_leaves(ours: Mapping[Leaf, ByPass], theirs: Mapping[Leaf, ByPass]) -> dict[Leaf, Leaf]:
     """Pair the leaves by the tensors of the first pass."""
-    return paired_leaves(*(
+    return pair_leaves(*(
         {leaf: next(iter(by_pass.values())) for leaf, by_pass in side.items()}
         for side in (ours, theirs)
     ))  # fmt: skip
 
 
-def _leaves(passes: Passes) -> dict[Leaf, dict[int, Tensor]]:
+def _tensors_by_leaf(passes: Passes) -> dict[Leaf, dict[int, Tensor]]:
     """Return the tensors of the values of all passes by leaf; plain numbers are left out."""
     leaves: dict[Leaf, dict[int, Tensor]] = {}
     for number, value in passes.values.items():
         for leaf, array in arrays_in(value):
-            if isinstance(array, Tensor) and not is_number(value, leaf):
+            if isinstance(array, Tensor) and not holds_number(value, leaf):
                 leaves.setdefault(leaf, {})[number] = array
     return leaves

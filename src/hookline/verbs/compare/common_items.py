@@ -53,7 +53,7 @@ class RowsOfItems:
         return self._column[self._rows[index]]
 
 
-def with_common_items(a: Side, b: Side) -> tuple[tuple[Side, Side], list[Finding]]:
+def take_common_items(a: Side, b: Side) -> tuple[tuple[Side, Side], list[Finding]]:
     """Pair the rows of two stores by their items, and say which items one of them has alone.
 
     Raises:
@@ -66,12 +66,12 @@ def with_common_items(a: Side, b: Side) -> tuple[tuple[Side, Side], list[Finding
         return (a, b), []
     common, ours, theirs = np.intersect1d(*items, return_indices=True)
     if len(common) and _have_one_numbering(a.store, b.store, items):
-        return (_of_items(a, ours), _of_items(b, theirs)), [_of_alone(items, common)]
+        return (_take_items(a, ours), _take_items(b, theirs)), [_finding_of_alone(items, common)]
     counts = [plural(len(numbers), "item") for numbers in items]
     if counts[0] != counts[1]:  # shapes differ, too
         return (a, b), [Finding("inputs", f"{counts[0]} in a and {counts[1]} in b")]
     raise InputError(
-        f"a and b must hold the same items, got {_shown(items[0])} and {_shown(items[1])}."
+        f"a and b must hold the same items, got {_item_text(items[0])} and {_item_text(items[1])}."
         "\nExtract from the same data; of stores that were joined, compare the parts one by one."
     )
 
@@ -84,7 +84,7 @@ def _have_one_numbering(a: Store, b: Store, items: tuple[NDArray[np.int64], ...]
     return not is_loop and all(len(np.unique(numbers)) == len(numbers) for numbers in items)
 
 
-def _of_items(side: Side, items: NDArray[np.int64]) -> Side:
+def _take_items(side: Side, items: NDArray[np.int64]) -> Side:
     def of_items(read: Callable[[], Column]) -> RowsOfItems:
         return RowsOfItems(read(), items)
 
@@ -92,10 +92,10 @@ def _of_items(side: Side, items: NDArray[np.int64]) -> Side:
     return replace(side, entries=entries)
 
 
-def _of_alone(items: tuple[NDArray[np.int64], ...], common: NDArray[np.int64]) -> Finding:
+def _finding_of_alone(items: tuple[NDArray[np.int64], ...], common: NDArray[np.int64]) -> Finding:
     alone = [np.setdiff1d(numbers, common) for numbers in items]
     texts = [
-        f"{plural(len(numbers), 'item')} only in {label} ({_shown(numbers)})"
+        f"{plural(len(numbers), 'item')} only in {label} ({_item_text(numbers)})"
         for label, numbers in zip("ab", alone, strict=True)
         if len(numbers)
     ]
@@ -104,11 +104,11 @@ def _of_alone(items: tuple[NDArray[np.int64], ...], common: NDArray[np.int64]) -
     return Finding("inputs", f"the stores have {what}; {are}")
 
 
-def _shown(items: NDArray[np.int64]) -> str:
+def _item_text(items: NDArray[np.int64]) -> str:
     return listed([str(item) for item in items[: _MOST_SHOWN + 1]], _MOST_SHOWN)
 
 
-def of_data(a: Side, b: Side) -> list[Finding]:
+def find_data_differences(a: Side, b: Side) -> list[Finding]:
     """Say that the data of two stores may differ."""
     if a.store is None or b.store is None or a.store.parts or b.store.parts:
         return []
