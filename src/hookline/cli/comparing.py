@@ -13,7 +13,7 @@ from hookline.verbs.compare.compare import compare
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.verbs.compare.join_ranks import Dim, Dims
 from hookline.verbs.compare.measure import arrays_in
-from hookline.verbs.compare.sides import FILES
+from hookline.verbs.compare.read_sides import FILES
 
 _LEVELS = {"differs": "error", "not comparable": "warning"}
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.verbs.compare import prefetch
-from hookline.verbs.compare.sides import read_side
+from hookline.verbs.compare.read_sides import read_side
 from ported import IDS, net, run_of
 
 

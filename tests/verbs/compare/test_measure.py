@@ -10,7 +10,7 @@ from torch import nn
 import hookline as hl
 from hookline.verbs.compare import measure
 from hookline.verbs.compare.measure import measure_values
-from hookline.verbs.compare.sides import StepNumbers
+from hookline.verbs.compare.read_sides import StepNumbers
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -11,7 +11,7 @@ from torch import nn
 import hookline as hl
 from hookline.verbs.compare import prefetch
 from hookline.verbs.compare.prefetch import prefetch_pairs
-from hookline.verbs.compare.sides import Entry, Side, read_side
+from hookline.verbs.compare.read_sides import Entry, Side, read_side
 
 LARGE, SMALL = torch.ones(prefetch._AHEAD_BYTES // 4), torch.ones(1)
 

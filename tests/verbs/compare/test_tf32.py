@@ -9,7 +9,7 @@ from torch import nn
 import hookline as hl
 from hookline.engine import model_fingerprint
 from hookline.verbs.compare import tf32
-from hookline.verbs.compare.sides import read_side
+from hookline.verbs.compare.read_sides import read_side
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3))
 FLAG = "torch.backends.cudnn.allow_tf32"

@@ -23,17 +23,17 @@ from hookline.verbs.anatomy.trial_inputs import declared_embedding
 # -- before the blocks ----------------------------------------------------------------------------
 
 
-def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) -> int:
+def name_embeddings(model: nn.Module, trace: Trace, first_layer: Layer, names: Names) -> int:
     """Name the embeddings of tokens and of positions, which add up to the first stream.
 
     Returns:
         The number of words; 0 if it is unknown.
     """
-    start = first.block.pre
+    start = first_layer.block.pre
     addends = _stream_addends(start)
     words = _token_embeddings(model, trace, addends)
     if not words:
-        why = _why_no_token_embedding(trace, start, first.block.call.begin)
+        why = _why_no_token_embedding(trace, start, first_layer.block.call.begin)
         names.refuse(["embed", "pos_embed"], why)
         return 0
     positions = _position_embeddings([value for value in addends if value not in words], start)
@@ -41,7 +41,7 @@ def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) 
     # Torch shows no site of a table, which is made of weights alone.
     tables = [each for each in addends if each.is_constant and sites[id(each)] is None]
     measure = partial(_embedding_sum_error, [table.tensor for table in tables])
-    needed = [stream_site(trace, start, first.block)]
+    needed = [stream_site(trace, start, first_layer.block)]
     needed += [sites[id(each)] for each in addends if each not in tables]
     for name, values in (("embed", words), ("pos_embed", positions)):
         own = [sites[id(value)] for value in values]
@@ -55,20 +55,20 @@ def name_embeddings(model: nn.Module, trace: Trace, first: Layer, names: Names) 
     return max(map(len, _embedding_weights(words[0])), default=0)
 
 
-def _stream_addends(start: Value) -> list[Value]:
+def _stream_addends(stream: Value) -> list[Value]:
     """Return the values that add up to the first stream, each as the module returns it."""
-    total = _before_rescales(start)
+    total = _before_rescales(stream)
     addends = _addends(total)
-    return [_module_embedding(start)] if addends == [total] and _is_embedded(total) else addends
+    return [_module_embedding(stream)] if addends == [total] and _is_embedded(total) else addends
 
 
-def _why_no_token_embedding(trace: Trace, start: Value, begin: int) -> str:
+def _why_no_token_embedding(trace: Trace, stream: Value, begin: int) -> str:
     embedding = [event for event in trace.events[:begin] if event.name == "embedding"]
     if not embedding:
         return "no embedding is looked up before the first block"
     returned = [event.outputs[0].tensor for event in embedding if event.outputs]
-    sized = [value for value in returned if value.numel() == start.tensor.numel()]
-    off = min((error_up_to_rescale(start.tensor, value) for value in sized), default=0.0)
+    sized = [value for value in returned if value.numel() == stream.tensor.numel()]
+    off = min((error_up_to_rescale(stream.tensor, value) for value in sized), default=0.0)
     by = f": the closest is off by {off:.1e} on input 1" if off else ""
     return (
         f"no sum, norm or scale of what an embedding of tokens returns gives the first stream{by}"
@@ -119,12 +119,12 @@ def _count_up(ids: Tensor) -> bool:
     return is_up or is_equal or bool(((ids == 0) | (ids == 1)).all())
 
 
-def _position_embeddings(values: list[Value], start: Value) -> list[Value]:
+def _position_embeddings(values: list[Value], stream: Value) -> list[Value]:
     """Return the values that are looked up by ids that count up with the tokens, or are tables."""
     return [
         value
         for value in values
-        if (_are_position_ids(_ids(value)) if _is_embedded(value) else _is_row_table(value, start))
+        if (_are_position_ids(_ids(value)) if _is_embedded(value) else _is_row_table(value, stream))
     ]
 
 
@@ -145,7 +145,7 @@ def _values_before_rescales(value: Value) -> Iterator[Value]:
     event = value.maker
     while event is not None and event.name not in (*SUMS, "embedding"):
         # A norm that is written out multiplies the numbers by a second value, made of them.
-        sources = [v for v in event.data if error_of_rescale(value.tensor, v.tensor) <= 1e-4]
+        sources = [v for v in event.varying if error_of_rescale(value.tensor, v.tensor) <= 1e-4]
         if not sources:
             break
         value = sources[0].origin
@@ -190,25 +190,25 @@ def _ids(value: Value) -> Value:
     return next(each for each in event.inputs if not each.tensor.is_floating_point())
 
 
-def _is_row_table(value: Value, start: Value) -> bool:
+def _is_row_table(value: Value, stream: Value) -> bool:
     """Tell whether a constant has a row for each token, and not the same for all."""
-    table, width = value.tensor, start.tensor.shape[-1]
+    table, width = value.tensor, stream.tensor.shape[-1]
     is_table = value.is_constant and table.dim() > 1 and table.shape[-1] == width
     return is_table and not torch.equal(table, table.flatten(0, -2)[0].expand_as(table))
 
 
-def _embedding_sum_error(tables: list[Tensor], start: Tensor, *terms: Tensor) -> float:
-    total = torch.zeros_like(start)
+def _embedding_sum_error(tables: list[Tensor], stream: Tensor, *terms: Tensor) -> float:
+    total = torch.zeros_like(stream)
     for table in tables:
         # It is that of the first input, and the second one may have fewer tokens.
-        part = table[..., : start.shape[-2], :] if table.dim() > 1 else table
-        pairs = zip(part.shape[::-1], start.shape[::-1], strict=False)
+        part = table[..., : stream.shape[-2], :] if table.dim() > 1 else table
+        pairs = zip(part.shape[::-1], stream.shape[::-1], strict=False)
         if any(size not in (1, of) for size, of in pairs):
             return float("inf")
         total = total + part
     for term in terms:
         total = total + term
-    return error_up_to_rescale(start, total)
+    return error_up_to_rescale(stream, total)
 
 
 # -- after the blocks -----------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _with_constant_events(events: list[Event]) -> list[Event]:
     while waiting:
         event = waiting.pop().maker
         is_known = event is None or event.index in every or event.function is None
-        if event is not None and not is_known and not event.data:
+        if event is not None and not is_known and not event.varying:
             every[event.index] = event
             waiting += event.inputs
     return [every[index] for index in sorted(every)]
@@ -329,20 +329,20 @@ def name_norm_and_logits(trace: Trace, last: Layer, names: Names, vocab_size: in
     return head
 
 
-def _head_of(logits: Value, start: Value) -> Head | None:
+def _head_of(logits: Value, stream: Value) -> Head | None:
     """Return what makes an output of the last stream; None if it is not made of each token."""
-    if not logits.tensor.is_floating_point() or logits.origin is start.origin:
+    if not logits.tensor.is_floating_point() or logits.origin is stream.origin:
         return None
-    events, reads = walk_back(logits, [id(start)], event_index(start) + 1)
-    places, own = start.tensor.shape[:-1], logits.tensor.shape[:-1]
-    head = Head(_with_constant_events(events), start, logits, is_transposed=own != places)
+    events, reads = walk_back(logits, [id(stream)], event_index(stream) + 1)
+    places, own = stream.tensor.shape[:-1], logits.tensor.shape[:-1]
+    head = Head(_with_constant_events(events), stream, logits, is_transposed=own != places)
     is_by_token = own in (places, places[::-1])
-    is_of_stream = [id(read) for read in reads] == [id(start)]
+    is_of_stream = [id(read) for read in reads] == [id(stream)]
     return head if is_by_token and is_of_stream and _matmuls(head) else None
 
 
 def _matmuls(head: Head) -> list[Event]:
-    return [event for event in head.events if event.name in MATMULS and event.data]
+    return [event for event in head.events if event.name in MATMULS and event.varying]
 
 
 def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: str) -> None:
@@ -358,14 +358,14 @@ def _name_logits(trace: Trace, head: Head, product: Event, names: Names, site: s
 
 def _name_final_norm(trace: Trace, last: Layer, head: Head, product: Event, names: Names) -> None:
     """Name the last norm: what a module returns before the product, scaled or not."""
-    value = product.data[0]
+    value = product.varying[0]
     while value.origin is not head.start.origin:
         places = [place for each in value.equal_values() for place in each.places]
         is_of_module = any(place.kind == "output" for place in places)
         event = value.origin.maker
-        if is_of_module or event is None or len(event.data) != 1:
+        if is_of_module or event is None or len(event.varying) != 1:
             break
-        value = event.data[0]
+        value = event.varying[0]
     if value.origin is head.start.origin:
         names.refused["ln_final"] = "no norm is between the last stream and the logits"
         return

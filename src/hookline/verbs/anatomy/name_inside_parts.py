@@ -56,9 +56,9 @@ def name_mlp(trace: Trace, layer: Layer) -> None:
         return names.refuse(_MLP, "the MLP is of experts")
     part = parts[0]
     products = _matmuls(part)
-    if not products or len(products[-1].data) != 1:
+    if not products or len(products[-1].varying) != 1:
         return names.refuse(_MLP, "no products lead in and out of its neurons")
-    act = products[-1].data[0].origin
+    act = products[-1].varying[0].origin
     pre, up = _pre_and_up(act, part)
     if pre is None:
         return names.refuse(_MLP, "no function of one value makes the neurons")
@@ -66,7 +66,7 @@ def name_mlp(trace: Trace, layer: Layer) -> None:
         return names.refuse(_MLP, "it also adds a product of other neurons, as a second MLP does")
     values = {"mlp_pre": pre} if up is None else {"mlp_pre": pre, "mlp_gate": pre, "mlp_up": up}
     sites = {name: site_of(trace, value, layer.block.path) for name, value in values.items()}
-    sites["mlp_act"] = input_site(trace, products[-1].data[0], layer.block.path, products[-1:])
+    sites["mlp_act"] = input_site(trace, products[-1].varying[0], layer.block.path, products[-1:])
     if None in sites.values():
         return names.refuse(_MLP, NO_SITE)
     if up is None:
@@ -85,16 +85,16 @@ def _has_other_neurons(part: Part, act: Value, last: Event) -> bool:
     products = [event for event in events if event.name in MATMULS and event is not last]
     made = {id(output) for event in products for output in event.outputs}
     for event in events:
-        if event not in products and any(id(value) in made for value in event.data):
+        if event not in products and any(id(value) in made for value in event.varying):
             made.update(map(id, event.outputs))
-    return any(id(value) in made for event in products for value in event.data)
+    return any(id(value) in made for event in products for value in event.varying)
 
 
 def _pre_and_up(act: Value, part: Part) -> tuple[Value | None, Value | None]:
     """Return what the nonlinearity gets, and the linear factor of a gated MLP."""
     events, heavy = _events_since_matmuls(act, part)
     event = act.maker
-    factors = event.data if event is not None and event.name in _PRODUCTS else []
+    factors = event.varying if event is not None and event.name in _PRODUCTS else []
     if len(factors) == 2:
         linear = [factor for factor in factors if _is_linear(factor, part)]
         curved = [factor for factor in factors if not _is_linear(factor, part)]
@@ -114,7 +114,7 @@ def _is_linear(value: Value, part: Part) -> bool:
 def _is_slice(event: Event) -> bool:
     if any(value.like is not None for value in event.outputs):
         return True
-    return event.name in _SLICES and len(event.data) == 1
+    return event.name in _SLICES and len(event.varying) == 1
 
 
 def _pre_activation(value: Value, part: Part) -> Value:
@@ -124,7 +124,7 @@ def _pre_activation(value: Value, part: Part) -> Value:
     used = {id(value)}
     for event in reversed(events):
         if any(id(output) in used for output in event.outputs):
-            used.update(id(source) for source in event.data)
+            used.update(id(source) for source in event.varying)
     gates = on_every_path([each for each in values if id(each) in used], value)
     pre = gates[0]
     for gate in gates[1:]:
@@ -305,7 +305,7 @@ def _n_value_heads(layer: Layer, part: Part, values: Value) -> int:
 def _name_heads(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
     """Name what the output projection gets: z of all heads side by side, gated where it is."""
     product, names = _matmuls(part)[-1], layer.names
-    merged = product.data[0] if len(product.data) == 1 and product is not core else None
+    merged = product.varying[0] if len(product.varying) == 1 and product is not core else None
     site = None
     if merged is not None and product.path != core.path:
         site = input_site(trace, merged, layer.block.path, [product])
@@ -332,9 +332,9 @@ def _name_gate(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
     for event in part.term.events:
         if event.index <= core.index or not any(id(value) in mixed for value in event.inputs):
             continue
-        other = [value for value in event.data if id(value) not in mixed]
-        if event.name in _PRODUCTS and len(other) == 1 and len(event.data) == 2:
-            mine = next(value for value in event.data if id(value) in mixed)
+        other = [value for value in event.varying if id(value) not in mixed]
+        if event.name in _PRODUCTS and len(other) == 1 and len(event.varying) == 2:
+            mine = next(value for value in event.varying if id(value) in mixed)
             values = event.outputs[0], mine, other[0]
             sites = [site_of(trace, value, layer.block.path) for value in values]
             if None in sites:
@@ -423,10 +423,10 @@ def _name_norms(trace: Trace, layer: Layer, part: Part, core: Event) -> None:
     names.refuse(lacking, "no module normalises it between its product and the scores")
 
 
-def _norms_in(call: ModuleCall, wanted: set[int]) -> Iterator[tuple[Value, Value]]:
+def _norms_in(call: ModuleCall, wanted_ids: set[int]) -> Iterator[tuple[Value, Value]]:
     """Yield the values before and after each norm that a module computes of its inputs."""
     for output, source in zip(call.outputs.values(), call.inputs.values(), strict=False):
-        is_other = id(output) in wanted and output.origin is not source.origin
+        is_other = id(output) in wanted_ids and output.origin is not source.origin
         if is_other and error_of_rescale(output.tensor, source.tensor) < 1e-4:
             yield source, output
 
@@ -437,6 +437,6 @@ def _query_and_key(part: Part, core: Event) -> list[Value]:
     if part.softmax is None:
         return []
     stop = [id(read) for read in part.term.reads]
-    events, _ = walk_back(part.softmax.data[0], stop, 0)
-    scores = [event for event in events if event.name in MATMULS and len(event.data) > 1]
-    return scores[-1].data[-2:] if scores else []
+    events, _ = walk_back(part.softmax.varying[0], stop, 0)
+    scores = [event for event in events if event.name in MATMULS and len(event.varying) > 1]
+    return scores[-1].varying[-2:] if scores else []

@@ -97,10 +97,10 @@ def _part(term: Term) -> Part:
     return Part(term, cores, first)
 
 
-def argument_of(event: Event, number: int, name: str) -> Any:
+def argument_of(event: Event, position: int, name: str) -> Any:
     """Return an argument of a call by its number or name; None if the call has none."""
     positional, named = event.arguments
-    return positional[number] if number < len(positional) else named.get(name)
+    return positional[position] if position < len(positional) else named.get(name)
 
 
 def _product_with_values(softmax: Event, term: Term) -> Core | None:
@@ -110,7 +110,7 @@ def _product_with_values(softmax: Event, term: Term) -> Core | None:
         if event.index <= softmax.index or not any(id(v) in pattern for v in event.inputs):
             continue
         if event.name in _PRODUCTS:
-            others = [value for value in event.data if id(value) not in pattern]
+            others = [value for value in event.varying if id(value) not in pattern]
             return Core(event, others[-1] if others else None)
         if event.name not in ("topk", "mul", "sum", "scatter", "gather", "max", "sort"):
             pattern.update(map(id, event.outputs))
@@ -142,7 +142,7 @@ def side_inputs(part: Part, block: Block) -> list[Value]:
     return [
         value
         for event in part.term.events
-        for value in event.data
+        for value in event.varying
         if id(value) not in on_stream
         and (value.maker is None or value.maker.index < block.call.begin)
         and value.tensor.is_floating_point()
@@ -207,12 +207,12 @@ def stream_site(trace: Trace, value: Value, block: Block) -> str | None:
 # -- names ----------------------------------------------------------------------------------------
 
 
-def region(term: Term) -> list[Value]:
+def unavoidable_values(term: Term) -> list[Value]:
     """Return the values of a term that no path from the stream passes by, in order."""
     read = term.reads[-1]
     reached, values = {id(read)}, [read]
     for event in term.events:
-        if any(id(value) in reached for value in event.data):
+        if any(id(value) in reached for value in event.varying):
             new = [value for value in event.outputs if id(value) not in reached]
             reached.update(map(id, new))
             values += new
@@ -221,7 +221,7 @@ def region(term: Term) -> list[Value]:
 
 def input_and_output(term: Term) -> tuple[Value, Value]:
     """Return what a part gets before its first product, and what its last product returns."""
-    gates = region(term)
+    gates = unavoidable_values(term)
     products = [event.index for event in term.events if event.name in MATMULS]
     if not products:
         return gates[0], term.value
@@ -248,7 +248,7 @@ def refuse_several_streams(layer: Layer) -> None:
     if stream.dim() > 3 and not any(part.cores for part in layer.parts):
         raise NoStream(f"no part of {layer.block.path} has an attention pattern")
     for part in layer.parts if stream.dim() > 3 else ():
-        sources = [v.tensor for e in part.term.events if e.name in MATMULS for v in e.data]
+        sources = [v.tensor for e in part.term.events if e.name in MATMULS for v in e.varying]
         is_read = any(
             source.numel() == stream.numel() and source.shape[-1] == stream.shape[-1]
             for source in sources

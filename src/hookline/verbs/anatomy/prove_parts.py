@@ -165,21 +165,21 @@ def _measure_claims(
         yield from (((name, number), worst, f"{why} on input {n_input}") for name in each.names)
 
 
-def _measure_claim(each: Claim, values: dict[str, Tensor | str]) -> tuple[float, str]:
+def _measure_claim(claim: Claim, values: dict[str, Tensor | str]) -> tuple[float, str]:
     """Return the error of an identity, and a text for people."""
-    own = [values[site] for site in each.sites]
+    own = [values[site] for site in claim.sites]
     lacking = [value for value in own if isinstance(value, str)]
     if lacking:
         return math.inf, lacking[0]
     tensors = [value for value in own if isinstance(value, Tensor)]
-    worst = each.measure(*tensors)
+    worst = claim.measure(*tensors)
     if worst < math.inf:
-        return worst, f"{each.text} is off by {worst:.1e}"
-    pairs = zip(each.sites, tensors, strict=True)
+        return worst, f"{claim.text} is off by {worst:.1e}"
+    pairs = zip(claim.sites, tensors, strict=True)
     not_numbers = [site for site, value in pairs if not value.isfinite().all()]
     if not_numbers:
         return worst, f"{not_numbers[0]} has NaN or infinity"
-    return worst, f"{each.text} has values without sites, or of shapes that do not fit,"
+    return worst, f"{claim.text} has values without sites, or of shapes that do not fit,"
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def _why_no_stream(call: ModuleCall, begins: list[Value], ends: list[Value]) -> 
 
 def _rescale_text(event: Event) -> str:
     """Say how far a call is from a scale or a norm, if it returns as many numbers as it gets."""
-    before, after = event.data[0].tensor, event.outputs[0].tensor
+    before, after = event.varying[0].tensor, event.outputs[0].tensor
     off = error_of_rescale(after, before) if after.dim() > 1 else math.inf
     return f", off by {off:.1e} from a scale or a norm on input 1" if off < math.inf else ""
 
@@ -148,14 +148,14 @@ def _is_sum_or_norm(value: Value) -> bool:
     return value.maker is not None and (value.like is not None or value.maker.name in _LIGHT)
 
 
-def _walk_sums_and_norms(post: Value, begin: int) -> list[Value]:
+def _walk_sums_and_norms(end: Value, begin: int) -> list[Value]:
     """Return the values from which sums, norms and scales lead to a value; that value first."""
-    before, waiting = {id(post): post}, [post]
+    before, waiting = {id(end): end}, [end]
     while waiting:
         value = waiting.pop()
         if not _is_sum_or_norm(value) or value.maker is None or value.maker.index < begin:
             continue
-        for source in value.maker.data:
+        for source in value.maker.varying:
             if id(source) not in before:
                 before[id(source)] = source
                 waiting.append(source)
@@ -175,7 +175,7 @@ def _stream_values(pre: Value, post: Value, linked: Sequence[Value]) -> list[Val
         if value is pre or value.maker is None or not _is_sum_or_norm(value):
             continue
         is_after = event_index(value) > event_index(pre)
-        if is_after and any(id(source) in on_path for source in value.maker.data):
+        if is_after and any(id(source) in on_path for source in value.maker.varying):
             on_path.add(id(value))
             values.append(value)
     return on_every_path(values, post)
@@ -186,7 +186,7 @@ def on_every_path(values: Sequence[Value], last: Value) -> list[Value]:
     place = {id(value): k for k, value in enumerate(values)}
     until = list(range(len(values)))  # the last place that uses a value
     for k, value in enumerate(values):
-        for source in value.maker.data if value.maker is not None else ():
+        for source in value.maker.varying if value.maker is not None else ():
             if id(source) in place and place[id(source)] < k:
                 until[place[id(source)]] = k
     gates, reach = [], 0
@@ -205,8 +205,8 @@ def _steps(spine: list[Value], call: ModuleCall) -> list[Step]:
             continue
         event = end.maker
         assert event is not None
-        others = [value for value in event.data if value is not start]
-        is_sum = event.name in SUMS and start in event.data and len(others) == 1
+        others = [value for value in event.varying if value is not start]
+        is_sum = event.name in SUMS and start in event.varying and len(others) == 1
         addends = _addends(others[0], event.path, on_stream, call.begin) if is_sum else []
         terms = [Term(value, *walk_back(value, on_stream, call.begin)) for value in addends]
         steps.append(Step(start, end, terms))
@@ -217,16 +217,16 @@ def _addends(value: Value, path: str, on_stream: set[int], begin: int) -> list[V
     """Return the terms of a sum of two parts, where the same forward has added them."""
     event = value.maker
     is_sum = event is not None and event.path == path and event.name in SUMS
-    if event is None or not is_sum or value.like is not None or len(event.data) != 2:
+    if event is None or not is_sum or value.like is not None or len(event.varying) != 2:
         return [value]
-    for part in event.data:
+    for part in event.varying:
         events, _ = walk_back(part, on_stream, begin)
         if not any(each.name in MATMULS for each in events):
             return [value]  # such as a bias
-    return [each for part in event.data for each in _addends(part, path, on_stream, begin)]
+    return [each for part in event.varying for each in _addends(part, path, on_stream, begin)]
 
 
-def walk_back(value: Value, stop: Iterable[int], begin: int) -> tuple[list[Event], list[Value]]:
+def walk_back(value: Value, stop_ids: Iterable[int], begin: int) -> tuple[list[Event], list[Value]]:
     """Return the calls that compute a value, in order, and the values where the search stops.
 
     Args:
@@ -234,7 +234,7 @@ def walk_back(value: Value, stop: Iterable[int], begin: int) -> tuple[list[Event
         stop: the ids of values where the search stops.
         begin: the number of the event before which no event counts.
     """
-    ends = set(stop)
+    ends = set(stop_ids)
     events: dict[int, Event] = {}
     reads: dict[int, Value] = {}
     waiting = [value]
@@ -243,7 +243,7 @@ def walk_back(value: Value, stop: Iterable[int], begin: int) -> tuple[list[Event
         if event is None or event.index < begin or event.index in events:
             continue
         events[event.index] = event
-        for source in event.data:
+        for source in event.varying:
             if id(source) in ends:
                 reads[id(source)] = source
             else:

@@ -110,7 +110,7 @@ class Event:
     writes: bool = False
 
     @property
-    def data(self) -> list[Value]:
+    def varying(self) -> list[Value]:
         """Return the inputs that are no constants."""
         return [value for value in self.inputs if not value.is_constant]
 
@@ -304,7 +304,7 @@ class Trace(TorchFunctionMode):
         return str(Site(place.path, port, place.leaf, number))
 
 
-def replay(events: Iterable[Event], given: dict[int, Tensor], wanted: Value) -> Tensor:
+def replay(events: Iterable[Event], tensor_by_id: dict[int, Tensor], wanted: Value) -> Tensor:
     """Compute a value again, from other numbers.
 
     Args:
@@ -312,7 +312,7 @@ def replay(events: Iterable[Event], given: dict[int, Tensor], wanted: Value) -> 
         given: the other numbers, by the ids of the values that they stand for.
         wanted: the value.
     """
-    numbers = dict(given)
+    numbers = dict(tensor_by_id)
 
     def number(part: Any) -> Any:
         return numbers.get(id(part), part.tensor) if isinstance(part, Value) else part
@@ -333,7 +333,7 @@ def replay_tokens(
     events: Sequence[Event],
     given: Sequence[tuple[Value, Tensor]],
     wanted: Value,
-    weights: Mapping[int, Tensor] | None = None,
+    weight_by_id: Mapping[int, Tensor] | None = None,
 ) -> Tensor:
     """Compute a value again from other tokens, where each token is computed alone.
 
@@ -351,7 +351,7 @@ def replay_tokens(
     for start in range(0, shape.numel(), places.numel()):
         slots = torch.arange(start, start + places.numel(), device="cpu") % shape.numel()
         parts = {id(value): own[slots].reshape(value.tensor.shape) for value, own in rows}
-        result = replay(events, {**(weights or {}), **parts}, wanted)
+        result = replay(events, {**(weight_by_id or {}), **parts}, wanted)
         if result.shape[:-1] != places and result.shape[:-1] == places[::-1]:
             result = result.transpose(0, 1)  # tokens came first
         results.append(result.flatten(0, -2))

@@ -44,13 +44,13 @@ def _random_normal(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(shape, generator=_generator(seed), device="cpu")
 
 
-def _random_texts(model: nn.Module, words: nn.Embedding, seed: int, n_tokens: int) -> Any:
+def _random_texts(model: nn.Module, embedding: nn.Embedding, seed: int, n_tokens: int) -> Any:
     def draw(more: int) -> Tensor:
-        high = words.num_embeddings
+        high = embedding.num_embeddings
         shape = (_ROWS, n_tokens)
         low, own = min(3, high - 1), _generator(seed + more)
         ids = torch.randint(low, high, shape, generator=own, device="cpu")
-        return ids.to(words.weight.device)
+        return ids.to(embedding.weight.device)
 
     signature = signature_of(model)
     names = () if signature is None else tuple(signature.parameters)

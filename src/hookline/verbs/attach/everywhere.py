@@ -67,7 +67,7 @@ class GlobalHooks(Attachment):
     def add(self, kind: str, matches: Matcher, tap: Any, *, prepend: bool) -> None:
         """Add a hook of a kind on the modules that `matches` accepts."""
         self.taps.insert(0 if prepend else len(self.taps), _GlobalHook(kind, matches, tap))
-        self.groups |= _groups(kind)
+        self.groups |= _hook_groups(kind)
 
     @property
     def has_hooks(self) -> bool:
@@ -82,7 +82,7 @@ class GlobalHooks(Attachment):
         """Drop some taps, and the process-wide hooks that no other tap needs."""
         dropped = set(map(id, taps))
         self.taps[:] = [hook for hook in self.taps if id(hook.tap) not in dropped]
-        self.groups = {group for hook in self.taps for group in _groups(hook.kind)}
+        self.groups = {group for hook in self.taps for group in _hook_groups(hook.kind)}
         DISPATCHER.remove_unneeded(self)
 
     def why_silent(self) -> str | None:
@@ -109,7 +109,7 @@ _GROUPS = {
 }
 
 
-def _groups(kind: str) -> set[str]:
+def _hook_groups(kind: str) -> set[str]:
     """Return the groups of process-wide hooks that a kind of hook needs."""
     if kind in ("parameter", "buffer", "module"):
         return {"registration"}
@@ -157,7 +157,7 @@ class _Dispatcher:
         """List the lines that see the present thread and task."""
         return [line for line in self._lines if line.passes.may_see()]
 
-    def add(self, line: GlobalHooks) -> None:
+    def register_for(self, line: GlobalHooks) -> None:
         """Register the process-wide hooks that a line needs by now."""
         with self._lock:
             if line not in self._lines:
@@ -321,7 +321,7 @@ class EverywhereHooks(Line):
         """Call a tap wherever a module or optimizer in this context matches."""
         with self.hooking(tap.site.port) as handle, self._catch.undo_on_error():
             self._catch.add(kind, matches, tap, prepend=prepend)
-            DISPATCHER.add(self._catch)
+            DISPATCHER.register_for(self._catch)
             self.keep(tap)
             return handle
 

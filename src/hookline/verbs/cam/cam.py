@@ -23,7 +23,8 @@ from hookline.errors import (
 from hookline.recordings import Recording
 from hookline.recordings.image_values import channels_of
 from hookline.verbs.cam.class_maps import ClassMaps
-from hookline.verbs.cam.layers import (
+from hookline.verbs.cam.methods import Method, method_named, min_max_scaled
+from hookline.verbs.cam.spatial_layers import (
     Layer,
     Reshape,
     find_maps,
@@ -32,7 +33,6 @@ from hookline.verbs.cam.layers import (
     recording_line,
     select_outputs,
 )
-from hookline.verbs.cam.methods import Method, method_named, min_max_scaled
 from hookline.verbs.cam.targets import ClassTarget, Goal, resolve_target
 from hookline.verbs.shared.inference_tensors import savable_weights
 from hookline.verbs.shared.rerun import eval_without_side_effects

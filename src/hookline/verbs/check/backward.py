@@ -35,7 +35,7 @@ from hookline.verbs.check.agree_across_ranks import earliest, rank_here
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.forward import NOT_REPEATED, ForwardChecks
 from hookline.verbs.check.loss_graph import LossGraph
-from hookline.verbs.check.nonfinite_origins import measured
+from hookline.verbs.check.nonfinite_origins import measure
 from hookline.verbs.check.pending_findings import Checked, Outcome, finding_of_tensor
 from hookline.verbs.check.replay import RUN, CheckedRun, RepeatedBackward, Replay
 from hookline.verbs.check.unusual_outputs import warn_of_missing_gradients
@@ -280,7 +280,7 @@ class BackwardChecks:
         """Describe a gradient of the output that is not finite: all code outside is the loss."""
         grad = next(gradient for gradient in run.gradients.values() if kinds_in(gradient))
         finding = finding_of_tensor("loss", "", grad, run.step)
-        finding = finding.with_(inputs=(measured("gradient of the output", grad),))
+        finding = finding.with_(inputs=(measure("gradient of the output", grad),))
         notes = []
         if run.is_output_finite:
             notes.append("the output was finite, and its gradient is not: look at the loss")
@@ -320,10 +320,10 @@ class BackwardChecks:
         if not stepped or (isinstance(skipped, Tensor) and bool(skipped)):
             return None  # the optimizer itself skips the step, as GradScaler asks it to
         self._has_stepped = True
-        in_backward = self._outcome.in_backward
-        is_judged = in_backward is None and self._judged.are_same(stepped)
+        known = self._outcome.in_backward
+        is_judged = known is None and self._judged.are_same(stepped)
         is_bad = not is_judged and not self._gradients_are_finite(param_ids)
-        finding = (in_backward or self._of_step(stepped)) if is_bad else self._nan_loss_of(stepped)
+        finding = (known or self._step_finding(stepped)) if is_bad else self._nan_loss_of(stepped)
         # Each rank has shards of its own to step with, and all of them must stop.
         return self._checked.earliest(finding)
 
@@ -332,7 +332,7 @@ class BackwardChecks:
         is_same = self._judged.are_same(weights, with_numbers=False)
         return self._nan_loss if is_same else None
 
-    def _of_step(self, stepped: list[tuple[str, Tensor]]) -> CheckFinding:
+    def _step_finding(self, stepped: list[tuple[str, Tensor]]) -> CheckFinding:
         """Describe gradients that no backward through the model's outputs has made."""
         why = (
             "no backward through the model's outputs made it; look at what else writes gradients,"
@@ -391,7 +391,7 @@ class BackwardChecks:
             return None  # said already
         if self._at_start.are_same(self._weights) or self._gradients_are_finite():
             return None
-        return self._of_step(self._weights)
+        return self._step_finding(self._weights)
 
     def _gradients_are_finite(self, ids: set[int] | None = None) -> bool:
         weights = [weight for _, weight in self._weights if ids is None or id(weight) in ids]

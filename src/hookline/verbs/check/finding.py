@@ -61,14 +61,14 @@ class SourceLine:
         return f"{self.filename}:{self.lineno}"
 
 
-def is_library(filename: str) -> bool:
+def is_internal(filename: str) -> bool:
     """Tell whether a file is of torch or hookline."""
     return filename.startswith((_OURS, _TORCHS, "<"))
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the nearest frame up the stack that is outside torch and hookline."""
-    while frame is not None and is_library(frame.f_code.co_filename):
+    while frame is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 

@@ -29,7 +29,7 @@ from hookline.statistics import finiteness
 from hookline.statistics.finiteness import Measure, NonFinite, kinds_in, total, transformed
 from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.check.loss_graph import NodeNumbers
-from hookline.verbs.check.nonfinite_origins import Origin, measured
+from hookline.verbs.check.nonfinite_origins import Origin, measure
 from hookline.verbs.check.pending_findings import Checked, Outcome
 from hookline.verbs.check.replay import RUN, CheckedRun, Replay
 from hookline.verbs.check.unusual_outputs import History, TraitReader, Traits, judge_all
@@ -222,7 +222,7 @@ class ForwardChecks:
         if finding is None:
             finding, why = self.repeat(run, lambda replay: self._explain(replay, run, suspects))
         if why is not None:
-            finding = self._unrepeatable(run, suspects, why)
+            finding = self._judge_by_sums(run, suspects, why)
         return None if finding is None else self._outcome.add(finding)
 
     def repeat(
@@ -261,7 +261,7 @@ class ForwardChecks:
         if not origins:
             for output in outputs:
                 calls = [call for call in replay.calls if call.node.path == output.site.path]
-                output.measure = _measure_beside(finiteness.all_kinds(call.kinds for call in calls))
+                output.measure = _measure_for(finiteness.all_kinds(call.kinds for call in calls))
             return None, None
         # Origins in the output count. If the output has no numbers, all origins count.
         leaving = replay.origin if replay.has_numbers else origins[0]
@@ -273,7 +273,7 @@ class ForwardChecks:
             output.is_excused = True
         return finding.with_(vanished=True), None
 
-    def _unrepeatable(self, run: CheckedRun, suspects: list[int], why: str) -> CheckFinding | None:
+    def _judge_by_sums(self, run: CheckedRun, suspects: list[int], why: str) -> CheckFinding | None:
         """Describe a run that cannot be repeated, or does not repeat itself.
 
         Returns:
@@ -315,7 +315,7 @@ class ForwardChecks:
             n_nan=sum(n_nan for n_nan, _ in counts),
             n_inf=sum(n_inf for _, n_inf in counts),
             n_total=sum(tensor.numel() for tensor in output),
-            parameters=tuple(measured(name, weight) for name, weight in parameters),
+            parameters=tuple(measure(name, weight) for name, weight in parameters),
             passed_on=tuple(passed),
             notes=(f"the operation is not known: {why}",),
         )  # fmt: skip
@@ -352,8 +352,8 @@ def _non_finite_kinds(output: Any) -> NonFinite | None:
     return finiteness.all_kinds(map(kinds_in, tensors)) if tensors else None
 
 
-def _measure_beside(kinds: NonFinite) -> Measure:
+def _measure_for(meant: NonFinite) -> Measure:
     """Return the measure for a site where these kinds are meant; without any, its sum overflows."""
-    if kinds is NonFinite.MINUS_INF:
+    if meant is NonFinite.MINUS_INF:
         return finiteness.beside_masks
-    return finiteness.total_nan if kinds else finiteness.extremes
+    return finiteness.total_nan if meant else finiteness.extremes

@@ -28,7 +28,7 @@ from hookline.engine import hook_node, local_part, next_number, nodes_of_loss, n
 from hookline.statistics.finiteness import NonFinite, is_measurable, kinds_in
 from hookline.verbs.check.finding import CheckFinding, SourceLine, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt, line_of_loss
-from hookline.verbs.check.nonfinite_origins import line_from_traceback, measured
+from hookline.verbs.check.nonfinite_origins import line_from_traceback, measure
 
 # A loss of more operations is not looked through.
 _MOST_NODES = 64
@@ -73,7 +73,7 @@ class Fault:
         self.node: Any = node
         self.tensor: Tensor = tensor
         self._notes = notes
-        self._inputs = [measured(f"[{k}]", part.detach()) for k, part in enumerate(inputs)]
+        self._inputs = [measure(f"[{k}]", part.detach()) for k, part in enumerate(inputs)]
         name = "" if node is None else _forward_name(node)
         self._function = (node.name() if is_of_backward else name) if name else None
         self._operation = f"aten.{name}" if hasattr(torch.ops.aten, name or "-") else None
@@ -122,15 +122,15 @@ class NodeNumbers:
             runs.append(_RunNodes(first, after, is_finite, called_at))
             del runs[:-_MOST_RUNS]
 
-    def is_run_finite(self, number: int, thread: int) -> bool | None:
+    def is_run_finite(self, node_number: int, thread: int) -> bool | None:
         """Return whether the output of a node's run is known to be finite; None without a run."""
-        run = self.last_run_before(number, thread)
-        return run.is_finite if run is not None and number < run.after else None
+        run = self.last_run_before(node_number, thread)
+        return run.is_finite if run is not None and node_number < run.after else None
 
-    def last_run_before(self, number: int, thread: int) -> _RunNodes | None:
+    def last_run_before(self, node_number: int, thread: int) -> _RunNodes | None:
         """Return the last run of a thread that began before a node."""
         runs = self._runs.get(thread, [])
-        index = bisect.bisect_right(runs, number, key=attrgetter("first"))
+        index = bisect.bisect_right(runs, node_number, key=attrgetter("first"))
         return runs[index - 1] if index else None
 
 

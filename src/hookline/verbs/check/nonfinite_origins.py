@@ -37,7 +37,7 @@ from hookline.statistics.finiteness import (
     kinds_in,
     moments,
 )
-from hookline.verbs.check.finding import Measured, SourceLine, is_library, source_line, user_frame
+from hookline.verbs.check.finding import Measured, SourceLine, is_internal, source_line, user_frame
 
 # Operations that return memory that is not written yet; of a resized tensor, a part is.
 _NEW = ("empty", "new_empty")
@@ -119,7 +119,7 @@ class _MeantKinds:
         kinds = all_kinds(mark.kinds for mark in followed)
         self._meant = (kinds if is_moving else kinds & ~NonFinite.NAN) | _meant_in(name, arguments)
 
-    def is_made(self, kinds: Iterable[NonFinite]) -> bool:
+    def has_made(self, kinds: Iterable[NonFinite]) -> bool:
         """Tell whether the operation has made what is in its outputs."""
         return not self.is_empty and bool(all_kinds(kinds) & ~self._meant)
 
@@ -275,7 +275,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if origin is None:
             followed = _MeantKinds(function, arguments, marks)
             is_empty = followed.is_empty
-            if followed.is_made(kinds for _, kinds in bad):
+            if followed.has_made(kinds for _, kinds in bad):
                 copies = [before[id(t)][1] if id(t) in before else t for t in inputs]
                 origin = self._new_origin(function, copies, [tensor for tensor, _ in bad])
         for tensor, kinds in bad:
@@ -287,7 +287,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number, name, line = None, self._names.name, source_line(user_frame(sys._getframe()))
         else:
             number, name, line = *node[:2], line_from_traceback(node[2])
-        parts = [measured(self._input_name(part, index), part) for index, part in enumerate(inputs)]
+        parts = [measure(self._input_name(part, index), part) for index, part in enumerate(inputs)]
         origin = Origin(
             self.count, "operation", operation=str(function), function=name, line=line,
             frames=self._frames(), node=number, inputs=tuple(parts),
@@ -301,7 +301,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"[{index}]" if kind == "constant" else f"{kind} {name}"
 
 
-def measured(name: str, tensor: Tensor) -> Measured:
+def measure(name: str, tensor: Tensor) -> Measured:
     """Measure a tensor."""
     dtype = torch_name(tensor.dtype)
     numbers = moments(tensor) if is_measurable(tensor) else None
@@ -379,7 +379,7 @@ def line_from_traceback(traceback: list[str]) -> SourceLine | None:
         filename, number, function = [*place.removeprefix(_TRACEBACK_LINE).split(", "), "", ""][:3]
         filename = filename.rstrip('"')
         lineno = number.removeprefix("line ")
-        if lineno.isdigit() and not is_library(filename):
+        if lineno.isdigit() and not is_internal(filename):
             source = (text.strip().splitlines() or [""])[0]
             return SourceLine(filename, int(lineno), function.removeprefix("in "), source)
     return None

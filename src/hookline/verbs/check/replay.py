@@ -39,7 +39,7 @@ from hookline.engine.pytree.describe import leaf_text
 from hookline.statistics.finiteness import NonFinite, all_kinds, is_measurable
 from hookline.verbs.check.finding import SINCE_START, CheckFinding, Measured, user_frame
 from hookline.verbs.check.loss_source_line import CalledAt
-from hookline.verbs.check.nonfinite_origins import FunctionNames, Origin, Origins, Outside, measured
+from hookline.verbs.check.nonfinite_origins import FunctionNames, Origin, Origins, Outside, measure
 from hookline.verbs.check.replay_file import Situation
 from hookline.verbs.shared import rerun
 from hookline.verbs.shared.rerun import ChangingBuffers, Likeness, RunStart
@@ -410,14 +410,14 @@ def _state_before(module: nn.Module, start: RunStart) -> dict[str, Tensor]:
 def _measured_inputs(call: ModuleCall) -> tuple[Measured, ...]:
     arguments = Arguments().bind(call.node.module, call.args, call.kwargs)
     return tuple(
-        measured(f"input{leaf_text(leaf)}", tensor) for leaf, tensor in tree.tensors(arguments)
+        measure(f"input{leaf_text(leaf)}", tensor) for leaf, tensor in tree.tensors(arguments)
     )
 
 
 def _measured_parameters(node: ModuleNode) -> tuple[Measured, ...]:
     tensors = {**parameters(node.module), **buffers(node.module)}
     return tuple(
-        measured(name, tensor)
+        measure(name, tensor)
         for name, tensor in tensors.items()
         if tensor is not None and not name.startswith("num_batches")
     )

@@ -17,7 +17,7 @@ from hookline.errors import InputError
 from hookline.findings import Finding
 from hookline.stores import Column, Store
 from hookline.stores.job import LOOP
-from hookline.verbs.compare.sides import Side
+from hookline.verbs.compare.read_sides import Side
 
 _MOST_SHOWN = 3
 

@@ -11,6 +11,7 @@ from hookline.verbs.compare.comparison import Comparison
 from hookline.verbs.compare.join_ranks import Dims, check_dims, check_dims_match
 from hookline.verbs.compare.judge import Judge
 from hookline.verbs.compare.pair_by_name import Names, pair_entries
+from hookline.verbs.compare.read_sides import read_both_sides
 from hookline.verbs.compare.setup_findings import (
     find_coarse_floors,
     find_form_differences,
@@ -20,7 +21,6 @@ from hookline.verbs.compare.setup_findings import (
     find_token_remarks,
     find_unpaired,
 )
-from hookline.verbs.compare.sides import read_both_sides
 
 # What goes together. Arrays of another framework may stand for a recording.
 _TOGETHER = ({"recording", "arrays"}, {"store"}, {"curves"})

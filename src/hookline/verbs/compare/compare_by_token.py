@@ -29,7 +29,7 @@ from hookline.verbs.compare.measure import (
     pair_leaves,
 )
 from hookline.verbs.compare.rank_groups import Group, groups_of
-from hookline.verbs.compare.sides import Entry, Side, check_passes_of_ranks, with_groups_as_passes
+from hookline.verbs.compare.read_sides import Entry, Side, check_passes_of_ranks, groups_as_passes
 from hookline.verbs.compare.token_alignment import (
     Alignment,
     ByPass,
@@ -128,7 +128,7 @@ def _try_align(sides: tuple[Side, Side], given: tuple[Any, Any], dims: Dims | No
         for other, layout, of_side in zip("ba", alignment.places, groups, strict=True):
             alignment.notes += _unmatched_ranks_note(other, layout, of_side)
     a, b = (
-        _join_passes(with_groups_as_passes(side, of_side, dims), list(of_tokens.grids))
+        _join_passes(groups_as_passes(side, of_side, dims), list(of_tokens.grids))
         for side, of_side, of_tokens in zip(sides, groups, (ours, theirs), strict=True)
     )
     return Aligned((a, b), alignment)

@@ -34,7 +34,7 @@ from hookline.verbs.compare.measure import Measured, measure_values
 from hookline.verbs.compare.noise_floor import Floor, eps_of, floor_of, measured_floor
 from hookline.verbs.compare.pair_by_name import Pairing
 from hookline.verbs.compare.prefetch import Values, prefetch_pairs
-from hookline.verbs.compare.sides import Entry, Side
+from hookline.verbs.compare.read_sides import Entry, Side
 from hookline.verbs.compare.tf32 import IN_TF32, flags_of
 from hookline.verbs.compare.token_alignment import Alignment
 from hookline.verbs.compare.unjoined_ranks import compare_by_rank, split_pair

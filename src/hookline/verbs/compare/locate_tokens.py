@@ -267,19 +267,19 @@ class _Stream:
             return int(tokens.position_ids[:, 0].min())
         return None
 
-    def positions(self, past: int) -> Tensor:
+    def positions(self, n_past: int) -> Tensor:
         """Return the position of each token as given, or as a model counts that is given none."""
         shape, given = self.tokens.shape, self.tokens.position_ids
         if given is not None:
             return given
-        return torch.arange(past, past + shape[1], device="cpu").expand(shape)
+        return torch.arange(n_past, n_past + shape[1], device="cpu").expand(shape)
 
-    def contents_at(self, mine: Tensor) -> list[Hashable]:
+    def contents_at(self, mask: Tensor) -> list[Hashable]:
         """Return what tells the tokens at some places from others: their ids, or digests."""
         if self._content is None:
             return []
         values, shape = self._content.detach().cpu(), self.tokens.shape
-        rows = values.reshape(*shape, *self._of_each)[mine]
+        rows = values.reshape(*shape, *self._of_each)[mask]
         return [_digest(row) for row in rows] if rows.ndim > 1 else list(rows.tolist())
 
 

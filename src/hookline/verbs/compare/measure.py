@@ -19,7 +19,7 @@ from hookline.statistics.difference import Difference, difference, difference_of
 from hookline.statistics.finiteness import flat
 from hookline.stores import Column
 from hookline.verbs.compare.common_items import RowsOfItems
-from hookline.verbs.compare.sides import StepNumbers
+from hookline.verbs.compare.read_sides import StepNumbers
 
 _DEEPEST = 20  # levels of nesting; a cache may hold itself
 _BLOCK_NUMEL = 2**22  # of a store, read at once

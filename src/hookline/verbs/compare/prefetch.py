@@ -10,7 +10,7 @@ from typing import Any
 
 from hookline.engine.pytree import describe, tree
 from hookline.errors import OverwrittenError
-from hookline.verbs.compare.sides import Entry, Side
+from hookline.verbs.compare.read_sides import Entry, Side
 
 Pair = tuple[Entry, Entry]
 Values = tuple[Any, Any]

@@ -18,7 +18,7 @@ from hookline.errors import HooklineError, InputError
 from hookline.findings import Finding
 from hookline.verbs.attach.raw_line import attach
 from hookline.verbs.compare.noise_floor import eps_of
-from hookline.verbs.compare.sides import Entry, Side
+from hookline.verbs.compare.read_sides import Entry, Side
 from hookline.verbs.shared.casting import cast_model, dtype_of
 from hookline.verbs.shared.failing_module import notes_of
 from hookline.verbs.shared.rerun import eval_without_side_effects

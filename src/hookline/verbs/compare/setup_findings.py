@@ -13,7 +13,7 @@ from hookline.findings import Finding
 from hookline.verbs.compare.comparison import ComparedSite
 from hookline.verbs.compare.noise_floor import FINE
 from hookline.verbs.compare.pair_by_name import Pairing
-from hookline.verbs.compare.sides import Side
+from hookline.verbs.compare.read_sides import Side
 from hookline.verbs.compare.tf32 import IN_TF32
 from hookline.verbs.compare.token_alignment import Alignment
 

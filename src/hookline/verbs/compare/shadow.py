@@ -24,9 +24,9 @@ from hookline.verbs.compare.judge import Judge, leaf_key
 from hookline.verbs.compare.measure import Measured, measure_values
 from hookline.verbs.compare.noise_floor import Floor
 from hookline.verbs.compare.pair_by_name import Names, Pairing, pair_entries
+from hookline.verbs.compare.read_sides import Entry
 from hookline.verbs.compare.run_both_models import Call, ModelRun, run_both
 from hookline.verbs.compare.setup_findings import find_unpaired
-from hookline.verbs.compare.sides import Entry
 from hookline.verbs.shared.rerun import eval_without_side_effects
 from hookline.verbs.shared.run_model import Inputs, check_arguments, without_list
 from hookline.verbs.shared.shapes_alone import refuse_shapes_alone

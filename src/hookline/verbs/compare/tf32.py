@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 
 from hookline.engine.pytree import tree
-from hookline.verbs.compare.sides import Side
+from hookline.verbs.compare.read_sides import Side
 
 IN_TF32 = "a GPU multiplied in TF32"
 _OLDEST = 8, 0  # the capability of Ampere, the first with TF32

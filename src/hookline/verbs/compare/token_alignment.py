@@ -90,7 +90,7 @@ class Alignment:
         readings = self._common_readings(*shapes)
         if not readings:
             return self._pair_by_two_readings(a, b)
-        if is_cache and {reading.axes for reading in readings} == {ROW} and not self._end_alike:
+        if is_cache and {reading.axes for reading in readings} == {ROW} and not self._ends_alike:
             return "a cache of the last tokens, which are others in a than in b"
         # Heads as wide as there are keys look like attention weights: other sites tell nothing.
         if len(readings) > 1 and not {PAIRS, HEADS} <= {reading.axes for reading in readings}:
@@ -118,7 +118,7 @@ class Alignment:
         )
 
     @cached_property
-    def _end_alike(self) -> bool:
+    def _ends_alike(self) -> bool:
         """Tell whether each row ends with the same tokens and padding in both recordings."""
         return self._row_ends(0) == self._row_ends(1)
 
@@ -296,10 +296,10 @@ def _match_sequences(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]
         return [(row, row) for row in range(len(a.contents))] if are_alike else [], False
     free: dict[tuple[Hashable, ...], list[int]] = {}
     for number, streams in enumerate(b.contents):
-        free.setdefault(_key(streams), []).append(number)
+        free.setdefault(_match_key(streams), []).append(number)
     pairs: dict[int, int] = {}
     for number, streams in enumerate(a.contents):
-        same = free.get(_key(streams))
+        same = free.get(_match_key(streams))
         if same:
             pairs[number] = same.pop(0)
     left = {*range(len(b.contents))} - {*pairs.values()}
@@ -314,7 +314,7 @@ def _match_sequences(a: Tokens, b: Tokens) -> tuple[list[tuple[int, int]], bool]
 def _add_copies(a: Tokens, b: Tokens, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Pair the sequences that are left with equal ones that have a counterpart already."""
     matched = [{pair[side] for pair in pairs} for side in (0, 1)]
-    keys = [[_key(streams) for streams in tokens.contents] for tokens in (a, b)]
+    keys = [[_match_key(streams) for streams in tokens.contents] for tokens in (a, b)]
     first_a = {keys[0][ours]: ours for ours, _ in reversed(pairs)}
     first_b = {keys[1][theirs]: theirs for _, theirs in reversed(pairs)}
     more = [
@@ -342,7 +342,7 @@ def _first_copies(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
     return first, second
 
 
-def _key(streams: _Streams) -> tuple[Hashable, ...]:
+def _match_key(streams: _Streams) -> tuple[Hashable, ...]:
     return tuple((stream, tuple(contents)) for stream, contents in sorted(streams.items()))
 
 

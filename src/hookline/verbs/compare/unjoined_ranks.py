@@ -91,7 +91,7 @@ class SplitPair:
 
 
 def compare_by_rank(
-    parts: SplitPair, judged: Callable[[Values], dict[Leaf, ComparedSite]], row: ComparedSite
+    parts: SplitPair, judge: Callable[[Values], dict[Leaf, ComparedSite]], row: ComparedSite
 ) -> list[ComparedSite]:
     """Compare the value of each rank with the other side's.
 
@@ -109,25 +109,25 @@ def compare_by_rank(
     if not parts.have_same_ranks and not parts.may_be_copies:
         return [replace(row, why=parts.first.why(parts.other))]
     by_rank: list[tuple[int | None, dict[Leaf, ComparedSite]]]
-    by_rank = [(rank, judged(values)) for rank, values in parts.by_rank()]
+    by_rank = [(rank, judge(values)) for rank, values in parts.by_rank()]
     are_near = [_are_within_noise(rows.values()) for _, rows in by_rank]
     if parts.may_be_copies and not all(are_near):
         ops = ["sum"] if any(are_near) else OPS
-        op = next((op for op in ops if _fits(parts, op, judged)), None)
+        op = next((op for op in ops if _fits(parts, op, judge)), None)
         if op is not None or not any(are_near):
             why = parts.first.why(parts.other, op, may_be_copies=any(are_near))
             return [replace(row, why=why)]
     alone = parts.joined_passes()
-    by_rank += [] if alone is None else [(None, judged(alone))]
+    by_rank += [] if alone is None else [(None, judge(alone))]
     leaves = dict.fromkeys(leaf for _, rows in by_rank for leaf in rows)
     return [
         _worst([(rank, rows[leaf]) for rank, rows in by_rank if leaf in rows]) for leaf in leaves
     ]
 
 
-def _fits(parts: SplitPair, op: str, judged: Callable[[Values], dict[Leaf, ComparedSite]]) -> bool:
+def _fits(parts: SplitPair, op: str, judge: Callable[[Values], dict[Leaf, ComparedSite]]) -> bool:
     values = parts.reduced(op)
-    return values is not None and _are_within_noise(judged(values).values())
+    return values is not None and _are_within_noise(judge(values).values())
 
 
 def _are_within_noise(rows: Collection[ComparedSite]) -> bool:

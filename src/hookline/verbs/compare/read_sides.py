@@ -240,7 +240,7 @@ def _side_of_recording(source: Recording | PassRecord, dims: Dims | None) -> Sid
         return Side("recording", of_pass, source=source, settings=_all_settings([source]))
     ranks = source.ranks or (source,)
     modules = {path: kind for rank in ranks for path, kind in rank.modules.items()}
-    depths = _leaf_counts(list(modules))
+    depths = _n_leaves_until(list(modules))
     entries: dict[str, Entry] = {}  # of several ranks, those of each in its firing order
     for rank in ranks:
         has_passes = len(passes_with_values(rank)) > 1
@@ -274,7 +274,7 @@ def check_passes_of_ranks(side: Side, name: str) -> None:
     )
 
 
-def with_groups_as_passes(side: Side, groups: Sequence[Group], dims: Dims | None) -> Side:
+def groups_as_passes(side: Side, groups: Sequence[Group], dims: Dims | None) -> Side:
     """Return a side of several groups of ranks, each with rows of its own: the groups are passes.
 
     Values that are joined otherwise than along the rows are the same in all passes if each rank has
@@ -289,7 +289,7 @@ def with_groups_as_passes(side: Side, groups: Sequence[Group], dims: Dims | None
         rest = f"{base.rest}#pass{number}"
         if base.port == "grad" or (base.path, rest) in entries:
             continue
-        read = partial(_read_of_group, side.source, group, value, base.key + suffix, dims)
+        read = partial(_read_group_value, side.source, group, value, base.key + suffix, dims)
         entries[base.path, rest] = replace(
             joined[base.path, base.rest + suffix], rest=rest, read=read, outline=value.outline
         )
@@ -312,7 +312,7 @@ def _pass_values(groups: Sequence[Group]) -> Iterator[tuple[int, tuple[Group, Re
             number += 1
 
 
-def _read_of_group(
+def _read_group_value(
     source: Recording, group: Group, value: RecordedValue, key: str, dims: Dims | None
 ) -> Any:
     """Read a value of ranks with the same rows; `dims` along the rows says that it has rows."""
@@ -351,7 +351,7 @@ def _kind_at(site: Site) -> Kind:
     return "gradient" if site.is_gradient else "stored" if is_input else "output"
 
 
-def _leaf_counts(paths: Sequence[str]) -> dict[str, int]:
+def _n_leaves_until(paths: Sequence[str]) -> dict[str, int]:
     """Return for each path how many modules without children come up to its end."""
     counts: dict[str, int] = {}
     n_leaves = 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.verbs.compare.sides import read_side
+from hookline.verbs.compare.read_sides import read_side
 
 X = torch.ones(2, 4)
 
