@@ -35,7 +35,7 @@ from hookline.verbs.check.replay import RUN, CheckedRun, Replay
 from hookline.verbs.check.unusual_outputs import History, TraitReader, Traits, judge_all
 from hookline.verbs.shared.rerun import ChangingBuffers
 
-# The key in `Pass.opened` of the extremes of a pass's outputs, where habits are checked.
+# The key in `Pass.opened` of the extremes of a pass's outputs, where `also=` asks for them.
 _EXTREMES = object()
 # The most sums that wait where the model itself is never called, only parts of it.
 _MOST_SUMS = 10_000
@@ -72,7 +72,7 @@ class ForwardChecks:
         self._also = also
         self._outputs: list[_Output] = []
         self._traits = TraitReader(also)
-        self._habits: list[History] = []
+        self._histories: list[History] = []
         self._changing = ChangingBuffers()
         self.node_numbers: NodeNumbers = NodeNumbers()
         self._n_runs = 0
@@ -96,8 +96,8 @@ class ForwardChecks:
 
     def end(self) -> None:
         """Warn of what the whole block has shown, such as dead units."""
-        for habits in self._habits:
-            habits.judge_dead_units()
+        for history in self._histories:
+            history.judge_dead_units()
 
     def warn_if_nothing_measured(self) -> None:
         """Warn if no value had numbers. Call it when all passes have ended, and were judged."""
@@ -126,12 +126,12 @@ class ForwardChecks:
         # A container's output is a part's, seen already.
         if not self._traits.is_on or not is_single:
             return SplitCallback(see, total, after)
-        place, reader = len(self._habits), self._traits
-        habits = History(site, self._also, self._outcome.add)
-        self._habits.append(habits)
+        place, reader = len(self._histories), self._traits
+        history = History(site, self._also, self._outcome.add)
+        self._histories.append(history)
 
         def note(current: Pass, traits: Traits) -> None:
-            habits.compare_run(traits, current.opened[RUN][0].step)
+            history.compare_run(traits, current.opened[RUN][0].step)
             if traits.extremes is not None:
                 current.opened[_EXTREMES].append((place, traits.extremes))
 
@@ -168,7 +168,7 @@ class ForwardChecks:
             finding = self._judge_run(run)
             if not current.failed:
                 finding = self._checked.earliest(finding)
-            judge_all(self._habits, current.opened[_EXTREMES], run.step)
+            judge_all(self._histories, current.opened[_EXTREMES], run.step)
         finally:
             current.opened[_EXTREMES] = []
             if run.start is not None:

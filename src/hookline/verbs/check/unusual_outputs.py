@@ -30,7 +30,7 @@ _lock = fork_safe_lock()
 
 
 def checked_names(also: str | Iterable[str]) -> frozenset[str]:
-    """Return the names of the habits to check.
+    """Return the names in `also=`, checked.
 
     Raises:
         AttachError: a name is unknown, or `also` is neither a name nor several.
@@ -57,18 +57,18 @@ class Traits(NamedTuple):
 
 @final
 class TraitReader:
-    """Read the traits of outputs that some habits need; compiled code does it in the graph."""
+    """Read the traits of outputs that `also=` asks for; compiled code does it in the graph."""
 
     __slots__ = ("_has_extremes", "_has_kinds", "_has_units")
 
-    def __init__(self, habits: frozenset[str]) -> None:
-        self._has_kinds = "shapes" in habits
-        self._has_units = "dead" in habits
-        self._has_extremes = bool(habits & {"magnitude", "constant"})
+    def __init__(self, also: frozenset[str]) -> None:
+        self._has_kinds = "shapes" in also
+        self._has_units = "dead" in also
+        self._has_extremes = bool(also & {"magnitude", "constant"})
 
     @property
     def is_on(self) -> bool:
-        """Tell whether any habit of outputs is checked."""
+        """Tell whether any trait of outputs is read."""
         return self._has_kinds or self._has_units or self._has_extremes
 
     def read(self, value: Any, module_type: str) -> Traits:
@@ -92,7 +92,7 @@ class TraitReader:
 
 @final
 class History:
-    """Remember the output of one module in the runs so far, and add findings about its habits."""
+    """Remember the output of one module in the runs so far, and add findings about what is unusual."""
 
     __slots__ = ("_add", "_alive", "_checked", "_first", "_kinds", "_n_runs", "_warned", "site")
 
@@ -177,7 +177,7 @@ def _kinds_text(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
     )
 
 
-def judge_all(habits: Sequence[History], run_extremes: list[tuple[int, Tensor]], step: int) -> None:
+def judge_all(past: Sequence[History], run_extremes: list[tuple[int, Tensor]], step: int) -> None:
     """Judge the outputs of the run of this number; one transfer for each device."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for number, extremes in run_extremes:
@@ -185,7 +185,7 @@ def judge_all(habits: Sequence[History], run_extremes: list[tuple[int, Tensor]],
     for members in by_device.values():
         read = torch.stack([extremes for _, extremes in members]).tolist()
         for (number, _), (least, greatest) in zip(members, read, strict=True):
-            habits[number].judge_extremes(least, greatest, step)
+            past[number].judge_extremes(least, greatest, step)
 
 
 def warn_of_missing_gradients(
