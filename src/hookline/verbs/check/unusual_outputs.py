@@ -92,7 +92,7 @@ class TraitReader:
 
 @final
 class History:
-    """Remember the output of one module in the runs so far, and add findings about what is unusual."""
+    """Remember the output of one module in the runs so far, and add what is unusual."""
 
     __slots__ = ("_add", "_alive", "_checked", "_first", "_kinds", "_n_runs", "_warned", "site")
 
