@@ -79,10 +79,10 @@ class Layer:
 
 def layer_of(block: Block) -> Layer:
     """Return a block with its parts, of unknown kinds."""
-    return Layer(block, list(map(_part, block.terms)))
+    return Layer(block, list(map(_make_part, block.terms)))
 
 
-def _part(term: Term) -> Part:
+def _make_part(term: Term) -> Part:
     fused = [event for event in term.events if event.name in _FUSED]
     # Beside the values, the mask may be no constant.
     cores = [Core(event, argument_of(event, 2, "value")) for event in fused]

@@ -235,7 +235,7 @@ class _CamRunner:
             with recording_line(self._model, sites, ("output",)) as run:
                 output = self._run_on(self._images)
             aim = self._goal(output)
-            scores = None if aim is None else self._scores(aim, output)
+            scores = None if aim is None else self._finite_scores(aim, output)
             _, activations = self._read_layers(run, sites)
             return _Forward(activations, activations, aim, scores)
         with recording_line(self._model, sites, ("output", "grad_output")) as run:
@@ -261,7 +261,7 @@ class _CamRunner:
 
     def _backward_from_scores(self, aim: Goal | None, output: Any, leaf: Tensor) -> Tensor:
         assert aim is not None
-        scores = self._scores(aim, output)
+        scores = self._finite_scores(aim, output)
         if not scores.requires_grad:
             raise InputError(
                 "the score must have a gradient, got none: the model, or target=, runs under"
@@ -297,7 +297,7 @@ class _CamRunner:
                 return None  # the method needs no class, so the model may have none
             raise
 
-    def _scores(self, aim: Goal, output: Any) -> Tensor:
+    def _finite_scores(self, aim: Goal, output: Any) -> Tensor:
         scores = aim.scores(output, self._n)
         if not bool(scores.isfinite().all()):
             raise InputError(

@@ -340,7 +340,7 @@ class BackwardChecks:
         )
         return self._finding_of_gradients(self._bad_grads(stepped), self._forward.last_step, why)
 
-    def end(self, error: BaseException | None) -> None:
+    def report_unstepped(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
         finding = self._finding_never_stepped()

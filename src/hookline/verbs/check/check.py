@@ -99,8 +99,8 @@ class CheckLine(VerbLine[Line]):
     def _ending(self, error: BaseException | None) -> None:
         has_ended = self._line.passes.closed
         if error is None:
-            self._forward.end()
-        self._backward.end(error)
+            self._forward.judge_dead_units()
+        self._backward.report_unstepped(error)
         if error is None and not has_ended:
             self._check_final_weights()
 

@@ -216,7 +216,7 @@ class CheckFinding:
         rank = "" if self.rank is None else f" on rank {self.rank}"
         step = "before the first step" if self.step is None else f"in step {self.step}"
         return (
-            f"{subject}{type_name} must be finite, got {self._counts()} {step}"
+            f"{subject}{type_name} must be finite, got {self._counts_text()} {step}"
             f"{rank}{maker}.\n{self._remedy()}"
         )
 
@@ -228,7 +228,7 @@ class CheckFinding:
             return f"parameter {self.site}"
         return _WHAT.get(self.kind, "the {kind} {site}").format(kind=self.kind, site=self.site)
 
-    def _counts(self) -> str:
+    def _counts_text(self) -> str:
         parts = [f"{self.n_nan} NaN" * bool(self.n_nan), f"{self.n_inf} inf" * bool(self.n_inf)]
         counts = " and ".join(filter(None, parts)) or "a NaN or an infinity"
         return f"{counts} of {plural(self.n_total, 'value')}" if self.n_total else counts
@@ -241,7 +241,7 @@ class CheckFinding:
 
     def to_finding(self) -> Finding:
         """Return what is wrong as a finding like those of runs, without the details."""
-        counts = self._counts() if self.also is None else ""
+        counts = self._counts_text() if self.also is None else ""
         first, _, _ = self.message.partition("\n")
         return Finding(
             kind=self.also or "non-finite",

@@ -94,7 +94,7 @@ class ForwardChecks:
         """The number of the last run; None before the first."""
         return self._n_runs - 1 if self._n_runs else None
 
-    def end(self) -> None:
+    def judge_dead_units(self) -> None:
         """Warn of what the whole block has shown, such as dead units."""
         for history in self._histories:
             history.judge_dead_units()

@@ -181,7 +181,7 @@ class _Reader:
             stream.positions(past),
             torch.cat([held, owner], 1),
             torch.cat([held_order, order], 1),
-            _row_owner(owner) if before is None else before.row_owner,
+            _sequence_of_rows(owner) if before is None else before.row_owner,
             stream.n_kept,
         )
 
@@ -283,7 +283,7 @@ class _Stream:
         return [_digest(row) for row in rows] if rows.ndim > 1 else list(rows.tolist())
 
 
-def _row_owner(owner: Tensor) -> Tensor:
+def _sequence_of_rows(owner: Tensor) -> Tensor:
     """Return the sequence of each row; -1 where a row holds none or several."""
     most = owner.amax(1) if owner.shape[1] else owner.new_full((len(owner),), -1)
     is_only = ((owner == most[:, None]) | (owner == -1)).all(1)

@@ -372,7 +372,7 @@ def _array_entries(arrays: Mapping[Any, Any], name: str) -> list[Entry]:
         )
     is_stored = _are_weights(arrays)
     entries = [
-        Entry(_path(key), "", _reader(value), "stored" if is_stored[key] else "output")
+        Entry(_path(key), "", _make_reader(value), "stored" if is_stored[key] else "output")
         for key, value in arrays.items()
     ]
     return entries if all(is_stored.values()) else _sort_children_first(entries)
@@ -411,7 +411,7 @@ def _path(name: str) -> str:
     return "" if name == ROOT else name
 
 
-def _reader(value: Any) -> Callable[[], Any]:
+def _make_reader(value: Any) -> Callable[[], Any]:
     return value if isinstance(value, partial) else lambda: value
 
 

@@ -121,7 +121,7 @@ def shadow(a: nn.Module, b: nn.Module, inputs: Inputs, *, names: Names | None = 
         local = {ours.key: _run_locally(runs, ours, theirs, eps) for ours, theirs in pairing.pairs}
     judged = [_judge_row(row, local[judge.entry_of[row.site].key]) for row in rows]
     alone = {"a": judge.alone["b"], "b": judge.alone["a"]}
-    remarks += _find_modes(a, b, pairing.pairs)
+    remarks += _find_mode_differences(a, b, pairing.pairs)
     remarks += [*find_unpaired(pairing, alone), *_find_unmeasured(local)]
     entries = [judge.entry_of[row.site] for row in rows]
     paths = [(entry.path, local[entry.key].path) for entry in entries]
@@ -140,7 +140,7 @@ def _run_locally(runs: list[ModelRun], ours: Entry, theirs: Entry, eps: float) -
     # The whole model got the same inputs.
     why, output = ("", call.output) if not ours.path else _run_on_inputs_of(ours_call, call)
     pairs = [] if why else list(measure_values(output, ours_call.output))
-    if ours.path and _exceed_floor(pairs, floor) and not _repeats(call, floor):
+    if ours.path and _exceed_floor(pairs, floor) and not _is_repeatable(call, floor):
         why, pairs = _NO_REPEAT, []
     return _LocalRun(theirs.path, why, {leaf_key(ours, pair.leaf): pair for pair in pairs}, floor)
 
@@ -150,7 +150,7 @@ def _exceed_floor(pairs: list[Measured], floor: Floor) -> bool:
     return any(gap.problem or floor.exceeded_by(gap) for gap in gaps)
 
 
-def _repeats(call: Call, floor: Floor) -> bool:
+def _is_repeatable(call: Call, floor: Floor) -> bool:
     """Tell whether a module gives its output again on its own inputs."""
     why, output = _run_on_inputs_of(call, call)
     if why or _forms(output) != _forms(call.output):
@@ -239,7 +239,9 @@ def _is_within(path: str, outer: str) -> bool:
     return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
-def _find_modes(a: nn.Module, b: nn.Module, pairs: list[tuple[Entry, Entry]]) -> list[Finding]:
+def _find_mode_differences(
+    a: nn.Module, b: nn.Module, pairs: list[tuple[Entry, Entry]]
+) -> list[Finding]:
     """Say which modules are in training mode in one model alone."""
     ours, theirs = (
         {node.path: node.module.training for node in module_tree(model).nodes} for model in (a, b)
