@@ -81,6 +81,7 @@ from hookline.engine.torch_private.graph.checkpoint import aside, is_recomputing
 from hookline.engine.torch_private.graph.dispatch import (
     storage_address, without_function_modes, without_modes,
 )
+from hookline.engine.torch_private.graph.foreach import copy_all, subtract_from_all
 from hookline.engine.torch_private.graph.function_modes import is_exported
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward, kept_by, memory_of, next_number, nodes_below, nodes_of_loss,

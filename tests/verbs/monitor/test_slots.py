@@ -115,7 +115,7 @@ def test_values_apart_wait_apart():
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_values_that_cannot_be_measured_together_are_measured_alone(monkeypatch):
+def test_values_that_fail_together_are_measured_alone(monkeypatch):
     def out_of_memory(tensors):
         raise torch.OutOfMemoryError
 

@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hookline.engine import ParameterNode, Site, local_part, parameter_ids, summed
+from hookline.engine import (
+    ParameterNode,
+    Site,
+    copy_all,
+    local_part,
+    parameter_ids,
+    subtract_from_all,
+    summed,
+)
 from hookline.verbs.monitor.loss_scale import unscale_fused
 from hookline.verbs.monitor.slots import FIRST, MINE, PLAIN, SiteSlots, Slots
 
@@ -94,8 +102,7 @@ class Parameters:
                 else:
                     copies.append(copy)
                     weights.append(weight)
-        if copies:
-            torch._foreach_copy_(copies, weights)
+        copy_all(copies, weights)
 
     @torch.no_grad()
     def measure_after(self, optimizer: Optimizer, *, has_grads: bool) -> None:
@@ -160,17 +167,15 @@ def _updates(
             and the weight.
     """
     updates: list[tuple[SiteSlots, Tensor]] = []
-    negated, afters = [], []
+    befores, afters = [], []
     for site, before, after in moved:
         if before.is_floating_point() and before.itemsize < 4:
             updates.append((site, after.to(torch.float32).sub_(before.to(torch.float32))))
         else:
             updates.append((site, before))
-            negated.append(before)
+            befores.append(before)
             afters.append(after)
-    if negated:
-        torch._foreach_neg_(negated)
-        torch._foreach_add_(negated, afters)
+    subtract_from_all(afters, befores)
     return updates
 
 

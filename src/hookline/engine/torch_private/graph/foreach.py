@@ -1,0 +1,19 @@
+"""Many tensors by one call, as the optimizers of torch use them: on a GPU each call counts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Write tensors to others of their shapes."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def subtract_from_all(minuends: list[Tensor], tensors: list[Tensor]) -> None:
+    """Write `minuend - tensor` to each tensor, as `torch.sub` rounds it."""
+    if tensors:
+        torch._foreach_neg_(tensors)
+        torch._foreach_add_(tensors, minuends)
