@@ -13,7 +13,7 @@ import torch
 import hookline as hl
 from hookline.files import place as place_module
 from hookline.files.place import LocalPlace, local_path, place_of
-from hookline.views.page.single_file import target_of
+from hookline.views.page.recording_page import target_of
 
 
 def test_many_buffers_of_all_sizes_are_written_in_order(tmp_path):

@@ -14,10 +14,11 @@ import torch
 import typer
 
 import hookline as hl
-from hookline.cli.comparing import annotation_lines, compare_by_name
+from hookline.cli.compare_command import annotation_lines, compare_by_name
 from hookline.cli.environment import Environment
-from hookline.cli.extracting import extract_by_name, moved, process_group
-from hookline.cli.inspecting import (
+from hookline.cli.extract_command import extract_by_name, moved, process_group
+from hookline.cli.fail_on_findings import FailOnOption, fail_on, findings_in
+from hookline.cli.inspect_doctor_profile import (
     Inspection,
     diagnose,
     inputs_of,
@@ -27,7 +28,6 @@ from hookline.cli.inspecting import (
     read_input,
     silence,
 )
-from hookline.cli.judging import FailOnOption, fail_on, findings_in
 from hookline.cli.store_commands import store_app
 from hookline.cli.terminal import (
     AsJson,
@@ -40,7 +40,14 @@ from hookline.cli.terminal import (
     say,
     show,
 )
-from hookline.cli.viewing import chosen_items, open_page, page_of, serve, serving_of, write_view
+from hookline.cli.view_command import (
+    chosen_items,
+    open_page,
+    page_of,
+    serve,
+    serving_of,
+    write_view,
+)
 from hookline.display.results import terminal_width
 from hookline.display.text import plural
 from hookline.errors import InputError, ModelError

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from hookline.cli.command_words import in_words_of_commands
+from hookline.cli.python_to_commands import in_words_of_commands
 from hookline.display.results import Printout, Result, json_text, printout_of, terminal_width
 from hookline.display.text import escape_invisible
 from hookline.errors import HooklineError, HooklineWarning

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.curves.columns import CurveColumns
+from hookline.curves.curves_table import curves_printout, site_numbers
 from hookline.curves.findings import findings_of_steps
-from hookline.curves.layout import Layout
-from hookline.curves.logged import Logged, checked_logged, logged_of
-from hookline.curves.overview import curves_printout, site_numbers
+from hookline.curves.logged_numbers import Logged, checked_logged, logged_of
+from hookline.curves.numbers_over_steps import CurveColumns
+from hookline.curves.slot_layout import Layout
 from hookline.curves.step_reports import LOGGED, Reports, ReportSource, StepReport, weight_of
 from hookline.display.results import Printout, Result
 from hookline.engine import as_written

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hookline.curves.downsampled_table import RECENT
 from hookline.curves.step_reports import StepReport
-from hookline.curves.thinned_table import RECENT
 from hookline.statistics.covariance import Covariance, CovarianceStatistic
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.dead_units import dead_units
-from hookline.curves.layout import NO_TURN
-from hookline.curves.logged import logged_of
+from hookline.curves.downsampled_table import RECENT, ThinnedTable
+from hookline.curves.logged_numbers import logged_of
 from hookline.curves.ports import STAGES, path_and_port
+from hookline.curves.slot_layout import NO_TURN
 from hookline.curves.step_reports import StepReport
-from hookline.curves.thinned_table import RECENT, ThinnedTable
 from hookline.display.text import listed, plural
 from hookline.findings.finding import Finding, Findings, Level, in_order
 from hookline.findings.survey import TIMES, further_text, template_of, times_text

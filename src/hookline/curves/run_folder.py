@@ -29,7 +29,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from hookline.curves.curves import Curves
-from hookline.curves.layout import NO_TURN, Entry, Layout
+from hookline.curves.slot_layout import NO_TURN, Entry, Layout
 from hookline.curves.step_reports import StepReport
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.errors import FolderError

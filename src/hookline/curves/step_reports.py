@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves.layout import Layout
-from hookline.curves.numbers import numbers_of_all
+from hookline.curves.numbers_of_result import numbers_of_all
+from hookline.curves.slot_layout import Layout
 from hookline.engine.model_fingerprint import RecordedModel
 from hookline.statistics.covariance import Covariance
 from hookline.statistics.histogram import Histogram, HistogramStatistic

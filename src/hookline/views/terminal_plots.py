@@ -25,7 +25,7 @@ from hookline.recordings import PassRecord, Recording
 from hookline.recordings.walk import Value, chosen_values, not_drawn
 from hookline.statistics.of_values import Array, histogram
 from hookline.views.pixels import ends_of, shares, smaller
-from hookline.views.plots.arranging import arrange, drawable
+from hookline.views.plots.arrange_value import arrange, drawable
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _SHADES = " ░▒▓█"

@@ -9,7 +9,7 @@ from torch import nn
 
 import hookline as hl
 from accessibility import at_any_width, faults_of
-from hookline.cli.viewing import write_view
+from hookline.cli.view_command import write_view
 
 
 class Root(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.views.page import Evidence, write_recording_page
-from hookline.views.page.tiles import coded
+from hookline.views.page.encode_maps import coded
 
 SCRIPT = "<script>alert(1)<"
 

@@ -14,9 +14,9 @@ import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.stores import excerpt
 from hookline.views.page import FolderSource, OpenRecordings, write_contents_page
-from hookline.views.page.core import core_data
-from hookline.views.page.entries import tensor_of
-from hookline.views.page.links import items_of, text_of
+from hookline.views.page.recording_data import core_data
+from hookline.views.page.url_parameters import items_of, text_of
+from hookline.views.page.value_entries import tensor_of
 from packed_pages import core_of
 from small_stores import write_store
 

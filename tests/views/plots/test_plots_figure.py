@@ -48,7 +48,7 @@ def test_without_matplotlib_the_way_to_install_it_is_said(monkeypatch, net_run):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     from importlib import import_module
 
-    import_module("hookline.views.plots.sheet")._figure_class.cache_clear()
+    import_module("hookline.views.plots.figure_sheet")._figure_class.cache_clear()
     with pytest.raises(hl.HooklineError) as caught:
         plots.channels(net_run, "stem")
     assert str(caught.value) == (

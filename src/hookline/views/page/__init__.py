@@ -1,11 +1,11 @@
 """The page of a result or a run: a self-contained HTML file, or a local server."""
 
-from hookline.views.page.curves_view import write_curves_page as write_curves_page
-from hookline.views.page.results import write_comparison_page as write_comparison_page
-from hookline.views.page.results import write_page as write_page
-from hookline.views.page.serving import Serving as Serving
-from hookline.views.page.single_file import Evidence as Evidence
-from hookline.views.page.single_file import write_contents_page as write_contents_page
-from hookline.views.page.single_file import write_recording_page as write_recording_page
-from hookline.views.page.sources import FolderSource as FolderSource
-from hookline.views.page.sources import OpenRecordings as OpenRecordings
+from hookline.views.page.limited_server import Serving as Serving
+from hookline.views.page.recording_page import Evidence as Evidence
+from hookline.views.page.recording_page import write_contents_page as write_contents_page
+from hookline.views.page.recording_page import write_recording_page as write_recording_page
+from hookline.views.page.result_pages import write_comparison_page as write_comparison_page
+from hookline.views.page.result_pages import write_page as write_page
+from hookline.views.page.served_folders import FolderSource as FolderSource
+from hookline.views.page.served_folders import OpenRecordings as OpenRecordings
+from hookline.views.page.training_page import write_curves_page as write_curves_page

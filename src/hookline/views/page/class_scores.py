@@ -7,8 +7,8 @@ from typing import Any
 
 from hookline.errors import HooklineError
 from hookline.recordings.image_values import scores_in
-from hookline.views.page.entries import ValueEntry
-from hookline.views.page.over_images import Images
+from hookline.views.page.image_overlays import Images
+from hookline.views.page.value_entries import ValueEntry
 
 _MOST_CLASSES = 5
 _SUM_ERROR = 0.01  # of shares in half precision

@@ -20,13 +20,13 @@ from hookline.errors import FolderError, InputError
 from hookline.findings import Findings
 from hookline.recordings import Recording
 from hookline.stores import Store
-from hookline.views.page.core import core_data, findings_data, judged, silent_data
-from hookline.views.page.entries import Place, ValueEntry, list_values, measured
-from hookline.views.page.flow import Edge, flow_of
-from hookline.views.page.keys import ValuesByKey
-from hookline.views.page.links import text_of
-from hookline.views.page.rows import Row, rows_of
-from hookline.views.page.store_page import of_all_items, store_data
+from hookline.views.page.dataflow import Edge, flow_of
+from hookline.views.page.module_rows import Row, rows_of
+from hookline.views.page.recording_data import core_data, findings_data, judged, silent_data
+from hookline.views.page.store_data import of_all_items, store_data
+from hookline.views.page.url_parameters import text_of
+from hookline.views.page.value_entries import Place, ValueEntry, list_values, measured
+from hookline.views.page.values_by_site import ValuesByKey
 
 
 class FolderContents(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import HooklineError
-from hookline.views.page.entries import ValueEntry, tensor_of
-from hookline.views.page.rows import Row, trunk_of
+from hookline.views.page.module_rows import Row, trunk_of
+from hookline.views.page.value_entries import ValueEntry, tensor_of
 
 _DIGITS = 4
 _LEAST_TOKENS = 2

@@ -11,8 +11,8 @@ from hookline.display.text import first_line
 from hookline.display.units import measure, share, size
 from hookline.errors import HooklineError, InputError
 from hookline.views.page.class_scores import scores_of
-from hookline.views.page.entries import ValueEntry, gradient_of, part_of, tensor_of, twin_of
-from hookline.views.page.over_images import (
+from hookline.views.page.encode_maps import ASKED_FOR, tiles_of, with_channels
+from hookline.views.page.image_overlays import (
     Images,
     class_maps,
     images_of,
@@ -21,10 +21,10 @@ from hookline.views.page.over_images import (
     norm_maps,
 )
 from hookline.views.page.page_state import PageState
-from hookline.views.page.pictures import Choice
-from hookline.views.page.tiles import ASKED_FOR, tiles_of, with_channels
 from hookline.views.page.token_norms import ids_of, token_data, token_rows
-from hookline.views.plots.arranging import subtracted
+from hookline.views.page.value_entries import ValueEntry, gradient_of, part_of, tensor_of, twin_of
+from hookline.views.page.what_to_draw import Choice
+from hookline.views.plots.arrange_value import subtracted
 
 
 def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, Any]:

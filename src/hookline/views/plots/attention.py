@@ -15,9 +15,9 @@ from hookline.errors import InputError
 from hookline.recordings.figure_arguments import Source, check_sample
 from hookline.recordings.walk import Value, look_up
 from hookline.views.pixels import Scale, range_text, scale_of, smaller
-from hookline.views.plots.arranging import drawable, order_of, sample_of
+from hookline.views.plots.arrange_value import drawable, order_of, sample_of
 from hookline.views.plots.channels import Tiling
-from hookline.views.plots.sheet import (
+from hookline.views.plots.figure_sheet import (
     PLAIN,
     SMALL,
     TEXT,

@@ -15,8 +15,8 @@ from hookline.recordings.figure_arguments import Source
 from hookline.recordings.walk import Value, look_up
 from hookline.statistics.of_values import Array
 from hookline.views.pixels import Scale, range_text, scale_of, smaller
-from hookline.views.plots.arranging import Arranged, arrange, order_of
-from hookline.views.plots.sheet import (
+from hookline.views.plots.arrange_value import Arranged, arrange, order_of
+from hookline.views.plots.figure_sheet import (
     BLUE,
     GREY,
     PLAIN,

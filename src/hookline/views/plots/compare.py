@@ -19,10 +19,19 @@ from hookline.statistics.difference import difference
 from hookline.verbs.compare.compare import compare as compare_sites
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
 from hookline.views.pixels import cells, scale_of, smaller
-from hookline.views.plots.arranging import arrange, drawable, gap_of
+from hookline.views.plots.arrange_value import arrange, drawable, gap_of
 from hookline.views.plots.channels import MAX_SIDE, Tiling, grid, labels_of, tiling
-from hookline.views.plots.rows import RowSheet, log_axis
-from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, TEXT, Sheet, draw_map
+from hookline.views.plots.figure_sheet import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PLAIN,
+    SMALL,
+    TEXT,
+    Sheet,
+    draw_map,
+)
+from hookline.views.plots.site_rows import RowSheet, log_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
 from hookline.recordings.figure_arguments import check_source
 from hookline.recordings.walk import walk
-from hookline.views.plots.rows import RowSheet, blocks_of, log_axis
-from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
+from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
+from hookline.views.plots.site_rows import RowSheet, blocks_of, log_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

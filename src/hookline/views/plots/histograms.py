@@ -14,7 +14,7 @@ from hookline.engine import Site
 from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.walk import Value, chosen_values, not_drawn
 from hookline.statistics.of_values import histogram
-from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
+from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,9 +16,9 @@ from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.walk import Value, look_up
 from hookline.statistics.of_values import Array
 from hookline.views.pixels import ends_of, range_text, shares, smaller
-from hookline.views.plots.arranging import arrange, drawable
+from hookline.views.plots.arrange_value import arrange, drawable
 from hookline.views.plots.channels import tiling
-from hookline.views.plots.sheet import SMALL, Sheet
+from hookline.views.plots.figure_sheet import SMALL, Sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,8 +26,7 @@ from hookline.recordings.walk import (
 )
 from hookline.statistics.of_values import Array, Statistics, site_statistics
 from hookline.views.pixels import scale_of
-from hookline.views.plots.rows import RowSheet, blocks_of, stretch
-from hookline.views.plots.sheet import (
+from hookline.views.plots.figure_sheet import (
     BLUE,
     GREEN,
     GREY,
@@ -42,6 +41,7 @@ from hookline.views.plots.sheet import (
     text_width,
     tidy,
 )
+from hookline.views.plots.site_rows import RowSheet, blocks_of, stretch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

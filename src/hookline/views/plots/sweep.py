@@ -15,7 +15,7 @@ from hookline.errors import InputError
 from hookline.verbs.sweep.effects import Effects
 from hookline.verbs.sweep.verdict import Array
 from hookline.views.pixels import scale_of
-from hookline.views.plots.sheet import (
+from hookline.views.plots.figure_sheet import (
     PLAIN,
     SMALL,
     TEXT,

@@ -17,8 +17,8 @@ from hookline.errors import InputError
 from hookline.recordings.figure_arguments import Source
 from hookline.recordings.walk import Value, look_up
 from hookline.views.pixels import cells, range_text, scale_of
-from hookline.views.plots.arranging import Arranged, arrange, order_of
-from hookline.views.plots.sheet import (
+from hookline.views.plots.arrange_value import Arranged, arrange, order_of
+from hookline.views.plots.figure_sheet import (
     PLAIN,
     SMALL,
     TEXT,

@@ -1,0 +1,138 @@
+"""The command `view`: serve recordings and runs as pages until Ctrl-C, or write one as a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from pathlib import Path
+
+from hookline.cli.fail_on_findings import findings_in
+from hookline.cli.terminal import out, say
+from hookline.curves import is_run, open_run
+from hookline.errors import FolderError, InputError
+from hookline.findings import Findings
+from hookline.verbs.compare.compare import compare
+from hookline.views.page import (
+    FolderSource,
+    OpenRecordings,
+    Serving,
+    write_comparison_page,
+    write_contents_page,
+    write_curves_page,
+    write_page,
+)
+from hookline.views.page.served_folders import finding_in, is_kept
+from hookline.views.page.url_parameters import items_of
+
+
+def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | None:
+    """Parse the option `--items`.
+
+    Raises:
+        InputError: it is malformed, or a folder holds a run or a finding of `hl.check`.
+    """
+    if text is None:
+        return None
+    kinds = {"a run": is_run, "a finding of hl.check": is_kept}
+    pairs = [(kind, folder) for folder in folders for kind, is_of in kinds.items() if is_of(folder)]
+    for kind, folder in pairs:
+        raise InputError(
+            f"--items chooses items of a store, got {kind}: {folder}.\nLeave out --items."
+        )
+    return items_of(text, "--items")
+
+
+def serving_of(
+    folders: list[Path], items: tuple[int, ...] | None, host: str, port: int, wait: bool
+) -> Serving:
+    """Create a server for one folder or two, bound to its port.
+
+    Raises:
+        HooklineError: a folder holds no readable recording or run (unless `wait`), no port is free,
+            or an extra is missing.
+    """
+    shelf = OpenRecordings(*(FolderSource(folder, items) for folder in folders))
+    if not wait or shelf.state():
+        try:
+            if shelf.run() is None and shelf.kept() is None:
+                shelf.page()  # report a bad folder before serving, and make the first page fast
+        except FolderError as error:
+            if wait or not any(map(_may_be_written_yet, folders)):
+                raise
+            raise FolderError(
+                f"{error}\nUse --wait to wait for a folder that is not written yet."
+            ) from None
+    return Serving(shelf, host, port)
+
+
+def _may_be_written_yet(folder: Path) -> bool:
+    """Tell whether a folder is missing or empty, as that of a run before its first step."""
+    return not os.path.exists(folder) or (folder.is_dir() and not any(folder.iterdir()))
+
+
+def write_view(
+    folders: list[Path], items: tuple[int, ...] | None, out: Path
+) -> tuple[Path, Findings | None]:
+    """Write the page of a folder as one file.
+
+    Args:
+        folders: the folder, or two to compare; or a file that `hl.check(keep=)` wrote.
+        items: of a store, the items that are shown.
+        out: a file that ends in `.html`, or a folder.
+
+    Returns:
+        The file, and what was found in the folder; None for a comparison and a finding of
+        `hl.check`, whose pages have findings of their own.
+
+    Raises:
+        HooklineError: the folder holds nothing readable, or the file cannot be written.
+        InputError: items are chosen for a comparison.
+    """
+    target = page_of(out)
+    if len(folders) > 1:
+        if items is not None:
+            raise InputError(
+                "--items chooses items for a page that is served, got a comparison to be written,"
+                " which is of all items.\nLeave out --items, or --out."
+            )
+        names = [str(folder) for folder in folders]
+        return write_comparison_page(compare(*folders), target, names), None
+    folder = folders[0]
+    if is_run(folder):
+        title, where = folder.resolve().name, os.fspath(folder)
+        page = write_curves_page(open_run(folder), target, title=title, where=where)
+        return page, findings_in(folder)
+    if is_kept(folder):
+        return write_page(finding_in(folder), target), None
+    contents = FolderSource(folder, items).read()
+    return write_contents_page(contents, target, title=folder.resolve().name)
+
+
+def page_of(out: Path) -> Path:
+    """Return the file of a page: a path that ends in `.html`, or `report.html` in the folder."""
+    return out if out.suffix == ".html" else out / "report.html"
+
+
+def serve(serving: Serving, folders: list[Path], open_browser: bool) -> None:
+    """Print the page's address, open it, and serve until Ctrl-C."""
+    if serving.moved:
+        say(f"port {serving.wanted_port} is taken; using {serving.port}.")
+    names = " and ".join(str(folder) for folder in folders)
+    out.print(f"{names} at", markup=False, soft_wrap=True)
+    out.print(f"  {serving.address}", markup=False, soft_wrap=True)
+    if "token=" in serving.address:
+        out.print("Other machines can read the page only with this address.")
+    out.print("Ctrl-C ends it.")
+    if open_browser:
+        open_page(serving.address)
+    serving.run()
+
+
+def open_page(address: str) -> None:
+    """Open an address in the browser, if there is a display."""
+    if sys.platform.startswith("linux") and not (
+        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    ):
+        return  # webbrowser would find a text browser, which takes over the terminal
+    webbrowser.open(address)

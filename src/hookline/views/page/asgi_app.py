@@ -1,0 +1,303 @@
+"""The ASGI app that serves the pages of recordings and runs.
+
+    /           a recording                     /measure   statistics of some values, as JSON
+    /findings   what is wrong with it, as JSON  /maps      one value's maps of numbers, as JSON
+    /tokens     norms by token and block, as JSON
+    /state      the state of the recording      /flow      what flows into what in a pass, as JSON
+
+The page of two recordings is `/`, too. It asks for this:
+
+    /comparison the comparison, as JSON
+
+Of a store, `/items/5,17/` shows other items: all addresses above exist below it, too.
+`/items?items=5,17`, which the form asks for, leads there.
+
+The page of a run is `/`, too. It asks for these:
+
+    /new        the steps that it lacks         /ranks     one site's numbers of each rank
+
+No part of an address is used as a file name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, final
+
+from hookline.display.text import plural, type_and_line
+from hookline.display.units import size
+from hookline.errors import FolderError, HooklineError, InputError
+from hookline.util.optional import how_to_install, load
+from hookline.views.page.check_finding_data import check_data, title_of
+from hookline.views.page.page_state import PageState, core_of, variables_of
+from hookline.views.page.page_templates import script_hashes, template_of
+from hookline.views.page.recording_data import measured_columns, pack
+from hookline.views.page.request_guard import Guard, Rules
+from hookline.views.page.result_pages import comparison_data, comparison_title, last_part, packed
+from hookline.views.page.served_folders import OpenRecordings
+from hookline.views.page.token_norms import token_rows
+from hookline.views.page.training_page import new_steps, numbers_of_ranks, served_page
+from hookline.views.page.url_parameters import (
+    choice_of,
+    items_of,
+    number,
+    parameters_of,
+    query_of,
+    text_of,
+)
+from hookline.views.page.value_entries import ValueEntry
+from hookline.views.page.value_maps import tokens_of, value_maps
+from hookline.views.page.values_by_site import leaf_of
+from hookline.views.pixels import PAGE_NEEDS
+
+_NEEDS = "hookline view needs starlette and uvicorn"
+SERVER_NEEDS = _NEEDS, how_to_install("cli", "page"), HooklineError
+# Up to this size, values are measured as soon as the page opens; beyond it, on request.
+_UNASKED_BYTES = 1024**3
+_SECONDS = 0.2  # the time to measure for one answer
+
+_Make = Callable[[dict[str, str]], Any]  # makes an answer from the parameters of an address
+
+
+@final
+class Pages:
+    """The server's pages: one method for each address, which takes the address's parameters.
+
+    Args:
+        shelf: the recordings to show.
+    """
+
+    def __init__(self, shelf: OpenRecordings) -> None:
+        load("PIL.Image", *PAGE_NEEDS)
+        self._shelf = shelf
+        self._templates = {
+            kind: template_of(kind)
+            for kind in ("message", "comparison", "recording", "check", "training")
+        }
+
+    def index(self, parameters: dict[str, str]) -> str:
+        """Render the page of a recording, a comparison, a run or a finding of `hl.check`."""
+        name = self._shelf.source.name
+        run = self._shelf.run()
+        if run is not None:
+            title = self._shelf.source.folder.resolve().name
+            return served_page(self._templates["training"], run, title, name)
+        kept = self._shelf.kept()
+        if kept is not None:
+            data, state = packed(check_data(kept)), self._shelf.state()
+            return self._render("check", title=title_of(kept), state=state, where=name, core=data)
+        page, state = self._page(parameters)
+        if page.other is not None:
+            return self._compared(page, state)
+        to_measure = page.bytes_to_measure
+        core = core_of(page.contents, page.rows, page.values)
+        core["measure"] = {"size": size(to_measure), "start": to_measure <= _UNASKED_BYTES}
+        variables = variables_of(page.contents, len(page.values))
+        if page.contents.store is None:
+            variables["facts"].append(("Size", _bytes_shown(page)))
+        return self._render(
+            "recording",
+            **variables,
+            title=last_part(page.names[0]),
+            state=state,
+            where=page.names[0],
+            evidence=None,
+            core=pack(core),
+            pictures=(),
+            items=page.contents.chosen,
+            top="../../" if parameters["items"] else "",
+        )
+
+    def _compared(self, page: PageState, state: str) -> str:
+        """Render the page of two recordings, which asks for their comparison."""
+        of = f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}"
+        core = pack({"tokens": _passes_with_tokens(page), "of": of})
+        title = comparison_title(page.names)
+        return self._render("comparison", title=title, state=state, names=page.names, core=core)
+
+    def _render(self, kind: str, **variables: Any) -> str:
+        return str(self._templates[kind].render(is_served=True, **variables))
+
+    def comparison(self, parameters: dict[str, str]) -> dict[str, Any]:
+        """Compare the two recordings; return the comparison, or why there is none."""
+        try:
+            page, _ = self._page(parameters)
+            if page.other is None:
+                raise InputError("only one folder is shown.\nGive two: hookline view DIR DIR2.")
+            made = self._shelf.comparison()
+        except HooklineError as error:
+            return {"problem": str(error).splitlines()}
+        return comparison_data(made, [_link_of(page, row.site) for row in made])
+
+    def state(self, _: dict[str, str]) -> dict[str, str]:
+        """Return the state of the recording, so that a page can notice a new one."""
+        try:
+            run = self._shelf.run()
+        except FolderError as error:
+            return {"state": "", "gone": str(error).splitlines()[0]}
+        state = self._shelf.state() if run is None else run.reader.version
+        missing = [
+            source.name
+            for source in (self._shelf.source, self._shelf.other)
+            if source is not None and not source.state()
+        ]
+        problem = ""
+        if missing and not state:
+            problem = f"{', '.join(missing)} holds no recording now: deleted or being replaced."
+        return {"state": state, "gone": problem}
+
+    def new(self, parameters: dict[str, str]) -> dict[str, Any]:
+        """Return the steps of a run that a page lacks; without a run, why."""
+        try:
+            run = self._shelf.run()
+            if run is not None:
+                return new_steps(run, parameters)
+        except FolderError:
+            pass  # `state` says what is wrong
+        return self.state(parameters)
+
+    def ranks(self, parameters: dict[str, str]) -> list[list[float | None]]:
+        """Return the numbers of each rank at a site of a run."""
+        run = self._shelf.run()
+        if run is None:
+            raise InputError("this folder holds no run.\nGo to the start page.")
+        return numbers_of_ranks(run, parameters)
+
+    def problem(self, error: Exception) -> tuple[int, str]:
+        """Render the page of an error; return the HTTP status and the page."""
+        if isinstance(error, FolderError):
+            status, title = 503, "This recording cannot be shown"
+            lines = str(error).splitlines()
+            lines.append("This page shows the recording as soon as it can be read.")
+        elif isinstance(error, HooklineError):
+            status, title, lines = 404, "There is nothing to show", str(error).splitlines()
+        else:
+            status, title = 500, "This page could not be made"
+            lines = [type_and_line(error), "The terminal that serves it shows more."]
+        # A page of a run that cannot be read waits for any that can.
+        state = "" if self._shelf.is_run() else self._shelf.state()
+        waits = {"state": state} if status == 503 else {}
+        return status, self._render("message", title=title, home="./", lines=lines, **waits)
+
+    def of_page(self, make: Callable[[PageState, dict[str, str]], Any]) -> _Make:
+        """Return an answer about the page that asks: none if it shows an older recording."""
+
+        def answer(parameters: dict[str, str]) -> Any:
+            page, state = self._page(parameters)
+            return make(page, parameters) if parameters.get("state", state) == state else {}
+
+        return answer
+
+    def _page(self, parameters: dict[str, str]) -> tuple[PageState, str]:
+        """Return what the page shows, of a store the items that the address names."""
+        items = parameters["items"]
+        return self._shelf.page(items_of(items) if items else None)
+
+
+def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
+    """Create the server's ASGI app."""
+    parts = "applications", "routing", "responses", "concurrency"
+    applications, routing, responses, concurrency = (
+        load(f"starlette.{part}", *SERVER_NEEDS) for part in parts
+    )
+    pages = Pages(shelf)
+
+    def response(content: str, media: str = "text/html", status: int = 200) -> Any:
+        # Module names may have lone surrogates, which strict UTF-8 refuses.
+        body = content.encode("utf-8", "backslashreplace")
+        return responses.Response(body, status, media_type=media)
+
+    def failed(_: Any, error: Exception) -> Any:
+        status, content = pages.problem(error)
+        return response(content, status=status)
+
+    def answer(make: _Make, scope: Any) -> Any:
+        try:
+            parameters = parameters_of(scope["query_string"])
+            parameters["items"] = scope["path_params"].get("items", "")
+            content = make(parameters)
+        except HooklineError as error:
+            return failed(None, error)
+        if isinstance(content, str):
+            return response(content)
+        return response(json.dumps(content, allow_nan=False), "application/json")
+
+    def route(path: str, make: _Make) -> Any:
+        async def endpoint(request: Any) -> Any:
+            return await concurrency.run_in_threadpool(answer, make, request.scope)
+
+        return routing.Route(path, endpoint)
+
+    def choose(request: Any) -> Any:
+        """Lead from what the form asks for to the page of the items."""
+        try:
+            text = text_of(items_of(request.query_params.get("items", "")))
+        except HooklineError as error:
+            return failed(None, error)
+        return responses.RedirectResponse(f"items/{text}/", 303)
+
+    def missing(_: Any, __: Exception) -> Any:
+        return failed(None, InputError("this address does not exist.\nGo to the start page."))
+
+    routes = [
+        route("/", pages.index), route("/comparison", pages.comparison),
+        route("/state", pages.state), route("/new", pages.new), route("/ranks", pages.ranks),
+    ]  # fmt: skip
+    routes += [route(path, pages.of_page(make)) for path, make in _OF_PAGES.items()]
+    routes += [routing.Route("/items", choose), routing.Mount("/items/{items}", routes=[*routes])]
+    handlers = {404: missing, Exception: failed}
+    return Guard(
+        applications.Starlette(routes=routes, exception_handlers=handlers), rules, script_hashes()
+    )
+
+
+def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
+    """Return the value that an address names, by its site or by its position."""
+    position = number(parameters, "value")
+    if position is not None:
+        if position < len(page.values):
+            return page.values[position]
+        raise InputError(f"there are {len(page.values)} values.\nGo to the start page.")
+    where = (number(parameters, name) for name in ("pass", "call", "backward"))
+    return page.find(parameters.get("at", ""), *where)
+
+
+def _measured(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
+    """Measure some values, or one that a reader waits for; return their columns."""
+    only = number(parameters, "only")
+    start = number(parameters, "from") or 0 if only is None else only
+    measured, after = page.measure_some(start, _SECONDS if only is None else 0)
+    at = [entry.order for entry in measured]
+    return {"at": at, "next": after, "values": measured_columns(measured)}
+
+
+def _tokens(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
+    return tokens_of(page, *(number(parameters, name) or 0 for name in ("pass", "sample")))
+
+
+# What is told of the recording that a page shows, by address.
+_OF_PAGES: dict[str, Callable[[PageState, dict[str, str]], Any]] = {
+    "/findings": lambda page, _: page.findings(),
+    "/measure": _measured,
+    "/maps": lambda page, asked: value_maps(page, _named(page, asked), choice_of(asked)),
+    "/flow": lambda page, asked: {"edges": page.flow(number(asked, "pass") or 0)},
+    "/tokens": _tokens,
+}
+
+
+def _link_of(page: PageState, site: str) -> str:
+    """Return the query of the value that a row of a comparison is about; empty if it has none."""
+    entry = page.by_key.get(site)
+    if entry is None:
+        return ""
+    return query_of(entry.place, "" if entry.site.leaf else leaf_of(site))
+
+
+def _passes_with_tokens(page: PageState) -> list[int]:
+    numbers = sorted({entry.place.pass_number for entry in page.values})
+    return [number for number in numbers if token_rows(page.rows, page.values, number)]
+
+
+def _bytes_shown(page: PageState) -> str:
+    return size(sum(entry.n_bytes for entry in page.values))
