@@ -23,7 +23,7 @@ from hookline.views.page import (
     write_page,
 )
 from hookline.views.page.served_folders import finding_in, is_kept
-from hookline.views.page.url_parameters import items_of
+from hookline.views.page.url_parameters import parse_items
 
 
 def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | None:
@@ -40,7 +40,7 @@ def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | Non
         raise InputError(
             f"--items chooses items of a store, got {kind}: {folder}.\nLeave out --items."
         )
-    return items_of(text, "--items")
+    return parse_items(text, "--items")
 
 
 def serving_of(

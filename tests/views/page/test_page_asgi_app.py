@@ -20,7 +20,7 @@ from benchmarks.large_recording import write as write_large
 from hookline.display.units import measure
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 from hookline.views.page.request_guard import Rules
-from hookline.views.page.value_entries import tensor_of
+from hookline.views.page.value_entries import read_tensor
 from packed_pages import core_of
 
 
@@ -472,7 +472,7 @@ def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
         with shown.reading():
             shown.measure(seen)
     assert resident() - before < 60 * 1024**2
-    tensors = [tensor_of(seen).sum() for seen in shown.values[1:13]]  # and it can be seen to
+    tensors = [read_tensor(seen).sum() for seen in shown.values[1:13]]  # and it can be seen to
     assert resident() - before > 250 * 1024**2
     assert sum(tensors) == 0
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.views.page.dataflow import flow_of
+from hookline.views.page.dataflow import find_edges
 from hookline.views.page.module_rows import rows_of
 from hookline.views.page.token_norms import ids_of, token_data, token_rows
-from hookline.views.page.value_entries import read_values
+from hookline.views.page.value_entries import measure_values
 
 
 class Block(nn.Module):
@@ -48,11 +48,11 @@ def run():
 
 
 def edges(run):
-    values = read_values(run)
+    values = measure_values(run)
     rows = rows_of(run, values)
     return {
         (rows[edge.source].label, rows[edge.target].label, edge.is_join)
-        for edge in flow_of(rows, values, 0)
+        for edge in find_edges(rows, values, 0)
     }
 
 
@@ -81,7 +81,7 @@ def test_a_value_that_is_no_sum_has_no_join():
 
 
 def test_norms_of_tokens_are_those_of_the_tensors(run):
-    values = read_values(run)
+    values = measure_values(run)
     rows = rows_of(run, values)
     chosen = token_rows(rows, values, 0)
     assert (chosen.n_tokens, chosen.n_samples) == (5, 2)
@@ -96,5 +96,5 @@ def test_a_model_without_tokens_has_no_norms():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with hl.record(model) as run:
         model(torch.rand(3, 4))
-    values = read_values(run)
+    values = measure_values(run)
     assert token_rows(rows_of(run, values), values, 0) is None

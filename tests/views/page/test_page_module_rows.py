@@ -7,11 +7,11 @@ from torch import nn
 import hookline as hl
 from hookline.recordings import Recording
 from hookline.views.page.module_rows import rows_of, trunk_of
-from hookline.views.page.value_entries import OVERWRITTEN, read_values
+from hookline.views.page.value_entries import OVERWRITTEN, measure_values
 
 
 def rows_in(recording):
-    return rows_of(recording, read_values(recording))
+    return rows_of(recording, measure_values(recording))
 
 
 def drawn(rows) -> list[str]:
@@ -140,7 +140,7 @@ def test_values_come_in_the_order_in_which_they_fired(net, image):
 def test_an_overwritten_value_is_a_line_that_says_what_to_do(net, image):
     with hl.record(net, nn.BatchNorm2d) as run:
         net(image)
-    assert [entry.problem for entry in read_values(run)] == [OVERWRITTEN] * 4
+    assert [entry.problem for entry in measure_values(run)] == [OVERWRITTEN] * 4
     assert "copy=True" in OVERWRITTEN
 
 
@@ -161,7 +161,7 @@ def test_a_tensor_that_torch_cannot_convert_is_a_line_saying_so():
     model = nn.Sequential(Packed())
     with hl.record(model, "0") as run:
         model(torch.zeros(4, dtype=torch.uint8))
-    (entry,) = read_values(run)
+    (entry,) = measure_values(run)
     assert entry.problem.startswith("cannot be measured: ")
 
 

@@ -14,9 +14,9 @@ import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.stores import excerpt
 from hookline.views.page import FolderSource, OpenRecordings, write_contents_page
-from hookline.views.page.recording_data import core_data
-from hookline.views.page.url_parameters import items_of, text_of
-from hookline.views.page.value_entries import tensor_of
+from hookline.views.page.recording_data import rows_and_values_data
+from hookline.views.page.url_parameters import format_items, parse_items
+from hookline.views.page.value_entries import read_tensor
 from packed_pages import core_of
 from small_stores import write_store
 
@@ -33,10 +33,10 @@ def test_statistics_are_of_all_items_and_pictures_of_some(folder):
     shown, _ = OpenRecordings(FolderSource(folder, [3, 5])).page()
     (row,) = [row for row in shown.rows if row.label == "0"]
     (entry,) = row.entries
-    values = core_data(shown.rows, shown.values)["values"]
+    values = rows_and_values_data(shown.rows, shown.values)["values"]
     assert [values[name][entry.order] for name in ("mean", "max")] == [479.5, 959]
     with shown.reading():
-        assert torch.equal(tensor_of(entry), ROWS[[3, 5]])
+        assert torch.equal(read_tensor(entry), ROWS[[3, 5]])
         measured = shown.measure(entry)
     assert measured.statistics.max == 287  # its histogram is of the items shown
     assert "a store of 20 items" in shown.contents.about
@@ -126,8 +126,8 @@ def test_an_excerpt_of_tokens_is_padded(tmp_path):
     ("text", "items"), [("5", (5,)), ("5,17", (5, 17)), ("3:6", (3, 4, 5)), ("17, 5", (17, 5))]
 )
 def test_items_are_numbers_or_a_range(text, items):
-    assert items_of(text) == items
-    assert items_of(text_of(items)) == items
+    assert parse_items(text) == items
+    assert parse_items(format_items(items)) == items
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_items_are_numbers_or_a_range(text, items):
 )
 def test_other_items_are_refused(text):
     with pytest.raises(hl.InputError, match="items must name 1 to 64 items"):
-        items_of(text)
+        parse_items(text)
 
 
 def test_a_recording_has_no_items_to_choose(tmp_path):

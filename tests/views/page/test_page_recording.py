@@ -15,7 +15,7 @@ import hookline as hl
 from forks import child
 from hookline.display.units import count
 from hookline.views.page import Evidence, write_recording_page
-from hookline.views.page.value_entries import read_values
+from hookline.views.page.value_entries import measure_values
 from packed_pages import core_of
 
 
@@ -289,7 +289,7 @@ def test_many_leaves_with_nan_are_counted():
     model = nn.Identity()
     with hl.record(model) as run:
         model([torch.full((n,), float("inf")) for n in (1, 2, 3, 4)])
-    (seen,) = read_values(run)
+    (seen,) = measure_values(run)
     assert seen.non_finite == 10
     assert seen.non_finite_text == "10 in output[0], output[1], output[2] and 1 more"
 

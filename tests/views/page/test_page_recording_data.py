@@ -16,19 +16,19 @@ from hookline.views.page.encode_maps import ASKED_FOR, IN_FILE, tiles_of, with_c
 from hookline.views.page.module_rows import rows_of
 from hookline.views.page.page_state import gaps_of, notices_of
 from hookline.views.page.recording_data import (
-    core_data,
     findings_data,
-    judged,
-    measured_columns,
-    silent_data,
+    rows_and_values_data,
+    silent_sites_data,
+    statistics_columns,
+    try_to_judge,
 )
-from hookline.views.page.value_entries import list_values, read_values
+from hookline.views.page.value_entries import list_values, measure_values
 from hookline.views.page.what_to_draw import Choice
 
 
 def data_of(recording):
-    entries = read_values(recording)
-    return core_data(rows_of(recording, entries), entries), entries
+    entries = measure_values(recording)
+    return rows_and_values_data(rows_of(recording, entries), entries), entries
 
 
 @pytest.mark.slow
@@ -79,23 +79,23 @@ def test_histograms_are_24_levels_with_logarithmic_heights():
 
 def test_values_that_are_not_measured_wait_without_numbers(strange_run):
     entries = list_values(strange_run)
-    columns = measured_columns(entries)
+    columns = statistics_columns(entries)
     assert columns["waits"] == [entry.order for entry in entries]
     assert set(columns["mean"]) == {None}
-    columns = measured_columns(read_values(strange_run))
+    columns = statistics_columns(measure_values(strange_run))
     assert columns["waits"] == []
     (problem,) = columns["problem"].values()
     assert "copy=True" in problem
 
 
 def test_findings_name_their_rows(strange_run):
-    entries = read_values(strange_run)
+    entries = measure_values(strange_run)
     rows = rows_of(strange_run, entries)
-    data = findings_data(*judged(strange_run.findings), rows, entries)
+    data = findings_data(*try_to_judge(strange_run.findings), rows, entries)
     assert data["judged"]
     *others, unused = strange_run.findings()
     assert [finding["text"] for finding in data["findings"]] == [f.text for f in others]
-    assert unused.site == silent_data(strange_run)[0][0] == "unused"
+    assert unused.site == silent_sites_data(strange_run)[0][0] == "unused"
     first = data["findings"][0]
     assert (first["kind"], rows[first["row"]].label) == ("non-finite", "broken")
     json.dumps(data, allow_nan=False)
@@ -109,9 +109,9 @@ def test_a_finding_in_a_leaf_a_call_and_a_parameter_has_its_row(looped):
     model = nn.Sequential(nn.Identity(), Halves())
     with hl.record(model, "1") as run:
         model(torch.ones(2, 3))
-    entries = read_values(run)
+    entries = measure_values(run)
     rows = rows_of(run, entries)
-    (finding, *_) = findings_data(*judged(run.findings), rows, entries)["findings"]
+    (finding, *_) = findings_data(*try_to_judge(run.findings), rows, entries)["findings"]
     assert finding["site"] == "1:output[1]"
     assert rows[finding["row"]].label == "1"
 
@@ -122,15 +122,15 @@ def test_what_follows_a_fault_of_the_forward_is_not_before_it():
         model[2].weight[0, 0] = float("nan")
     with hl.record(model, ports=("output", "grad_output"), copy=True) as run:
         model(torch.ones(2, 4)).sum().backward()
-    entries = read_values(run)
+    entries = measure_values(run)
     rows = rows_of(run, entries)
-    (finding, *_) = findings_data(*judged(run.findings), rows, entries)["findings"]
+    (finding, *_) = findings_data(*try_to_judge(run.findings), rows, entries)["findings"]
     assert finding["site"] == "2"
     assert [rows[index].label for index in finding["also"]] == ["3", "4", "(root)"]
 
 
 def test_sites_that_never_fired_come_with_the_reason(strange_run):
-    ((site, kind, why),) = silent_data(strange_run)
+    ((site, kind, why),) = silent_sites_data(strange_run)
     assert (site, kind) == ("unused", "Linear")
     assert "not reached in this forward" in why
 
@@ -148,7 +148,7 @@ def test_what_a_recording_lacks_is_one_line(tmp_path):
     kept = hl.open(tmp_path / "run")
     assert gaps_of(kept) == "2 selected sites without a value, 1 part of values not saved"
     assert notices_of(kept) == []
-    assert [why for _, _, why in silent_data(kept)][-1] == "not saved in the folder"
+    assert [why for _, _, why in silent_sites_data(kept)][-1] == "not saved in the folder"
 
 
 # -- maps -----------------------------------------------------------------------------------------

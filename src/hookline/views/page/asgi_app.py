@@ -29,22 +29,22 @@ from hookline.display.text import plural, type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.util.optional import how_to_install, load
-from hookline.views.page.check_finding_data import check_data, title_of
+from hookline.views.page.check_finding_data import check_finding_data, title_of
 from hookline.views.page.page_state import PageState, core_of, variables_of
 from hookline.views.page.page_templates import script_hashes, template_of
-from hookline.views.page.recording_data import measured_columns, pack
+from hookline.views.page.recording_data import pack_json, statistics_columns
 from hookline.views.page.request_guard import Guard, Rules
 from hookline.views.page.result_pages import comparison_data, comparison_title, last_part, packed
 from hookline.views.page.served_folders import OpenRecordings
 from hookline.views.page.token_norms import token_rows
-from hookline.views.page.training_page import new_steps, numbers_of_ranks, served_page
+from hookline.views.page.training_page import new_steps, numbers_of_ranks, render_served_page
 from hookline.views.page.url_parameters import (
-    choice_of,
-    items_of,
-    number,
-    parameters_of,
-    query_of,
-    text_of,
+    format_items,
+    parse_choice,
+    parse_int,
+    parse_items,
+    parse_query,
+    write_query,
 )
 from hookline.views.page.value_entries import ValueEntry
 from hookline.views.page.value_maps import tokens_of, value_maps
@@ -82,10 +82,10 @@ class Pages:
         run = self._shelf.run()
         if run is not None:
             title = self._shelf.source.folder.resolve().name
-            return served_page(self._templates["training"], run, title, name)
+            return render_served_page(self._templates["training"], run, title, name)
         kept = self._shelf.kept()
         if kept is not None:
-            data, state = packed(check_data(kept)), self._shelf.state()
+            data, state = packed(check_finding_data(kept)), self._shelf.state()
             return self._render("check", title=title_of(kept), state=state, where=name, core=data)
         page, state = self._page(parameters)
         if page.other is not None:
@@ -103,7 +103,7 @@ class Pages:
             state=state,
             where=page.names[0],
             evidence=None,
-            core=pack(core),
+            core=pack_json(core),
             pictures=(),
             items=page.contents.chosen,
             top="../../" if parameters["items"] else "",
@@ -112,7 +112,7 @@ class Pages:
     def _compared(self, page: PageState, state: str) -> str:
         """Render the page of two recordings, which asks for their comparison."""
         of = f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}"
-        core = pack({"tokens": _passes_with_tokens(page), "of": of})
+        core = pack_json({"tokens": _passes_with_tokens(page), "of": of})
         title = comparison_title(page.names)
         return self._render("comparison", title=title, state=state, names=page.names, core=core)
 
@@ -192,7 +192,7 @@ class Pages:
     def _page(self, parameters: dict[str, str]) -> tuple[PageState, str]:
         """Return what the page shows, of a store the items that the address names."""
         items = parameters["items"]
-        return self._shelf.page(items_of(items) if items else None)
+        return self._shelf.page(parse_items(items) if items else None)
 
 
 def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
@@ -214,7 +214,7 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
 
     def answer(make: _Make, scope: Any) -> Any:
         try:
-            parameters = parameters_of(scope["query_string"])
+            parameters = parse_query(scope["query_string"])
             parameters["items"] = scope["path_params"].get("items", "")
             content = make(parameters)
         except HooklineError as error:
@@ -232,7 +232,7 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
     def choose(request: Any) -> Any:
         """Lead from what the form asks for to the page of the items."""
         try:
-            text = text_of(items_of(request.query_params.get("items", "")))
+            text = format_items(parse_items(request.query_params.get("items", "")))
         except HooklineError as error:
             return failed(None, error)
         return responses.RedirectResponse(f"items/{text}/", 303)
@@ -254,44 +254,44 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
 
 def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     """Return the value that an address names, by its site or by its position."""
-    position = number(parameters, "value")
+    position = parse_int(parameters, "value")
     if position is not None:
         if position < len(page.values):
             return page.values[position]
         raise InputError(f"there are {len(page.values)} values.\nGo to the start page.")
-    where = (number(parameters, name) for name in ("pass", "call", "backward"))
+    where = (parse_int(parameters, name) for name in ("pass", "call", "backward"))
     return page.find(parameters.get("at", ""), *where)
 
 
 def _measured(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
     """Measure some values, or one that a reader waits for; return their columns."""
-    only = number(parameters, "only")
-    start = number(parameters, "from") or 0 if only is None else only
+    only = parse_int(parameters, "only")
+    start = parse_int(parameters, "from") or 0 if only is None else only
     measured, after = page.measure_some(start, _SECONDS if only is None else 0)
     at = [entry.order for entry in measured]
-    return {"at": at, "next": after, "values": measured_columns(measured)}
+    return {"at": at, "next": after, "values": statistics_columns(measured)}
 
 
 def _tokens(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
-    return tokens_of(page, *(number(parameters, name) or 0 for name in ("pass", "sample")))
+    return tokens_of(page, *(parse_int(parameters, name) or 0 for name in ("pass", "sample")))
 
 
 # What is told of the recording that a page shows, by address.
 _OF_PAGES: dict[str, Callable[[PageState, dict[str, str]], Any]] = {
     "/findings": lambda page, _: page.findings(),
     "/measure": _measured,
-    "/maps": lambda page, asked: value_maps(page, _named(page, asked), choice_of(asked)),
-    "/flow": lambda page, asked: {"edges": page.flow(number(asked, "pass") or 0)},
+    "/maps": lambda page, asked: value_maps(page, _named(page, asked), parse_choice(asked)),
+    "/flow": lambda page, asked: {"edges": page.flow(parse_int(asked, "pass") or 0)},
     "/tokens": _tokens,
 }
 
 
 def _link_of(page: PageState, site: str) -> str:
     """Return the query of the value that a row of a comparison is about; empty if it has none."""
-    entry = page.by_key.get(site)
+    entry = page.by_key.find(site)
     if entry is None:
         return ""
-    return query_of(entry.place, "" if entry.site.leaf else leaf_of(site))
+    return write_query(entry.place, "" if entry.site.leaf else leaf_of(site))
 
 
 def _passes_with_tokens(page: PageState) -> list[int]:

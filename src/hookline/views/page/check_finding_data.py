@@ -12,7 +12,7 @@ from hookline.verbs.check.finding import CheckFinding, Measured
 _HELD = ("parameter", "buffer", "input", "gradient", "constant")
 
 
-def check_data(finding: CheckFinding) -> dict[str, Any]:
+def check_finding_data(finding: CheckFinding) -> dict[str, Any]:
     """Return what the page of a finding draws, as plain data.
 
         {level, kind, text, site, number, why, advice, step, facts: [[label, text]], notes: [text],
@@ -26,7 +26,7 @@ def check_data(finding: CheckFinding) -> dict[str, Any]:
     shown = finding.to_finding().to_dict()
     return shown | {
         "text": shown["text"][:1].upper() + shown["text"][1:],
-        "number": "" if finding.also else _counts(finding, with_total=False),
+        "number": "" if finding.also else _nan_and_inf_text(finding, with_total=False),
         "follows": 0,  # the chain has them
         "facts": _facts(finding),
         "notes": list(finding.notes),
@@ -34,7 +34,7 @@ def check_data(finding: CheckFinding) -> dict[str, Any]:
         and {"file": line.filename, "number": line.lineno, "function": line.function}
         | {"text": line.text},
         "keep": finding.file,
-        "chain": list(_chain(finding)),
+        "chain": list(_causal_chain(finding)),
     }
 
 
@@ -58,12 +58,12 @@ def _facts(finding: CheckFinding) -> list[tuple[str, str]]:
     return facts
 
 
-def _chain(finding: CheckFinding) -> Iterator[dict[str, Any]]:
+def _causal_chain(finding: CheckFinding) -> Iterator[dict[str, Any]]:
     is_held = finding.kind in _HELD
-    made = _step(
+    made = _chain_link(
         "held it" if is_held else "made it",
         finding.site,
-        finding.observation or _counts(finding),
+        finding.observation or _nan_and_inf_text(finding),
         isBroken=finding.also is None,
         isSuspect=is_held,
     )
@@ -71,18 +71,18 @@ def _chain(finding: CheckFinding) -> Iterator[dict[str, Any]]:
         yield made
     for role, tensors in (("input", finding.inputs), ("of the module", finding.parameters)):
         for tensor in tensors:
-            yield _tensor_step(role, tensor, finding.suspect)
+            yield _tensor_link(role, tensor, finding.suspect)
     if finding.operation or finding.function:
         name = finding.function or finding.operation
         text = f"{finding.operation or ''}, in {finding.module_type or finding.site}"
-        yield _step("operation", name or "", text.removeprefix(", "))
+        yield _chain_link("operation", name or "", text.removeprefix(", "))
     if not is_held:
         yield made
     for site in finding.passed_on:
-        yield _step("passed it on", site, "", isBroken=True)
+        yield _chain_link("passed it on", site, "", isBroken=True)
 
 
-def _counts(finding: CheckFinding, *, with_total: bool = True) -> str:
+def _nan_and_inf_text(finding: CheckFinding, *, with_total: bool = True) -> str:
     parts = [f"{finding.n_nan:,} NaN"] * bool(finding.n_nan)
     parts += [f"{finding.n_inf:,} infinite"] * bool(finding.n_inf)
     is_whole = with_total and finding.n_total
@@ -90,14 +90,14 @@ def _counts(finding: CheckFinding, *, with_total: bool = True) -> str:
     return f"{' and '.join(parts)}{of}" if parts else ""
 
 
-def _tensor_step(role: str, tensor: Measured, suspect: str | None) -> dict[str, Any]:
+def _tensor_link(role: str, tensor: Measured, suspect: str | None) -> dict[str, Any]:
     moments = tensor.moments
     numbers = None
     if moments is not None:
         names = ("min", "max", "mean", "std") if moments.finite else ()
         numbers = {name: getattr(moments, name) for name in names}
         numbers |= {"bad": moments.non_finite, "zeros": moments.zero_share, "count": moments.count}
-    return _step(
+    return _chain_link(
         role,
         tensor.name,
         "",
@@ -109,6 +109,6 @@ def _tensor_step(role: str, tensor: Measured, suspect: str | None) -> dict[str, 
     )
 
 
-def _step(role: str, name: str, text: str, **more: Any) -> dict[str, Any]:
+def _chain_link(role: str, name: str, text: str, **more: Any) -> dict[str, Any]:
     step = {"shape": None, "dtype": "", "numbers": None, "isSuspect": False, "isBroken": False}
     return {"role": role, "name": name, "text": text, **step, **more}

@@ -15,25 +15,25 @@ _SUM_ERROR = 0.01  # of shares in half precision
 _DIGITS = 4
 
 
-def scores_of(entry: ValueEntry, images: Images, sample: int) -> dict[str, Any] | None:
+def entry_class_scores(entry: ValueEntry, images: Images, sample: int) -> dict[str, Any] | None:
     """Return the highest classes, if a value is the output of a classifier of the images."""
     site = entry.site
     if site.path != "" or site.port != "output" or site.leaf:
         return None
     try:
-        scores = class_scores(entry.recorded.read(), sample)
+        scores = top_class_scores(entry.recorded.read(), sample)
     except (HooklineError, RuntimeError, TypeError):
         return None
     return scores if scores is not None and scores["samples"] == images.n_images else None
 
 
-def class_scores(output: Any, sample: int) -> dict[str, Any] | None:
+def top_class_scores(output: Any, sample: int) -> dict[str, Any] | None:
     """Return the highest class scores of one sample, and their shares; None if it has none.
 
     The shares are the scores themselves if they are positive and sum to 1, and else their softmax.
     A score of minus infinity is taken for a class that is masked; it is not listed.
 
-    >>> scores = class_scores(torch.tensor([[0.0, 9.0, 0.0]]), 0)
+    >>> scores = top_class_scores(torch.tensor([[0.0, 9.0, 0.0]]), 0)
     >>> scores["classes"], scores["top"][0]
     (3, [1, 9.0, 0.9998])
     """

@@ -31,7 +31,7 @@ class Edge(NamedTuple):
     is_join: bool = False
 
 
-def flow_of(rows: Sequence[Row], entries: Sequence[ValueEntry], pass_number: int) -> list[Edge]:
+def find_edges(rows: Sequence[Row], entries: Sequence[ValueEntry], pass_number: int) -> list[Edge]:
     """Return the edges of one pass, as far as its values tell them.
 
     Args:
@@ -45,32 +45,32 @@ def flow_of(rows: Sequence[Row], entries: Sequence[ValueEntry], pass_number: int
         if entry.place.pass_number == pass_number and entry.site.port in ("input", "output")
     ]
     if not any(entry.site.port == "input" for entry in of_pass):
-        return list(_sequences(rows))
+        return list(_sequential_edges(rows))
     row_of = {entry.order: index for index, row in enumerate(rows) for entry in row.entries}
     holders = {row.parent for row in rows if not row.name.startswith("@")}
-    earlier = _Earlier()
+    earlier = _EarlierValues()
     edges: dict[Edge, None] = {}
     for entry in of_pass:
         target = row_of[entry.order]
-        for source, is_join in _sources_of(entry, target in holders, earlier):
+        for source, is_join in _find_sources(entry, target in holders, earlier):
             edges[Edge(row_of[source.order], target, is_join)] = None
         earlier.add(entry)
     return [edge for edge in edges if edge.source != edge.target]
 
 
-def _sources_of(
-    entry: ValueEntry, is_container: bool, earlier: _Earlier
+def _find_sources(
+    entry: ValueEntry, is_container: bool, earlier: _EarlierValues
 ) -> list[tuple[ValueEntry, bool]]:
     """Return what a value was made of, and whether by adding: of inputs, and holders' outputs."""
     if is_container != (entry.site.port == "output"):
         return []
-    source = earlier.equal(entry)
+    source = earlier.find_equal(entry)
     if source is None:
-        return [(part, True) for part in earlier.sum_of(entry)]
+        return [(part, True) for part in earlier.find_addends(entry)]
     return [] if is_container else [(source, False)]
 
 
-def _sequences(rows: Sequence[Row]) -> Iterator[Edge]:
+def _sequential_edges(rows: Sequence[Row]) -> Iterator[Edge]:
     """Iterate over the edges between the parts of each `nn.Sequential`."""
     last: dict[int, int] = {}
     for index, row in enumerate(rows):
@@ -81,7 +81,7 @@ def _sequences(rows: Sequence[Row]) -> Iterator[Edge]:
         last[row.parent] = index
 
 
-class _Earlier:
+class _EarlierValues:
     """The values so far, by what identifies them."""
 
     def __init__(self) -> None:
@@ -91,17 +91,17 @@ class _Earlier:
 
     def add(self, entry: ValueEntry) -> None:
         """Take a value; of equal ones the first output stands for all."""
-        key = _key_of(entry)
+        key = _statistics_key(entry)
         if key is not None and key not in self._by_key:
             self._by_key[key] = entry
             self._by_shape.setdefault(entry.shape, []).append(entry)
 
-    def equal(self, entry: ValueEntry) -> ValueEntry | None:
+    def find_equal(self, entry: ValueEntry) -> ValueEntry | None:
         """Return the first value that equals one, by its statistics; or None."""
-        key = _key_of(entry)
-        return None if key is None else self._by_key.get(key)
+        key = _statistics_key(entry)
+        return None if key is None else self._by_key.find(key)
 
-    def sum_of(self, entry: ValueEntry) -> tuple[ValueEntry, ...]:
+    def find_addends(self, entry: ValueEntry) -> tuple[ValueEntry, ...]:
         """Return the two values of which a value is the sum; none if there are none."""
         statistics = entry.statistics
         if statistics is None or statistics.mean is None or not statistics.std:
@@ -120,7 +120,7 @@ class _Earlier:
         if self._room < 0:
             return False
         try:
-            total, *addends = (_read(value) for value in (entry, first, second))
+            total, *addends = (_read_main_tensor(value) for value in (entry, first, second))
             gap = addends[0] + addends[1] - total
         except (HooklineError, RuntimeError, TypeError):
             return False
@@ -132,7 +132,7 @@ def _mean(entry: ValueEntry) -> float:
     return math.nan if mean is None else mean
 
 
-def _key_of(entry: ValueEntry) -> object:
+def _statistics_key(entry: ValueEntry) -> object:
     statistics = entry.statistics
     if statistics is None or not statistics.std:
         return None
@@ -140,7 +140,7 @@ def _key_of(entry: ValueEntry) -> object:
     return entry.shape, numbers, entry.counts
 
 
-def _read(entry: ValueEntry) -> Tensor:
+def _read_main_tensor(entry: ValueEntry) -> Tensor:
     tensor = main_tensor(entry.recorded.read())
     if tensor is None:
         raise TypeError("the value holds no tensor.")

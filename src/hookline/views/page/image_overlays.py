@@ -17,7 +17,7 @@ from hookline.statistics.of_values import main_tensor
 from hookline.util.optional import load
 from hookline.views.page.encode_maps import Limits, coded
 from hookline.views.page.token_norms import rounded
-from hookline.views.page.value_entries import Beside, ValueEntry, gradient_of, tensor_of
+from hookline.views.page.value_entries import EntryAt, ValueEntry, gradient_of, read_tensor
 from hookline.views.page.what_to_draw import is_picture
 from hookline.views.pixels import PAGE_NEEDS, data_address, smaller
 
@@ -82,7 +82,7 @@ def images_of(entries: Sequence[ValueEntry], number: int) -> Images | None:
         return None
     try:
         if is_input(first):
-            maps: Tensor | None = tensor_of(first)
+            maps: Tensor | None = read_tensor(first)
         else:
             maps = main_tensor(first.recorded.outline(), with_meta=True)
     except HooklineError:
@@ -161,7 +161,7 @@ def class_maps(
 
 def last_class_maps(
     entries: Sequence[ValueEntry],
-    beside: Beside,
+    beside: EntryAt,
     number: int,
     images: Images,
     sample: int,
@@ -185,7 +185,7 @@ def last_class_maps(
 
 
 def _layers_back(
-    entries: Sequence[ValueEntry], beside: Beside, number: int, images: Images
+    entries: Sequence[ValueEntry], beside: EntryAt, number: int, images: Images
 ) -> Iterator[tuple[ValueEntry, Tensor, Tensor]]:
     """Yield the last layers of a pass that hold maps, with their outputs and gradients."""
     of_pass = (entry for entry in reversed(entries) if entry.place.pass_number == number)
@@ -193,7 +193,7 @@ def _layers_back(
     both = ((entry, twin) for entry, twin in pairs if twin is not None and _fits(entry, images))
     for entry, gradient in islice(both, _MOST_TRIES):
         try:
-            yield entry, tensor_of(entry), tensor_of(gradient)
+            yield entry, read_tensor(entry), read_tensor(gradient)
         except HooklineError:
             continue
 

@@ -20,13 +20,18 @@ from hookline.errors import FolderError, InputError
 from hookline.findings import Findings
 from hookline.recordings import Recording
 from hookline.stores import Store
-from hookline.views.page.dataflow import Edge, flow_of
+from hookline.views.page.dataflow import Edge, find_edges
 from hookline.views.page.module_rows import Row, rows_of
-from hookline.views.page.recording_data import core_data, findings_data, judged, silent_data
+from hookline.views.page.recording_data import (
+    findings_data,
+    rows_and_values_data,
+    silent_sites_data,
+    try_to_judge,
+)
 from hookline.views.page.store_data import of_all_items, store_data
-from hookline.views.page.url_parameters import text_of
-from hookline.views.page.value_entries import Place, ValueEntry, list_values, measured
-from hookline.views.page.values_by_site import ValuesByKey
+from hookline.views.page.url_parameters import format_items
+from hookline.views.page.value_entries import Place, ValueEntry, list_values, measure_entry
+from hookline.views.page.values_by_site import ValuesBySite
 
 
 class FolderContents(NamedTuple):
@@ -46,7 +51,7 @@ class FolderContents(NamedTuple):
 
         ("", 0) of a recording of one process.
         """
-        return text_of(self.items), self.n_ranks if self.store is None else len(self.store)
+        return format_items(self.items), self.n_ranks if self.store is None else len(self.store)
 
     def values(self) -> list[ValueEntry]:
         """List the values, none of them measured; of a store, each with its whole statistics."""
@@ -88,7 +93,7 @@ class PageState:
         self._by_site: dict[str, list[ValueEntry]] = {}
         for entry in self.values:
             self._by_site.setdefault(entry.place.at, []).append(entry)
-        self.by_key = ValuesByKey(self.values)
+        self.by_key = ValuesBySite(self.values)
         self._release()
 
     # -- finding ---------------------------------------------------------------------------------
@@ -102,7 +107,7 @@ class PageState:
             InputError: no value matches.
         """
         at = as_written(at)
-        of_site = self._by_site.get(at, [])
+        of_site = self._by_site.find(at, [])
         matches = [
             entry
             for entry in of_site
@@ -140,7 +145,7 @@ class PageState:
         entry = self._twins[entry.place] if of_other else self.values[entry.order]
         if not entry.is_measured:
             try:
-                entry = measured(entry)
+                entry = measure_entry(entry)
             except FolderError as error:
                 entry = replace(entry, problem=str(error).splitlines()[0])
         if of_other:
@@ -177,14 +182,14 @@ class PageState:
         """
         with self._judging:
             if self._findings is None:
-                judgement = judged(self.contents.judge)
+                judgement = try_to_judge(self.contents.judge)
                 self._findings = findings_data(*judgement, self.rows, self.values)
             return self._findings
 
     def flow(self, pass_number: int) -> list[Edge]:
         """Return what flows into what in a pass, as far as its values are measured."""
         with self.reading():
-            return flow_of(self.rows, self.values, pass_number)
+            return find_edges(self.rows, self.values, pass_number)
 
     @property
     def bytes_to_measure(self) -> int:
@@ -202,8 +207,8 @@ def core_of(
 ) -> dict[str, Any]:
     """Return rows and values as plain data, what never fired, and what is known of a store."""
     store = None if contents.store is None else store_data(contents.store)
-    silent = silent_data(contents.recording)
-    return core_data(rows, entries) | {"silent": silent, "store": store}
+    silent = silent_sites_data(contents.recording)
+    return rows_and_values_data(rows, entries) | {"silent": silent, "store": store}
 
 
 def variables_of(contents: FolderContents, n_values: int) -> dict[str, Any]:

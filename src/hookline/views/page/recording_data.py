@@ -38,7 +38,7 @@ from hookline.statistics.of_values import Statistics
 from hookline.views.page.module_rows import Row, trunk_of
 from hookline.views.page.token_norms import token_rows
 from hookline.views.page.value_entries import Part, ValueEntry
-from hookline.views.page.values_by_site import ValuesByKey
+from hookline.views.page.values_by_site import ValuesBySite
 
 BINS = 24
 _LEVELS = 63
@@ -52,7 +52,7 @@ _MOST_FOLLOWING = 400
 
 
 @final
-class _Words:
+class _TextIndex:
     """Number texts in the order in which they come."""
 
     def __init__(self) -> None:
@@ -67,29 +67,29 @@ class _Words:
         return [escape_invisible(text) for text in self.numbers]
 
 
-def core_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> dict[str, Any]:
+def rows_and_values_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> dict[str, Any]:
     """Return rows and values as plain data; findings are apart, because they take longer.
 
     Args:
         rows: the rows.
         entries: the values in firing order, of which some need not be measured yet.
     """
-    types, shapes, dtypes, ports = _Words(), _Words(), _Words(), _Words()
-    row_of = _row_of(rows)
+    types, shapes, dtypes, ports = _TextIndex(), _TextIndex(), _TextIndex(), _TextIndex()
+    row_of = _row_by_order(rows)
     passes = sorted({entry.place.pass_number for entry in entries})
     values = {
-        "row": _differences(row_of[entry.order] for entry in entries),
-        "order": _differences(entry.order for entry in entries),
+        "row": _delta_encode(row_of[entry.order] for entry in entries),
+        "order": _delta_encode(entry.order for entry in entries),
         "port": [ports(entry.site.port) for entry in entries],
         "pass": [entry.place.pass_number for entry in entries],
         "call": [entry.place.call for entry in entries],
-        "backward": _some(entries, lambda entry: entry.place.backward),
-        "leaf": _some(entries, lambda entry: _leaf_of(entry) or None),
+        "backward": _sparse(entries, lambda entry: entry.place.backward),
+        "leaf": _sparse(entries, lambda entry: _leaf_name(entry) or None),
         "shape": [shapes(entry.shape) for entry in entries],
         "dtype": [dtypes(entry.dtype) for entry in entries],
         "numel": [_numel(entry) for entry in entries],
-        "stored": _some(entries, lambda entry: entry.stored),
-        **measured_columns(entries),
+        "stored": _sparse(entries, lambda entry: entry.stored),
+        **statistics_columns(entries),
     }
     return {
         "rows": _row_columns(rows, types),
@@ -104,29 +104,29 @@ def core_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> dict[str, A
     }
 
 
-def _row_columns(rows: Sequence[Row], types: _Words) -> dict[str, Any]:
+def _row_columns(rows: Sequence[Row], types: _TextIndex) -> dict[str, Any]:
     aliases = {str(k): ", ".join(row.aliases) for k, row in enumerate(rows) if row.aliases}
     return {
         "name": [escape_invisible(row.name) for row in rows],
-        "parent": _differences(-1 if row.parent is None else row.parent for row in rows),
+        "parent": _delta_encode(-1 if row.parent is None else row.parent for row in rows),
         "type": [types(row.module_type) for row in rows],
         "call": [-1 if row.call is None else row.call for row in rows],
         "alias": {key: escape_invisible(text) for key, text in aliases.items()},
     }
 
 
-def _row_of(rows: Sequence[Row]) -> dict[int, int]:
+def _row_by_order(rows: Sequence[Row]) -> dict[int, int]:
     """Map the position of each value in firing order to its row."""
     return {entry.order: index for index, row in enumerate(rows) for entry in row.entries}
 
 
-def _some(entries: Sequence[ValueEntry], of: Callable[[ValueEntry], Any]) -> dict[str, Any]:
+def _sparse(entries: Sequence[ValueEntry], of: Callable[[ValueEntry], Any]) -> dict[str, Any]:
     """Return what few values have, by position in firing order."""
     parts = ((str(entry.order), of(entry)) for entry in entries)
     return {order: part for order, part in parts if part is not None}
 
 
-def silent_data(recording: Recording) -> list[list[str]]:
+def silent_sites_data(recording: Recording) -> list[list[str]]:
     """Return the sites that never fired, each with its type and the reason; and what is lost."""
     report = recording.report()
     lines = [(str(s), s.module_type, report.why.get(s, "")) for s in report.silent]
@@ -134,18 +134,18 @@ def silent_data(recording: Recording) -> list[list[str]]:
     return [[escape_invisible(text) for text in line] for line in lines]
 
 
-def measured_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
+def statistics_columns(entries: Sequence[ValueEntry]) -> dict[str, Any]:
     """Return the statistics of values as columns; keys of dicts are positions in firing order."""
     numbers = [entry.whole or entry.statistics for entry in entries]
     columns: dict[str, Any] = {
-        name: [_number_of(statistics, name) for statistics in numbers] for name in _DIGITS_OF
+        name: [_round_statistic(statistics, name) for statistics in numbers] for name in _DIGITS_OF
     }
     return columns | {
-        "hist": "".join(_histogram_text(entry.counts) for entry in entries),
-        "bad": _some(entries, lambda entry: entry.non_finite or None),
-        "leaves": _some(entries, lambda entry: entry.non_finite_text if entry.non_finite else None),
-        "problem": _some(entries, lambda entry: escape_invisible(entry.problem) or None),
-        "range": _some(entries, _range_of_items),
+        "hist": "".join(_encode_histogram(entry.counts) for entry in entries),
+        "bad": _sparse(entries, lambda entry: entry.non_finite or None),
+        "leaves": _sparse(entries, lambda e: e.non_finite_text if e.non_finite else None),
+        "problem": _sparse(entries, lambda entry: escape_invisible(entry.problem) or None),
+        "range": _sparse(entries, _range_of_shown_items),
         "waits": [entry.order for entry in entries if not entry.is_measured],
         "parts": {str(e.order): [*map(_part_data, e.parts)] for e in entries if e.parts},
     }
@@ -156,27 +156,27 @@ def _numel(entry: ValueEntry) -> int | None:
     return entry.numel if entry.whole is None or entry.numel is None else entry.whole.numel
 
 
-def _range_of_items(entry: ValueEntry) -> list[float | int | None] | None:
+def _range_of_shown_items(entry: ValueEntry) -> list[float | int | None] | None:
     """Return the range and the number of elements of a histogram that is not of all items."""
     shown = entry.statistics
     if entry.whole is None or shown is None:
         return None
-    return [_rounded(shown.min), _rounded(shown.max), shown.numel]
+    return [_round_if_finite(shown.min), _round_if_finite(shown.max), shown.numel]
 
 
 def _part_data(part: Part) -> dict[str, Any]:
     statistics = part.statistics
-    return {name: _number_of(statistics, name) for name in _DIGITS_OF} | {
+    return {name: _round_statistic(statistics, name) for name in _DIGITS_OF} | {
         "leaf": escape_invisible(part.leaf),
         "shape": statistics.shape,
         "dtype": statistics.dtype,
         "numel": statistics.numel,
         "bad": statistics.non_finite,
-        "hist": _histogram_text(part.counts),
+        "hist": _encode_histogram(part.counts),
     }
 
 
-def judged(judge: Callable[[], Findings]) -> tuple[Findings | None, str]:
+def try_to_judge(judge: Callable[[], Findings]) -> tuple[Findings | None, str]:
     """Judge values, which are read once more; None and why if that cannot be."""
     try:
         return judge(), ""
@@ -189,7 +189,7 @@ def findings_data(
 ) -> dict[str, Any]:
     """Return the findings of a recording, each with the row that it names.
 
-    The note on sites that never fired is left out: `silent_data` lists them.
+    The note on sites that never fired is left out: `silent_sites_data` lists them.
 
     Args:
         findings: the findings; None for what cannot be judged.
@@ -199,17 +199,17 @@ def findings_data(
     """
     if findings is None:
         return {"findings": [], "notes": [note] if note else [], "judged": False}
-    row_of = _row_of(rows)
-    values = ValuesByKey(entries)
+    row_of = _row_by_order(rows)
+    values = ValuesBySite(entries)
     by_label = {row.label: index for index, row in enumerate(rows)}
 
     def row(site: str) -> int | None:
-        entry = values.get(site)
+        entry = values.find(site)
         return by_label.get(site) if entry is None else row_of[entry.order]
 
     return {
         "findings": [
-            _finding_data(finding, row, values)
+            _finding_data_with_pass(finding, row, values)
             for finding in findings
             if (finding.kind, finding.level) != ("never called", "note")
         ],
@@ -218,18 +218,18 @@ def findings_data(
     }
 
 
-def _finding_data(
-    finding: Finding, row: Callable[[str], int | None], values: ValuesByKey
+def _finding_data_with_pass(
+    finding: Finding, row: Callable[[str], int | None], values: ValuesBySite
 ) -> dict[str, Any]:
-    entry = values.get(finding.site)
+    entry = values.find(finding.site)
     place = row if entry is None or _is_gradient(entry) else partial(_forward_row, row, values)
     number = None if entry is None else entry.place.pass_number
     return finding_data(finding, place) | {"pass": number}
 
 
-def _forward_row(row: Callable[[str], int | None], values: ValuesByKey, site: str) -> int | None:
+def _forward_row(row: Callable[[str], int | None], values: ValuesBySite, site: str) -> int | None:
     """Return the row of a site; None of a gradient, which may lie before a fault of the forward."""
-    entry = values.get(site)
+    entry = values.find(site)
     return None if entry is not None and _is_gradient(entry) else row(site)
 
 
@@ -257,10 +257,10 @@ def finding_data(finding: Finding, row: Callable[[str], int | None]) -> dict[str
 _TEXTS = ("level", "kind", "text", "site", "number", "why", "advice")
 
 
-def pack(data: Any) -> str:
+def pack_json(data: Any) -> str:
     """Pack plain data as base64 of gzip of JSON, which the page's script unpacks.
 
-    >>> json.loads(gzip.decompress(base64.b64decode(pack({"a": [1, 2]}))))
+    >>> json.loads(gzip.decompress(base64.b64decode(pack_json({"a": [1, 2]}))))
     {'a': [1, 2]}
     """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
@@ -268,26 +268,26 @@ def pack(data: Any) -> str:
     return base64.b64encode(gzip.compress(raw, 9, mtime=0)).decode("ascii")
 
 
-def visible(value: Any) -> Any:
+def escape_texts(value: Any) -> Any:
     """Escape characters that do not print, in all texts of plain data."""
     if isinstance(value, dict):
-        return {name: visible(part) for name, part in value.items()}
+        return {name: escape_texts(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [visible(part) for part in value]
+        return [escape_texts(part) for part in value]
     return escape_invisible(value) if isinstance(value, str) else value
 
 
-def _leaf_of(entry: ValueEntry) -> str:
+def _leaf_name(entry: ValueEntry) -> str:
     """Return what tells a value from others of its row: the parameter, or the recorded leaf."""
     if entry.site.port == "grad":
         return escape_invisible(entry.site.path.rpartition(".")[2])
     return escape_invisible(leaf_text(entry.site.leaf))
 
 
-def _differences(numbers: Iterable[int]) -> list[int]:
+def _delta_encode(numbers: Iterable[int]) -> list[int]:
     """Return each number less the one before it: small where numbers run on.
 
-    >>> _differences([3, 4, 5, 5])
+    >>> _delta_encode([3, 4, 5, 5])
     [3, 1, 1, 0]
     """
     before, differences = 0, []
@@ -297,23 +297,23 @@ def _differences(numbers: Iterable[int]) -> list[int]:
     return differences
 
 
-def _number_of(statistics: Statistics | None, name: str) -> float | None:
+def _round_statistic(statistics: Statistics | None, name: str) -> float | None:
     """Round one of the numbers of a value. A share of zeros is 1 only where all elements are 0."""
-    number = _rounded(getattr(statistics, name, None), _DIGITS_OF[name])
+    number = _round_if_finite(getattr(statistics, name, None), _DIGITS_OF[name])
     is_rounded_up = name == "zeros" and number == 1 and getattr(statistics, name) < 1
     return 1 - 10.0**-_DIGITS if is_rounded_up else number
 
 
-def _rounded(number: float | None, digits: int = _DIGITS) -> float | None:
+def _round_if_finite(number: float | None, digits: int = _DIGITS) -> float | None:
     if number is None or not math.isfinite(number):
         return None
     return float(f"{number:.{digits}g}")
 
 
-def _histogram_text(counts: Sequence[int]) -> str:
+def _encode_histogram(counts: Sequence[int]) -> str:
     """Write counts as characters: the heights of 24 bars, logarithmic, from 0 to 63.
 
-    >>> _histogram_text([0] * 47 + [5])[-2:]
+    >>> _encode_histogram([0] * 47 + [5])[-2:]
     '0o'
     """
     if not counts or not any(counts):

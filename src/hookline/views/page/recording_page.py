@@ -22,8 +22,8 @@ from hookline.findings import Findings
 from hookline.recordings import Recording
 from hookline.util.optional import load
 from hookline.verbs.summary import Summary
-from hookline.views.page.class_scores import scores_of
-from hookline.views.page.dataflow import flow_of
+from hookline.views.page.class_scores import entry_class_scores
+from hookline.views.page.dataflow import find_edges
 from hookline.views.page.encode_maps import IN_FILE, tiles_of, with_channels
 from hookline.views.page.image_overlays import (
     Images,
@@ -35,9 +35,9 @@ from hookline.views.page.image_overlays import (
 from hookline.views.page.module_rows import Row, rows_of
 from hookline.views.page.page_state import FolderContents, core_of, variables_of
 from hookline.views.page.page_templates import template_of
-from hookline.views.page.recording_data import findings_data, judged, pack
+from hookline.views.page.recording_data import findings_data, pack_json, try_to_judge
 from hookline.views.page.token_norms import ids_of, token_data, token_rows
-from hookline.views.page.value_entries import Place, ValueEntry, measured, twin_of
+from hookline.views.page.value_entries import Place, ValueEntry, gradient_partner, measure_entry
 from hookline.views.page.what_to_draw import Choice, input_thumbnail
 from hookline.views.pixels import PAGE_NEEDS
 
@@ -128,7 +128,7 @@ def write_contents_page(
     template, _ = template_of("recording"), load("PIL.Image", *PAGE_NEEDS)
     listed = contents.values()
     pictures = _Pictures(listed, len(contents.recording.passes))
-    entries = [measured(entry, pictures.draw) for entry in listed]
+    entries = [measure_entry(entry, pictures.draw) for entry in listed]
     pictures.judge()
     rows = rows_of(contents.recording, entries)
     target = target_of(path)
@@ -136,9 +136,9 @@ def write_contents_page(
     variables["facts"] += _facts(summary)
     if summary is not None and summary.failure:
         variables["notices"].insert(0, f"The summary's run failed: {summary.failure}")
-    findings, note = judged(contents.judge)
+    findings, note = try_to_judge(contents.judge)
     core = core_of(contents, rows, entries) | findings_data(findings, note, rows, entries)
-    core["flow"] = {number: flow_of(rows, entries, number) for number in core["passes"]}
+    core["flow"] = {number: find_edges(rows, entries, number) for number in core["passes"]}
     core["images"] = pictures.image_places
     core["norms"] = _token_norms(rows, entries, core["tokens"])
     core["view"] = _view_command(target, contents)
@@ -147,7 +147,7 @@ def write_contents_page(
         title=title,
         now=datetime.now().astimezone(),
         evidence=_evidence(evidence),
-        core=pack(core),
+        core=pack_json(core),
         pictures=pictures.scripts(),
         items=("", 0),
         top="",
@@ -214,7 +214,7 @@ class _Pictures:
         """Keep the maps of a value, of the same channels as those of its gradient."""
         if self._room.setdefault(entry.place.pass_number, self._share) <= 0:
             return
-        twin = twin_of(self._places.get, entry)
+        twin = gradient_partner(self._places.get, entry)
         choice = with_channels(Choice(), None if twin is None else self._channels.get(twin.place))
         images = self._images_of(entry)
         grid = None if images is None else images.of(entry).grid_of(tensor)
@@ -240,7 +240,7 @@ class _Pictures:
             images = self._images.get(entry.place.pass_number)
             if images is None or entry.site.path or entry.site.port != "output":
                 continue
-            scores = scores_of(entry, images, 0)
+            scores = entry_class_scores(entry, images, 0)
             if scores is not None:
                 self._keep(entry, " scores", scores)
             number, beside = entry.place.pass_number, self._places.get

@@ -19,10 +19,10 @@ from hookline.verbs.check.finding import CheckFinding
 from hookline.verbs.compare.comparison import Comparison
 from hookline.verbs.profile.profile import Profile
 from hookline.verbs.sweep.effects import Effects, Sweep
-from hookline.views.page.check_finding_data import check_data, title_of
+from hookline.views.page.check_finding_data import check_finding_data, title_of
 from hookline.views.page.page_templates import template_of
 from hookline.views.page.profile_data import profile_data
-from hookline.views.page.recording_data import pack, visible
+from hookline.views.page.recording_data import escape_texts, pack_json
 from hookline.views.page.recording_page import (
     replace_file,
     target_of,
@@ -100,7 +100,9 @@ def write_page(
             file, _ = write_contents_page(contents_of_store(result), path, title=title)
             return file
         case CheckFinding():
-            return _write("check", path, check_data(result), title=title or title_of(result))
+            return _write(
+                "check", path, check_finding_data(result), title=title or title_of(result)
+            )
     raise InputError(
         f"result must be one that has a page, got {type(result).__name__}.\nGive what hl.record,"
         " hl.extract, hl.compare, hl.shadow, hl.sweep, hl.attribute, hl.profile or hl.monitor"
@@ -140,7 +142,7 @@ def comparison_data(comparison: Comparison, links: Sequence[str] = ()) -> dict[s
     Args:
         links: for each row the query of its values' page; empty where there is none.
     """
-    data: dict[str, Any] = visible(plain(comparison.to_dict()))
+    data: dict[str, Any] = escape_texts(plain(comparison.to_dict()))
     return {**data, "links": list(links)}
 
 
@@ -178,7 +180,7 @@ def effects_data(effects: Effects, texts: Mapping[str, Sequence[str]]) -> dict[s
 
 def packed(data: Any) -> str:
     """Pack a result's plain data for its page: NaN as words, and no character that hides."""
-    return pack(visible(plain(data)))
+    return pack_json(escape_texts(plain(data)))
 
 
 def _write(kind: str, path: str | os.PathLike[str], data: Any, **variables: Any) -> Path:

@@ -23,7 +23,7 @@ from hookline.verbs.compare.compare import compare
 from hookline.verbs.compare.comparison import Comparison
 from hookline.views.page.page_state import FolderContents, PageState
 from hookline.views.page.training_page import OpenRun
-from hookline.views.page.url_parameters import in_words
+from hookline.views.page.url_parameters import items_in_words
 
 _MANIFEST = "manifest.json"
 _KEPT = ".safetensors"
@@ -139,7 +139,7 @@ def _rank_of(items: Sequence[int] | None, n_ranks: int, name: str) -> int:
     if len(ranks) != 1 or ranks[0] >= n_ranks:
         raise InputError(
             f"{name} has {plural(n_ranks, 'rank')}, of which a page shows one, got"
-            f" {in_words(ranks, 'rank')}.\nGive a rank from 0 to {n_ranks - 1}."
+            f" {items_in_words(ranks, 'rank')}.\nGive a rank from 0 to {n_ranks - 1}."
         )
     return ranks[0]
 
@@ -165,7 +165,7 @@ def contents_of_store(
         raise InputError(f"{name}: {error}\nGive items that it has.") from error
     about = (
         f"a store of {plural(len(store), 'item')}; the table's statistics are of all,"
-        f" pictures and histograms of {in_words(chosen)}"
+        f" pictures and histograms of {items_in_words(chosen)}"
     )
     return FolderContents(recording, store.findings, about, chosen, store)
 
@@ -231,7 +231,7 @@ class OpenRecordings:
                 reader = RunReader(self.source.folder)
                 self._run = reader, OpenRun(reader)
             _, run = self._run
-        run.read()
+        run.take_new_reports()
         return run
 
     def kept(self) -> CheckFinding | None:

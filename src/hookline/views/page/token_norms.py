@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookline.errors import HooklineError
 from hookline.views.page.module_rows import Row, trunk_of
-from hookline.views.page.value_entries import ValueEntry, tensor_of
+from hookline.views.page.value_entries import ValueEntry, read_tensor
 
 _DIGITS = 4
 _LEAST_TOKENS = 2
@@ -118,7 +118,7 @@ def _sample_of(entry: ValueEntry | None, sample: int) -> Tensor | None:
     if entry is None:
         return None
     try:
-        return tensor_of(entry)[sample].detach().cpu().double()
+        return read_tensor(entry)[sample].detach().cpu().double()
     except (HooklineError, RuntimeError, TypeError, IndexError):
         return None
 

@@ -27,9 +27,9 @@ from hookline.display.text import escape_invisible
 from hookline.errors import InputError
 from hookline.findings import Findings
 from hookline.views.page.page_templates import template_of
-from hookline.views.page.recording_data import finding_data, pack
+from hookline.views.page.recording_data import finding_data, pack_json
 from hookline.views.page.recording_page import replace_file, target_of
-from hookline.views.page.url_parameters import number as number_of
+from hookline.views.page.url_parameters import parse_int as number_of
 
 _COLUMNS_IN_FILE = 256
 _PAUSES = 5.0  # between two judgements, times the seconds that one took
@@ -69,7 +69,7 @@ class OpenRun:
         self._findings: tuple[tuple[int, int], Findings] = (-1, -1), Findings([])
         self._judged, self._seconds = 0.0, 0.0  # when the steps were judged, and how long it took
 
-    def read(self) -> None:
+    def take_new_reports(self) -> None:
         """Take the reports that have been added since.
 
         Raises:
@@ -104,45 +104,45 @@ class OpenRun:
             "n_ranks": self.n_ranks,
         }
 
-    def since(self, name: str, column: int, stride: int, n_now: int) -> dict[str, Any]:
+    def updates(self, number: str, from_column: int, stride: int, n_known: int) -> dict[str, Any]:
         """Return what a page lacks that has the columns before one, of a number.
 
         Args:
-            name: the number; one that is not here stands for the usual one.
-            column: the first column that is wanted: the last one of the page, which may have grown.
+            number: the number; one that is not here stands for the usual one.
+            from_column: the first column that is wanted: the page's last one, which may have grown.
             stride: the steps in each of the page's columns; after a change all columns are sent.
-            n_now: how many numbers of the last step the page has; another count sends the whole.
+            n_known: how many numbers of the last step the page has; another count sends the whole.
         """
         table = self.table
-        name = name if name in table.names else usual_of(table.names)
-        if stride != table.stride or n_now != table.now.size or column > len(table.columns):
-            column = 0
-        columns = table.columns[column:]
+        number = number if number in table.names else default_number(table.names)
+        if stride != table.stride or n_known != table.now.size or from_column > len(table.columns):
+            from_column = 0
+        columns = table.columns[from_column:]
         answer: dict[str, Any] = {
             **self.status(),
-            "number": name,
+            "number": number,
             "stride": table.stride,
-            "from": column,
+            "from": from_column,
             "firsts": [span.first for span in columns],
             "lasts": [span.last for span in columns],
-            "values": self._values(name, column),
-            "bad": _packed(table.bad(column), np.uint8),
-            "now": _packed(table.now, np.float32),
+            "values": self._packed_columns(number, from_column),
+            "bad": _pack_array(table.bad(from_column), np.uint8),
+            "now": _pack_array(table.now, np.float32),
             **self._findings_data(),
         }
-        if not column:
+        if not from_column:
             answer["names"] = [[key, _TITLES.get(key, key)] for key in table.names]
-            answer["sites"] = [_site_data(site) for site in table.sites]
-            answer["depth"] = _depths(table.sites, self.reports)
+            answer["sites"] = [_split_site(site) for site in table.sites]
+            answer["depth"] = _firing_depths(table.sites, self.reports)
         return answer
 
-    def _values(self, name: str, column: int = 0) -> list[str]:
+    def _packed_columns(self, name: str, column: int = 0) -> list[str]:
         """Return the numbers of columns as text: the last ones; then the least and greatest."""
         if not name:
             return [""]
         values = self.table.values(name, column)
         sent = values if self.table.stride > 1 else values[:1]
-        return [_packed(part, np.float32) for part in sent]
+        return [_pack_array(part, np.float32) for part in sent]
 
     def findings(self) -> Findings:
         """Judge the steps so far; of a long run that goes on, now and then."""
@@ -163,14 +163,14 @@ class OpenRun:
             "notes": [escape_invisible(note) for note in findings.notes],
         }
 
-    def whole(self) -> dict[str, Any]:
+    def whole_page_data(self) -> dict[str, Any]:
         """Return everything that a page without a server shows."""
-        answer = {**self.since("", 0, 0, -1), "values": []}
-        answer["numbers"] = {name: self._values(name) for name in self.table.names}
+        answer = {**self.updates("", 0, 0, -1), "values": []}
+        answer["numbers"] = {name: self._packed_columns(name) for name in self.table.names}
         answer["logged"] = logged_data(self.logged)
         return answer
 
-    def of_ranks(self, site: int, name: str) -> list[list[float | None]]:
+    def numbers_by_rank(self, site: int, name: str) -> list[list[float | None]]:
         """Return a number at each column's last step, for each rank.
 
         Raises:
@@ -183,7 +183,7 @@ class OpenRun:
         at = self.table.sites[site]
         chosen = [self.reports[column.index] for column in self.table.columns]
         return [
-            [_of_rank(report, at, rank, name) for report in chosen] for rank in range(self.n_ranks)
+            [_at_rank(report, at, rank, name) for report in chosen] for rank in range(self.n_ranks)
         ]
 
 
@@ -194,14 +194,14 @@ def logged_data(reports: Sequence[StepReport]) -> list[dict[str, Any]]:
     greatest, and whether a number is NaN or infinite. None stands for no finite number.
     """
     curves = logged_of(reports)
-    return [_points(name, curves[name]) for name in sorted(curves, key=_place_of_loss)]
+    return [_downsampled_points(name, curves[name]) for name in sorted(curves, key=_loss_first)]
 
 
-def _place_of_loss(name: str) -> int:
+def _loss_first(name: str) -> int:
     return 0 if name == "loss" else 1 if "loss" in name.lower() else 2
 
 
-def _points(name: str, curve: Logged) -> dict[str, Any]:
+def _downsampled_points(name: str, curve: Logged) -> dict[str, Any]:
     stride = -(-len(curve.steps) // _MOST_POINTS)
     starts = np.arange(0, len(curve.steps), stride)
     lasts = np.append(starts[1:], len(curve.steps)) - 1
@@ -224,12 +224,12 @@ def _points(name: str, curve: Logged) -> dict[str, Any]:
     }
 
 
-def usual_of(names: Sequence[str]) -> str:
+def default_number(names: Sequence[str]) -> str:
     """Return the number that is shown unless another is chosen; an empty text without any."""
     return next((name for name in ("norm", "std", "mean") if name in names), "".join(names[:1]))
 
 
-def _of_rank(report: StepReport, site: str, rank: int, name: str) -> float | None:
+def _at_rank(report: StepReport, site: str, rank: int, name: str) -> float | None:
     if rank >= len(report.slots):
         return None
     if name == "ratio":
@@ -241,13 +241,13 @@ def _of_rank(report: StepReport, site: str, rank: int, name: str) -> float | Non
     return number if number is not None and np.isfinite(number) else None
 
 
-def _site_data(site: str) -> list[str]:
+def _split_site(site: str) -> list[str]:
     path, port = path_and_port(site)
     tail = site[len(path) :].lstrip(":")
     return [escape_invisible(path), escape_invisible(tail), port]
 
 
-def _depths(sites: Sequence[str], reports: Sequence[StepReport]) -> list[int]:
+def _firing_depths(sites: Sequence[str], reports: Sequence[StepReport]) -> list[int]:
     """Return where sites lie in depth: as their modules' outputs fired, if that is known."""
     turns: dict[str, int] = {}
     if reports and reports[-1].order is not None:
@@ -265,12 +265,12 @@ def _module_of(site: str) -> str:
     return path.rpartition(".")[0] if port in ("value", "grad", "update") else path
 
 
-def _packed(numbers: NDArray[Any], kind: Any) -> str:
-    array = np.ascontiguousarray(numbers, np.dtype(kind).newbyteorder("<"))
+def _pack_array(numbers: NDArray[Any], dtype: Any) -> str:
+    array = np.ascontiguousarray(numbers, np.dtype(dtype).newbyteorder("<"))
     return base64.b64encode(array.tobytes()).decode("ascii")
 
 
-def served_page(template: Any, run: OpenRun, title: str, where: str) -> str:
+def render_served_page(template: Any, run: OpenRun, title: str, where: str) -> str:
     """Render the page of a run, which asks for the numbers itself."""
     return _render(template, run, title, where, {"kinds": _KINDS}, is_served=True)
 
@@ -281,16 +281,16 @@ def new_steps(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
     Args:
         run: the run.
         parameters: `state`, the version of the run that the page shows; `steps`, how many it has;
-            and the arguments of `OpenRun.since`.
+            and the arguments of `OpenRun.updates`.
     """
     page = [number_of(parameters, name) or 0 for name in ("from", "stride", "known")]
     with run.lock:
-        run.read()
+        run.take_new_reports()
         if parameters.get("state", run.reader.version) != run.reader.version:
             return {"state": run.reader.version, "gone": ""}
         answer: dict[str, Any] = {"state": run.reader.version, **run.status()}
         if number_of(parameters, "steps") != answer["n_steps"]:
-            answer |= run.since(parameters.get("number", ""), *page)
+            answer |= run.updates(parameters.get("number", ""), *page)
         if number_of(parameters, "logged") != answer["n_logged"]:
             answer["logged"] = logged_data(run.logged)
     return answer
@@ -300,7 +300,7 @@ def numbers_of_ranks(run: OpenRun, parameters: dict[str, str]) -> list[list[floa
     """Return a site's numbers of each rank."""
     site = number_of(parameters, "site")
     with run.lock:
-        return run.of_ranks(-1 if site is None else site, parameters.get("number", ""))
+        return run.numbers_by_rank(-1 if site is None else site, parameters.get("number", ""))
 
 
 def write_curves_page(
@@ -313,9 +313,9 @@ def write_curves_page(
         where: the folder of the run, if there is one.
     """
     run = OpenRun(curves.reports(), _COLUMNS_IN_FILE)
-    run.read()
+    run.take_new_reports()
     of_model = "" if curves.model is None else f" of {curves.model.type.rpartition('.')[2]}"
-    data = {"kinds": _KINDS, **run.whole()}
+    data = {"kinds": _KINDS, **run.whole_page_data()}
     title = title or f"Training{of_model}"
     text = _render(template_of("training"), run, title, where, data, is_served=False)
     return replace_file(target_of(path), text)
@@ -334,7 +334,7 @@ def _render(
             subtitle="" if is_served else where,
             where=where,
             facts=[*([] if is_served else facts), *ranks],
-            core=pack(core),
+            core=pack_json(core),
             **now,
         )
     )

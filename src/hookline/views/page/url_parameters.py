@@ -15,10 +15,10 @@ _ERRORS = "surrogatepass"
 MOST_ITEMS = 64  # on one page
 
 
-def query_of(place: Place, leaf: str = "") -> str:
+def write_query(place: Place, leaf: str = "") -> str:
     """Write a place as the query of an address, with the leaf of one tensor of its value.
 
-    >>> query_of(Place("layer1:grad_output", 0, 2))
+    >>> write_query(Place("layer1:grad_output", 0, 2))
     'at=layer1%3Agrad_output&pass=0&call=2'
     """
     at = quote_plus(place.at, errors=_ERRORS)
@@ -28,7 +28,7 @@ def query_of(place: Place, leaf: str = "") -> str:
     return text + f"&leaf={quote_plus(leaf, errors=_ERRORS)}" * bool(leaf)
 
 
-def parameters_of(query: bytes) -> dict[str, str]:
+def parse_query(query: bytes) -> dict[str, str]:
     """Parse the parameters of an address; if one is given twice, the last counts.
 
     Raises:
@@ -41,7 +41,7 @@ def parameters_of(query: bytes) -> dict[str, str]:
     return dict(pairs)
 
 
-def choice_of(parameters: dict[str, str]) -> Choice:
+def parse_choice(parameters: dict[str, str]) -> Choice:
     """Parse the choice of what to draw.
 
     Raises:
@@ -51,11 +51,11 @@ def choice_of(parameters: dict[str, str]) -> Choice:
     one_of("order", order[:20], ORDERS, f"Write order={ORDERS[0]}.")
     form = parameters.get("form", FORMS[0])
     one_of("form", form[:20], FORMS, f"Write form={FORMS[0]}.")
-    sample, first, part = (number(parameters, name) or 0 for name in ("sample", "first", "part"))
+    sample, first, part = (parse_int(parameters, name) or 0 for name in ("sample", "first", "part"))
     return Choice(sample, order, first, parameters.get("leaf") or part, form)
 
 
-def number(parameters: dict[str, str], name: str) -> int | None:
+def parse_int(parameters: dict[str, str], name: str) -> int | None:
     """Parse a parameter as an integer >= 0; return None if it is absent.
 
     Raises:
@@ -75,10 +75,10 @@ def number(parameters: dict[str, str], name: str) -> int | None:
 # -- items of a store ---------------------------------------------------------------------------
 
 
-def items_of(text: str, name: str = "items") -> tuple[int, ...]:
+def parse_items(text: str, name: str = "items") -> tuple[int, ...]:
     """Parse the numbers of items.
 
-        >>> items_of("5,17"), items_of("1000:1003")
+        >>> parse_items("5,17"), parse_items("1000:1003")
         ((5, 17), (1000, 1001, 1002))
 
     Raises:
@@ -98,24 +98,24 @@ def items_of(text: str, name: str = "items") -> tuple[int, ...]:
     return tuple(items)
 
 
-def text_of(items: Sequence[int]) -> str:
-    """Write the numbers of items, as `items_of` parses them.
+def format_items(items: Sequence[int]) -> str:
+    """Write the numbers of items, as `parse_items` parses them.
 
-    >>> text_of([5, 17]), text_of([1000, 1001, 1002])
+    >>> format_items([5, 17]), format_items([1000, 1001, 1002])
     ('5,17', '1000:1003')
     """
-    if len(items) > 1 and _is_range(items):
+    if len(items) > 1 and _are_consecutive(items):
         return f"{items[0]}:{items[-1] + 1}"
     return ",".join(map(str, items))
 
 
-def in_words(items: Sequence[int], noun: str = "item") -> str:
+def items_in_words(items: Sequence[int], noun: str = "item") -> str:
     """Name items, or ranks, in a sentence.
 
-    >>> in_words([7]), in_words([5, 17]), in_words([1000, 1001, 1002])
+    >>> items_in_words([7]), items_in_words([5, 17]), items_in_words([1000, 1001, 1002])
     ('item 7', 'items 5 and 17', 'items 1,000 to 1,002')
     """
-    if len(items) > 2 and _is_range(items):
+    if len(items) > 2 and _are_consecutive(items):
         return f"{noun}s {items[0]:,} to {items[-1]:,}"
     if len(items) > 6:
         return plural(len(items), noun)
@@ -123,5 +123,5 @@ def in_words(items: Sequence[int], noun: str = "item") -> str:
     return f"{noun}s {', '.join(others)} and {last}" if others else f"{noun} {last}"
 
 
-def _is_range(items: Sequence[int]) -> bool:
+def _are_consecutive(items: Sequence[int]) -> bool:
     return list(items) == list(range(items[0], items[-1] + 1))

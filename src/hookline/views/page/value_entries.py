@@ -109,7 +109,7 @@ class ValueEntry:
         return f"{self.non_finite:,}{where}" + f" and {more} more" * (more > 0)
 
 
-Beside = Callable[[Place], ValueEntry | None]  # returns the value at a place
+EntryAt = Callable[[Place], ValueEntry | None]  # returns the value at a place
 
 _TWINS = {
     "output": "grad_output", "input": "grad_input",
@@ -117,31 +117,31 @@ _TWINS = {
 }  # fmt: skip
 
 
-def gradient_of(beside: Beside, entry: ValueEntry) -> ValueEntry | None:
+def gradient_of(entry_at: EntryAt, entry: ValueEntry) -> ValueEntry | None:
     """Return the gradient of a value; None if there is none, or for a gradient."""
-    return None if entry.site.port.startswith("grad") else twin_of(beside, entry)
+    return None if entry.site.port.startswith("grad") else gradient_partner(entry_at, entry)
 
 
-def twin_of(beside: Beside, entry: ValueEntry) -> ValueEntry | None:
+def gradient_partner(entry_at: EntryAt, entry: ValueEntry) -> ValueEntry | None:
     """Return the gradient of a value, or the value of a gradient."""
     port = _TWINS.get(entry.site.port)
     if port is None:
         return None
     at = str(Site(entry.site.path, port, entry.site.leaf, entry.site.call))
     for backward in (entry.place.backward, None, 0):
-        twin = beside(Place(at, entry.place.pass_number, entry.place.call, backward))
+        twin = entry_at(Place(at, entry.place.pass_number, entry.place.call, backward))
         if twin is not None:
             return twin
     return None
 
 
-def tensor_of(entry: ValueEntry, part: int | str = 0, of: ValueEntry | None = None) -> Tensor:
+def read_tensor(entry: ValueEntry, part: int | str = 0, within: ValueEntry | None = None) -> Tensor:
     """Read one of the tensors of a value, the main one first.
 
     Args:
         entry: the value.
         part: the number of the tensor, or its leaf.
-        of: the value in which it is counted, such as that of a gradient: where nothing flowed, the
+        within: the value in which it is counted, as that of a gradient: where nothing flowed, the
             gradient has no tensor. None counts in the value itself.
 
     Raises:
@@ -149,7 +149,7 @@ def tensor_of(entry: ValueEntry, part: int | str = 0, of: ValueEntry | None = No
         FolderError: the folder is gone or damaged.
         InputError: the value holds no such tensor.
     """
-    leaf = _leaf_of(of or entry, part)
+    leaf = _find_leaf(within or entry, part)
     tensor = None if leaf is None else _tensor_at(entry.recorded.read(), leaf)
     if tensor is not None:
         return tensor
@@ -158,14 +158,14 @@ def tensor_of(entry: ValueEntry, part: int | str = 0, of: ValueEntry | None = No
     raise InputError(f"the value holds no {'such ' * bool(part)}tensor.")
 
 
-def part_of(entry: ValueEntry, part: str, of: ValueEntry) -> ValueEntry:
+def measure_part(entry: ValueEntry, leaf: str, within: ValueEntry) -> ValueEntry:
     """Return a value of which only the tensor at a leaf is described and measured.
 
     Raises:
-        HooklineError: as `tensor_of`.
+        HooklineError: as `read_tensor`.
         RuntimeError, TypeError: torch cannot read its numbers.
     """
-    tensor = tensor_of(entry, part, of)
+    tensor = read_tensor(entry, leaf, within)
     statistics = site_statistics(tensor)
     return replace(
         _with_main(entry, tensor),
@@ -176,7 +176,7 @@ def part_of(entry: ValueEntry, part: str, of: ValueEntry) -> ValueEntry:
     )
 
 
-def _leaf_of(entry: ValueEntry, part: int | str) -> Leaf | None:
+def _find_leaf(entry: ValueEntry, part: int | str) -> Leaf | None:
     if not part:
         return entry.main
     if isinstance(part, str):
@@ -198,21 +198,21 @@ def list_values(recording: Recording) -> list[ValueEntry]:
 
     From a folder, only the manifest and the headers of its files are read.
     """
-    entries = [_outlined(recorded, order) for order, recorded in enumerate(walk(recording))]
+    entries = [_unread_entry(recorded, order) for order, recorded in enumerate(walk(recording))]
     places = {entry.place: entry for entry in entries}
-    return [_as_its_value(entry, twin_of(places.get, entry)) for entry in entries]
+    return [_with_main_of_value(entry, gradient_partner(places.get, entry)) for entry in entries]
 
 
-def read_values(recording: Recording) -> list[ValueEntry]:
+def measure_values(recording: Recording) -> list[ValueEntry]:
     """Read and measure every value of a recording, one at a time, in firing order.
 
     Raises:
         FolderError: the recording was opened from a folder that is gone or damaged.
     """
-    return [measured(entry) for entry in list_values(recording)]
+    return [measure_entry(entry) for entry in list_values(recording)]
 
 
-def measured(
+def measure_entry(
     entry: ValueEntry, draw: Callable[[ValueEntry, Tensor], object] | None = None
 ) -> ValueEntry:
     """Return a value with its statistics and histogram, or with the problem that prevents them.
@@ -234,8 +234,8 @@ def measured(
         if main is not None:
             bins, _, statistics = histogram(main, BINS)
             counts = tuple(bins.tolist())
-        parts = _parts(entry.site, value, main)
-        broken = _non_finite(entry.site, value, main, statistics)
+        parts = _measure_parts(entry.site, value, main)
+        broken = _count_non_finite(entry.site, value, main, statistics)
     except (RuntimeError, TypeError) as error:
         # One dtype or layout that torch cannot convert must not fail the whole page.
         return replace(entry, shape="", problem=f"cannot be measured: {first_line(error)}")
@@ -244,7 +244,7 @@ def measured(
     return replace(entry, statistics=statistics, counts=counts, broken=broken, parts=parts)
 
 
-def _parts(site: Site, value: Any, main: Tensor | None) -> tuple[Part, ...]:
+def _measure_parts(site: Site, value: Any, main: Tensor | None) -> tuple[Part, ...]:
     """Measure each tensor of a value that has others than the main one."""
     tensors = measured_tensors(value)
     if all(tensor is main for _, tensor in tensors):
@@ -256,7 +256,7 @@ def _parts(site: Site, value: Any, main: Tensor | None) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _non_finite(
+def _count_non_finite(
     site: Site, value: Any, main: Tensor | None, statistics: Statistics | None
 ) -> tuple[tuple[str, int], ...]:
     """Return the leaves of a value with elements that are NaN or infinite, and their numbers."""
@@ -271,7 +271,7 @@ def _non_finite(
     )
 
 
-def _outlined(recorded: RecordedValue, order: int) -> ValueEntry:
+def _unread_entry(recorded: RecordedValue, order: int) -> ValueEntry:
     number = recorded.record.number
     place = Place(str(recorded.site), number, recorded.call, recorded.backward)
     try:
@@ -301,16 +301,16 @@ def _with_main(entry: ValueEntry, main: Tensor | None) -> ValueEntry:
     )
 
 
-def _as_its_value(entry: ValueEntry, twin: ValueEntry | None) -> ValueEntry:
+def _with_main_of_value(entry: ValueEntry, value: ValueEntry | None) -> ValueEntry:
     """Return a gradient whose main tensor is that of its value; other values as they are.
 
     If no gradient flowed to that tensor, the gradient has no main tensor.
     """
     is_gradient = entry.site.port.startswith("grad")
-    if not is_gradient or twin is None or twin.main in (None, entry.main) or entry.main is None:
+    if not is_gradient or value is None or value.main in (None, entry.main) or entry.main is None:
         return entry
-    main = _tensor_at(entry.recorded.outline(), twin.main)
-    return _with_main(replace(entry, main=twin.main), main)
+    main = _tensor_at(entry.recorded.outline(), value.main)
+    return _with_main(replace(entry, main=value.main), main)
 
 
 def _n_bytes(value: Any) -> int:

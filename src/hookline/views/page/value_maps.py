@@ -10,7 +10,7 @@ from torch import Tensor
 from hookline.display.text import first_line
 from hookline.display.units import measure, share, size
 from hookline.errors import HooklineError, InputError
-from hookline.views.page.class_scores import scores_of
+from hookline.views.page.class_scores import entry_class_scores
 from hookline.views.page.encode_maps import ASKED_FOR, tiles_of, with_channels
 from hookline.views.page.image_overlays import (
     Images,
@@ -22,7 +22,13 @@ from hookline.views.page.image_overlays import (
 )
 from hookline.views.page.page_state import PageState
 from hookline.views.page.token_norms import ids_of, token_data, token_rows
-from hookline.views.page.value_entries import ValueEntry, gradient_of, part_of, tensor_of, twin_of
+from hookline.views.page.value_entries import (
+    ValueEntry,
+    gradient_of,
+    gradient_partner,
+    measure_part,
+    read_tensor,
+)
 from hookline.views.page.what_to_draw import Choice
 from hookline.views.plots.arrange_value import subtracted
 
@@ -52,7 +58,7 @@ def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, 
             answer["numbers"] = [_numbers_of(value, entry, choice) for value in pair]
         elif images is not None and own.get("maps", {}).get("kind") != "heads":
             answer["over"] = _over(page, entry, images, choice)
-            answer["scores"] = scores_of(entry, images, choice.sample)
+            answer["scores"] = entry_class_scores(entry, images, choice.sample)
     return answer
 
 
@@ -81,7 +87,7 @@ def _numbers_of(entry: ValueEntry, of: ValueEntry, choice: Choice) -> dict[str, 
     if isinstance(choice.part, int):
         return dict(facts_of(entry))
     try:
-        return dict(facts_of(part_of(entry, choice.part, of)))
+        return dict(facts_of(measure_part(entry, choice.part, of)))
     except (HooklineError, RuntimeError, TypeError) as error:
         return {"Problem": first_line(error)}
 
@@ -106,7 +112,7 @@ def _maps_of(
 ) -> dict[str, Any]:
     """Return the maps of the tensor that is chosen of a value: of it, or of one beside it."""
     try:
-        return {"maps": _drawn(tensor_of(entry, choice.part, of), entry, choice, images)}
+        return {"maps": _drawn(read_tensor(entry, choice.part, of), entry, choice, images)}
     except HooklineError as error:
         return {"problem": str(error).splitlines()[0]}
     except (RuntimeError, TypeError) as error:
@@ -117,7 +123,7 @@ def _difference_of(
     entry: ValueEntry, other: ValueEntry, choice: Choice, images: Images | None
 ) -> dict[str, Any]:
     try:
-        a, b = (tensor_of(value, choice.part, entry) for value in (entry, other))
+        a, b = (read_tensor(value, choice.part, entry) for value in (entry, other))
         if a.shape != b.shape:
             return {"problem": "The shapes differ."}
         return {"maps": _drawn(subtracted(a.detach(), b.detach()), entry, choice, images)}
@@ -146,7 +152,7 @@ def _over(
 ) -> dict[str, Any] | None:
     """Return what is laid over the images, or what is missing for it; None if there is nothing."""
     is_root = entry.site.path == ""
-    both = (entry, twin_of(page.beside, entry))
+    both = (entry, gradient_partner(page.beside, entry))
     pair = [value for value in both if value is not None and value.numel is not None]
     if not pair:
         return None
@@ -186,7 +192,7 @@ def _last_maps(
 
 def _own_maps(pair: Sequence[ValueEntry], images: Images, choice: Choice) -> list[dict[str, Any]]:
     """Return the class map of a value and its gradient, and their norms at each place."""
-    tensors = [tensor_of(value) for value in pair]
+    tensors = [read_tensor(value) for value in pair]
     names = ["norm of the gradient" if v.site.port.startswith("grad") else "norm" for v in pair]
     named = [*zip(names, tensors, strict=True)][is_input(pair[0]) :]
     images = images.of(pair[0])

@@ -10,7 +10,7 @@ from hookline.views.page.value_entries import ValueEntry
 
 
 @final
-class ValuesByKey:
+class ValuesBySite:
     """Values by the keys under which findings and comparisons name them.
 
     Args:
@@ -20,11 +20,11 @@ class ValuesByKey:
     def __init__(self, entries: Iterable[ValueEntry]) -> None:
         self._entries: dict[str, ValueEntry] = {}
         for entry in entries:
-            key = _key_of(entry)
+            key = _comparison_key(entry)
             self._entries[key] = entry
             self._entries.setdefault(_without_pass(key), entry)
 
-    def get(self, site: str) -> ValueEntry | None:
+    def find(self, site: str) -> ValueEntry | None:
         """Return the value that a site names, with or without its leaf and its pass; or None."""
         whole = _without_leaf(site)
         for key in (site, whole, _without_pass(site), _without_pass(whole)):
@@ -33,7 +33,7 @@ class ValuesByKey:
         return None
 
 
-def _key_of(entry: ValueEntry) -> str:
+def _comparison_key(entry: ValueEntry) -> str:
     """Return the key of a value in a comparison, with its pass and its backward pass."""
     recorded = entry.recorded
     backward = "" if recorded.backward is None else f"#backward{recorded.backward}"
