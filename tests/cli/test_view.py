@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import hookline as hl
 from hookline.cli import main
 from hookline.cli.app import app
-from hookline.views.page import Serving
+from hookline.views.page import LimitedServer
 from packed_pages import core_of
 
 
@@ -53,7 +53,7 @@ def opened(monkeypatch):
 @pytest.fixture
 def at_once(monkeypatch):
     """A server that ends as soon as it runs."""
-    monkeypatch.setattr(Serving, "run", lambda self: self.close())
+    monkeypatch.setattr(LimitedServer, "serve", lambda self: self.close())
 
 
 @pytest.mark.processes

@@ -15,14 +15,14 @@ from hookline.findings import Findings
 from hookline.verbs.compare.compare import compare
 from hookline.views.page import (
     FolderSource,
+    LimitedServer,
     OpenRecordings,
-    Serving,
     write_comparison_page,
     write_contents_page,
     write_curves_page,
     write_page,
 )
-from hookline.views.page.served_folders import finding_in, is_kept
+from hookline.views.page.served_folders import may_be_finding, read_finding
 from hookline.views.page.url_parameters import parse_items
 
 
@@ -34,7 +34,7 @@ def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | Non
     """
     if text is None:
         return None
-    kinds = {"a run": is_run, "a finding of hl.check": is_kept}
+    kinds = {"a run": is_run, "a finding of hl.check": may_be_finding}
     pairs = [(kind, folder) for folder in folders for kind, is_of in kinds.items() if is_of(folder)]
     for kind, folder in pairs:
         raise InputError(
@@ -45,7 +45,7 @@ def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | Non
 
 def serving_of(
     folders: list[Path], items: tuple[int, ...] | None, host: str, port: int, wait: bool
-) -> Serving:
+) -> LimitedServer:
     """Create a server for one folder or two, bound to its port.
 
     Raises:
@@ -53,17 +53,17 @@ def serving_of(
             or an extra is missing.
     """
     shelf = OpenRecordings(*(FolderSource(folder, items) for folder in folders))
-    if not wait or shelf.state():
+    if not wait or shelf.version():
         try:
-            if shelf.run() is None and shelf.kept() is None:
-                shelf.page()  # report a bad folder before serving, and make the first page fast
+            if shelf.read_run() is None and shelf.read_finding() is None:
+                shelf.current_page()  # report a bad folder before serving; make the first page fast
         except FolderError as error:
             if wait or not any(map(_may_be_written_yet, folders)):
                 raise
             raise FolderError(
                 f"{error}\nUse --wait to wait for a folder that is not written yet."
             ) from None
-    return Serving(shelf, host, port)
+    return LimitedServer(shelf, host, port)
 
 
 def _may_be_written_yet(folder: Path) -> bool:
@@ -103,8 +103,8 @@ def write_view(
         title, where = folder.resolve().name, os.fspath(folder)
         page = write_curves_page(open_run(folder), target, title=title, where=where)
         return page, findings_in(folder)
-    if is_kept(folder):
-        return write_page(finding_in(folder), target), None
+    if may_be_finding(folder):
+        return write_page(read_finding(folder), target), None
     contents = FolderSource(folder, items).read()
     return write_contents_page(contents, target, title=folder.resolve().name)
 
@@ -114,9 +114,9 @@ def page_of(out: Path) -> Path:
     return out if out.suffix == ".html" else out / "report.html"
 
 
-def serve(serving: Serving, folders: list[Path], open_browser: bool) -> None:
+def serve(serving: LimitedServer, folders: list[Path], open_browser: bool) -> None:
     """Print the page's address, open it, and serve until Ctrl-C."""
-    if serving.moved:
+    if serving.is_on_other_port:
         say(f"port {serving.wanted_port} is taken; using {serving.port}.")
     names = " and ".join(str(folder) for folder in folders)
     out.print(f"{names} at", markup=False, soft_wrap=True)
@@ -126,7 +126,7 @@ def serve(serving: Serving, folders: list[Path], open_browser: bool) -> None:
     out.print("Ctrl-C ends it.")
     if open_browser:
         open_page(serving.address)
-    serving.run()
+    serving.serve()
 
 
 def open_page(address: str) -> None:

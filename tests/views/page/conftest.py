@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from hookline.views.page import FolderSource, OpenRecordings, Serving
+from hookline.views.page import FolderSource, LimitedServer, OpenRecordings
 
 # Nothing is to be there within this time; it ends a test that waits for what never comes.
 expect.set_options(timeout=60_000)
@@ -112,8 +112,8 @@ def served(closing):
     with ExitStack() as ends:
 
         def serve(*folders, host="127.0.0.1", waiting=None):
-            serving = Serving(OpenRecordings(*map(FolderSource, folders)), host, 0, waiting)
-            serving.start()
+            serving = LimitedServer(OpenRecordings(*map(FolderSource, folders)), host, 0, waiting)
+            serving.start_in_thread()
             ends.callback(closing, serving)
             base = f"http://127.0.0.1:{serving.port}/"
             opener = build_opener()

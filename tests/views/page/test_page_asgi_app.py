@@ -18,7 +18,7 @@ from torch import nn
 import hookline as hl
 from benchmarks.large_recording import write as write_large
 from hookline.display.units import measure
-from hookline.views.page import FolderSource, OpenRecordings, Serving
+from hookline.views.page import FolderSource, LimitedServer, OpenRecordings
 from hookline.views.page.request_guard import Rules
 from hookline.views.page.value_entries import read_tensor
 from packed_pages import core_of
@@ -84,7 +84,7 @@ def test_an_address_open_to_others_asks_for_the_printed_token(served, runs):
     assert len(token) >= 24
     assert server.get().status == 403
     assert server.get("?token=wrong").status == 403
-    cookie = Rules("0.0.0.0", token).cookie
+    cookie = Rules("0.0.0.0", token).cookie_name
     assert server.get(Cookie=f"{cookie}=wrong").status == 403
     assert server.get(Cookie=f"{cookie}={token}").status == 200
     parts = urlsplit(server.base)
@@ -137,8 +137,8 @@ def test_a_port_that_is_taken_gives_the_next(runs):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        serving = Serving(OpenRecordings(FolderSource(runs / "a")), port=port)
-    assert serving.moved
+        serving = LimitedServer(OpenRecordings(FolderSource(runs / "a")), port=port)
+    assert serving.is_on_other_port
     assert port < serving.port < port + 20
     serving.close()
 
@@ -152,7 +152,7 @@ def test_a_port_that_is_taken_gives_the_next(runs):
 )
 def test_an_address_that_cannot_be_bound_says_what_to_give(runs, host, port, said):
     with pytest.raises(hl.InputError, match=said):
-        Serving(OpenRecordings(FolderSource(runs / "a")), host, port)
+        LimitedServer(OpenRecordings(FolderSource(runs / "a")), host, port)
 
 
 # -- what there is to see --------------------------------------------------------------------
@@ -459,17 +459,17 @@ def test_a_table_of_2000_sites_and_50_gb_reads_no_tensor(served, tmp_path, monke
 def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
     folder = write_large(tmp_path / "large", 200, 25 * 1024**2, per_file=50)
     shelf = OpenRecordings(FolderSource(folder))
-    shown, _ = shelf.page()
+    shown, _ = shelf.current_page()
 
     def resident():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    with shown.reading():
+    with shown.read_lock():
         shown.measure(shown.values[0])
     before = resident()
     for seen in shown.values[1:13]:  # 300 MiB
-        with shown.reading():
+        with shown.read_lock():
             shown.measure(seen)
     assert resident() - before < 60 * 1024**2
     tensors = [read_tensor(seen).sum() for seen in shown.values[1:13]]  # and it can be seen to

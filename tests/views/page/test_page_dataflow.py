@@ -9,7 +9,7 @@ from torch import nn
 import hookline as hl
 from hookline.views.page.dataflow import find_edges
 from hookline.views.page.module_rows import rows_of
-from hookline.views.page.token_norms import ids_of, token_data, token_rows
+from hookline.views.page.token_norms import measure_tokens, token_blocks, token_ids
 from hookline.views.page.value_entries import measure_values
 
 
@@ -83,9 +83,9 @@ def test_a_value_that_is_no_sum_has_no_join():
 def test_norms_of_tokens_are_those_of_the_tensors(run):
     values = measure_values(run)
     rows = rows_of(run, values)
-    chosen = token_rows(rows, values, 0)
+    chosen = token_blocks(rows, values, 0)
     assert (chosen.n_tokens, chosen.n_samples) == (5, 2)
-    data = token_data(chosen, rows, {}, ids_of(values, 0, 5), 1)
+    data = measure_tokens(chosen, rows, {}, token_ids(values, 0, 5), 1)
     assert data["names"] == ["blocks.0", "blocks.1", "blocks.2"]
     assert data["ids"] == IDS[1].tolist()
     for name, norms in zip(data["names"], data["output"], strict=True):
@@ -97,4 +97,4 @@ def test_a_model_without_tokens_has_no_norms():
     with hl.record(model) as run:
         model(torch.rand(3, 4))
     values = measure_values(run)
-    assert token_rows(rows_of(run, values), values, 0) is None
+    assert token_blocks(rows_of(run, values), values, 0) is None

@@ -16,8 +16,8 @@ import hookline as hl
 from hookline.views.page.encode_maps import ASKED_FOR
 from hookline.views.page.image_overlays import (
     Images,
-    class_maps,
-    images_of,
+    find_images,
+    gradcam_maps,
     norm_maps,
 )
 from hookline.views.page.value_entries import list_values
@@ -80,7 +80,7 @@ def test_class_maps_are_those_of_hl_cam():
     raw = hl.cam(model, x, "conv", target=2).raw["conv"]
     for sample in range(2):
         activation, gradient = run["conv"], run["conv:grad_output"]
-        maps = class_maps(activation, gradient, images_for(x), sample, ASKED_FOR)
+        maps = gradcam_maps(activation, gradient, images_for(x), sample, ASKED_FOR)
         for k, sign in enumerate((1, -1)):
             expected = (sign * raw[sample]).relu().double()
             assert torch.allclose(numbers(maps, k), expected, rtol=1e-3, atol=1e-6)
@@ -92,7 +92,7 @@ def test_class_maps_of_tokens_are_those_of_hl_cam(patches):
     torch.manual_seed(0)
     raw = hl.cam(Patches().eval(), x, "blocks.layers.0", target=3).raw["blocks.layers.0"]
     pair = run["blocks.layers.0"], run["blocks.layers.0:grad_output"]
-    maps = class_maps(*pair, images_for(x), 1, ASKED_FOR)
+    maps = gradcam_maps(*pair, images_for(x), 1, ASKED_FOR)
     assert (maps["h"], maps["w"]) == (4, 2)
     assert torch.allclose(numbers(maps), raw[1].relu().double(), rtol=1e-3, atol=1e-6)
 
@@ -101,7 +101,7 @@ def test_there_is_no_class_map_of_what_does_not_fit_together():
     maps, images = torch.rand(2, 4, 5, 5), images_for(torch.rand(2, 3, 8, 8))
 
     def drawn(activation, gradient, images=images, sample=0):
-        return class_maps(activation, gradient, images, sample, ASKED_FOR)
+        return gradcam_maps(activation, gradient, images, sample, ASKED_FOR)
 
     assert drawn(maps, maps, sample=1)
     assert drawn(maps, maps[:, :, :4]) is None
@@ -142,9 +142,9 @@ def test_a_convolution_has_its_channels_first():
     with hl.record(model, "0", ports=("output", "grad_output")) as run:
         model(x).square().sum().backward()
     images, entries = images_for(x), list_values(run)
-    grids = [images.of(entry).grid_of(run[entry.place.at]).form for entry in entries]
+    grids = [images.for_module(entry).grid_of(run[entry.place.at]).form for entry in entries]
     assert grids == ["channels first", "channels first"]
-    maps = class_maps(run["0"], run["0:grad_output"], images.of(entries[0]), 0, ASKED_FOR)
+    maps = gradcam_maps(run["0"], run["0:grad_output"], images.for_module(entries[0]), 0, ASKED_FOR)
     assert (maps["rows"], maps["columns"]) == (8, 16)
 
 
@@ -152,11 +152,11 @@ def test_without_the_input_a_layer_of_maps_gives_the_grid():
     torch.manual_seed(0)
     with hl.record(model := Patches().eval()) as run:
         model(torch.rand(2, 3, 32, 16))
-    images = images_of(list_values(run), 0)
+    images = find_images(list_values(run), 0)
     assert (images.n_images, images.size, images.pixels) == (2, (8, 4), None)
     assert images.grid_of(run["blocks.layers.1"]).n_prefix == 1
     assert images.grid_of(torch.rand(2, 17, 4)) is None
-    assert images.address(0) == ""
+    assert images.data_url(0) == ""
 
 
 def test_attention_of_a_text_is_no_grid_for_its_tokens():
@@ -165,17 +165,17 @@ def test_attention_of_a_text_is_no_grid_for_its_tokens():
     with hl.record(model, ["pattern", "block"]) as run:
         model((torch.rand(2, 16, 8), torch.rand(2, 4, 16, 16)))
     values = list_values(run)
-    assert images_of(values[::-1], 0).grid_of(run["block"]) is None
+    assert find_images(values[::-1], 0).grid_of(run["block"]) is None
 
 
 def test_the_image_is_that_of_the_sample_in_its_colours():
     x = torch.zeros(2, 3, 4, 4)
     x[1, 0] = 1
-    source = images_for(x).address(1)
+    source = images_for(x).data_url(1)
     assert source.startswith("data:image/png;base64,")
     picture = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
     assert picture.getpixel((0, 0)) == (255, 0, 0)
-    assert images_for(x).address(2) == ""
+    assert images_for(x).data_url(2) == ""
 
 
 def test_the_server_lays_the_last_class_map_beside_the_scores(served, patches):
@@ -189,9 +189,9 @@ def test_the_server_lays_the_last_class_map_beside_the_scores(served, patches):
     # Behind the last attention, the score is the class token's alone.
     assert maps["at"] == "blocks.layers.0"
     pair = run["blocks.layers.0"], run["blocks.layers.0:grad_output"]
-    expected = class_maps(*pair, images_for(x), 1, ASKED_FOR)
+    expected = gradcam_maps(*pair, images_for(x), 1, ASKED_FOR)
     assert maps["tiles"] == expected["tiles"]
-    assert answer["over"]["image"] == images_for(x).address(1)
+    assert answer["over"]["image"] == images_for(x).data_url(1)
 
 
 def test_tokens_are_drawn_at_their_patches_or_as_a_table(served, patches):
@@ -222,7 +222,7 @@ def answer_of(served, place, x, shape=lambda x: x):
 def test_maps_lie_over_images_of_bytes(served, tmp_path):
     x = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     over, run = answer_of(served, tmp_path, x)
-    expected = class_maps(run["conv"], run["conv:grad_output"], images_for(x), 0, ASKED_FOR)
+    expected = gradcam_maps(run["conv"], run["conv:grad_output"], images_for(x), 0, ASKED_FOR)
     assert over["sets"][0]["tiles"] == expected["tiles"]
     picture = Image.open(io.BytesIO(base64.b64decode(over["image"].partition(",")[2])))
     low, high = int(x[0].min()), int(x[0].max())

@@ -14,7 +14,7 @@ from torch import nn
 import hookline as hl
 from accessibility import at_any_width, faults_of
 from hookline.views.page import Evidence, write_recording_page
-from hookline.views.page.encode_maps import coded
+from hookline.views.page.encode_maps import quantise
 
 SCRIPT = "<script>alert(1)<"
 
@@ -150,7 +150,7 @@ def test_no_share_is_rounded_to_all_or_nothing(page):
 
 @pytest.mark.parametrize("ends", [(-1.7e308, 1.7e308), (0.0, 1e39), (1e-50, 2e-50)])
 def test_numbers_beyond_float32_are_read_from_a_map(page, ends):
-    maps = coded([("row", torch.tensor([ends], dtype=torch.float64))], 16)
+    maps = quantise([("row", torch.tensor([ends], dtype=torch.float64))], 16)
     assert page.evaluate("(tile) => [...decoded(tile, 16)]", maps["tiles"][0]) == list(ends)
 
 

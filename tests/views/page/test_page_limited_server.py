@@ -7,8 +7,8 @@ from threading import Event
 
 import pytest
 
-from hookline.views.page.asgi_app import Pages
-from hookline.views.page.limited_server import SECONDS, Waiting
+from hookline.views.page.asgi_app import PageHandlers
+from hookline.views.page.limited_server import SECONDS, WaitLimits
 
 SOON = 0.2
 NEVER = 10_000.0
@@ -54,14 +54,14 @@ def answer(connection):
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", b"G", REQUEST[:-2], b"GET / HTTP/1.1\r\nX: " + b"y" * 9999])
 def test_half_a_request_is_not_waited_for_longer_than_said(served, runs, connect, sent):
-    connection = connect(served(runs / "a", waiting=Waiting(SOON)))
+    connection = connect(served(runs / "a", waiting=WaitLimits(SOON)))
     connection.sendall(sent)
     assert rest(connection) == b""
 
 
 @pytest.mark.slow
 def test_a_request_that_trickles_in_gets_no_more_time(served, runs, connect):
-    connection = connect(served(runs / "a", waiting=Waiting(SOON)))
+    connection = connect(served(runs / "a", waiting=WaitLimits(SOON)))
     connection.settimeout(SOON / 10)
     for _ in range(1000):
         try:
@@ -78,7 +78,7 @@ def test_a_request_that_trickles_in_gets_no_more_time(served, runs, connect):
 
 @pytest.mark.slow
 def test_half_a_second_request_is_not_waited_for_either(served, runs, connect):
-    connection = connect(served(runs / "a", waiting=Waiting(SOON)))
+    connection = connect(served(runs / "a", waiting=WaitLimits(SOON)))
     connection.sendall(REQUEST)
     assert answer(connection).startswith(b"HTTP/1.1 200")
     connection.sendall(REQUEST[:9])
@@ -87,14 +87,14 @@ def test_half_a_second_request_is_not_waited_for_either(served, runs, connect):
 
 @pytest.mark.slow
 def test_the_body_of_a_refused_request_is_not_waited_for(served, runs, connect):
-    connection = connect(served(runs / "a", waiting=Waiting(SOON)))
+    connection = connect(served(runs / "a", waiting=WaitLimits(SOON)))
     connection.sendall(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\nx")
     assert rest(connection).startswith(b"HTTP/1.1 405")
 
 
 @pytest.mark.slow
 def test_an_answer_that_nobody_reads_is_not_kept(served, runs, connect):
-    server = served(runs / "a", waiting=Waiting(SOON))
+    server = served(runs / "a", waiting=WaitLimits(SOON))
     connection = connect(server)
     # The buffers of the two sockets hold some of the answers; the server keeps the others.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -106,7 +106,7 @@ def test_an_answer_that_nobody_reads_is_not_kept(served, runs, connect):
 
 @pytest.mark.slow
 def test_many_half_open_connections_leave_room_for_a_request(served, runs, connect):
-    server = served(runs / "a", waiting=Waiting(NEVER, 20))
+    server = served(runs / "a", waiting=WaitLimits(NEVER, 20))
     idle = [connect(server) for _ in range(60)]
     for connection in idle:
         connection.sendall(REQUEST[:-2])
@@ -119,14 +119,14 @@ def test_many_half_open_connections_leave_room_for_a_request(served, runs, conne
 
 @pytest.mark.slow
 def test_a_request_is_answered_however_long_that_takes(served, runs, connect, monkeypatch):
-    may_go_on, state = Event(), Pages.state
+    may_go_on, state = Event(), PageHandlers.state
 
     def slow(pages, parameters):
         assert may_go_on.wait(30)
         return state(pages, parameters)
 
-    monkeypatch.setattr(Pages, "state", slow)
-    server = served(runs / "a", waiting=Waiting(SOON))
+    monkeypatch.setattr(PageHandlers, "state", slow)
+    server = served(runs / "a", waiting=WaitLimits(SOON))
     asks, idle = connect(server), connect(server)
     asks.sendall(REQUEST)
     assert rest(idle) == b""
@@ -137,4 +137,4 @@ def test_a_request_is_answered_however_long_that_takes(served, runs, connect, mo
 @pytest.mark.slow
 def test_the_time_is_ten_seconds_unless_said():
     assert SECONDS == 10
-    assert Waiting()._seconds == SECONDS
+    assert WaitLimits()._seconds == SECONDS

@@ -6,7 +6,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.recordings import Recording
-from hookline.views.page.module_rows import rows_of, trunk_of
+from hookline.views.page.module_rows import repeated_block_rows, rows_of
 from hookline.views.page.value_entries import OVERWRITTEN, measure_values
 
 
@@ -101,7 +101,7 @@ def test_the_trunk_is_the_repeated_blocks(net, image):
     with hl.record(model) as run:
         model(torch.zeros(1, 2))
     rows = rows_in(run)
-    assert [rows[index].label for index in trunk_of(rows)] == ["1", "2", "3"]
+    assert [rows[index].label for index in repeated_block_rows(rows)] == ["1", "2", "3"]
     named = nn.Sequential()
     for number in range(3):
         named.add_module(f"layer_{number}", Block(nn.Linear(2, 2)))
@@ -109,12 +109,12 @@ def test_the_trunk_is_the_repeated_blocks(net, image):
     with hl.record(holder) as run:
         named(torch.zeros(1, 2))
     rows = rows_in(run)
-    trunk = [rows[index].label for index in trunk_of(rows)]
+    trunk = [rows[index].label for index in repeated_block_rows(rows)]
     assert trunk == ["layers.layer_0", "layers.layer_1", "layers.layer_2"]
     with hl.record(net) as run:
         net(image)
     rows = rows_in(run)
-    assert [rows[index].label for index in trunk_of(rows)] == [
+    assert [rows[index].label for index in repeated_block_rows(rows)] == [
         "layer1.0", "layer1.1", "layer2.0", "layer2.1",
     ]  # fmt: skip
 
@@ -183,7 +183,7 @@ def test_nothing_recorded_gives_no_rows(net):
     with pytest.warns(hl.HooklineWarning), hl.record(net) as run:
         pass
     assert rows_in(run) == []
-    assert trunk_of([]) == []
+    assert repeated_block_rows([]) == []
 
 
 def test_gradients_lie_beside_values_and_backward_passes_apart(looped):

@@ -30,12 +30,12 @@ def folder(tmp_path):
 
 
 def test_statistics_are_of_all_items_and_pictures_of_some(folder):
-    shown, _ = OpenRecordings(FolderSource(folder, [3, 5])).page()
+    shown, _ = OpenRecordings(FolderSource(folder, [3, 5])).current_page()
     (row,) = [row for row in shown.rows if row.label == "0"]
     (entry,) = row.entries
     values = rows_and_values_data(shown.rows, shown.values)["values"]
     assert [values[name][entry.order] for name in ("mean", "max")] == [479.5, 959]
-    with shown.reading():
+    with shown.read_lock():
         assert torch.equal(read_tensor(entry), ROWS[[3, 5]])
         measured = shown.measure(entry)
     assert measured.statistics.max == 287  # its histogram is of the items shown
@@ -111,7 +111,7 @@ def test_axe_finds_no_fault_at_any_width(folder, tmp_path, new_page, scheme, wid
 
 def test_an_item_that_is_not_there_is_refused(folder):
     with pytest.raises(hl.InputError, match="below 20"):
-        OpenRecordings(FolderSource(folder, [99])).page()
+        OpenRecordings(FolderSource(folder, [99])).current_page()
 
 
 def test_an_excerpt_of_tokens_is_padded(tmp_path):
@@ -162,8 +162,8 @@ def test_an_address_shows_other_items_and_keeps_them(folder, served):
 def test_many_choices_of_items_keep_few_open(folder):
     shelf = OpenRecordings(FolderSource(folder))
     for item in range(10):
-        shown, _ = shelf.page((item,))
-        assert shelf.page((item,))[0] is shown
+        shown, _ = shelf.current_page((item,))
+        assert shelf.current_page((item,))[0] is shown
     assert len(shelf._pages) == 4
 
 

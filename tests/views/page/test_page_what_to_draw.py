@@ -10,16 +10,18 @@ import torch
 from PIL import Image
 
 from hookline.errors import InputError
-from hookline.views.page.encode_maps import ASKED_FOR, IN_FILE, tiles_of
+from hookline.views.page.encode_maps import ASKED_FOR, IN_FILE, encode_maps
 from hookline.views.page.what_to_draw import (
     Choice,
+    holds_feature_maps,
     input_thumbnail,
-    is_image_like,
 )
 
 
 def channels(value, **choice):
-    return [tile["c"] for tile in tiles_of(value, "Conv2d", Choice(**choice), ASKED_FOR)["tiles"]]
+    return [
+        tile["c"] for tile in encode_maps(value, "Conv2d", Choice(**choice), ASKED_FOR)["tiles"]
+    ]
 
 
 def test_channels_are_pages_of_16_and_can_be_ordered():
@@ -33,9 +35,9 @@ def test_channels_are_pages_of_16_and_can_be_ordered():
 
 def test_what_has_no_picture_says_why():
     with pytest.raises(InputError, match="a picture must have at most 5 dimensions, got 6"):
-        tiles_of(torch.ones(1, 1, 1, 1, 1, 1), "", Choice(), IN_FILE)
+        encode_maps(torch.ones(1, 1, 1, 1, 1, 1), "", Choice(), IN_FILE)
     with pytest.raises(InputError, match="it is empty"):
-        tiles_of(torch.ones(0, 3), "", Choice(), IN_FILE)
+        encode_maps(torch.ones(0, 3), "", Choice(), IN_FILE)
 
 
 def decode(source: str) -> Image.Image:
@@ -48,7 +50,7 @@ def test_the_widest_range_of_numbers_does_not_overflow():
     largest = torch.finfo(torch.float64).max
     maps = torch.full((1, 1, 4, 4), largest, dtype=torch.float64)
     maps[0, 0, 0, 0] = -largest
-    (tile,) = tiles_of(maps, "Conv2d", Choice(), IN_FILE)["tiles"]
+    (tile,) = encode_maps(maps, "Conv2d", Choice(), IN_FILE)["tiles"]
     assert base64.b64decode(tile["q"])[:2] == bytes([0, 254])
 
 
@@ -60,18 +62,18 @@ def test_the_widest_range_of_numbers_does_not_overflow():
     ],
 )  # fmt: skip
 def test_what_is_no_image_has_no_class_maps(value):
-    assert not is_image_like(value)
-    assert is_image_like(torch.rand(1, 8, 9, 9))
+    assert not holds_feature_maps(value)
+    assert holds_feature_maps(torch.rand(1, 8, 9, 9))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8, torch.bool])
 def test_maps_of_other_dtypes_have_their_numbers(dtype):
-    (tile,) = tiles_of(torch.ones(1, 1, 4, 4).to(dtype), "", Choice(), IN_FILE)["tiles"]
+    (tile,) = encode_maps(torch.ones(1, 1, 4, 4).to(dtype), "", Choice(), IN_FILE)["tiles"]
     assert (tile["lo"], tile["hi"]) == (1, 1)
 
 
 def test_a_very_long_map_keeps_at_least_a_line():
-    maps = tiles_of(torch.rand(1, 1, 4, 4000), "Conv2d", Choice(), IN_FILE)
+    maps = encode_maps(torch.rand(1, 1, 4, 4000), "Conv2d", Choice(), IN_FILE)
     assert (maps["h"], maps["w"]) == (1, 28)
 
 

@@ -1,6 +1,6 @@
 """The page of a result or a run: a self-contained HTML file, or a local server."""
 
-from hookline.views.page.limited_server import Serving as Serving
+from hookline.views.page.limited_server import LimitedServer as LimitedServer
 from hookline.views.page.recording_page import Evidence as Evidence
 from hookline.views.page.recording_page import write_contents_page as write_contents_page
 from hookline.views.page.recording_page import write_recording_page as write_recording_page

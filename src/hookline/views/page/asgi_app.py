@@ -30,13 +30,18 @@ from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.util.optional import how_to_install, load
 from hookline.views.page.check_finding_data import check_finding_data, title_of
-from hookline.views.page.page_state import PageState, core_of, variables_of
-from hookline.views.page.page_templates import script_hashes, template_of
+from hookline.views.page.page_state import PageState, page_data, template_variables
+from hookline.views.page.page_templates import load_template, script_hashes
 from hookline.views.page.recording_data import pack_json, statistics_columns
 from hookline.views.page.request_guard import Guard, Rules
-from hookline.views.page.result_pages import comparison_data, comparison_title, last_part, packed
+from hookline.views.page.result_pages import (
+    comparison_data,
+    comparison_title,
+    last_part,
+    pack_result,
+)
 from hookline.views.page.served_folders import OpenRecordings
-from hookline.views.page.token_norms import token_rows
+from hookline.views.page.token_norms import token_blocks
 from hookline.views.page.training_page import new_steps, numbers_of_ranks, render_served_page
 from hookline.views.page.url_parameters import (
     format_items,
@@ -47,7 +52,7 @@ from hookline.views.page.url_parameters import (
     write_query,
 )
 from hookline.views.page.value_entries import ValueEntry
-from hookline.views.page.value_maps import tokens_of, value_maps
+from hookline.views.page.value_maps import token_norms, value_maps
 from hookline.views.page.values_by_site import leaf_of
 from hookline.views.pixels import PAGE_NEEDS
 
@@ -61,41 +66,41 @@ _Make = Callable[[dict[str, str]], Any]  # makes an answer from the parameters o
 
 
 @final
-class Pages:
+class PageHandlers:
     """The server's pages: one method for each address, which takes the address's parameters.
 
     Args:
-        shelf: the recordings to show.
+        recordings: the recordings to show.
     """
 
-    def __init__(self, shelf: OpenRecordings) -> None:
+    def __init__(self, recordings: OpenRecordings) -> None:
         load("PIL.Image", *PAGE_NEEDS)
-        self._shelf = shelf
+        self._recordings = recordings
         self._templates = {
-            kind: template_of(kind)
+            kind: load_template(kind)
             for kind in ("message", "comparison", "recording", "check", "training")
         }
 
     def index(self, parameters: dict[str, str]) -> str:
         """Render the page of a recording, a comparison, a run or a finding of `hl.check`."""
-        name = self._shelf.source.name
-        run = self._shelf.run()
+        name = self._recordings.source.name
+        run = self._recordings.read_run()
         if run is not None:
-            title = self._shelf.source.folder.resolve().name
+            title = self._recordings.source.folder.resolve().name
             return render_served_page(self._templates["training"], run, title, name)
-        kept = self._shelf.kept()
+        kept = self._recordings.read_finding()
         if kept is not None:
-            data, state = packed(check_finding_data(kept)), self._shelf.state()
+            data, state = pack_result(check_finding_data(kept)), self._recordings.version()
             return self._render("check", title=title_of(kept), state=state, where=name, core=data)
-        page, state = self._page(parameters)
+        page, state = self._requested_page(parameters)
         if page.other is not None:
-            return self._compared(page, state)
+            return self._render_comparison(page, state)
         to_measure = page.bytes_to_measure
-        core = core_of(page.contents, page.rows, page.values)
+        core = page_data(page.contents, page.rows, page.values)
         core["measure"] = {"size": size(to_measure), "start": to_measure <= _UNASKED_BYTES}
-        variables = variables_of(page.contents, len(page.values))
+        variables = template_variables(page.contents, len(page.values))
         if page.contents.store is None:
-            variables["facts"].append(("Size", _bytes_shown(page)))
+            variables["facts"].append(("Size", _total_size_text(page)))
         return self._render(
             "recording",
             **variables,
@@ -109,9 +114,9 @@ class Pages:
             top="../../" if parameters["items"] else "",
         )
 
-    def _compared(self, page: PageState, state: str) -> str:
+    def _render_comparison(self, page: PageState, state: str) -> str:
         """Render the page of two recordings, which asks for their comparison."""
-        of = f"{plural(len(page.values), 'value')}, {_bytes_shown(page)}"
+        of = f"{plural(len(page.values), 'value')}, {_total_size_text(page)}"
         core = pack_json({"tokens": _passes_with_tokens(page), "of": of})
         title = comparison_title(page.names)
         return self._render("comparison", title=title, state=state, names=page.names, core=core)
@@ -122,35 +127,35 @@ class Pages:
     def comparison(self, parameters: dict[str, str]) -> dict[str, Any]:
         """Compare the two recordings; return the comparison, or why there is none."""
         try:
-            page, _ = self._page(parameters)
+            page, _ = self._requested_page(parameters)
             if page.other is None:
                 raise InputError("only one folder is shown.\nGive two: hookline view DIR DIR2.")
-            made = self._shelf.comparison()
+            made = self._recordings.comparison()
         except HooklineError as error:
             return {"problem": str(error).splitlines()}
-        return comparison_data(made, [_link_of(page, row.site) for row in made])
+        return comparison_data(made, [_value_query(page, row.site) for row in made])
 
     def state(self, _: dict[str, str]) -> dict[str, str]:
         """Return the state of the recording, so that a page can notice a new one."""
         try:
-            run = self._shelf.run()
+            run = self._recordings.read_run()
         except FolderError as error:
             return {"state": "", "gone": str(error).splitlines()[0]}
-        state = self._shelf.state() if run is None else run.reader.version
+        state = self._recordings.version() if run is None else run.reader.version
         missing = [
             source.name
-            for source in (self._shelf.source, self._shelf.other)
-            if source is not None and not source.state()
+            for source in (self._recordings.source, self._recordings.other)
+            if source is not None and not source.version()
         ]
         problem = ""
         if missing and not state:
             problem = f"{', '.join(missing)} holds no recording now: deleted or being replaced."
         return {"state": state, "gone": problem}
 
-    def new(self, parameters: dict[str, str]) -> dict[str, Any]:
+    def new_steps(self, parameters: dict[str, str]) -> dict[str, Any]:
         """Return the steps of a run that a page lacks; without a run, why."""
         try:
-            run = self._shelf.run()
+            run = self._recordings.read_run()
             if run is not None:
                 return new_steps(run, parameters)
         except FolderError:
@@ -159,12 +164,12 @@ class Pages:
 
     def ranks(self, parameters: dict[str, str]) -> list[list[float | None]]:
         """Return the numbers of each rank at a site of a run."""
-        run = self._shelf.run()
+        run = self._recordings.read_run()
         if run is None:
             raise InputError("this folder holds no run.\nGo to the start page.")
         return numbers_of_ranks(run, parameters)
 
-    def problem(self, error: Exception) -> tuple[int, str]:
+    def render_error(self, error: Exception) -> tuple[int, str]:
         """Render the page of an error; return the HTTP status and the page."""
         if isinstance(error, FolderError):
             status, title = 503, "This recording cannot be shown"
@@ -176,32 +181,32 @@ class Pages:
             status, title = 500, "This page could not be made"
             lines = [type_and_line(error), "The terminal that serves it shows more."]
         # A page of a run that cannot be read waits for any that can.
-        state = "" if self._shelf.is_run() else self._shelf.state()
+        state = "" if self._recordings.is_run() else self._recordings.version()
         waits = {"state": state} if status == 503 else {}
         return status, self._render("message", title=title, home="./", lines=lines, **waits)
 
-    def of_page(self, make: Callable[[PageState, dict[str, str]], Any]) -> _Make:
+    def unless_outdated(self, make: Callable[[PageState, dict[str, str]], Any]) -> _Make:
         """Return an answer about the page that asks: none if it shows an older recording."""
 
         def answer(parameters: dict[str, str]) -> Any:
-            page, state = self._page(parameters)
+            page, state = self._requested_page(parameters)
             return make(page, parameters) if parameters.get("state", state) == state else {}
 
         return answer
 
-    def _page(self, parameters: dict[str, str]) -> tuple[PageState, str]:
+    def _requested_page(self, parameters: dict[str, str]) -> tuple[PageState, str]:
         """Return what the page shows, of a store the items that the address names."""
         items = parameters["items"]
-        return self._shelf.page(parse_items(items) if items else None)
+        return self._recordings.current_page(parse_items(items) if items else None)
 
 
-def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
+def make_app(recordings: OpenRecordings, rules: Rules) -> Any:
     """Create the server's ASGI app."""
     parts = "applications", "routing", "responses", "concurrency"
     applications, routing, responses, concurrency = (
         load(f"starlette.{part}", *SERVER_NEEDS) for part in parts
     )
-    pages = Pages(shelf)
+    pages = PageHandlers(recordings)
 
     def response(content: str, media: str = "text/html", status: int = 200) -> Any:
         # Module names may have lone surrogates, which strict UTF-8 refuses.
@@ -209,7 +214,7 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
         return responses.Response(body, status, media_type=media)
 
     def failed(_: Any, error: Exception) -> Any:
-        status, content = pages.problem(error)
+        status, content = pages.render_error(error)
         return response(content, status=status)
 
     def answer(make: _Make, scope: Any) -> Any:
@@ -242,17 +247,19 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
 
     routes = [
         route("/", pages.index), route("/comparison", pages.comparison),
-        route("/state", pages.state), route("/new", pages.new), route("/ranks", pages.ranks),
+        route("/state", pages.state), route("/new", pages.new_steps), route("/ranks", pages.ranks),
     ]  # fmt: skip
-    routes += [route(path, pages.of_page(make)) for path, make in _OF_PAGES.items()]
+    routes += [route(path, pages.unless_outdated(make)) for path, make in _OF_PAGES.items()]
     routes += [routing.Route("/items", choose), routing.Mount("/items/{items}", routes=[*routes])]
     handlers = {404: missing, Exception: failed}
     return Guard(
-        applications.Starlette(routes=routes, exception_handlers=handlers), rules, script_hashes()
+        applications.Starlette(routes=routes, exception_handlers=handlers),
+        rules,
+        script_hashes(),
     )
 
 
-def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
+def _named_value(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     """Return the value that an address names, by its site or by its position."""
     position = parse_int(parameters, "value")
     if position is not None:
@@ -263,7 +270,7 @@ def _named(page: PageState, parameters: dict[str, str]) -> ValueEntry:
     return page.find(parameters.get("at", ""), *where)
 
 
-def _measured(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
+def _measure_requested(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
     """Measure some values, or one that a reader waits for; return their columns."""
     only = parse_int(parameters, "only")
     start = parse_int(parameters, "from") or 0 if only is None else only
@@ -272,21 +279,21 @@ def _measured(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
     return {"at": at, "next": after, "values": statistics_columns(measured)}
 
 
-def _tokens(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
-    return tokens_of(page, *(parse_int(parameters, name) or 0 for name in ("pass", "sample")))
+def _requested_token_norms(page: PageState, parameters: dict[str, str]) -> dict[str, Any]:
+    return token_norms(page, *(parse_int(parameters, name) or 0 for name in ("pass", "sample")))
 
 
 # What is told of the recording that a page shows, by address.
 _OF_PAGES: dict[str, Callable[[PageState, dict[str, str]], Any]] = {
     "/findings": lambda page, _: page.findings(),
-    "/measure": _measured,
-    "/maps": lambda page, asked: value_maps(page, _named(page, asked), parse_choice(asked)),
+    "/measure": _measure_requested,
+    "/maps": lambda page, asked: value_maps(page, _named_value(page, asked), parse_choice(asked)),
     "/flow": lambda page, asked: {"edges": page.flow(parse_int(asked, "pass") or 0)},
-    "/tokens": _tokens,
+    "/tokens": _requested_token_norms,
 }
 
 
-def _link_of(page: PageState, site: str) -> str:
+def _value_query(page: PageState, site: str) -> str:
     """Return the query of the value that a row of a comparison is about; empty if it has none."""
     entry = page.by_key.find(site)
     if entry is None:
@@ -296,8 +303,8 @@ def _link_of(page: PageState, site: str) -> str:
 
 def _passes_with_tokens(page: PageState) -> list[int]:
     numbers = sorted({entry.place.pass_number for entry in page.values})
-    return [number for number in numbers if token_rows(page.rows, page.values, number)]
+    return [number for number in numbers if token_blocks(page.rows, page.values, number)]
 
 
-def _bytes_shown(page: PageState) -> str:
+def _total_size_text(page: PageState) -> str:
     return size(sum(entry.n_bytes for entry in page.values))

@@ -99,7 +99,7 @@ class _EarlierValues:
     def find_equal(self, entry: ValueEntry) -> ValueEntry | None:
         """Return the first value that equals one, by its statistics; or None."""
         key = _statistics_key(entry)
-        return None if key is None else self._by_key.find(key)
+        return None if key is None else self._by_key.get(key)
 
     def find_addends(self, entry: ValueEntry) -> tuple[ValueEntry, ...]:
         """Return the two values of which a value is the sum; none if there are none."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.views.page.what_to_draw import Choice, arranged
+from hookline.views.page.what_to_draw import Choice, arrange_sample
 from hookline.views.pixels import cells, ends_of, shares, smaller
 from hookline.views.plots.arrange_value import order_of
 
@@ -35,10 +35,10 @@ IN_FILE = Limits(8, 28, (96, 160), 8)
 ASKED_FOR = Limits(16, 64, (160, 480), 16)
 
 
-def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -> dict[str, Any]:
+def encode_maps(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -> dict[str, Any]:
     """Return one sample of a value as maps: channels, the heads of attention, or one table.
 
-        >>> maps = tiles_of(torch.rand(2, 3, 4, 4), "Conv2d", Choice(), IN_FILE)
+        >>> maps = encode_maps(torch.rand(2, 3, 4, 4), "Conv2d", Choice(), IN_FILE)
         >>> maps["kind"], len(maps["tiles"]), maps["samples"]
         ('channels', 3, 2)
 
@@ -54,19 +54,19 @@ def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -
         InputError: the value cannot be drawn; the first line says why.
         RuntimeError, TypeError: torch cannot read the numbers.
     """
-    made, n_samples = arranged(tensor, module_type, choice.sample)
+    made, n_samples = arrange_sample(tensor, module_type, choice.sample)
     data = made.data.double()
     if len(made.space) < 2 or data[0].numel() == 1:
         rows = data.reshape(len(data), -1).T
-        maps = coded([(0, cells(rows, limits.table))], limits.bits)
+        maps = quantise([(0, cells(rows, limits.table))], limits.bits)
         kind, of, first = "table", 1, 0
     else:
-        kind = "heads" if _are_heads(data) else "channels"
+        kind = "heads" if _are_attention_weights(data) else "channels"
         rows, of = data[0], len(data)
         first = min(choice.first, of - 1) // limits.maps * limits.maps if kind == "channels" else 0
-        channels = list(choice.channels) or _ordered(data, kind, choice.order, limits.maps, first)
+        channels = list(choice.channels) or _channels(data, kind, choice.order, limits.maps, first)
         kept = [channel for channel in channels if channel < of]
-        maps = coded([*zip(kept, smaller(data[kept], limits.side), strict=True)], limits.bits)
+        maps = quantise([*zip(kept, smaller(data[kept], limits.side), strict=True)], limits.bits)
     return maps | {
         "kind": kind, "rows": rows.shape[0], "columns": rows.shape[1],
         "of": of, "sample": choice.sample, "samples": n_samples,
@@ -77,10 +77,10 @@ def tiles_of(tensor: Tensor, module_type: str, choice: Choice, limits: Limits) -
     }  # fmt: skip
 
 
-def coded(maps: Sequence[tuple[int | str, Tensor]], bits: int) -> dict[str, Any]:
+def quantise(maps: Sequence[tuple[int | str, Tensor]], bits: int) -> dict[str, Any]:
     """Write maps of one size as codes, each from its least to its greatest finite number.
 
-        >>> coded([("norm", torch.eye(2))], 8)["tiles"][0]["hi"]
+        >>> quantise([("norm", torch.eye(2))], 8)["tiles"][0]["hi"]
         1.0
 
     Args:
@@ -88,7 +88,7 @@ def coded(maps: Sequence[tuple[int | str, Tensor]], bits: int) -> dict[str, Any]
         bits: the bits of a number; the highest code stands for NaN and infinity.
     """
     height, width = maps[0][1].shape
-    tiles = [_tile(channel, numbers, bits) for channel, numbers in maps]
+    tiles = [_quantise_map(channel, numbers, bits) for channel, numbers in maps]
     return {"h": height, "w": width, "bits": bits, "tiles": tiles}
 
 
@@ -102,7 +102,7 @@ def with_channels(choice: Choice, maps: dict[str, Any] | None) -> Choice:
     return choice if maps is None else replace(choice, channels=channels_of(maps))
 
 
-def _are_heads(data: Tensor) -> bool:
+def _are_attention_weights(data: Tensor) -> bool:
     """Tell whether maps are attention weights: every row of a query sums to 1."""
     n_queries, n_keys = data.shape[1:]
     if len(data) > _MOST_HEADS or n_queries < _LEAST_TOKENS or n_keys < _LEAST_TOKENS:
@@ -111,7 +111,7 @@ def _are_heads(data: Tensor) -> bool:
     return is_share and float((data.sum(-1) - 1).abs().max()) <= _SUM_ERROR
 
 
-def _ordered(data: Tensor, kind: str, order: str, most: int, first: int) -> list[int]:
+def _channels(data: Tensor, kind: str, order: str, most: int, first: int) -> list[int]:
     if kind == "heads":
         return list(range(len(data)))
     if order != "largest":
@@ -121,7 +121,7 @@ def _ordered(data: Tensor, kind: str, order: str, most: int, first: int) -> list
     return channels[first : first + most]
 
 
-def _tile(channel: int | str, numbers: Tensor, bits: int) -> dict[str, Any]:
+def _quantise_map(channel: int | str, numbers: Tensor, bits: int) -> dict[str, Any]:
     array = numbers.cpu().numpy()
     top = 2**bits - 1
     is_finite = np.isfinite(array)

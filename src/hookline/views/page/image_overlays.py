@@ -15,10 +15,10 @@ from hookline.errors import HooklineError
 from hookline.recordings.image_values import Grid, Size, gradcam, grid_of
 from hookline.statistics.of_values import main_tensor
 from hookline.util.optional import load
-from hookline.views.page.encode_maps import Limits, coded
-from hookline.views.page.token_norms import rounded
+from hookline.views.page.encode_maps import Limits, quantise
+from hookline.views.page.token_norms import round_finite
 from hookline.views.page.value_entries import EntryAt, ValueEntry, gradient_of, read_tensor
-from hookline.views.page.what_to_draw import is_picture
+from hookline.views.page.what_to_draw import is_image_batch
 from hookline.views.pixels import PAGE_NEEDS, data_address, smaller
 
 _SIDE = 160  # the longest side of an image, in pixels
@@ -33,7 +33,7 @@ class Images(NamedTuple):
     pixels: Tensor | None  # shape `(images, 1 or 3, height, width)`; None if they are not recorded
     module_type: str = ""  # the class of the module whose values are read, if it is known
 
-    def of(self, entry: ValueEntry) -> Images:
+    def for_module(self, entry: ValueEntry) -> Images:
         """Return the images for the values of a module."""
         return self._replace(module_type=entry.site.module_type if entry.site.path else "")
 
@@ -53,11 +53,11 @@ class Images(NamedTuple):
         is_exact = is_whole if self.pixels is None else covers
         return grid if is_exact and grid.form == "tokens" else None
 
-    def drawn(self, sample: int) -> dict[str, Any]:
+    def image_data(self, sample: int) -> dict[str, Any]:
         """Return one image, and its height and width: maps of another aspect are stretched."""
-        return {"image": self.address(sample), "size": self.size}
+        return {"image": self.data_url(sample), "size": self.size}
 
-    def address(self, sample: int) -> str:
+    def data_url(self, sample: int) -> str:
         """Return one image as a `data:` address, its numbers from black to white; "" if unknown."""
         if self.pixels is None or not 0 <= sample < len(self.pixels):
             return ""
@@ -69,19 +69,19 @@ class Images(NamedTuple):
         return data_address(load("PIL.Image", *PAGE_NEEDS).fromarray(array))
 
 
-def images_of(entries: Sequence[ValueEntry], number: int) -> Images | None:
+def find_images(entries: Sequence[ValueEntry], pass_number: int) -> Images | None:
     """Return the images of a pass: the model's input, or the grid of its first layer with maps.
 
     Args:
         entries: the values in firing order, of which the input alone is read.
-        number: the number of the pass.
+        pass_number: the number of the pass.
     """
-    of_pass = (entry for entry in entries if entry.place.pass_number == number)
+    of_pass = (entry for entry in entries if entry.place.pass_number == pass_number)
     first = next((entry for entry in of_pass if entry.is_image), None)
     if first is None:
         return None
     try:
-        if is_input(first):
+        if is_model_input(first):
             maps: Tensor | None = read_tensor(first)
         else:
             maps = main_tensor(first.recorded.outline(), with_meta=True)
@@ -89,11 +89,11 @@ def images_of(entries: Sequence[ValueEntry], number: int) -> Images | None:
         return None
     if maps is None:
         return None
-    pixels = maps if is_input(first) and is_picture(maps) else None
+    pixels = maps if is_model_input(first) and is_image_batch(maps) else None
     return Images(len(maps), (maps.shape[2], maps.shape[3]), pixels)
 
 
-def is_input(entry: ValueEntry) -> bool:
+def is_model_input(entry: ValueEntry) -> bool:
     """Tell whether a value is the model's input."""
     return entry.site.path == "" and entry.site.port == "input"
 
@@ -117,21 +117,21 @@ def norm_maps(
         return None
     alike = [(name, value) for name, value in values if value.shape == values[0][1].shape]
     norms = [
-        (name, vector_norm(_sample_of(value, grid, sample), dim=0, dtype=torch.float64))
+        (name, vector_norm(_sample_as_maps(value, grid, sample), dim=0, dtype=torch.float64))
         for name, value in alike
     ]
     small = [(name, smaller(norm[None], limits.side)[0]) for name, norm in norms]
     before = values[0][1][sample, : grid.n_prefix]
     prefix = vector_norm(before, dim=-1, dtype=torch.float64).tolist() if grid.n_prefix else []
-    return coded(small, limits.bits) | {
+    return quantise(small, limits.bits) | {
         "kind": "norm",
         "rows": grid.height,
         "columns": grid.width,
-        "prefix": rounded(prefix),
+        "prefix": round_finite(prefix),
     }
 
 
-def class_maps(
+def gradcam_maps(
     activation: Tensor, gradient: Tensor, images: Images, sample: int, limits: Limits
 ) -> dict[str, Any] | None:
     """Return Grad-CAM of one sample, for both signs; None if there is none.
@@ -150,19 +150,19 @@ def class_maps(
     if grid is None or activation.shape != gradient.shape or not 0 <= sample < images.n_images:
         return None
     both = (activation, gradient)
-    maps, slopes = (_sample_of(tensor, grid, sample).double()[None] for tensor in both)
+    maps, slopes = (_sample_as_maps(tensor, grid, sample).double()[None] for tensor in both)
     weighted = gradcam(maps, slopes)[0]
     if not bool(weighted.isfinite().all()) or not bool(weighted.any()):
         return None
     small = smaller(torch.stack([weighted, -weighted]).relu(), limits.side)
-    data = coded([("raises the scalar", small[0]), ("lowers the scalar", small[1])], limits.bits)
+    data = quantise([("raises the scalar", small[0]), ("lowers the scalar", small[1])], limits.bits)
     return data | {"kind": "cam", "rows": grid.height, "columns": grid.width}
 
 
-def last_class_maps(
+def last_gradcam_maps(
     entries: Sequence[ValueEntry],
-    beside: EntryAt,
-    number: int,
+    entry_at: EntryAt,
+    pass_number: int,
     images: Images,
     sample: int,
     limits: Limits,
@@ -171,26 +171,26 @@ def last_class_maps(
 
     Args:
         entries: the values in firing order, which are read one pair at a time, from the last back.
-        beside: returns the value at a place.
-        number: the number of the pass.
+        entry_at: returns the value at a place.
+        pass_number: the number of the pass.
         images: the images.
         sample: the index of the sample.
         limits: what is kept.
     """
-    for entry, activation, gradient in _layers_back(entries, beside, number, images):
-        maps = class_maps(activation, gradient, images.of(entry), sample, limits)
+    for entry, activation, gradient in _layers_from_last(entries, entry_at, pass_number, images):
+        maps = gradcam_maps(activation, gradient, images.for_module(entry), sample, limits)
         if maps is not None:
             return maps | {"at": escape_invisible(entry.place.at)}
     return None
 
 
-def _layers_back(
-    entries: Sequence[ValueEntry], beside: EntryAt, number: int, images: Images
+def _layers_from_last(
+    entries: Sequence[ValueEntry], entry_at: EntryAt, pass_number: int, images: Images
 ) -> Iterator[tuple[ValueEntry, Tensor, Tensor]]:
     """Yield the last layers of a pass that hold maps, with their outputs and gradients."""
-    of_pass = (entry for entry in reversed(entries) if entry.place.pass_number == number)
-    pairs = ((entry, gradient_of(beside, entry)) for entry in of_pass if _is_layer(entry))
-    both = ((entry, twin) for entry, twin in pairs if twin is not None and _fits(entry, images))
+    of_pass = (entry for entry in reversed(entries) if entry.place.pass_number == pass_number)
+    pairs = ((entry, gradient_of(entry_at, entry)) for entry in of_pass if _is_layer_output(entry))
+    both = ((entry, twin) for entry, twin in pairs if twin is not None and _has_maps(entry, images))
     for entry, gradient in islice(both, _MOST_TRIES):
         try:
             yield entry, read_tensor(entry), read_tensor(gradient)
@@ -198,22 +198,22 @@ def _layers_back(
             continue
 
 
-def _is_layer(entry: ValueEntry) -> bool:
+def _is_layer_output(entry: ValueEntry) -> bool:
     """Tell whether a value is a layer's output. A Linear of an attention has parts of tokens."""
     site = entry.site
     is_output = site.port == "output" and site.path != "" and not site.leaf
     return is_output and (entry.is_image or site.module_type != "Linear")
 
 
-def _fits(entry: ValueEntry, images: Images) -> bool:
+def _has_maps(entry: ValueEntry, images: Images) -> bool:
     """Tell by the shape whether a value holds maps of the images."""
     try:
         outline = main_tensor(entry.recorded.outline(), with_meta=True)
     except HooklineError:
         return False
-    return outline is not None and images.of(entry).grid_of(outline) is not None
+    return outline is not None and images.for_module(entry).grid_of(outline) is not None
 
 
-def _sample_of(value: Tensor, grid: Grid, sample: int) -> Tensor:
+def _sample_as_maps(value: Tensor, grid: Grid, sample: int) -> Tensor:
     """Return one sample as maps, shape `(channels, height, width)`."""
     return grid.read(value[sample : sample + 1].detach().cpu())[0]

@@ -26,7 +26,7 @@ _MOST = 100  # far below the usual limit of 1,024 file descriptors for a process
 
 
 @final
-class Waiting:
+class WaitLimits:
     """The connections that wait for their client, the oldest first.
 
     Args:
@@ -39,27 +39,27 @@ class Waiting:
         self._most = most
         self._timers: dict[asyncio.Transport, asyncio.TimerHandle] = {}
 
-    def begin(self, transport: asyncio.Transport) -> None:
+    def start_timer(self, transport: asyncio.Transport) -> None:
         """Start waiting for a client; a no-op if the wait has already begun."""
         if transport in self._timers:
             return
         loop = asyncio.get_running_loop()
-        self._timers[transport] = loop.call_later(self._seconds, self._give_up, transport)
+        self._timers[transport] = loop.call_later(self._seconds, self._abort, transport)
         if len(self._timers) > self._most:
-            self._give_up(next(iter(self._timers)))
+            self._abort(next(iter(self._timers)))
 
-    def end(self, transport: asyncio.Transport) -> None:
+    def stop_timer(self, transport: asyncio.Transport) -> None:
         """Stop waiting for a client that has sent its request, read its answer, or left."""
         timer = self._timers.pop(transport, None)
         if timer is not None:
             timer.cancel()
 
-    def _give_up(self, transport: asyncio.Transport) -> None:
-        self.end(transport)
+    def _abort(self, transport: asyncio.Transport) -> None:
+        self.stop_timer(transport)
         transport.abort()  # close() would wait until the client has read the buffer
 
 
-def protocol(waiting: Waiting) -> type[Any]:
+def limited_protocol(limits: WaitLimits) -> type[Any]:
     """Create uvicorn's protocol class with limits on waiting connections."""
     base: type[Any] = load("uvicorn.protocols.http.h11_impl", *SERVER_NEEDS).H11Protocol
 
@@ -70,7 +70,7 @@ def protocol(waiting: Waiting) -> type[Any]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            waiting.begin(transport)
+            limits.start_timer(transport)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -83,7 +83,7 @@ def protocol(waiting: Waiting) -> type[Any]:
         def pause_writing(self) -> None:
             super().pause_writing()
             self.is_full = True
-            waiting.begin(self.transport)
+            limits.start_timer(self.transport)
 
         def resume_writing(self) -> None:
             super().resume_writing()
@@ -91,35 +91,35 @@ def protocol(waiting: Waiting) -> type[Any]:
             self._look()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            waiting.end(self.transport)
+            limits.stop_timer(self.transport)
             super().connection_lost(exc)
 
         def _look(self) -> None:
             """Wait for the client unless a request is being answered, which has no limit."""
             is_answering = self.cycle is not None and not self.cycle.response_complete
             if is_answering and not self.is_full:
-                waiting.end(self.transport)
+                limits.stop_timer(self.transport)
             elif not self.transport.is_closing():
-                waiting.begin(self.transport)
+                limits.start_timer(self.transport)
 
     return Patient
 
 
 @final
-class Serving:
+class LimitedServer:
     """A server that is bound to its port and answers once it runs.
 
         >>> from hookline.views.page.served_folders import FolderSource, OpenRecordings
-        >>> serving = Serving(OpenRecordings(FolderSource(tmp_path)), port=0)
+        >>> serving = LimitedServer(OpenRecordings(FolderSource(tmp_path)), port=0)
         >>> serving.address.startswith("http://127.0.0.1:")
         True
         >>> serving.close()
 
     Args:
-        shelf: the recordings to show.
+        recordings: the recordings to show.
         host: the address to bind to. Addresses other than loopback require a token.
         port: the port, or the next free one if it is taken; 0 picks any free port.
-        waiting: the limits on idle connections; None means 10 seconds and 100 connections.
+        limits: the limits on idle connections; None means 10 seconds and 100 connections.
 
     Raises:
         InputError: no port is free, or this machine does not have the address.
@@ -128,15 +128,15 @@ class Serving:
 
     def __init__(
         self,
-        shelf: OpenRecordings,
+        recordings: OpenRecordings,
         host: str = "127.0.0.1",
         port: int = 8765,
-        waiting: Waiting | None = None,
+        limits: WaitLimits | None = None,
     ) -> None:
         uvicorn = load("uvicorn", *SERVER_NEEDS)
         token = "" if is_loopback(host) else secrets.token_urlsafe(24)
-        app = make_app(shelf, Rules(host, token))
-        self._socket = _bound(host, port)
+        app = make_app(recordings, Rules(host, token))
+        self._socket = _listen_on_free_port(host, port)
         self.port: int = self._socket.getsockname()[1]
         self.wanted_port = port
         name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
@@ -144,25 +144,25 @@ class Serving:
         self.address: str = f"http://{name}:{self.port}/" + (f"?token={token}" if token else "")
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
                                 server_header=False, timeout_graceful_shutdown=1, ws="none",
-                                http=protocol(waiting or Waiting()))  # fmt: skip
+                                http=limited_protocol(limits or WaitLimits()))  # fmt: skip
         self._server: Any = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
 
     @property
-    def moved(self) -> bool:
+    def is_on_other_port(self) -> bool:
         """True if the wanted port was taken and another port is used."""
         return self.wanted_port not in (0, self.port)
 
-    def run(self) -> None:
+    def serve(self) -> None:
         """Serve until the process is interrupted (Ctrl-C)."""
         try:
             self._server.run(sockets=[self._socket])
         finally:
             self._socket.close()
 
-    def start(self) -> None:
+    def start_in_thread(self) -> None:
         """Serve in a background thread until `close()`."""
-        self._thread = threading.Thread(target=self.run, name="hookline-view", daemon=True)
+        self._thread = threading.Thread(target=self.serve, name="hookline-view", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Serving:
         self._socket.close()
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _listen_on_free_port(host: str, port: int) -> socket.socket:
     """Open a socket that listens on a port, or on the first free port after it.
 
     Raises:

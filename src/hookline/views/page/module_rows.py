@@ -32,7 +32,7 @@ class Row:
     @property
     def name(self) -> str:
         """The module's name within the module that holds it."""
-        holder = _holder(self.path)
+        holder = _holder_path(self.path)
         start = 0 if holder is None else len(holder)
         return str(Site(self.path))[start:].lstrip(".") if self.path else str(Site(""))
 
@@ -48,14 +48,14 @@ def rows_of(recording: Recording, entries: Sequence[ValueEntry]) -> list[Row]:
     The call of a module lies in the call of its holder during which it fired. The gradient of a
     parameter is a value of the module's row.
     """
-    tree = _Tree(recording, entries)
+    tree = _CallTree(recording, entries)
     rows: list[Row] = []
     for top in tree.children(None):
-        _append(rows, tree, top, None)
+        _append_subtree(rows, tree, top, None)
     return rows
 
 
-def trunk_of(rows: Sequence[Row]) -> list[int]:
+def repeated_block_rows(rows: Sequence[Row]) -> list[int]:
     """Return the rows of the repeated blocks, such as the layers of a transformer.
 
     Without any, the rows at the top with a value.
@@ -77,14 +77,14 @@ def _has_output(row: Row) -> bool:
     return any(entry.site.port == "output" for entry in row.entries)
 
 
-def _append(rows: list[Row], tree: _Tree, call: _Call, parent: int | None) -> None:
+def _append_subtree(rows: list[Row], tree: _CallTree, call: _Call, parent: int | None) -> None:
     index = len(rows)
-    rows.append(tree.row(call, parent))
+    rows.append(tree.make_row(call, parent))
     for child in tree.children(call):
-        _append(rows, tree, child, index)
+        _append_subtree(rows, tree, child, index)
 
 
-class _Tree:
+class _CallTree:
     """The calls of modules, each under the call of its holder."""
 
     def __init__(self, recording: Recording, entries: Sequence[ValueEntry]) -> None:
@@ -93,12 +93,12 @@ class _Tree:
         self._entries: dict[_Call, list[ValueEntry]] = {}
         for entry in entries:
             self._entries.setdefault(_call_of(entry), []).append(entry)
-        self._fired = _positions(entries)
+        self._fired = _firing_positions(entries)
         self._calls: dict[str, list[int]] = {}
         for path, call in self._entries:
             self._calls.setdefault(path, []).append(call)
         for path in list(self._calls):
-            for holder in _holders(path):
+            for holder in _enclosing_paths(path):
                 if holder or "" in self._calls:
                     self._calls.setdefault(holder, [0])
         for numbers in self._calls.values():
@@ -113,13 +113,13 @@ class _Tree:
         for path_and_call in calls:
             self._children.setdefault(self._holder_call(path_and_call), []).append(path_and_call)
         for siblings in self._children.values():
-            siblings.sort(key=self._place)
+            siblings.sort(key=self._sort_key)
 
     def children(self, call: _Call | None) -> list[_Call]:
         """Return the calls under a call in firing order; None is the top."""
         return self._children.get(call, [])
 
-    def row(self, call: _Call, parent: int | None) -> Row:
+    def make_row(self, call: _Call, parent: int | None) -> Row:
         """Make the row of a call."""
         path, number = call
         entries = self._entries.get(call, [])
@@ -136,7 +136,7 @@ class _Tree:
 
     def _holder_call(self, call: _Call) -> _Call | None:
         path, number = call
-        holder = next((above for above in _holders(path) if above in self._calls), None)
+        holder = next((above for above in _enclosing_paths(path) if above in self._calls), None)
         if holder is None:
             return None
         numbers = self._calls[holder]
@@ -147,14 +147,14 @@ class _Tree:
         place = bisect_left(self._ends[holder], position)
         return holder, numbers[min(place, len(numbers) - 1)]
 
-    def _place(self, call: _Call) -> tuple[float, int, int]:
+    def _sort_key(self, call: _Call) -> tuple[float, int, int]:
         """Return the sort key of a call: when it, or the first call in it, fired."""
-        below = [self._place(child)[0] for child in self.children(call)]
+        below = [self._sort_key(child)[0] for child in self.children(call)]
         number = self._number_of.get(call[0], len(self._number_of))
         return min([*below, self._fired.get(call, math.inf)]), number, call[1]
 
 
-def _positions(entries: Iterable[ValueEntry]) -> Mapping[_Call, float]:
+def _firing_positions(entries: Iterable[ValueEntry]) -> Mapping[_Call, float]:
     """Map each call to the position of its output in its pass; without one, of its input."""
     starts: dict[int, int] = {}
     positions: dict[_Call, float] = {}
@@ -176,7 +176,7 @@ def _call_of(entry: ValueEntry) -> _Call:
     return path, entry.place.call if call is None else call
 
 
-def _holder(path: str) -> str | None:
+def _holder_path(path: str) -> str | None:
     """Return the path of the module that holds a module or calls an operation; None of the root."""
     if not path:
         return None
@@ -186,9 +186,9 @@ def _holder(path: str) -> str | None:
     return holder
 
 
-def _holders(path: str) -> Iterator[str]:
+def _enclosing_paths(path: str) -> Iterator[str]:
     """Yield the paths of the modules around a module, the innermost first."""
-    holder = _holder(path)
+    holder = _holder_path(path)
     while holder is not None:
         yield holder
-        holder = _holder(holder)
+        holder = _holder_path(holder)

@@ -28,7 +28,7 @@ from hookline.views.page.recording_data import (
     silent_sites_data,
     try_to_judge,
 )
-from hookline.views.page.store_data import of_all_items, store_data
+from hookline.views.page.store_data import store_data, with_whole_statistics
 from hookline.views.page.url_parameters import format_items
 from hookline.views.page.value_entries import Place, ValueEntry, list_values, measure_entry
 from hookline.views.page.values_by_site import ValuesBySite
@@ -58,7 +58,7 @@ class FolderContents(NamedTuple):
         entries = list_values(self.recording)
         if self.store is None:
             return entries
-        return [of_all_items(entry, self.store) for entry in entries]
+        return [with_whole_statistics(entry, self.store) for entry in entries]
 
 
 @final
@@ -94,7 +94,7 @@ class PageState:
         for entry in self.values:
             self._by_site.setdefault(entry.place.at, []).append(entry)
         self.by_key = ValuesBySite(self.values)
-        self._release()
+        self._close_files()
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class PageState:
             InputError: no value matches.
         """
         at = as_written(at)
-        of_site = self._by_site.find(at, [])
+        of_site = self._by_site.get(at, [])
         matches = [
             entry
             for entry in of_site
@@ -120,28 +120,28 @@ class PageState:
         problem = f"it has no such pass or call of {at}" if of_site else f"it has no value at {at}"
         raise InputError(f"{self.names[0]}: {problem}.\nSearch for it on the start page.")
 
-    def beside(self, place: Place) -> ValueEntry | None:
+    def entry_at(self, place: Place) -> ValueEntry | None:
         """Return the value at a place, or None."""
         number = self._number_of.get(place)
         return None if number is None else self.values[number]
 
-    def twin(self, place: Place) -> ValueEntry | None:
+    def other_entry_at(self, place: Place) -> ValueEntry | None:
         """Return the other recording's value at a place, or None."""
         return self._twins.get(place)
 
     # -- reading ---------------------------------------------------------------------------------
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def read_lock(self) -> Iterator[None]:
         """Hold the read lock in the block, and close the files at its end."""
         with self._lock:
             try:
                 yield
             finally:
-                self._release()
+                self._close_files()
 
     def measure(self, entry: ValueEntry, *, of_other: bool = False) -> ValueEntry:
-        """Measure a value once and return it with its statistics; call it inside `reading`."""
+        """Measure a value once and return it with its statistics; call it inside `read_lock`."""
         entry = self._twins[entry.place] if of_other else self.values[entry.order]
         if not entry.is_measured:
             try:
@@ -167,7 +167,7 @@ class PageState:
         """
         end = time.monotonic() + seconds
         after = max(start, 0)
-        with self.reading():
+        with self.read_lock():
             for entry in self.values[after:]:
                 if after > start and time.monotonic() >= end:
                     break
@@ -188,7 +188,7 @@ class PageState:
 
     def flow(self, pass_number: int) -> list[Edge]:
         """Return what flows into what in a pass, as far as its values are measured."""
-        with self.reading():
+        with self.read_lock():
             return find_edges(self.rows, self.values, pass_number)
 
     @property
@@ -196,13 +196,13 @@ class PageState:
         """The bytes of all values that are not measured yet."""
         return sum(entry.n_bytes for entry in self.values if not entry.is_measured)
 
-    def _release(self) -> None:
+    def _close_files(self) -> None:
         for recording in (self.recording, self.other):
             if recording is not None:
                 recording.release()
 
 
-def core_of(
+def page_data(
     contents: FolderContents, rows: Sequence[Row], entries: Sequence[ValueEntry]
 ) -> dict[str, Any]:
     """Return rows and values as plain data, what never fired, and what is known of a store."""
@@ -211,15 +211,15 @@ def core_of(
     return rows_and_values_data(rows, entries) | {"silent": silent, "store": store}
 
 
-def variables_of(contents: FolderContents, n_values: int) -> dict[str, Any]:
+def template_variables(contents: FolderContents, n_values: int) -> dict[str, Any]:
     """Return what the template of a recording shows beside its core."""
     recording = contents.recording
     return {
         "subtitle": contents.about,
         "model_type": recording.report().model_type,
         "facts": totals_of(recording, n_values, contents.store),
-        "notices": notices_of(recording),
-        "gaps": gaps_of(recording),
+        "notices": failed_pass_notices(recording),
+        "gaps": missing_text(recording),
         "is_store": contents.store is not None,
     }
 
@@ -234,7 +234,7 @@ def totals_of(recording: Recording, n_values: int, store: Store | None) -> list[
     return [sites, ("Values", f"{n_values:,}"), passes]
 
 
-def notices_of(recording: Recording) -> list[str]:
+def failed_pass_notices(recording: Recording) -> list[str]:
     """List what a reader must know of a recording: passes that raised."""
     return [
         f"Pass {record.number} ended with an exception: only the values before it are here."
@@ -243,7 +243,7 @@ def notices_of(recording: Recording) -> list[str]:
     ]
 
 
-def gaps_of(recording: Recording) -> str:
+def missing_text(recording: Recording) -> str:
     """Say how many sites have no value, and what was not saved; empty if all is there."""
     n_silent, n_lost = len(recording.report().silent), len(recording.lost)
     parts = [f"{plural(n_silent, 'selected site')} without a value"] * bool(n_silent)

@@ -58,7 +58,7 @@ _DEFAULTS: dict[str, Any] = {
 _SERVED = ("recording", "message", "training", "comparison", "check")
 
 
-def template_of(kind: str) -> Any:
+def load_template(kind: str) -> Any:
     """Return the template of a kind of page, in which texts are escaped and unknown names raise.
 
     Args:
@@ -68,7 +68,7 @@ def template_of(kind: str) -> Any:
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
-        finalize=_visible,
+        finalize=_escape_if_text,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -76,34 +76,34 @@ def template_of(kind: str) -> Any:
     code = _script(kind)
     templates.globals.update(
         version=VERSION, **_DEFAULTS,
-        style=_joined(kind, ".css"), script=code, script_hash=_hash(code),
+        style=_join_files(kind, ".css"), script=code, script_hash=_csp_hash(code),
     )  # fmt: skip
     return templates.get_template(f"{kind if kind in _OWN else 'shared'}/{kind}.html")
 
 
-def _visible(value: Any) -> Any:
+def _escape_if_text(value: Any) -> Any:
     """Escape characters that do not print in a template's texts, but not in markup."""
     return escape_invisible(value) if type(value) is str else value
 
 
 def _script(kind: str) -> str:
     """Join the script of a kind of page."""
-    return _joined(kind, ".js")
+    return _join_files(kind, ".js")
 
 
 def script_hashes() -> str:
     """Return the hashes of the served pages' scripts for the policy, so that no other can run."""
-    return " ".join(_hash(_script(kind)) for kind in _SERVED)
+    return " ".join(_csp_hash(_script(kind)) for kind in _SERVED)
 
 
-def _joined(kind: str, suffix: str) -> str:
-    return "\n".join(_text(name) for name in _PARTS[kind] if name.endswith(suffix))
+def _join_files(kind: str, suffix: str) -> str:
+    return "\n".join(_read_file(name) for name in _PARTS[kind] if name.endswith(suffix))
 
 
-def _hash(text: str) -> str:
+def _csp_hash(text: str) -> str:
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
-def _text(name: str) -> str:
+def _read_file(name: str) -> str:
     return (FOLDER / name).read_text("utf-8")

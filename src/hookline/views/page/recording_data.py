@@ -35,8 +35,8 @@ from hookline.errors import AmbiguousError, FolderError
 from hookline.findings import Finding, Findings
 from hookline.recordings import Recording
 from hookline.statistics.of_values import Statistics
-from hookline.views.page.module_rows import Row, trunk_of
-from hookline.views.page.token_norms import token_rows
+from hookline.views.page.module_rows import Row, repeated_block_rows
+from hookline.views.page.token_norms import token_blocks
 from hookline.views.page.value_entries import Part, ValueEntry
 from hookline.views.page.values_by_site import ValuesBySite
 
@@ -98,9 +98,9 @@ def rows_and_values_data(rows: Sequence[Row], entries: Sequence[ValueEntry]) -> 
         "shapes": shapes.texts,
         "dtypes": dtypes.texts,
         "ports": ports.texts,
-        "trunk": trunk_of(rows),
+        "trunk": repeated_block_rows(rows),
         "passes": passes,
-        "tokens": [number for number in passes if token_rows(rows, entries, number)],
+        "tokens": [number for number in passes if token_blocks(rows, entries, number)],
     }
 
 

@@ -24,19 +24,19 @@ from hookline.util.optional import load
 from hookline.verbs.summary import Summary
 from hookline.views.page.class_scores import entry_class_scores
 from hookline.views.page.dataflow import find_edges
-from hookline.views.page.encode_maps import IN_FILE, tiles_of, with_channels
+from hookline.views.page.encode_maps import IN_FILE, encode_maps, with_channels
 from hookline.views.page.image_overlays import (
     Images,
-    images_of,
-    is_input,
-    last_class_maps,
+    find_images,
+    is_model_input,
+    last_gradcam_maps,
     norm_maps,
 )
 from hookline.views.page.module_rows import Row, rows_of
-from hookline.views.page.page_state import FolderContents, core_of, variables_of
-from hookline.views.page.page_templates import template_of
+from hookline.views.page.page_state import FolderContents, page_data, template_variables
+from hookline.views.page.page_templates import load_template
 from hookline.views.page.recording_data import findings_data, pack_json, try_to_judge
-from hookline.views.page.token_norms import ids_of, token_data, token_rows
+from hookline.views.page.token_norms import measure_tokens, token_blocks, token_ids
 from hookline.views.page.value_entries import Place, ValueEntry, gradient_partner, measure_entry
 from hookline.views.page.what_to_draw import Choice, input_thumbnail
 from hookline.views.pixels import PAGE_NEEDS
@@ -125,19 +125,19 @@ def write_contents_page(
         FolderError, HooklineError: as of `write_recording_page`.
     """
     # Both are loaded first, so that a missing package fails before any work.
-    template, _ = template_of("recording"), load("PIL.Image", *PAGE_NEEDS)
+    template, _ = load_template("recording"), load("PIL.Image", *PAGE_NEEDS)
     listed = contents.values()
-    pictures = _Pictures(listed, len(contents.recording.passes))
-    entries = [measure_entry(entry, pictures.draw) for entry in listed]
-    pictures.judge()
+    pictures = _MapsInFile(listed, len(contents.recording.passes))
+    entries = [measure_entry(entry, pictures.keep_maps) for entry in listed]
+    pictures.keep_class_maps()
     rows = rows_of(contents.recording, entries)
-    target = target_of(path)
-    variables = variables_of(contents, len(entries))
-    variables["facts"] += _facts(summary)
+    target = page_file(path)
+    variables = template_variables(contents, len(entries))
+    variables["facts"] += _model_totals(summary)
     if summary is not None and summary.failure:
         variables["notices"].insert(0, f"The summary's run failed: {summary.failure}")
     findings, note = try_to_judge(contents.judge)
-    core = core_of(contents, rows, entries) | findings_data(findings, note, rows, entries)
+    core = page_data(contents, rows, entries) | findings_data(findings, note, rows, entries)
     core["flow"] = {number: find_edges(rows, entries, number) for number in core["passes"]}
     core["images"] = pictures.image_places
     core["norms"] = _token_norms(rows, entries, core["tokens"])
@@ -146,13 +146,13 @@ def write_contents_page(
         **variables,
         title=title,
         now=datetime.now().astimezone(),
-        evidence=_evidence(evidence),
+        evidence=_evidence_data(evidence),
         core=pack_json(core),
-        pictures=pictures.scripts(),
+        pictures=pictures.script_contents(),
         items=("", 0),
         top="",
     )
-    return replace_file(target, text), findings
+    return write_page_file(target, text), findings
 
 
 def _token_norms(
@@ -161,15 +161,15 @@ def _token_norms(
     """Return the norms of the first sample's tokens, of as many passes as fit, the last first."""
     norms, room = {}, _MOST_NORMS
     for number in reversed(passes):
-        chosen = token_rows(rows, entries, number)
+        chosen = token_blocks(rows, entries, number)
         room -= 0 if chosen is None else chosen.n_tokens * len(chosen.blocks)
         if chosen is not None and room >= 0:
-            ids = ids_of(entries, number, chosen.n_tokens)
-            norms[number] = token_data(chosen, rows, {}, ids, 0)
+            ids = token_ids(entries, number, chosen.n_tokens)
+            norms[number] = measure_tokens(chosen, rows, {}, ids, 0)
     return norms
 
 
-def _evidence(evidence: Evidence) -> dict[str, Any]:
+def _evidence_data(evidence: Evidence) -> dict[str, Any]:
     return {
         "images": [input_thumbnail(image) for image in evidence.images[:_MAX_IMAGES]],
         "n_images": len(evidence.images),
@@ -181,7 +181,7 @@ def _evidence(evidence: Evidence) -> dict[str, Any]:
 _MAPS_A_SCRIPT = 64  # values in firing order: the page parses a script when one is asked for
 
 
-class _Pictures:
+class _MapsInFile:
     """The maps of values, as many as fit in a file; each pass has an equal share of it.
 
     Args:
@@ -199,7 +199,7 @@ class _Pictures:
         self._images: dict[int, Images | None] = {}
         self.image_places: dict[int, int] = {}  # by pass, the value with whose maps its image is
 
-    def scripts(self) -> list[tuple[int, str]]:
+    def script_contents(self) -> list[tuple[int, str]]:
         """Return the JSON of each script with its number: what is drawn of some values.
 
         It holds, by position of the value, `7` its maps, `7 over` what is laid over the input
@@ -210,31 +210,31 @@ class _Pictures:
             parts.setdefault(order // _MAPS_A_SCRIPT, []).append(f'"{order}{name}":{text}')
         return [(number, "{" + ",".join(texts) + "}") for number, texts in parts.items()]
 
-    def draw(self, entry: ValueEntry, tensor: Tensor) -> None:
+    def keep_maps(self, entry: ValueEntry, tensor: Tensor) -> None:
         """Keep the maps of a value, of the same channels as those of its gradient."""
         if self._room.setdefault(entry.place.pass_number, self._share) <= 0:
             return
         twin = gradient_partner(self._places.get, entry)
         choice = with_channels(Choice(), None if twin is None else self._channels.get(twin.place))
-        images = self._images_of(entry)
-        grid = None if images is None else images.of(entry).grid_of(tensor)
+        images = self._images_of_pass(entry)
+        grid = None if images is None else images.for_module(entry).grid_of(tensor)
         placed = tensor if grid is None else grid.read(tensor)
         norms = None
         try:
-            maps = tiles_of(placed, entry.site.module_type, choice, IN_FILE)
+            maps = encode_maps(placed, entry.site.module_type, choice, IN_FILE)
             if images is not None and grid is not None and grid.form == "tokens":
-                norms = norm_maps([("norm", tensor)], images.of(entry), 0, IN_FILE)
-            if grid is not None and not is_input(entry):
+                norms = norm_maps([("norm", tensor)], images.for_module(entry), 0, IN_FILE)
+            if grid is not None and not is_model_input(entry):
                 maps["isPlaced"] = True
         except (HooklineError, RuntimeError, TypeError):
             return  # the pane shows its numbers
         if not entry.site.port.startswith("grad"):
             self._channels[entry.place] = maps
-        self._keep(entry, "", maps)
+        self._keep_json(entry, "", maps)
         if norms is not None:
-            self._keep(entry, " over", [norms])
+            self._keep_json(entry, " over", [norms])
 
-    def judge(self) -> None:
+    def keep_class_maps(self) -> None:
         """Keep the class scores of the first sample, and its class map, for each pass's output."""
         for entry in self._entries:
             images = self._images.get(entry.place.pass_number)
@@ -242,34 +242,34 @@ class _Pictures:
                 continue
             scores = entry_class_scores(entry, images, 0)
             if scores is not None:
-                self._keep(entry, " scores", scores)
+                self._keep_json(entry, " scores", scores)
             number, beside = entry.place.pass_number, self._places.get
             try:
-                last = last_class_maps(self._entries, beside, number, images, 0, IN_FILE)
+                last = last_gradcam_maps(self._entries, beside, number, images, 0, IN_FILE)
             except (RuntimeError, TypeError):
                 continue
             if last is not None:
-                self._keep(entry, " over", [last])
+                self._keep_json(entry, " over", [last])
 
-    def _images_of(self, entry: ValueEntry) -> Images | None:
+    def _images_of_pass(self, entry: ValueEntry) -> Images | None:
         """Return the images of a value's pass, the first of them alone with its pixels."""
         number = entry.place.pass_number
         if number not in self._images:
-            images = images_of(self._entries, number)
+            images = find_images(self._entries, number)
             self._images[number] = images
             if images is not None and images.pixels is not None:
                 self._images[number] = images._replace(pixels=images.pixels[:1].clone())
                 self.image_places[number] = entry.order
-                self._keep(entry, " image", images.drawn(0))
+                self._keep_json(entry, " image", images.image_data(0))
         return self._images[number]
 
-    def _keep(self, entry: ValueEntry, name: str, data: Any) -> None:
+    def _keep_json(self, entry: ValueEntry, name: str, data: Any) -> None:
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
         self._room[entry.place.pass_number] -= len(text)
         self._packed.append((entry.order, name, text))
 
 
-def _facts(summary: Summary | None) -> list[tuple[str, str]]:
+def _model_totals(summary: Summary | None) -> list[tuple[str, str]]:
     """List the totals of a model as (label, text)."""
     if summary is None:
         return []
@@ -288,7 +288,7 @@ def _view_command(target: Path, contents: FolderContents) -> str:
     return "run.save('DIR'), then hookline view DIR"
 
 
-def target_of(path: str | os.PathLike[str]) -> Path:
+def page_file(path: str | os.PathLike[str]) -> Path:
     """Return the file to write: the path, or `report.html` in it if it is a folder."""
     target = local_path(path)
     # `Path.is_dir` raises where a name is too long, or a folder is closed to this user.
@@ -296,7 +296,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     return target / _FILE_NAME if is_folder else target
 
 
-def replace_file(target: Path, text: str) -> Path:
+def write_page_file(target: Path, text: str) -> Path:
     """Write a file atomically.
 
     Raises:

@@ -67,7 +67,7 @@ class Rules:
         return every or name.lower() in _LOCAL | {self.host.lower(), f"[{self.host}]"}
 
     @property
-    def cookie(self) -> str:
+    def cookie_name(self) -> str:
         """The name of the cookie that holds the token.
 
         Each token has a name of its own: browsers send a cookie to all ports of a host, so servers
@@ -106,26 +106,26 @@ class Guard:
                 "hookline: this address is not the server's own. Open the one that it printed,"
                 " or start the server with this name: hookline view DIR --host NAME."
             )
-            await _answer(send, 421, text)
+            await _respond(send, 421, text)
             return
         if scope["method"] not in ("GET", "HEAD"):
-            await _answer(send, 405, "hookline: pages are only read here.")
+            await _respond(send, 405, "hookline: pages are only read here.")
             return
         if self._rules.token:
             pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
             token = dict(pairs).get("token", "")
             if token and self._rules.knows(token):
                 rest = urlencode([pair for pair in pairs if pair[0] != "token"])
-                await _welcome(send, scope["path"], rest, f"{self._rules.cookie}={token}")
+                await _set_cookie(send, scope["path"], rest, f"{self._rules.cookie_name}={token}")
                 return
-            if not self._rules.knows(_cookie(headers.get(b"cookie", ""), self._rules.cookie)):
+            if not self._rules.knows(_cookie(headers.get(b"cookie", ""), self._rules.cookie_name)):
                 text = "hookline: open the whole address that was printed, with its token."
-                await _answer(send, 403, text)
+                await _respond(send, 403, text)
                 return
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *_encoded(self._headers)]}
+                message = {**message, "headers": [*message["headers"], *_to_bytes(self._headers)]}
             await send(message)
 
         await self._app(scope, receive, with_headers)
@@ -139,19 +139,19 @@ def _cookie(header: str, name: str) -> str:
     return cookie.value if cookie is not None else ""
 
 
-async def _welcome(send: Any, path: str, query: str, named_token: str) -> None:
+async def _set_cookie(send: Any, path: str, query: str, cookie: str) -> None:
     """Set the token as a cookie and redirect to the address without it, which is safe to share."""
     # A browser reads `//name` and `/\\name` as other servers, and a newline ends a header.
     where = "/" + quote(path.lstrip("/"), errors="replace") + (f"?{query}" if query else "")
-    cookie = f"{named_token}; HttpOnly; SameSite=Strict; Path=/"
-    await _answer(send, 303, "", {"location": where, "set-cookie": cookie})
+    cookie = f"{cookie}; HttpOnly; SameSite=Strict; Path=/"
+    await _respond(send, 303, "", {"location": where, "set-cookie": cookie})
 
 
-async def _answer(send: Any, status: int, text: str, more: dict[str, str] | None = None) -> None:
-    headers = {"content-type": "text/plain; charset=utf-8", **_HEADERS, **(more or {})}
-    await send({"type": "http.response.start", "status": status, "headers": _encoded(headers)})
+async def _respond(send: Any, status: int, text: str, extra: dict[str, str] | None = None) -> None:
+    headers = {"content-type": "text/plain; charset=utf-8", **_HEADERS, **(extra or {})}
+    await send({"type": "http.response.start", "status": status, "headers": _to_bytes(headers)})
     await send({"type": "http.response.body", "body": text.encode()})
 
 
-def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+def _to_bytes(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]

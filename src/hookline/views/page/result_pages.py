@@ -20,13 +20,13 @@ from hookline.verbs.compare.comparison import Comparison
 from hookline.verbs.profile.profile import Profile
 from hookline.verbs.sweep.effects import Effects, Sweep
 from hookline.views.page.check_finding_data import check_finding_data, title_of
-from hookline.views.page.page_templates import template_of
+from hookline.views.page.page_templates import load_template
 from hookline.views.page.profile_data import profile_data
 from hookline.views.page.recording_data import escape_texts, pack_json
 from hookline.views.page.recording_page import (
-    replace_file,
-    target_of,
+    page_file,
     write_contents_page,
+    write_page_file,
     write_recording_page,
 )
 from hookline.views.page.served_folders import contents_of_store
@@ -178,12 +178,12 @@ def effects_data(effects: Effects, texts: Mapping[str, Sequence[str]]) -> dict[s
     return data
 
 
-def packed(data: Any) -> str:
+def pack_result(data: Any) -> str:
     """Pack a result's plain data for its page: NaN as words, and no character that hides."""
     return pack_json(escape_texts(plain(data)))
 
 
 def _write(kind: str, path: str | os.PathLike[str], data: Any, **variables: Any) -> Path:
     now = datetime.now().astimezone()
-    text = template_of(kind).render(now=now, core=packed(data), **variables)
-    return replace_file(target_of(path), text)
+    text = load_template(kind).render(now=now, core=pack_result(data), **variables)
+    return write_page_file(page_file(path), text)

@@ -49,19 +49,19 @@ class FolderSource:
         self.name: str = os.fspath(folder)
         self._items = items
 
-    def state(self) -> str:
+    def version(self) -> str:
         """Return a text that changes with the manifest, or with the run; empty if there is none."""
         try:
-            status = (self.folder if self.is_kept else self.folder / _MANIFEST).stat()
+            status = (self.folder if self.may_be_finding else self.folder / _MANIFEST).stat()
         except (OSError, ValueError):
             return run_version(self.folder)
         # The time of the last change tells that the right to read it was given.
         return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}"
 
     @property
-    def is_kept(self) -> bool:
+    def may_be_finding(self) -> bool:
         """Tell whether it is a file that `hl.check(keep=)` may have written."""
-        return is_kept(self.folder)
+        return may_be_finding(self.folder)
 
     def read(self, items: Sequence[int] | None = None) -> FolderContents:
         """Read the manifest, and of a store the items, of several ranks the rank, to be shown.
@@ -82,39 +82,39 @@ class FolderSource:
             return contents_of_store(opened, items, self.name)
         if opened.ranks:
             n_ranks = len(opened.ranks)
-            rank = _rank_of(items, n_ranks, self.name)
+            rank = _chosen_rank(items, n_ranks, self.name)
             about = f"rank {rank} of {plural(n_ranks, 'rank')}"
-            judge = partial(self._judge, rank)
+            judge = partial(self._judge_folder, rank)
             return FolderContents(opened.ranks[rank], judge, about, (rank,), n_ranks=n_ranks)
         if items is not None:
             raise InputError(
                 f"items can be chosen of a store, got a recording: {self.name}."
                 "\nLeave out the items; the page of a value shows its samples."
             )
-        return FolderContents(opened, self._judge)
+        return FolderContents(opened, self._judge_folder)
 
-    def _judge(self, rank: int | None = None) -> Findings:
+    def _judge_folder(self, rank: int | None = None) -> Findings:
         opened = open_folder(self.folder)
         if not isinstance(opened, Recording) or (rank is not None and rank >= len(opened.ranks)):
             raise FolderError(f"{self.name} holds no recording now.\nOpen the page again.")
         try:
-            return opened.findings() if rank is None else _judge_rank(opened.ranks, rank)
+            return opened.findings() if rank is None else _judge_rank_and_others(opened.ranks, rank)
         finally:
             opened.release()
 
 
-def _judge_rank(ranks: Sequence[Recording], rank: int) -> Findings:
+def _judge_rank_and_others(ranks: Sequence[Recording], rank: int) -> Findings:
     """Judge one rank, and add the worst finding of each other rank that has one."""
     judged = ranks[rank].findings()
     others = [
         finding
         for number, recording in enumerate(ranks)
-        if number != rank and (finding := _of_other_rank(number, recording)) is not None
+        if number != rank and (finding := _worst_of_rank(number, recording)) is not None
     ]
     return replace(judged, rows=in_order([*judged, *others]))
 
 
-def _of_other_rank(rank: int, recording: Recording) -> Finding | None:
+def _worst_of_rank(rank: int, recording: Recording) -> Finding | None:
     """Return the worst finding of a rank for the list of another, which has no row for its site."""
     level: Level = "error"
     try:
@@ -129,7 +129,7 @@ def _of_other_rank(rank: int, recording: Recording) -> Finding | None:
     return Finding("rank", f"Rank {rank}: {text}", "", level, f"rank {rank}", advice=advice)
 
 
-def _rank_of(items: Sequence[int] | None, n_ranks: int, name: str) -> int:
+def _chosen_rank(items: Sequence[int] | None, n_ranks: int, name: str) -> int:
     """Return the rank that is chosen, the first if none is.
 
     Raises:
@@ -170,12 +170,12 @@ def contents_of_store(
     return FolderContents(recording, store.findings, about, chosen, store)
 
 
-def is_kept(file: Path) -> bool:
+def may_be_finding(file: Path) -> bool:
     """Tell whether it is a file that `hl.check(keep=)` may have written."""
     return file.suffix == _KEPT and file.is_file()
 
 
-def finding_in(file: str | os.PathLike[str]) -> CheckFinding:
+def read_finding(file: str | os.PathLike[str]) -> CheckFinding:
     """Return the finding in a file that `hl.check(keep=)` wrote.
 
     Raises:
@@ -208,17 +208,17 @@ class OpenRecordings:
         """The names of the two recordings."""
         return self.source.name, self.other.name if self.other is not None else ""
 
-    def state(self) -> str:
+    def version(self) -> str:
         """Return a text that changes with either recording; empty if one is missing."""
         sources = [self.source] if self.other is None else [self.source, self.other]
-        states = [source.state() for source in sources]
+        states = [source.version() for source in sources]
         return " ".join(states) if all(states) else ""
 
     def is_run(self) -> bool:
         """Tell whether the folder holds a run, which may be damaged."""
         return self.other is None and is_run(self.source.folder)
 
-    def run(self) -> OpenRun | None:
+    def read_run(self) -> OpenRun | None:
         """Return the run of the folder, read up to now; None if it holds something else.
 
         Raises:
@@ -234,15 +234,15 @@ class OpenRecordings:
         run.take_new_reports()
         return run
 
-    def kept(self) -> CheckFinding | None:
+    def read_finding(self) -> CheckFinding | None:
         """Return the finding in the file that `hl.check(keep=)` wrote; None of a folder.
 
         Raises:
             FolderError: it is another file, or damaged.
         """
-        if self.other is not None or not self.source.is_kept:
+        if self.other is not None or not self.source.may_be_finding:
             return None
-        return finding_in(self.source.folder)
+        return read_finding(self.source.folder)
 
     def comparison(self) -> Comparison:
         """Compare the two folders, once for each state.
@@ -253,12 +253,12 @@ class OpenRecordings:
         """
         assert self.other is not None
         with self._comparing:
-            state = self.state()
+            state = self.version()
             if self._comparison is None or self._comparison[0] != state:
                 self._comparison = state, compare(self.source.folder, self.other.folder)
             return self._comparison[1]
 
-    def page(self, items: tuple[int, ...] | None = None) -> tuple[PageState, str]:
+    def current_page(self, items: tuple[int, ...] | None = None) -> tuple[PageState, str]:
         """Return the current recordings and the state that they belong to.
 
         Raises:
@@ -266,7 +266,7 @@ class OpenRecordings:
             InputError: there is no such item, or the folder holds a recording.
         """
         with self._lock:
-            state = self.state()
+            state = self.version()
             is_new = bool(state) and state != self._state
             page = None if is_new else self._pages.pop(items, None)
             if page is None:

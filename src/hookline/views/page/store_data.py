@@ -14,7 +14,7 @@ from hookline.views.page.value_entries import ValueEntry
 _MOST = 200  # shards and skipped items in the page
 
 
-def of_all_items(entry: ValueEntry, store: Store) -> ValueEntry:
+def with_whole_statistics(entry: ValueEntry, store: Store) -> ValueEntry:
     """Return a value of some items with the statistics, the shape and the bytes of all items."""
     site = entry.place.at
     if site not in store:
@@ -41,7 +41,7 @@ def store_data(store: Store) -> dict[str, Any]:
     facts += [("Size", size(store.nbytes)), ("Batch size", f"{store.job['batch_size']:,}")]
     return {
         "facts": facts,
-        "origin": _origin(store),
+        "origin": _origin_facts(store),
         "shards": shards,
         "nShards": len(plain["shards"]),
         "skipped": [[int(item), reason] for item, reason in store.skipped[:_MOST]],
@@ -49,7 +49,7 @@ def store_data(store: Store) -> dict[str, Any]:
     }
 
 
-def _origin(store: Store) -> list[tuple[str, str]]:
+def _origin_facts(store: Store) -> list[tuple[str, str]]:
     """List where the values come from as (label, text)."""
     origin = store.provenance
     pairs = [

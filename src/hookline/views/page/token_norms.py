@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import HooklineError
-from hookline.views.page.module_rows import Row, trunk_of
+from hookline.views.page.module_rows import Row, repeated_block_rows
 from hookline.views.page.value_entries import ValueEntry, read_tensor
 
 _DIGITS = 4
@@ -20,7 +20,7 @@ _LEAST_BLOCKS = 2
 _SHAPE = re.compile(r"\[(\d+), (\d+), (\d+)\]")
 
 
-class TokenRows(NamedTuple):
+class TokenBlocks(NamedTuple):
     """The blocks whose outputs have one row a token."""
 
     n_tokens: int
@@ -28,17 +28,19 @@ class TokenRows(NamedTuple):
     blocks: list[tuple[int, ValueEntry]]  # each row of the tree, with its output
 
 
-def token_rows(rows: Sequence[Row], entries: Sequence[ValueEntry], number: int) -> TokenRows | None:
+def token_blocks(
+    rows: Sequence[Row], entries: Sequence[ValueEntry], pass_number: int
+) -> TokenBlocks | None:
     """Return the blocks of a pass whose outputs are tokens by features; None if there are none.
 
     Args:
         rows: the rows.
         entries: the values in firing order, of which none is read.
-        number: the number of the pass.
+        pass_number: the number of the pass.
     """
     by_size: dict[tuple[int, int], list[tuple[int, ValueEntry]]] = {}
-    for index in trunk_of(rows):
-        entry = _output_of(rows[index], entries, number)
+    for index in repeated_block_rows(rows):
+        entry = _find_output(rows[index], entries, pass_number)
         shape = None if entry is None else _SHAPE.fullmatch(entry.shape)
         if entry is not None and shape is not None:
             size = int(shape[2]), int(shape[1])
@@ -46,74 +48,75 @@ def token_rows(rows: Sequence[Row], entries: Sequence[ValueEntry], number: int) 
     size, blocks = max(by_size.items(), key=lambda item: len(item[1]), default=((0, 0), []))
     if len(blocks) < _LEAST_BLOCKS or size[0] < _LEAST_TOKENS:
         return None
-    return TokenRows(*size, blocks)
+    return TokenBlocks(*size, blocks)
 
 
-def _output_of(row: Row, entries: Sequence[ValueEntry], number: int) -> ValueEntry | None:
+def _find_output(row: Row, entries: Sequence[ValueEntry], pass_number: int) -> ValueEntry | None:
     for entry in row.entries:
-        if entry.site.port == "output" and entry.place.pass_number == number:
+        if entry.site.port == "output" and entry.place.pass_number == pass_number:
             return entries[entry.order]
     return None
 
 
-def token_data(
-    chosen: TokenRows,
+def measure_tokens(
+    blocks: TokenBlocks,
     rows: Sequence[Row],
-    others: dict[str, dict[int, ValueEntry]],
+    others_by_order: dict[str, dict[int, ValueEntry]],
     ids: ValueEntry | None,
     sample: int,
 ) -> dict[str, Any]:
     """Measure one sample; each value is read once, one at a time.
 
     Args:
-        chosen: the blocks.
+        blocks: the blocks.
         rows: the rows.
-        others: by name, values beside the outputs, by position: `gradient`, or `other` of another
-            recording, from which `error` is computed.
+        others_by_order: by name, values beside the outputs, by position: `gradient`, or `other`
+            of another recording, from which `error` is computed.
         ids: the recorded numbers of the tokens, if there are any.
         sample: the sample.
     """
-    sample = min(sample, chosen.n_samples - 1)
+    sample = min(sample, blocks.n_samples - 1)
     data: dict[str, Any] = {
-        "rows": [index for index, _ in chosen.blocks],
-        "names": [rows[index].label for index, _ in chosen.blocks],
+        "rows": [index for index, _ in blocks.blocks],
+        "names": [rows[index].label for index, _ in blocks.blocks],
         "sample": sample,
-        "samples": chosen.n_samples,
-        "ids": _ids_of(ids, sample, chosen.n_tokens),
-        "output": [_norms(_sample_of(entry, sample)) for _, entry in chosen.blocks],
+        "samples": blocks.n_samples,
+        "ids": _read_token_ids(ids, sample, blocks.n_tokens),
+        "output": [_norms(_read_sample(entry, sample)) for _, entry in blocks.blocks],
     }
-    gradients = others.get("gradient", {})
+    gradients = others_by_order.get("gradient", {})
     if gradients:
         data["gradient"] = [
-            _norms(_sample_of(gradients.get(entry.order), sample)) for _, entry in chosen.blocks
+            _norms(_read_sample(gradients.get(entry.order), sample)) for _, entry in blocks.blocks
         ]
-    if "other" in others:
-        pairs = [(entry, others["other"].get(entry.order)) for _, entry in chosen.blocks]
+    if "other" in others_by_order:
+        pairs = [(entry, others_by_order["other"].get(entry.order)) for _, entry in blocks.blocks]
         data["error"] = [
-            _errors(_sample_of(entry, sample), _sample_of(other, sample)) for entry, other in pairs
+            _errors(_read_sample(entry, sample), _read_sample(other, sample))
+            for entry, other in pairs
         ]
     return data
 
 
-def ids_of(entries: Sequence[ValueEntry], number: int, n_tokens: int) -> ValueEntry | None:
+def token_ids(entries: Sequence[ValueEntry], pass_number: int, n_tokens: int) -> ValueEntry | None:
     """Return the recorded input of a pass that holds whole numbers, one for each token."""
     for entry in entries:
         is_whole = entry.dtype in ("int64", "int32")
         shape = re.fullmatch(r"\[\d+, (\d+)\]", entry.shape)
-        is_input = entry.site.port == "input" and entry.place.pass_number == number
+        is_input = entry.site.port == "input" and entry.place.pass_number == pass_number
         if is_input and is_whole and shape and int(shape[1]) == n_tokens:
             return entry
     return None
 
 
-def _ids_of(entry: ValueEntry | None, sample: int, n_tokens: int) -> list[int]:
-    tensor = _sample_of(entry, sample)
+def _read_token_ids(entry: ValueEntry | None, sample: int, n_tokens: int) -> list[int]:
+    tensor = _read_sample(entry, sample)
     if tensor is None or tensor.shape != (n_tokens,):
         return []
     return [int(number) for number in tensor.tolist()]
 
 
-def _sample_of(entry: ValueEntry | None, sample: int) -> Tensor | None:
+def _read_sample(entry: ValueEntry | None, sample: int) -> Tensor | None:
     """Read one sample of a value; None if it cannot be read."""
     if entry is None:
         return None
@@ -124,7 +127,7 @@ def _sample_of(entry: ValueEntry | None, sample: int) -> Tensor | None:
 
 
 def _norms(tensor: Tensor | None) -> list[float | None]:
-    return [] if tensor is None or tensor.dim() != 2 else rounded(tensor.norm(dim=-1).tolist())
+    return [] if tensor is None or tensor.dim() != 2 else round_finite(tensor.norm(dim=-1).tolist())
 
 
 def _errors(a: Tensor | None, b: Tensor | None) -> list[float | None]:
@@ -132,9 +135,9 @@ def _errors(a: Tensor | None, b: Tensor | None) -> list[float | None]:
     if a is None or b is None or a.shape != b.shape or a.dim() != 2:
         return []
     errors = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
-    return rounded(errors.tolist())
+    return round_finite(errors.tolist())
 
 
-def rounded(numbers: Sequence[float]) -> list[float | None]:
+def round_finite(numbers: Sequence[float]) -> list[float | None]:
     """Round numbers; None is no finite one."""
     return [float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None for number in numbers]

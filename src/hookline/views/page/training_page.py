@@ -26,9 +26,9 @@ from hookline.curves.step_reports import ReportSource
 from hookline.display.text import escape_invisible
 from hookline.errors import InputError
 from hookline.findings import Findings
-from hookline.views.page.page_templates import template_of
+from hookline.views.page.page_templates import load_template
 from hookline.views.page.recording_data import finding_data, pack_json
-from hookline.views.page.recording_page import replace_file, target_of
+from hookline.views.page.recording_page import page_file, write_page_file
 from hookline.views.page.url_parameters import parse_int as number_of
 
 _COLUMNS_IN_FILE = 256
@@ -317,8 +317,8 @@ def write_curves_page(
     of_model = "" if curves.model is None else f" of {curves.model.type.rpartition('.')[2]}"
     data = {"kinds": _KINDS, **run.whole_page_data()}
     title = title or f"Training{of_model}"
-    text = _render(template_of("training"), run, title, where, data, is_served=False)
-    return replace_file(target_of(path), text)
+    text = _render(load_template("training"), run, title, where, data, is_served=False)
+    return write_page_file(page_file(path), text)
 
 
 def _render(

@@ -24,7 +24,7 @@ from hookline.statistics.of_values import (
     measured_tensors,
     site_statistics,
 )
-from hookline.views.page.what_to_draw import is_image_like
+from hookline.views.page.what_to_draw import holds_feature_maps
 
 OVERWRITTEN = "overwritten in place after it was recorded; record it with copy=True"
 BINS = 48
@@ -297,7 +297,7 @@ def _with_main(entry: ValueEntry, main: Tensor | None) -> ValueEntry:
         entry,
         dtype="" if main is None else torch_name(main.dtype),
         numel=None if main is None else main.numel(),
-        is_image=main is not None and is_image_like(main),
+        is_image=main is not None and holds_feature_maps(main),
     )
 
 

@@ -39,7 +39,7 @@ class Choice:
     channels: tuple[int, ...] = ()
 
 
-def is_picture(tensor: Tensor) -> bool:
+def is_image_batch(tensor: Tensor) -> bool:
     """Return whether a tensor is a batch of images, `(batch, 1 or 3, height, width)`.
 
     Their numbers are floating, or bytes as in a file.
@@ -48,7 +48,7 @@ def is_picture(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.shape[1] in (1, 3) and is_shade
 
 
-def arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, int]:
+def arrange_sample(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, int]:
     """Return one sample with its channels first, and the number of samples.
 
     Raises:
@@ -72,7 +72,7 @@ def input_thumbnail(image: Image) -> str:
     return data_address(small)
 
 
-def is_image_like(tensor: Tensor) -> bool:
+def holds_feature_maps(tensor: Tensor) -> bool:
     """Return whether a tensor holds maps: shape `(N, C, H, W)`, with H and W of at least 4."""
     return (
         not tensor.is_nested
