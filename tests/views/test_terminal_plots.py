@@ -12,7 +12,7 @@ from torch import nn
 import hookline as hl
 from hookline.display.colours import BLUE_ORANGE, VIRIDIS, colour
 from hookline.views import terminal_plots
-from hookline.views.terminal_plots import spark
+from hookline.views.terminal_plots import sparkline
 
 
 def printed(run, width=120, **options) -> str:
@@ -37,9 +37,9 @@ def test_the_bars_are_the_histogram_of_all_elements():
         model(value)
     counts, _ = np.histogram(value.numpy(), 32)
     row = next(line for line in printed(run).splitlines() if line.startswith("(root)"))
-    assert spark(counts) in row
+    assert sparkline(counts) in row
     assert row.split()[-3:] == ["0.01187", "98.9", "%"]
-    assert (spark(counts)[0], spark(counts)[1], len(spark(counts))) == ("█", " ", 32)
+    assert (sparkline(counts)[0], sparkline(counts)[1], len(sparkline(counts))) == ("█", " ", 32)
 
 
 def test_without_colours_maps_are_shades(ramp):

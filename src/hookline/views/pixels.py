@@ -40,33 +40,33 @@ class Scale:
     cuts: bool = False
 
 
-def smaller(maps: Tensor, largest: int) -> Tensor:
+def shrink(maps: Tensor, max_side: int) -> Tensor:
     """Reduce maps to a maximal side length; each new element is the mean of an area.
 
     Args:
         maps: the maps, shape `(channels, height, width)` or `(channels, length)`.
-        largest: the most elements along a side.
+        max_side: the most elements along a side.
     """
     sides = maps.shape[1:]
-    if max(sides) <= largest:
+    if max(sides) <= max_side:
         return maps
     if len(sides) == 1:
-        return _means(maps[None], lambda wide: adaptive_avg_pool1d(wide, largest))[0]
-    shrink = largest / max(sides)
-    height, width = (max(1, round(side * shrink)) for side in sides)
-    return _means(maps[None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))[0]
+        return _pool(maps[None], lambda wide: adaptive_avg_pool1d(wide, max_side))[0]
+    factor = max_side / max(sides)
+    height, width = (max(1, round(side * factor)) for side in sides)
+    return _pool(maps[None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))[0]
 
 
-def cells(table: Tensor, largest: tuple[int, int]) -> Tensor:
+def shrink_table(table: Tensor, max_shape: tuple[int, int]) -> Tensor:
     """Reduce a table to a maximal number of rows and columns; each cell is the mean of an area."""
-    height, width = (min(side, most) for side, most in zip(table.shape, largest, strict=True))
+    height, width = (min(side, most) for side, most in zip(table.shape, max_shape, strict=True))
     if (height, width) == table.shape:
         return table
-    pooled = _means(table[None, None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))
+    pooled = _pool(table[None, None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))
     return pooled[0, 0]
 
 
-def _means(numbers: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
+def _pool(numbers: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
     """Average areas in float64, so that the mean of finite numbers is finite."""
     wide = numbers.double()
     if not bool((wide.abs() > _HUGE).any()):
@@ -75,7 +75,7 @@ def _means(numbers: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
     return (means.where(means.isinf(), means.clamp(-most, most)) * _ROOM).to(numbers.dtype)
 
 
-def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) -> Scale:
+def colour_scale(data: Tensor, *, robust: bool = False, signed: bool | None = None) -> Scale:
     """Compute the range of colours for numbers; NaN and infinity are left out.
 
     Args:
@@ -104,20 +104,20 @@ def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) 
     return Scale(low, high, False, cuts)
 
 
-def ends_of(numbers: Array) -> tuple[float, float]:
+def finite_range(numbers: Array) -> tuple[float, float]:
     """Return the least and the greatest finite number; 0 and 1 if none is finite."""
     finite = numbers[np.isfinite(numbers)]
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
 
 
-def shares(numbers: Array, low: float, high: float) -> Array:
+def scale_to_unit(numbers: Array, low: float, high: float) -> Array:
     """Scale numbers to positions from 0 at `low` to 1 at `high`; NaN and infinity become NaN."""
     finite: Array = np.where(np.isfinite(numbers), numbers, np.nan)
     # Halved, because high - low could overflow.
     return (finite / 2 - low / 2) / ((high / 2 - low / 2) or 1.0)
 
 
-def data_address(picture: Image) -> str:
+def png_data_url(picture: Image) -> str:
     """Convert a picture to a `data:` address with a PNG."""
     out = io.BytesIO()
     picture.save(out, "PNG", optimize=True)

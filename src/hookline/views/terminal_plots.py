@@ -24,8 +24,8 @@ from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
 from hookline.recordings.walk import Value, chosen_values, not_drawn
 from hookline.statistics.of_values import Array, histogram
-from hookline.views.pixels import ends_of, shares, smaller
-from hookline.views.plots.arrange_value import arrange, drawable
+from hookline.views.pixels import finite_range, scale_to_unit, shrink
+from hookline.views.plots.arrange_value import arrange, drawable_tensor
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _SHADES = " ░▒▓█"
@@ -72,14 +72,14 @@ def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
         parts.append(Text(not_drawn(skipped), style="yellow"))
     with_maps = [value for value in values if _has_maps(value)]
     for value in some_of(with_maps, _MOST_MAPS):
-        parts += [Text(), _maps(value)]
+        parts += [Text(), _first_maps(value)]
     return Group(*parts)
 
 
-def spark(counts: Array, bars: str = _BARS) -> str:
+def sparkline(counts: Array, bars: str = _BARS) -> str:
     """Format counts as one line of bars on a logarithmic scale.
 
-    >>> spark(np.array([0, 1, 10, 1000]))
+    >>> sparkline(np.array([0, 1, 10, 1000]))
     ' ▁▃█'
     """
     heights = np.log1p(np.asarray(counts, float))
@@ -119,7 +119,7 @@ class _Rows:
                 *(Heading(name, "number", order) for name, order in _NUMBERS.items()),
             ),
             rows=[
-                [value.label, [(spark(np.add.reduceat(counted, places), bars), "cyan")],
+                [value.label, [(sparkline(np.add.reduceat(counted, places), bars), "cyan")],
                  *texts, [(bad, "bold red")] * bool(bad)]
                 for value, counted, (*texts, bad) in zip(self.values, counts, rows, strict=True)
             ],
@@ -145,7 +145,7 @@ class _Maps:
         shades = _ASCII_SHADES if options.ascii_only else _SHADES
         has_colours = not (console.color_system is None or console.no_color or options.ascii_only)
         signed = bool((self.maps < 0).any())
-        positions = [_shares(drawn, signed) for drawn in self.maps[:fit]]
+        positions = [_scale_map(drawn, signed) for drawn in self.maps[:fit]]
         anchors = BLUE_ORANGE if signed else VIRIDIS
         for row in range(0, height, 2):
             for k, drawn in enumerate(positions):
@@ -155,33 +155,33 @@ class _Maps:
                     is_last = row + 1 >= height
                     yield from (Segment("▀", _style(*pair, anchors, is_last)) for pair in pairs)
                 else:
-                    yield Segment("".join(_shade(*pair, shades) for pair in pairs))
+                    yield Segment("".join(_shade_character(*pair, shades) for pair in pairs))
                 yield Segment(" " if k < fit - 1 else "")
             yield Segment.line()
 
 
 def _has_maps(value: Value) -> bool:
     try:
-        tensor = drawable(value)
+        tensor = drawable_tensor(value)
     except InputError:
         return False
     return tensor.dim() == 4 and min(tensor.shape[2:]) >= 4
 
 
-def _maps(value: Value) -> _Maps:
+def _first_maps(value: Value) -> _Maps:
     arranged = arrange(value, None, 0)
-    drawn = smaller(arranged.data[:16], _SIDE).numpy()
+    drawn = shrink(arranged.data[:16], _SIDE).numpy()
     form = "x".join(map(str, arranged.data.shape[1:]))
     return _Maps(f"{value.label}: {plural(len(arranged.data), 'channel')} of {form}", drawn)
 
 
-def _shares(numbers: Array, signed: bool) -> Array:
+def _scale_map(numbers: Array, signed: bool) -> Array:
     """Scale numbers to positions from 0 to 1 in a colour map; NaN stays NaN."""
-    low, high = ends_of(numbers)
+    low, high = finite_range(numbers)
     if signed:
         high = max(abs(low), abs(high))
         low = -high
-    return shares(np.asarray(numbers, np.float64), low, high)
+    return scale_to_unit(np.asarray(numbers, np.float64), low, high)
 
 
 def _style(upper: float, lower: float, anchors: Any, is_last: bool) -> Style:
@@ -192,7 +192,7 @@ def _style(upper: float, lower: float, anchors: Any, is_last: bool) -> Style:
     return Style(color=names[0], bgcolor=None if is_last else names[1])
 
 
-def _shade(upper: float, lower: float, shades: str) -> str:
+def _shade_character(upper: float, lower: float, shades: str) -> str:
     if math.isnan(upper):
         return "?"
     mean = upper if math.isnan(lower) else (upper + lower) / 2

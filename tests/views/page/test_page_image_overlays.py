@@ -14,12 +14,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.views.page.encode_maps import ASKED_FOR
-from hookline.views.page.image_overlays import (
-    Images,
-    find_images,
-    gradcam_maps,
-    norm_maps,
-)
+from hookline.views.page.image_overlays import Images, find_images, gradcam_maps, norm_maps
 from hookline.views.page.value_entries import list_values
 
 

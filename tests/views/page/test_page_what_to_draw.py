@@ -11,11 +11,7 @@ from PIL import Image
 
 from hookline.errors import InputError
 from hookline.views.page.encode_maps import ASKED_FOR, IN_FILE, encode_maps
-from hookline.views.page.what_to_draw import (
-    Choice,
-    holds_feature_maps,
-    input_thumbnail,
-)
+from hookline.views.page.what_to_draw import Choice, holds_feature_maps, input_thumbnail
 
 
 def channels(value, **choice):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hookline.views.page.what_to_draw import Choice, arrange_sample
-from hookline.views.pixels import cells, ends_of, shares, smaller
-from hookline.views.plots.arrange_value import order_of
+from hookline.views.pixels import finite_range, scale_to_unit, shrink, shrink_table
+from hookline.views.plots.arrange_value import pick_channels
 
 _MOST_HEADS = 32
 _LEAST_TOKENS = 4
@@ -58,7 +58,7 @@ def encode_maps(tensor: Tensor, module_type: str, choice: Choice, limits: Limits
     data = made.data.double()
     if len(made.space) < 2 or data[0].numel() == 1:
         rows = data.reshape(len(data), -1).T
-        maps = quantise([(0, cells(rows, limits.table))], limits.bits)
+        maps = quantise([(0, shrink_table(rows, limits.table))], limits.bits)
         kind, of, first = "table", 1, 0
     else:
         kind = "heads" if _are_attention_weights(data) else "channels"
@@ -66,7 +66,7 @@ def encode_maps(tensor: Tensor, module_type: str, choice: Choice, limits: Limits
         first = min(choice.first, of - 1) // limits.maps * limits.maps if kind == "channels" else 0
         channels = list(choice.channels) or _channels(data, kind, choice.order, limits.maps, first)
         kept = [channel for channel in channels if channel < of]
-        maps = quantise([*zip(kept, smaller(data[kept], limits.side), strict=True)], limits.bits)
+        maps = quantise([*zip(kept, shrink(data[kept], limits.side), strict=True)], limits.bits)
     return maps | {
         "kind": kind, "rows": rows.shape[0], "columns": rows.shape[1],
         "of": of, "sample": choice.sample, "samples": n_samples,
@@ -115,7 +115,7 @@ def _channels(data: Tensor, kind: str, order: str, most: int, first: int) -> lis
     if kind == "heads":
         return list(range(len(data)))
     if order != "largest":
-        return order_of(data, order, None, "the value")[first : first + most]
+        return pick_channels(data, order, None, "the value")[first : first + most]
     sizes = data.abs().nan_to_num(torch.inf).amax((1, 2))
     channels: list[int] = sizes.argsort(descending=True, stable=True).tolist()
     return channels[first : first + most]
@@ -125,9 +125,9 @@ def _quantise_map(channel: int | str, numbers: Tensor, bits: int) -> dict[str, A
     array = numbers.cpu().numpy()
     top = 2**bits - 1
     is_finite = np.isfinite(array)
-    low, high = ends_of(array) if is_finite.any() else (0.0, 0.0)
+    low, high = finite_range(array) if is_finite.any() else (0.0, 0.0)
     codes = np.full(array.shape, top, np.uint8 if bits == 8 else "<u2")
-    codes[is_finite] = np.round(shares(array[is_finite], low, high) * (top - 1))
+    codes[is_finite] = np.round(scale_to_unit(array[is_finite], low, high) * (top - 1))
     text = base64.b64encode(codes.tobytes()).decode("ascii")
     ends = {"lo": float(f"{low:.{_DIGITS}g}"), "hi": float(f"{high:.{_DIGITS}g}")}
     return {"c": channel, **ends, "q": text}

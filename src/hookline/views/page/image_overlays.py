@@ -19,7 +19,7 @@ from hookline.views.page.encode_maps import Limits, quantise
 from hookline.views.page.token_norms import round_finite
 from hookline.views.page.value_entries import EntryAt, ValueEntry, gradient_of, read_tensor
 from hookline.views.page.what_to_draw import is_image_batch
-from hookline.views.pixels import PAGE_NEEDS, data_address, smaller
+from hookline.views.pixels import PAGE_NEEDS, png_data_url, shrink
 
 _SIDE = 160  # the longest side of an image, in pixels
 _MOST_TRIES = 32  # layers that are read, from the last back, for a class map
@@ -61,12 +61,12 @@ class Images(NamedTuple):
         """Return one image as a `data:` address, its numbers from black to white; "" if unknown."""
         if self.pixels is None or not 0 <= sample < len(self.pixels):
             return ""
-        small = smaller(self.pixels[sample].detach().cpu().float(), _SIDE)
+        small = shrink(self.pixels[sample].detach().cpu().float(), _SIDE)
         small = small.nan_to_num(0.0, 0.0, 0.0)
         low, high = float(small.min()), float(small.max())
         shades = ((small - low) / ((high - low) or 1.0) * 255).round().to(torch.uint8)
         array = shades.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
-        return data_address(load("PIL.Image", *PAGE_NEEDS).fromarray(array))
+        return png_data_url(load("PIL.Image", *PAGE_NEEDS).fromarray(array))
 
 
 def find_images(entries: Sequence[ValueEntry], pass_number: int) -> Images | None:
@@ -120,7 +120,7 @@ def norm_maps(
         (name, vector_norm(_sample_as_maps(value, grid, sample), dim=0, dtype=torch.float64))
         for name, value in alike
     ]
-    small = [(name, smaller(norm[None], limits.side)[0]) for name, norm in norms]
+    small = [(name, shrink(norm[None], limits.side)[0]) for name, norm in norms]
     before = values[0][1][sample, : grid.n_prefix]
     prefix = vector_norm(before, dim=-1, dtype=torch.float64).tolist() if grid.n_prefix else []
     return quantise(small, limits.bits) | {
@@ -154,7 +154,7 @@ def gradcam_maps(
     weighted = gradcam(maps, slopes)[0]
     if not bool(weighted.isfinite().all()) or not bool(weighted.any()):
         return None
-    small = smaller(torch.stack([weighted, -weighted]).relu(), limits.side)
+    small = shrink(torch.stack([weighted, -weighted]).relu(), limits.side)
     data = quantise([("raises the scalar", small[0]), ("lowers the scalar", small[1])], limits.bits)
     return data | {"kind": "cam", "rows": grid.height, "columns": grid.width}
 

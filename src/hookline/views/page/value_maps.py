@@ -30,7 +30,7 @@ from hookline.views.page.value_entries import (
     read_tensor,
 )
 from hookline.views.page.what_to_draw import Choice
-from hookline.views.plots.arrange_value import subtracted
+from hookline.views.plots.arrange_value import subtract
 
 
 def value_maps(page: PageState, entry: ValueEntry, choice: Choice) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _difference_or_error(
         a, b = (read_tensor(value, choice.part, entry) for value in (entry, other))
         if a.shape != b.shape:
             return {"problem": "The shapes differ."}
-        return {"maps": _encode(subtracted(a.detach(), b.detach()), entry, choice, images)}
+        return {"maps": _encode(subtract(a.detach(), b.detach()), entry, choice, images)}
     except (HooklineError, RuntimeError, TypeError) as error:
         return {"problem": f"cannot be drawn: {first_line(error)}"}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookline.errors import InputError
 from hookline.recordings.walk import Value
-from hookline.views.pixels import data_address
+from hookline.views.pixels import png_data_url
 from hookline.views.plots.arrange_value import Arranged, arrange
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def input_thumbnail(image: Image) -> str:
     """Convert an input image to a `data:` address, at most 192 pixels wide and high."""
     small = image.convert("RGBA" if "A" in image.getbands() else "RGB")
     small.thumbnail((MAX_IMAGE_PIXELS, MAX_IMAGE_PIXELS))
-    return data_address(small)
+    return png_data_url(small)
 
 
 def holds_feature_maps(tensor: Tensor) -> bool:

@@ -31,49 +31,49 @@ class Arranged:
     text: str  # the layout and the sample: `read as NCHW, sample 0 of 8`
 
 
-def arrange(value: Value, layout: str | None, sample: int, usual: str = "") -> Arranged:
+def arrange(value: Value, layout: str | None, sample: int, default: str = "") -> Arranged:
     """Take one sample of a value and move its channels first.
 
     Args:
         layout: one letter a dimension: N sample, C channel, T or L position in a sequence, D, H, W.
         sample: the index of the sample.
-        usual: the figure's own default layout for a value of this many dimensions.
+        default: the figure's own default layout for a value of this many dimensions.
 
     Raises:
         InputError: the layout does not fit, the sample does not exist, or the tensor is empty,
             sparse, nested or a single number.
     """
-    tensor, space, text = _one_sample(value, layout, sample, usual)
-    return Arranged(_plain(tensor), space, text)
+    tensor, space, text = _channels_first(value, layout, sample, default)
+    return Arranged(_to_real_float(tensor), space, text)
 
 
-def gap_of(a: Value, b: Value, layout: str | None, sample: int) -> Tensor:
+def arrange_difference(a: Value, b: Value, layout: str | None, sample: int) -> Tensor:
     """Return one sample of the difference of two values, arranged as `arrange` does each."""
-    return subtracted(*(_one_sample(value, layout, sample)[0] for value in (a, b)))
+    return subtract(*(_channels_first(value, layout, sample)[0] for value in (a, b)))
 
 
-def subtracted(a: Tensor, b: Tensor) -> Tensor:
+def subtract(a: Tensor, b: Tensor) -> Tensor:
     """Return the difference in float64; of complex numbers, its magnitude.
 
-    >>> subtracted(torch.tensor([1.0 + 0j]), torch.tensor([1j]))
+    >>> subtract(torch.tensor([1.0 + 0j]), torch.tensor([1j]))
     tensor([1.4142], dtype=torch.float64)
     """
     if a.is_complex() or b.is_complex():
         return (a.cpu().to(torch.complex128) - b.cpu().to(torch.complex128)).abs()
-    return _plain(a).double() - _plain(b).double()
+    return _to_real_float(a).double() - _to_real_float(b).double()
 
 
-def _one_sample(
-    value: Value, layout: str | None, sample: int, usual: str = ""
+def _channels_first(
+    value: Value, layout: str | None, sample: int, default: str = ""
 ) -> tuple[Tensor, str, str]:
     """Return one sample, its channels first; the letters of its other dimensions; the layout."""
     check_sample(sample)
-    tensor = drawable(value)
-    letters = layout or _guess(value, usual)
+    tensor = drawable_tensor(value)
+    letters = layout or _guess_layout(value, default)
     _check_layout(value, letters)
     text = f"read as {letters}"
     if "N" in letters:
-        tensor, which = sample_of(tensor, letters.index("N"), sample, value.label)
+        tensor, which = select_sample(tensor, letters.index("N"), sample, value.label)
         text += which
     space = letters.replace("N", "")
     tensor = tensor.movedim(space.index("C"), 0)
@@ -89,22 +89,22 @@ def _one_sample(
     return tensor, space, text
 
 
-def sample_of(tensor: Tensor, at: int, sample: int, label: str) -> tuple[Tensor, str]:
+def select_sample(tensor: Tensor, dim: int, sample: int, label: str) -> tuple[Tensor, str]:
     """Return one sample along a dimension, and as text which one it is.
 
     Raises:
         InputError: the value has no such sample.
     """
-    n_samples = tensor.shape[at]
+    n_samples = tensor.shape[dim]
     if not -n_samples <= sample < n_samples:
         raise InputError(
             f"sample must be from 0 to {n_samples - 1} for {label}, got {sample}.\nGive sample=0."
         )
     which = f", sample {sample % n_samples} of {n_samples}" if n_samples > 1 else ""
-    return tensor.select(at, sample), which
+    return tensor.select(dim, sample), which
 
 
-def drawable(value: Value) -> Tensor:
+def drawable_tensor(value: Value) -> Tensor:
     """Return the value's tensor, detached; refuse one that has no maps, curves or bars to draw.
 
     Raises:
@@ -128,10 +128,10 @@ def drawable(value: Value) -> Tensor:
     return tensor.dequantize() if tensor.is_quantized else tensor
 
 
-def _guess(value: Value, usual: str) -> str:
+def _guess_layout(value: Value, default: str) -> str:
     n_dims = value.tensor.dim()
-    if len(usual) == n_dims:
-        return usual
+    if len(default) == n_dims:
+        return default
     if n_dims == 3 and value.module_type.endswith("1d"):
         return "NCL"
     return _DEFAULT_LAYOUTS.get(n_dims, "?" * n_dims)
@@ -154,7 +154,7 @@ def _check_layout(value: Value, letters: str) -> None:
         )
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _to_real_float(tensor: Tensor) -> Tensor:
     """Convert a tensor to float32 or float64 on the CPU; take the magnitude of complex numbers."""
     tensor = tensor.cpu()
     if tensor.is_complex():
@@ -164,7 +164,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().float()
 
 
-def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str) -> list[int]:
+def pick_channels(data: Tensor, order: str | Iterable[int], n: int | None, label: str) -> list[int]:
     """Return the indices of the channels to draw, in order.
 
     Args:

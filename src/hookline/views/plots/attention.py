@@ -14,8 +14,8 @@ from hookline.engine.pytree import describe
 from hookline.errors import InputError
 from hookline.recordings.figure_arguments import Source, check_sample
 from hookline.recordings.walk import Value, look_up
-from hookline.views.pixels import Scale, range_text, scale_of, smaller
-from hookline.views.plots.arrange_value import drawable, order_of, sample_of
+from hookline.views.pixels import Scale, colour_scale, range_text, shrink
+from hookline.views.plots.arrange_value import drawable_tensor, pick_channels, select_sample
 from hookline.views.plots.channels import Tiling
 from hookline.views.plots.figure_sheet import (
     PLAIN,
@@ -23,11 +23,11 @@ from hookline.views.plots.figure_sheet import (
     TEXT,
     Sheet,
     draw_map,
-    name_ticks,
+    label_ticks,
     text_width,
     tidy,
 )
-from hookline.views.plots.token_labels import check_texts, printable
+from hookline.views.plots.token_labels import check_texts, printable_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,12 +84,12 @@ def attention(
         HooklineError: matplotlib is not installed.
     """
     value = look_up(recording, site)
-    maps, which = _maps(value, sample)
-    chosen = order_of(maps, "index" if heads is None else heads, None, value.label)
+    maps, which = _attention_maps(value, sample)
+    chosen = pick_channels(maps, "index" if heads is None else heads, None, value.label)
     n_heads, n_queries, n_keys = maps.shape
-    labels = _labels(value, (n_queries, n_keys), texts, keys)
-    whole_maps, masked = _without_mask(maps[chosen])
-    drawn = smaller(whole_maps, _MOST)
+    labels = _token_labels(value, (n_queries, n_keys), texts, keys)
+    whole_maps, masked = _replace_masked(maps[chosen])
+    drawn = shrink(whole_maps, _MOST)
     lines = [
         f"{value.form}{which}",
         f"{share_text(len(chosen), n_heads, 'head')}, {n_queries} queries, {n_keys} keys;"
@@ -103,26 +103,26 @@ def attention(
     width = left + tiles.width_of_all
     height = tiles.height_of(len(chosen)) + max(text_width(labels.keys or []), 0.15) + 0.2
     sheet = Sheet(max(width, 4.6), height + 0.55, value.title, lines)
-    whole = scale_of(drawn)
+    whole = colour_scale(drawn)
     scale = whole if whole.is_signed else Scale(0.0, whole.high, is_signed=False)
     for k, (number, numbers) in enumerate(zip(chosen, drawn, strict=True)):
-        x, y = tiles.place(k)
-        axes = sheet.axes(left + x, y, tiles.width, tiles.height)
+        x, y = tiles.corner(k)
+        axes = sheet.add_axes(left + x, y, tiles.width, tiles.height)
         axes.set(xlim=(-0.5, n_keys - 0.5), ylim=(n_queries - 0.5, -0.5))
         draw_map(axes, numbers.numpy(), scale, (-0.5, -0.5, n_keys, n_queries), smooth=False)
         axes.set_title(f"head {number}", fontsize=SMALL, loc="left", pad=2, **PLAIN)
         is_outer = k % tiles.columns == 0, k + tiles.columns >= len(chosen)
-        _label(axes, tiles, labels, is_outer)
+        _label_axes(axes, tiles, labels, is_outer)
     has_bad = not bool(drawn.isfinite().all())
     label = "weight" if value.label.endswith("@pattern") else "value"
-    sheet.bar((0.2, height + 0.25), scale, label, has_bad=has_bad)
+    sheet.colour_bar((0.2, height + 0.25), scale, label, has_bad=has_bad)
     return sheet.figure
 
 
-def _maps(value: Value, sample: int) -> tuple[Tensor, str]:
+def _attention_maps(value: Value, sample: int) -> tuple[Tensor, str]:
     """Return the maps of one sample, [head, query, key], and which sample it is as text."""
     check_sample(sample)
-    tensor = drawable(value)
+    tensor = drawable_tensor(value)
     if tensor.dim() not in (3, 4) or tensor.is_complex():
         raise InputError(
             f"{value.label} must have the shape [batch, head, query, key], got"
@@ -131,11 +131,11 @@ def _maps(value: Value, sample: int) -> tuple[Tensor, str]:
         )
     which = ""
     if tensor.dim() == 4:
-        tensor, which = sample_of(tensor, 0, sample, value.label)
+        tensor, which = select_sample(tensor, 0, sample, value.label)
     return tensor.cpu().float(), which
 
 
-def _without_mask(maps: Tensor) -> tuple[Tensor, str]:
+def _replace_masked(maps: Tensor) -> tuple[Tensor, str]:
     """Return maps of scores with the least score in place of -inf, and a remark on it."""
     masked = maps == -math.inf
     rest = maps[maps.isfinite()]
@@ -151,7 +151,7 @@ class _Labels(NamedTuple):
     keys: list[str] | None
 
 
-def _labels(
+def _token_labels(
     value: Value,
     shape: tuple[int, int],
     texts: Sequence[str] | None,
@@ -162,20 +162,20 @@ def _labels(
         keys, texts = texts, texts[n_keys - n_queries :] if n_queries <= n_keys else texts
     check_texts("texts", texts, n_queries if keys is not None else n_keys, value.label)
     check_texts("keys", keys, n_keys, value.label)
-    return _Labels(printable(texts), printable(keys))
+    return _Labels(printable_tokens(texts), printable_tokens(keys))
 
 
-def _tiling(n: int, shape: tuple[int, int], across: float, *, is_named: bool) -> Tiling:
+def _tiling(n_maps: int, shape: tuple[int, int], across: float, *, is_named: bool) -> Tiling:
     """Lay out so many maps, as large as their labels and the width of a figure ask for."""
-    least = _LEAST if n > 1 else 3.0
+    least = _LEAST if n_maps > 1 else 3.0
     a_token = max(_A_TOKEN if is_named else 0.0, least / max(shape))
     height, width = (min(max(size * a_token, 0.3), _GREATEST) for size in shape)
-    columns = max(1, min(n, int((across + _GAP) / (width + _GAP))))
-    columns = math.ceil(n / math.ceil(n / columns))  # rows of one length
+    columns = max(1, min(n_maps, int((across + _GAP) / (width + _GAP))))
+    columns = math.ceil(n_maps / math.ceil(n_maps / columns))  # rows of one length
     return Tiling(columns, width, height, _LABEL, _GAP)
 
 
-def _label(axes: Axes, tiles: Tiling, labels: _Labels, is_outer: tuple[bool, bool]) -> None:
+def _label_axes(axes: Axes, tiles: Tiling, labels: _Labels, is_outer: tuple[bool, bool]) -> None:
     """Label the queries left of the first map of a row, and the keys below the last of a column.
 
     Args:
@@ -193,5 +193,5 @@ def _label(axes: Axes, tiles: Tiling, labels: _Labels, is_outer: tuple[bool, boo
             axis.set_label_text(name, fontsize=TEXT, **PLAIN)
         else:
             step = max(1, math.ceil(len(texts) * _A_TOKEN * 0.9 / inches))
-            name_ticks(axis, texts, step, turned=axis is axes.xaxis)
+            label_ticks(axis, texts, step, turned=axis is axes.xaxis)
     tidy(axes, ())

@@ -14,8 +14,8 @@ from hookline.engine import Site
 from hookline.recordings.figure_arguments import Source
 from hookline.recordings.walk import Value, look_up
 from hookline.statistics.of_values import Array
-from hookline.views.pixels import Scale, range_text, scale_of, smaller
-from hookline.views.plots.arrange_value import Arranged, arrange, order_of
+from hookline.views.pixels import Scale, colour_scale, range_text, shrink
+from hookline.views.plots.arrange_value import Arranged, arrange, pick_channels
 from hookline.views.plots.figure_sheet import (
     BLUE,
     GREY,
@@ -25,7 +25,7 @@ from hookline.views.plots.figure_sheet import (
     TINY,
     Sheet,
     draw_map,
-    name_ticks,
+    label_ticks,
     text_width,
     tidy,
 )
@@ -88,7 +88,7 @@ def channels(
     """
     value = look_up(recording, site)
     arranged = arrange(value, layout, sample)
-    data, chosen = arranged.data, order_of(arranged.data, order, n, value.label)
+    data, chosen = arranged.data, pick_channels(arranged.data, order, n, value.label)
     total = len(data)
     by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
     of_all = f"of all {total:,}: " if len(chosen) < total else ""
@@ -98,29 +98,29 @@ def channels(
     ]
     if data.numel() == total:  # maps of one element are drawn as bars, like vectors
         lines.append("each map is a single number" if arranged.space else "")
-        return _bars(data.flatten(), chosen, value.title, lines)
+        return _draw_bars(data.flatten(), chosen, value.title, lines)
     if len(arranged.space) == 1:
-        return _curves(value, arranged, chosen, lines)
-    maps = smaller(data[chosen], MAX_SIDE)
+        return _draw_curves(value, arranged, chosen, lines)
+    maps = shrink(data[chosen], MAX_SIDE)
     if max(data.shape[1:]) > MAX_SIDE:
         lines.append(f"drawn at {maps.shape[1]} x {maps.shape[2]}: each dot the mean of an area"
                      + "; the scales are of these" * (not shared))  # fmt: skip
-    whole = scale_of(data, robust=shared)
+    whole = colour_scale(data, robust=shared)
     tiles = tiling(len(chosen), maps.shape[1] / maps.shape[2], _WIDTH)
     width, height = max(tiles.width_of_all, 4.6), tiles.height_of(len(chosen))
     sheet = Sheet(width, height + 0.4, value.title, lines)
-    axes = sheet.canvas(0, 0, width, height)
-    labels = labels_of(chosen, data[chosen])
-    grid(axes, maps, labels, tiles, whole if shared else None, signed=whole.is_signed)
+    axes = sheet.add_canvas(0, 0, width, height)
+    labels = channel_labels(chosen, data[chosen])
+    draw_grid(axes, maps, labels, tiles, whole if shared else None, signed=whole.is_signed)
     has_bad = not bool(maps.isfinite().all())
     if shared:
         place = (0.1, height + 0.08)
-        sheet.bar(place, whole, "value, one scale for all", has_bad=has_bad)
+        sheet.colour_bar(place, whole, "value, one scale for all", has_bad=has_bad)
     else:
         ends = ("-largest", "+largest") if whole.is_signed else ("least", "greatest")
         scale = Scale(-1 if whole.is_signed else 0, 1, whole.is_signed)
         place = (0.2, height + 0.08)
-        sheet.bar(place, scale, "value, each map on its own scale", ends, has_bad=has_bad)
+        sheet.colour_bar(place, scale, "value, each map on its own scale", ends, has_bad=has_bad)
     return sheet.figure
 
 
@@ -142,7 +142,7 @@ class Tiling(NamedTuple):
         """Return the height of n tiles."""
         return math.ceil(n / self.columns) * (self.height + self.label + self.gap)
 
-    def place(self, k: int) -> tuple[float, float]:
+    def corner(self, k: int) -> tuple[float, float]:
         """Return the left edge of a tile, and its top edge below the label."""
         row, column = divmod(k, self.columns)
         return column * (self.width + self.gap), row * (
@@ -162,7 +162,7 @@ def tiling(n: int, aspect: float, across: float) -> Tiling:
     return Tiling(columns, width, width * aspect)
 
 
-def grid(
+def draw_grid(
     axes: Axes, maps: Tensor, labels: list[str], tiles: Tiling, scale: Scale | None, *,
     signed: bool,
 ) -> None:  # fmt: skip
@@ -170,39 +170,39 @@ def grid(
 
     Maps on their own scales have their ranges beside the labels, if there is room for all of them.
     """
-    ranges = _ranges(maps, labels, tiles.width) if scale is None else [""] * len(maps)
+    ranges = _range_texts(maps, labels, tiles.width) if scale is None else [""] * len(maps)
     for k, (label, ends, drawn) in enumerate(zip(labels, ranges, maps, strict=True)):
-        left, top = tiles.place(k)
+        left, top = tiles.corner(k)
         axes.text(left, top - 0.03, label, fontsize=SMALL, va="bottom")
         if ends:
             axes.text(left + tiles.width, top - 0.03, ends, fontsize=TINY, va="bottom",
                       ha="right", alpha=0.75)  # fmt: skip
         box = (left, top, tiles.width, tiles.height)
-        draw_map(axes, drawn.numpy(), scale or scale_of(drawn, signed=signed), box)
+        draw_map(axes, drawn.numpy(), scale or colour_scale(drawn, signed=signed), box)
 
 
-def labels_of(numbers: list[int], maps: Tensor) -> list[str]:
+def channel_labels(numbers: list[int], maps: Tensor) -> list[str]:
     """Label channels by their index, with a mark for NaN or a constant map, of all its elements."""
-    return [_label(number, whole) for number, whole in zip(numbers, maps, strict=True)]
+    return [_channel_label(number, whole) for number, whole in zip(numbers, maps, strict=True)]
 
 
-def _label(number: int, whole: Tensor) -> str:
+def _channel_label(number: int, whole: Tensor) -> str:
     if not whole.isfinite().all():
         return f"{number} NaN"
     return f"{number} const" if whole.min() == whole.max() else f"{number}"
 
 
-def _ranges(maps: Tensor, labels: list[str], width: float) -> list[str]:
+def _range_texts(maps: Tensor, labels: list[str], width: float) -> list[str]:
     """Format each map's range with three or two digits; empty texts if they do not all fit."""
     for digits in (3, 2):
-        ranges = [_range(drawn, digits) for drawn in maps.numpy()]
+        ranges = [_range_text(drawn, digits) for drawn in maps.numpy()]
         pairs = zip(labels, ranges, strict=True)
         if all(text_width([label]) + text_width([ends], TINY) <= width for label, ends in pairs):
             return ranges
     return [""] * len(maps)
 
 
-def _range(drawn: Array, digits: int) -> str:
+def _range_text(drawn: Array, digits: int) -> str:
     finite = drawn[np.isfinite(drawn)]
     if not finite.size:
         return ""
@@ -210,9 +210,9 @@ def _range(drawn: Array, digits: int) -> str:
     return low if finite.min() == finite.max() else f"{low} to {high}"
 
 
-def _curves(value: Value, arranged: Arranged, chosen: list[int], lines: list[str]) -> Figure:
+def _draw_curves(value: Value, arranged: Arranged, chosen: list[int], lines: list[str]) -> Figure:
     """Draw sequences as one curve a channel, each on its own scale."""
-    curves = smaller(arranged.data[chosen], 4 * MAX_SIDE)
+    curves = shrink(arranged.data[chosen], 4 * MAX_SIDE)
     length = arranged.data.shape[1]
     if length > curves.shape[1]:
         lines.append(f"drawn at {curves.shape[1]} points: each the mean of a stretch")
@@ -220,12 +220,12 @@ def _curves(value: Value, arranged: Arranged, chosen: list[int], lines: list[str
     tiles = Tiling(columns, _WIDTH / columns - _GAP, 0.55)
     height = tiles.height_of(len(chosen))
     sheet = Sheet(_WIDTH, height + 0.2, value.title, lines)
-    axes = sheet.canvas(0, 0, _WIDTH, height)
-    labels = labels_of(chosen, arranged.data[chosen])
+    axes = sheet.add_canvas(0, 0, _WIDTH, height)
+    labels = channel_labels(chosen, arranged.data[chosen])
     for k, (label, curve) in enumerate(zip(labels, curves, strict=True)):
-        left, top = tiles.place(k)
+        left, top = tiles.corner(k)
         axes.text(left, top - 0.03, label, fontsize=SMALL, va="bottom")
-        scale, bottom = scale_of(curve, signed=False), top + tiles.height
+        scale, bottom = colour_scale(curve, signed=False), top + tiles.height
         span = scale.high - scale.low
         if scale.low <= 0 <= scale.high:
             zero = bottom + scale.low / span * tiles.height
@@ -241,17 +241,17 @@ def _curves(value: Value, arranged: Arranged, chosen: list[int], lines: list[str
     return sheet.figure
 
 
-def _bars(vector: Tensor, chosen: list[int], title: str, lines: list[str]) -> Figure:
+def _draw_bars(vector: Tensor, chosen: list[int], title: str, lines: list[str]) -> Figure:
     """Draw a vector as one bar a channel."""
     numbers = vector[chosen].numpy()
     sheet = Sheet(_WIDTH, 3.0, title, lines)
-    axes = sheet.axes(0.6, 0.05, _WIDTH - 0.6, 2.4)
+    axes = sheet.add_axes(0.6, 0.05, _WIDTH - 0.6, 2.4)
     axes.bar(range(len(chosen)), np.where(np.isfinite(numbers), numbers, 0.0), color=BLUE)
     for k in np.flatnonzero(~np.isfinite(numbers)):
         axes.text(k, 0, str(numbers[k]), fontsize=SMALL, rotation=90, ha="center", va="bottom")
     axes.axhline(0, color=GREY, linewidth=0.6)
     step = max(1, math.ceil(len(chosen) / 32))
-    name_ticks(axes.xaxis, list(map(str, chosen)), step)
+    label_ticks(axes.xaxis, list(map(str, chosen)), step)
     axes.tick_params(labelsize=SMALL)
     axes.set_xlim(-0.8, len(chosen) - 0.2)
     axes.set_xlabel("channel", fontsize=TEXT, **PLAIN)

@@ -18,9 +18,9 @@ from hookline.recordings.walk import Value, look_up, one_pass
 from hookline.statistics.difference import difference
 from hookline.verbs.compare.compare import compare as compare_sites
 from hookline.verbs.compare.comparison import ComparedSite, Comparison
-from hookline.views.pixels import cells, scale_of, smaller
-from hookline.views.plots.arrange_value import arrange, drawable, gap_of
-from hookline.views.plots.channels import MAX_SIDE, Tiling, grid, labels_of, tiling
+from hookline.views.pixels import colour_scale, shrink, shrink_table
+from hookline.views.plots.arrange_value import arrange, arrange_difference, drawable_tensor
+from hookline.views.plots.channels import MAX_SIDE, Tiling, channel_labels, draw_grid, tiling
 from hookline.views.plots.figure_sheet import (
     BLUE,
     GREY,
@@ -31,7 +31,7 @@ from hookline.views.plots.figure_sheet import (
     Sheet,
     draw_map,
 )
-from hookline.views.plots.site_rows import RowSheet, log_axis
+from hookline.views.plots.site_rows import RowSheet, set_log_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,35 +94,35 @@ def compare(
     if n is not None:
         check_count("n", n)
     if site is None:
-        return _all_sites(a, b, n or _MOST, order)
-    return _one_site(look_up(a, site, "a"), look_up(b, site, "b"), n or 16, order, (sample, layout))
+        return _draw_sites(a, b, n or _MOST, order)
+    return _draw_one(look_up(a, site, "a"), look_up(b, site, "b"), n or 16, order, (sample, layout))
 
 
-def _all_sites(a: Source, b: Source, n: int, order: str) -> Figure:
+def _draw_sites(a: Source, b: Source, n: int, order: str) -> Figure:
     for source, name in ((a, "a"), (b, "b")):
         one_pass(source, name)
     comparison = compare_sites(a, b)
     rows = list(comparison.rows)
     if order == "difference":
-        rows.sort(key=_size, reverse=True)
+        rows.sort(key=_relative_or_inf, reverse=True)
     drawn = rows[:n]
     sheet = RowSheet(
         "Two recordings compared",
-        _lines(comparison, len(drawn)),
+        _header_lines(comparison, len(drawn)),
         [row.site for row in drawn],
         ["relative L2 difference", "the same of the worst row"],
         column_width=2.8,
     )
-    _marks(sheet.axes[0], drawn, [row.relative or 0.0 for row in drawn])
-    _marks(sheet.axes[1], drawn, [row.worst_row or 0.0 for row in drawn])
+    _draw_points(sheet.axes[0], drawn, [row.relative or 0.0 for row in drawn])
+    _draw_points(sheet.axes[1], drawn, [row.worst_row or 0.0 for row in drawn])
     return sheet.figure
 
 
-def _size(row: ComparedSite) -> float:
+def _relative_or_inf(row: ComparedSite) -> float:
     return math.inf if row.relative is None else row.relative
 
 
-def _lines(comparison: Comparison, n_drawn: int) -> list[str]:
+def _header_lines(comparison: Comparison, n_drawn: int) -> list[str]:
     """Return the lines under the title: verdicts, the first difference, and other findings."""
     counts = comparison.counts
     text = (
@@ -136,7 +136,7 @@ def _lines(comparison: Comparison, n_drawn: int) -> list[str]:
     return [text, *(line.partition("; ")[0] for line in first), "; ".join(said)]
 
 
-def _marks(axes: Axes, rows: list[ComparedSite], numbers: list[float]) -> None:
+def _draw_points(axes: Axes, rows: list[ComparedSite], numbers: list[float]) -> None:
     """Draw a point for each site on a logarithmic axis, or words for a missing number.
 
     Bars would be meaningless, because a logarithmic axis has no zero.
@@ -144,29 +144,29 @@ def _marks(axes: Axes, rows: list[ComparedSite], numbers: list[float]) -> None:
     sound = [n for n in numbers if 0 < n < math.inf]
     low = 10.0 ** math.floor(math.log10(min(sound)) - 0.3) if sound else 1e-8
     high = 10.0 ** math.ceil(math.log10(max(sound)) + 0.1) if sound else 1.0
-    log_axis(axes, low, high, 6)
+    set_log_axis(axes, low, high, 6)
     for verdict, colour in (("differs", BLUE), ("noise", GREY)):
-        y = [k for k in _drawable(numbers) if rows[k].verdict == verdict]
+        y = [k for k in _positive_finite(numbers) if rows[k].verdict == verdict]
         style = {"color": colour, "marker": "o", "markersize": 4, "linestyle": ""}
         if y:
             axes.plot([numbers[k] for k in y], y, **style)
-    for k in set(range(len(rows))) - set(_drawable(numbers)):
-        words = "equal" if rows[k].verdict == "identical" else _words(rows[k])
+    for k in set(range(len(rows))) - set(_positive_finite(numbers)):
+        words = "equal" if rows[k].verdict == "identical" else _why_no_number(rows[k])
         colour = GREY if rows[k].verdict == "identical" else ORANGE
         axes.text(low, k, f" {words}", color=colour, fontsize=SMALL, va="center", **PLAIN)
 
 
-def _drawable(numbers: list[float]) -> list[int]:
+def _positive_finite(numbers: list[float]) -> list[int]:
     return [k for k, number in enumerate(numbers) if 0 < number < math.inf]
 
 
-def _words(row: ComparedSite) -> str:
+def _why_no_number(row: ComparedSite) -> str:
     return row.why if row.relative is None else "no ratio: the second is zero"
 
 
-def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | None]) -> Figure:
-    drawable(a)
-    drawable(b)
+def _draw_one(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | None]) -> Figure:
+    drawable_tensor(a)
+    drawable_tensor(b)
     if a.tensor.shape != b.tensor.shape:
         raise InputError(
             f"{a.label} must have one shape in both recordings, got {describe.shape(a.tensor)} and"
@@ -175,7 +175,7 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
         )
     sample, layout = reading
     first, second = arrange(a, layout, sample), arrange(b, layout, sample)
-    gap = gap_of(a, b, layout, sample)
+    gap = arrange_difference(a, b, layout, sample)
     apart = gap.nan_to_num(math.inf).flatten(1).abs().sum(1) if gap.dim() > 1 else gap.abs()
     ranked = apart.argsort(descending=True, stable=True).tolist()
     chosen = (ranked if order == "difference" else list(range(len(ranked))))[:n]
@@ -192,14 +192,16 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
         by = "; largest difference first" * (order == "difference")
         lines.append(f"{share_text(len(chosen), len(first.data), 'channel')}{by}")
         whole = [data[chosen] for data in parts]
-        labels = [labels_of(chosen, data) for data in whole]
-        return _panels(a, [smaller(data, MAX_SIDE) for data in whole], labels, lines)
+        labels = [channel_labels(chosen, data) for data in whole]
+        return _draw_panels(a, [shrink(data, MAX_SIDE) for data in whole], labels, lines)
     # A sequence is a table of tokens x features, a vector one row.
-    tables = [cells(data.T if first.space else data[None], (256, 256))[None] for data in parts]
-    return _panels(a, tables, [], lines)
+    tables = [
+        shrink_table(data.T if first.space else data[None], (256, 256))[None] for data in parts
+    ]
+    return _draw_panels(a, tables, [], lines)
 
 
-def _panels(
+def _draw_panels(
     value: Value, panels: list[torch.Tensor], labels: list[list[str]], lines: list[str]
 ) -> Figure:
     """Draw three panels of maps, shape `(n, height, width)`; the first two share a scale.
@@ -214,17 +216,17 @@ def _panels(
         height = min(max(high * 0.17, 0.5), 5.0)
         tiles = Tiling(1, _PANEL, height)
     sheet = Sheet(3 * _PANEL + 2 * _SPACE, height + 0.75, value.title, lines)
-    both = scale_of(torch.cat(panels[:2]))
+    both = colour_scale(torch.cat(panels[:2]))
     is_magnitude = value.tensor.is_complex()
-    scales = [both, both, scale_of(panels[2], signed=not is_magnitude)]
+    scales = [both, both, colour_scale(panels[2], signed=not is_magnitude)]
     gap = "first - second"
     heads = ["first", "second", f"|{gap}|" if is_magnitude else gap]
     for k, (maps, scale, head) in enumerate(zip(panels, scales, heads, strict=True)):
         left = k * (_PANEL + _SPACE)
-        axes = sheet.canvas(left, 0.2, _PANEL, height)
+        axes = sheet.add_canvas(left, 0.2, _PANEL, height)
         axes.set_title(head, fontsize=TEXT, fontweight="bold", loc="left", pad=3, **PLAIN)
         if labels:
-            grid(axes, maps, labels[k], tiles, scale, signed=True)
+            draw_grid(axes, maps, labels[k], tiles, scale, signed=True)
         else:
             box = (0.0, 0.0, tiles.width, tiles.height)
             draw_map(axes, maps[0].numpy(), scale, box, smooth=False)
@@ -235,5 +237,5 @@ def _panels(
             label = "value in both" if not k else "difference"
             bad = not np.isfinite(maps.numpy()).all() or (not k and not panels[1].isfinite().all())
             place = (left + 0.1, height + 0.45)
-            sheet.bar(place, scale, label, has_bad=bool(bad), width=1.6)
+            sheet.colour_bar(place, scale, label, has_bad=bool(bad), width=1.6)
     return sheet.figure

@@ -81,12 +81,12 @@ class Sheet:
         self.figure: Figure = _figure_class()(figsize=(self.width, self.height), dpi=DPI)
         load("matplotlib.backends.backend_agg", *_NEEDS).FigureCanvasAgg(self.figure)
         self._top = _MARGIN + head
-        self._line(_MARGIN, "\n".join(heading), fontsize=TITLE, fontweight="bold")
+        self._add_text(_MARGIN, "\n".join(heading), fontsize=TITLE, fontweight="bold")
         if below:
             at = _MARGIN + 0.2 * len(heading) + 0.02
-            self._line(at, "\n".join(below), fontsize=TEXT, alpha=0.75, linespacing=1.25)
+            self._add_text(at, "\n".join(below), fontsize=TEXT, alpha=0.75, linespacing=1.25)
 
-    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
+    def add_axes(self, left: float, top: float, width: float, height: float) -> Axes:
         """Add axes at a position below the header, in inches."""
         left, top = left + _MARGIN, top + self._top
         return self.figure.add_axes((
@@ -94,15 +94,15 @@ class Sheet:
             width / self.width, height / self.height,
         ))  # fmt: skip
 
-    def canvas(self, left: float, top: float, width: float, height: float) -> Axes:
+    def add_canvas(self, left: float, top: float, width: float, height: float) -> Axes:
         """Add axes without frame or ticks, whose units are inches from the top left corner."""
-        axes = self.axes(left, top, width, height)
+        axes = self.add_axes(left, top, width, height)
         axes.set_axis_off()
         axes.set_autoscale_on(False)
         axes.set(xlim=(0, width), ylim=(height, 0))
         return axes
 
-    def bar(
+    def colour_bar(
         self, place: tuple[float, float], scale: Scale, label: str,
         ends: tuple[str, str] | None = None, *, has_bad: bool = False, width: float = 2.2,
     ) -> None:  # fmt: skip
@@ -113,7 +113,7 @@ class Sheet:
             has_bad: whether NaN or infinity was drawn.
         """
         left, top = place
-        axes = self.axes(left, top, width, 0.1)
+        axes = self.add_axes(left, top, width, 0.1)
         ramp = np.linspace(0, 1, 256)[None]
         # The axis goes from 0 to 1: the numbers themselves could be too large or too close for it.
         axes.imshow(ramp, cmap=colour_map(scale.is_signed), aspect="auto", extent=(0, 1, 0, 1))
@@ -131,18 +131,18 @@ class Sheet:
         tidy(axes, ())
         axes.text(1.06, 0.5, label, transform=axes.transAxes, fontsize=SMALL, va="center", **PLAIN)
         if has_bad:
-            patch = self.axes(left + width + 0.15 + text_width([label]) + 0.1, top, 0.14, 0.1)
+            patch = self.add_axes(left + width + 0.15 + text_width([label]) + 0.1, top, 0.14, 0.1)
             patch.set(xticks=[], yticks=[])
             patch.set_facecolor(_BAD[scale.is_signed])
             patch.text(1.4, 0.5, "NaN or infinite", transform=patch.transAxes, fontsize=SMALL,
                        va="center")  # fmt: skip
 
-    def _line(self, top: float, text: str, **style: Any) -> None:
+    def _add_text(self, top: float, text: str, **style: Any) -> None:
         at = (_MARGIN / self.width, 1 - top / self.height)
         self.figure.text(*at, text, va="top", ha="left", **style, **PLAIN)
 
 
-def within(numbers: Array, scale: Scale) -> tuple[Array, float, float]:
+def halve_on_overflow(numbers: Array, scale: Scale) -> tuple[Array, float, float]:
     """Return numbers and the ends of their scale, all halved if its range would overflow."""
     part = 0.5 if math.isinf(scale.high - scale.low) else 1.0
     return np.asarray(numbers, np.float64) * part, scale.low * part, scale.high * part
@@ -153,7 +153,7 @@ def draw_map(
 ) -> None:
     """Draw a map in a box (left, top, width, height) of a canvas; NaN and infinity stand out."""
     left, top, width, height = box
-    numbers, low, high = within(numbers, scale)
+    numbers, low, high = halve_on_overflow(numbers, scale)
     # Not with imshow, which would reset the limits and the aspect of the axes for each map.
     image = load("matplotlib.image", *_NEEDS).AxesImage(
         axes,
@@ -182,7 +182,7 @@ def draw_cells(
         has_gaps: whether what is not finite is left empty.
     """
     colours = colour_map(scale.is_signed)
-    numbers, low, high = within(numbers, scale)
+    numbers, low, high = halve_on_overflow(numbers, scale)
     n_rows, n_columns = shape or numbers.shape
     axes.imshow(
         np.where(np.isfinite(numbers), numbers, np.nan),
@@ -195,7 +195,7 @@ def draw_cells(
     )
 
 
-def name_ticks(axis: Axis, texts: Sequence[str], step: int, *, turned: bool = False) -> None:
+def label_ticks(axis: Axis, texts: Sequence[str], step: int, *, turned: bool = False) -> None:
     """Name every so many places from 0 on along an axis."""
     turn = {"rotation": 90} if turned else {}
     axis.set_ticks(range(0, len(texts), step), texts[::step], fontsize=SMALL, **turn, **PLAIN)
@@ -221,10 +221,10 @@ def _figure_class() -> Any:
         def __reduce__(self) -> Any:
             make, arguments, *state = super().__reduce__()
             # The class is created on first use, so pickle cannot find it by name.
-            return (_rebuild, (), *state) if state else (make, arguments)
+            return (_empty_figure, (), *state) if state else (make, arguments)
 
     return HooklineFigure
 
 
-def _rebuild() -> Any:
+def _empty_figure() -> Any:
     return _figure_class().__new__(_figure_class())

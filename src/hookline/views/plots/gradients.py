@@ -17,7 +17,7 @@ from hookline.recordings import GradientRow, Recording
 from hookline.recordings.figure_arguments import check_source
 from hookline.recordings.walk import walk
 from hookline.views.plots.figure_sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
-from hookline.views.plots.site_rows import RowSheet, blocks_of, log_axis
+from hookline.views.plots.site_rows import RowSheet, find_blocks, set_log_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,29 +61,29 @@ def gradients(recording: Recording) -> Figure:
             "the recording must be whole, got one of its passes."
             "\nGive the recording: the figure shows means over its passes."
         )
-    sites, order = _in_order(recording)
-    lines = _lines(sites, recording.modules)
+    sites, order = _in_firing_order(recording)
+    lines = _port_lines(sites, recording.modules)
     has_ratio = any(row.ratio is not None for row in sites)
     headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
     rows = RowSheet(
         "Gradient flow",
         [
             f"{plural(len(sites), 'site')} in {order} order, the first at the top"
-            + _means([row.count for row in sites if row.count]),
-            _conspicuous(sites) or "none is dead or exploding",
+            + _mean_text([row.count for row in sites if row.count]),
+            _count_abnormal(sites) or "none is dead or exploding",
         ],
         [row.site for row in sites],
         headings,
         column_width=2.6,
     )
-    _on_logs(rows.axes[0], sites, [row.norm if row.count else None for row in sites], lines)
+    _draw_on_log(rows.axes[0], sites, [row.norm if row.count else None for row in sites], lines)
     if has_ratio:
-        _on_logs(rows.axes[1], sites, [row.ratio for row in sites], lines)
-    _zeros(rows.axes[-1], sites, lines)
+        _draw_on_log(rows.axes[1], sites, [row.ratio for row in sites], lines)
+    _draw_zeros(rows.axes[-1], sites, lines)
     return rows.figure
 
 
-def _in_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str]:
+def _in_firing_order(recording: Recording) -> tuple[tuple[GradientRow, ...], str]:
     """Return the rows as their modules fired, if that is known; else as they are registered."""
     rows = recording.gradients().rows
     turns: dict[str, int] = {}
@@ -107,7 +107,7 @@ def _module_of(row: GradientRow) -> str:
     return "" if path == "(root)" else path
 
 
-def _conspicuous(rows: tuple[GradientRow, ...]) -> str:
+def _count_abnormal(rows: tuple[GradientRow, ...]) -> str:
     """Count the sites that are not as they should be."""
     counts = Counter(row.state for row in rows)
     words = {"exploding": "exploding (▲)", "dead": "dead (✕)", "none": "without a gradient"}
@@ -116,7 +116,7 @@ def _conspicuous(rows: tuple[GradientRow, ...]) -> str:
     )
 
 
-def _zeros(zeros: Axes, rows: tuple[GradientRow, ...], lines: _Lines) -> None:
+def _draw_zeros(zeros: Axes, rows: tuple[GradientRow, ...], lines: _Lines) -> None:
     """Draw the share of zeros of each site."""
     share = np.array(
         [row.zeros * 100 if row.count and row.state != "none" else math.nan for row in rows]
@@ -124,11 +124,11 @@ def _zeros(zeros: Axes, rows: tuple[GradientRow, ...], lines: _Lines) -> None:
     _draw_lines(zeros, share, lines)
     for state in {row.state for row in rows}:
         some = [y for y, row in enumerate(rows) if row.state == state]
-        _mark(zeros, share[some], some, state)
+        _draw_markers(zeros, share[some], some, state)
     zeros.set_xlim(-4, 104)
 
 
-def _means(counts: list[int]) -> str:
+def _mean_text(counts: list[int]) -> str:
     """Say how many gradients each number is a mean of."""
     if max(counts, default=0) <= 1:
         return "; one gradient each" if counts else ""
@@ -141,13 +141,13 @@ def _port(row: GradientRow) -> str:
     return re.split(r"[.\[#]", row.site.rpartition(":")[2])[0]
 
 
-def _lines(rows: tuple[GradientRow, ...], types: Mapping[str, str]) -> _Lines:
+def _port_lines(rows: tuple[GradientRow, ...], types: Mapping[str, str]) -> _Lines:
     """Return a line from site to site for each port; through repeated blocks if it can."""
     lines = []
     for port in dict.fromkeys(_port(row) for row in rows):
         of_port = [y for y, row in enumerate(rows) if _port(row) == port]
         paths = [rows[y].site.rpartition(":")[0] for y in of_port]
-        trunk = blocks_of(paths, [types.get(path, "") for path in paths])
+        trunk = find_blocks(paths, [types.get(path, "") for path in paths])
         lines.append(([of_port[place] for place in trunk] or of_port, 1.2 if trunk else 0.6))
     return lines
 
@@ -157,14 +157,14 @@ def _draw_lines(axes: Axes, x: npt.NDArray[np.float64], lines: _Lines) -> None:
         axes.plot(x[line], line, color=GREY, linewidth=width, zorder=1)
 
 
-def _mark(axes: Axes, x: Any, y: list[int], state: str, **options: Any) -> None:
+def _draw_markers(axes: Axes, x: Any, y: list[int], state: str, **options: Any) -> None:
     """Draw markers of one kind in one call, which costs milliseconds: sites may be thousands."""
     colour, marker = _STATES.get(state, (GREY, "o"))
     size = 3 if marker == "o" and not options else 6
     axes.plot(x, y, color=colour, marker=marker, linestyle="", zorder=2, markersize=size, **options)
 
 
-def _on_logs(
+def _draw_on_log(
     axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None], lines: _Lines
 ) -> None:
     """Draw a marker for each number on a logarithmic axis; words at the edge for the others."""
@@ -173,20 +173,20 @@ def _on_logs(
     if high < 50 * low:  # room for a few ticks
         low, high = low / 5, high * 5
     span = math.log10(high / low)
-    log_axis(axes, low * 10 ** (-0.06 * span), high * 10 ** (0.06 * span), 5)
+    set_log_axis(axes, low * 10 ** (-0.06 * span), high * 10 ** (0.06 * span), 5)
     x = np.array([math.nan if n is None or not 0 < n < math.inf else n for n in numbers])
     edge = axes.get_yaxis_transform()  # x in fractions of the axes, y in rows
     _draw_lines(axes, x, lines)
-    for (state, place), some in _by_kind(rows, numbers).items():
+    for (state, place), some in _group_markers(rows, numbers).items():
         if place is None:
-            _mark(axes, x[some], some, state)
+            _draw_markers(axes, x[some], some, state)
         else:
-            _mark(axes, [place] * len(some), some, state, transform=edge)
+            _draw_markers(axes, [place] * len(some), some, state, transform=edge)
     if len(rows) <= _MOST_WORDS:
-        _say(axes, rows, numbers, [y for y in range(len(rows)) if math.isnan(x[y])])
+        _write_at_edge(axes, rows, numbers, [y for y in range(len(rows)) if math.isnan(x[y])])
 
 
-def _by_kind(
+def _group_markers(
     rows: tuple[GradientRow, ...], numbers: list[float | None]
 ) -> dict[tuple[str, float | None], list[int]]:
     """Group rows with a number by state and by position at the edge (None on the axis)."""
@@ -198,7 +198,7 @@ def _by_kind(
     return kinds
 
 
-def _say(
+def _write_at_edge(
     axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None], chosen: list[int]
 ) -> None:
     """Write words at the edge for numbers that a logarithmic axis cannot show."""

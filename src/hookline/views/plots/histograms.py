@@ -80,11 +80,11 @@ def histograms(
     for k, value in enumerate(drawn):
         left = (k % columns) * (_WIDE + _ACROSS) + 0.3
         top = (k // columns) * (_HIGH + _DOWN) + 0.36
-        _draw(sheet.axes(left, top, _WIDE - 0.1, _HIGH), value, bins, log)
+        _draw_histogram(sheet.add_axes(left, top, _WIDE - 0.1, _HIGH), value, bins, log)
     return sheet.figure
 
 
-def _draw(axes: Axes, value: Value, bins: int, log: bool) -> None:
+def _draw_histogram(axes: Axes, value: Value, bins: int, log: bool) -> None:
     counts, edges, statistics = histogram(value.tensor, bins)
     ends = [measure(float(end)) for end in (edges[0], edges[-1])]
     if np.abs(edges).max() > _LARGEST:

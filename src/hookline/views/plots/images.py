@@ -15,8 +15,8 @@ from hookline.recordings import Recording
 from hookline.recordings.figure_arguments import Source, check_count
 from hookline.recordings.walk import Value, look_up
 from hookline.statistics.of_values import Array
-from hookline.views.pixels import ends_of, range_text, shares, smaller
-from hookline.views.plots.arrange_value import arrange, drawable
+from hookline.views.pixels import finite_range, range_text, scale_to_unit, shrink
+from hookline.views.plots.arrange_value import arrange, drawable_tensor
 from hookline.views.plots.channels import tiling
 from hookline.views.plots.figure_sheet import SMALL, Sheet
 
@@ -55,8 +55,8 @@ def images(
         HooklineError: matplotlib is not installed.
     """
     check_count("n", n)
-    value = _look_up(recording, site)
-    shape = list(drawable(value).shape)
+    value = _look_up_images(recording, site)
+    shape = list(drawable_tensor(value).shape)
     if layout is None and len(shape) == 4:
         layout = "NCHW" if shape[1] in (1, 3) else "NHWC"
     n_channels = shape[layout.index("C")] if layout and len(layout) == len(shape) == 4 else 0
@@ -75,17 +75,17 @@ def images(
         f"each from its least value (black) to its greatest; {range_text(torch.stack(drawn))}",
     ]
     sheet = Sheet(width, height, value.title, lines)
-    axes = sheet.canvas(0, 0, width, height)
+    axes = sheet.add_canvas(0, 0, width, height)
     for k, image in enumerate(drawn):
-        left, top = tiles.place(k)
+        left, top = tiles.corner(k)
         axes.text(left, top - 0.03, str(k), fontsize=SMALL, va="bottom")
         box = (left, left + tiles.width, top + tiles.height, top)
-        axes.imshow(_colours(image), extent=box, aspect="auto", interpolation="antialiased")
+        axes.imshow(_to_rgb(image), extent=box, aspect="auto", interpolation="antialiased")
         axes.set(xlim=(0, width), ylim=(height, 0))
     return sheet.figure
 
 
-def _look_up(recording: Source, site: str | Site) -> Value:
+def _look_up_images(recording: Source, site: str | Site) -> Value:
     """Look up a site; if the model's input was not recorded, say how to record it."""
     try:
         return look_up(recording, site)
@@ -103,10 +103,10 @@ def _look_up(recording: Source, site: str | Site) -> Value:
         ) from error
 
 
-def _colours(image: torch.Tensor) -> Array:
+def _to_rgb(image: torch.Tensor) -> Array:
     """Convert an image of shape `(channels, height, width)` to RGB from 0 to 1."""
-    maps = smaller(image, _SIDE).double().numpy()
-    scaled = shares(maps, *ends_of(maps))
+    maps = shrink(image, _SIDE).double().numpy()
+    scaled = scale_to_unit(maps, *finite_range(maps))
     colours = np.broadcast_to(scaled, (3, *scaled.shape[1:])).transpose(1, 2, 0).copy()
     colours[np.isnan(scaled).any(0)] = (1.0, 0.83, 0.0)
     return colours

@@ -59,7 +59,7 @@ class RowSheet:
         self.axes: list[Axes] = []
         for k, heading in enumerate(columns):
             place = (left + k * (column_width + _GAP), 0.05 + space[0], column_width, height)
-            axes = self.sheet.axes(*place)
+            axes = self.sheet.add_axes(*place)
             axes.set_ylim(n - 0.5, -0.5)
             axes.set_yticks(range(0, n, step))
             if k:
@@ -79,7 +79,7 @@ def _ordinal(number: int) -> str:
     return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
-def stretch(axes: Axes, numbers: Sequence[float]) -> None:
+def symlog_if_wide(axes: Axes, numbers: Sequence[float]) -> None:
     """Set a symlog scale for numbers of very different size: linear near zero, then logarithmic."""
     sizes = np.abs([number for number in numbers if math.isfinite(number) and number])
     if not sizes.size:
@@ -101,21 +101,21 @@ def stretch(axes: Axes, numbers: Sequence[float]) -> None:
         axes.xaxis.set_major_formatter(lambda place, _: f"{place:.3g}")
 
 
-def log_axis(axes: Axes, low: float, high: float, most: int) -> None:
+def set_log_axis(axes: Axes, low: float, high: float, max_ticks: int) -> None:
     """Set a logarithmic axis, with ticks at so many powers of ten at most."""
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-    powers = powers[:: max(1, math.ceil(len(powers) / most))]
+    powers = powers[:: max(1, math.ceil(len(powers) / max_ticks))]
     axes.set_xticks([10.0**p for p in powers], [f"1e{p}" for p in powers])
     axes.minorticks_off()
 
 
-def blocks_of(labels: Sequence[str], types: Sequence[str]) -> list[int]:
+def find_blocks(labels: Sequence[str], types: Sequence[str]) -> list[int]:
     """Return the places of repeated blocks: sites that hold other sites; none without three alike.
 
     >>> labels = ["h.0.fc", "h.0", "h.1.fc", "h.1", "h.2.fc", "h.2", "head"]
-    >>> blocks_of(labels, ["Linear", "Block"] * 3 + ["Linear"])
+    >>> find_blocks(labels, ["Linear", "Block"] * 3 + ["Linear"])
     [1, 3, 5]
 
     Args:

@@ -25,7 +25,7 @@ from hookline.recordings.walk import (
     tensors_of,
 )
 from hookline.statistics.of_values import Array, Statistics, site_statistics
-from hookline.views.pixels import scale_of
+from hookline.views.pixels import colour_scale
 from hookline.views.plots.figure_sheet import (
     BLUE,
     GREEN,
@@ -37,11 +37,11 @@ from hookline.views.plots.figure_sheet import (
     TEXT,
     Sheet,
     draw_cells,
-    name_ticks,
+    label_ticks,
     text_width,
     tidy,
 )
-from hookline.views.plots.site_rows import RowSheet, blocks_of, stretch
+from hookline.views.plots.site_rows import RowSheet, find_blocks, symlog_if_wide
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,11 +111,11 @@ def statistics(
     if not isinstance(recording, PassRecord):
         passes = [record for record in recording.passes if len(record)]
         if len(passes) > 1:
-            return _over_passes(passes, sites, names)
-    return _over_depth(recording, sites, names)
+            return _draw_over_passes(passes, sites, names)
+    return _draw_over_depth(recording, sites, names)
 
 
-def _number(statistics: Statistics | None, name: str) -> float:
+def _number_or_nan(statistics: Statistics | None, name: str) -> float:
     """Return a statistic as a number to draw; NaN if there is none."""
     number = None if statistics is None else getattr(statistics, name)
     if number is None:
@@ -133,22 +133,22 @@ def _headings(names: list[str], measured: Iterable[Statistics | None]) -> dict[s
     return {"mean": "value"} | {name: HEADINGS[name] for name in names if name == "non_finite"}
 
 
-def _kind(headings: dict[str, str]) -> str:
+def _kind_text(headings: dict[str, str]) -> str:
     return ", each value a single number" if headings.get("mean") == "value" else ""
 
 
-def _over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
+def _draw_over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
     values, skipped = chosen_values(source, sites)
     measured = [site_statistics(value.tensor) for value in values]
     headings = _headings(names, measured)
     order = "as they fired, the first at the top" if sites is None else "as they were named"
     bad = np.array([bool(statistics and statistics.non_finite) for statistics in measured])
     n_bad = int(bad.sum())
-    trunk = blocks_of([value.label for value in values], [value.module_type for value in values])
+    trunk = find_blocks([value.label for value in values], [value.module_type for value in values])
     rows = RowSheet(
         "Statistics over depth",
         [
-            f"{plural(len(values), 'value')}{_kind(headings)}, {order}"
+            f"{plural(len(values), 'value')}{_kind_text(headings)}, {order}"
             + (f"; pass {source.number}" if isinstance(source, PassRecord) else ""),
             "the line is that of the repeated blocks" if trunk else "",
             f"{n_bad} with NaN or infinite elements, marked x; of these the finite ones are shown"
@@ -161,13 +161,13 @@ def _over_depth(source: Source, sites: Sites, names: list[str]) -> Figure:
         column_width=max(1.25, min(2.4, 7.0 / len(headings))),
     )
     for axes, name in zip(rows.axes, headings, strict=True):
-        x = np.array([_number(statistics, name) for statistics in measured])
+        x = np.array([_number_or_nan(statistics, name) for statistics in measured])
         _draw_rows(axes, x, bad, trunk)
         if name == "zeros":
             axes.set_xlim(-4, 104)
         elif np.isfinite(x).any():
             axes.axvline(0, color=GREY, linewidth=0.6, zorder=0)
-            stretch(axes, x.tolist())
+            symlog_if_wide(axes, x.tolist())
     return rows.figure
 
 
@@ -182,9 +182,9 @@ def _draw_rows(axes: Axes, x: Array, bad: Array, trunk: list[int]) -> None:
               markersize=6, linestyle="")  # fmt: skip
 
 
-def _over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) -> Figure:
+def _draw_over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) -> Figure:
     drawn = some_of(passes, MOST_PASSES)
-    by_site, skipped, bad = _measure(drawn, sites)
+    by_site, skipped, bad = _measure_sites(drawn, sites)
     labels = list(by_site)
     measured = itertools.chain.from_iterable(of_site.values() for of_site in by_site.values())
     headings = _headings(names, measured)
@@ -192,22 +192,22 @@ def _over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) -> Fi
     for row, of_site in enumerate(by_site.values()):
         for k, statistics in of_site.items():
             for name, table in tables.items():
-                table[row, k] = _number(statistics, name)
+                table[row, k] = _number_or_nan(statistics, name)
     lines = [
         share_text(len(drawn), len(passes), "pass", "passes")
         + (", evenly spaced" if len(drawn) < len(passes) else "")
-        + f"; {plural(len(labels), 'site')}{_kind(headings)}",
+        + f"; {plural(len(labels), 'site')}{_kind_text(headings)}",
         f"NaN or infinite elements in pass {bad[0]} at {bad[1]} first: of these the finite ones"
         " are shown"
         if bad
         else "",
         not_drawn(skipped),
     ]
-    draw = _curves if len(labels) <= MOST_LINES else _carpets
+    draw = _draw_curves if len(labels) <= MOST_LINES else _draw_heat_maps
     return draw(tables, labels, [record.number for record in drawn], headings, lines)
 
 
-def _measure(
+def _measure_sites(
     passes: list[PassRecord], sites: Sites
 ) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
     """Measure each site that fired, by index of the pass; find the first NaN or infinity."""
@@ -242,7 +242,7 @@ def _named_values(record: PassRecord, keys: list[str]) -> Iterator[tuple[str, Va
             yield (key if len(values) == 1 else value.label), value
 
 
-def _curves(
+def _draw_curves(
     tables: dict[str, Array], labels: list[str], passes: list[int], headings: dict[str, str],
     lines: list[str],
 ) -> Figure:  # fmt: skip
@@ -252,7 +252,7 @@ def _curves(
     sheet = Sheet(0.7 + wide + right, len(headings) * (high + 0.25) + 0.35,
                   "Statistics over passes", lines)  # fmt: skip
     for k, (name, heading) in enumerate(headings.items()):
-        axes = sheet.axes(0.7, 0.05 + k * (high + 0.25), wide, high)
+        axes = sheet.add_axes(0.7, 0.05 + k * (high + 0.25), wide, high)
         for row, label in enumerate(labels):
             colour, dash, marker = _STYLES[row]
             axes.plot(passes, tables[name][row], color=colour, linestyle=dash, marker=marker,
@@ -274,7 +274,7 @@ def _curves(
     return sheet.figure
 
 
-def _compressed(table: Array) -> tuple[Array, float | None]:
+def _compress_asinh(table: Array) -> tuple[Array, float | None]:
     """Compress numbers of very different size as asinh(number / median size)."""
     sizes = np.abs(table[np.isfinite(table) & (table != 0)])
     usual = float(np.median(sizes)) if sizes.size else 0.0
@@ -283,7 +283,7 @@ def _compressed(table: Array) -> tuple[Array, float | None]:
     return np.arcsinh(table / usual), usual
 
 
-def _carpets(
+def _draw_heat_maps(
     tables: dict[str, Array], labels: list[str], passes: list[int], headings: dict[str, str],
     lines: list[str],
 ) -> Figure:  # fmt: skip
@@ -292,18 +292,18 @@ def _carpets(
     title, names = "Statistics over passes", ["pass"] * len(headings)
     rows = RowSheet(title, lines, labels, names, width, space=(0.18, 0.45))
     for k, (axes, name) in enumerate(zip(rows.axes, headings, strict=True)):
-        table, usual = _compressed(tables[name])
-        scale = scale_of(torch.from_numpy(table), robust=True)
+        table, usual = _compress_asinh(tables[name])
+        scale = colour_scale(torch.from_numpy(table), robust=True)
         # A site that did not fire in a pass leaves a gap.
         draw_cells(axes, table, scale, has_gaps=True)
         heading = headings[name] + " (log)" * (usual is not None)
         axes.set_title(heading, fontsize=TEXT, loc="left", **PLAIN)
         step = max(1, math.ceil(len(passes) / 4))
-        name_ticks(axes.xaxis, list(map(str, passes)), step)
+        label_ticks(axes.xaxis, list(map(str, passes)), step)
         axes.grid(visible=False)
         left = rows.left + k * (width + 0.4) + 0.1
         ends = None
         if usual is not None:
             ends = (f"{np.sinh(scale.low) * usual:.3g}", f"{np.sinh(scale.high) * usual:.3g}")
-        rows.sheet.bar((left, rows.height + 0.78), scale, "", ends, width=width * 0.75)
+        rows.sheet.colour_bar((left, rows.height + 0.78), scale, "", ends, width=width * 0.75)
     return rows.figure

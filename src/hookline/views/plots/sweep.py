@@ -14,14 +14,14 @@ from hookline.display.units import measure
 from hookline.errors import InputError
 from hookline.verbs.sweep.effects import Effects
 from hookline.verbs.sweep.verdict import Array
-from hookline.views.pixels import scale_of
+from hookline.views.pixels import colour_scale
 from hookline.views.plots.figure_sheet import (
     PLAIN,
     SMALL,
     TEXT,
     Sheet,
     draw_cells,
-    name_ticks,
+    label_ticks,
     text_width,
     tidy,
 )
@@ -74,9 +74,9 @@ def sweep(
             f"effects must come from hl.sweep or hl.attribute, got {type(effects).__name__}."
             "\nGive what one of them returned."
         )
-    names = _chosen(effects, axes)
+    names = _chosen_axes(effects, axes)
     numbers = effects.normalised if normalised else effects.effects
-    table = _reduced(effects, numbers, names)
+    table = _largest(effects, numbers, names)
     labels = [
         [shorten(text, _LONGEST) for text in texts_of(effects, name, texts or {})] for name in names
     ]
@@ -84,18 +84,18 @@ def sweep(
     width = min(max(table.shape[1] * _CELL, 3.2), _WIDEST)
     left = text_width(labels[0]) + 0.45
     below = text_width(labels[1]) + 0.45
-    sheet = Sheet(width + left, height + below + 0.4, _title(effects), _lines(effects, names))
-    figure_axes = sheet.axes(left, 0.05, width, height)
-    scale = scale_of(torch.from_numpy(table), signed=True)
+    sheet = Sheet(width + left, height + below + 0.4, _title(effects), _notes(effects, names))
+    figure_axes = sheet.add_axes(left, 0.05, width, height)
+    scale = colour_scale(torch.from_numpy(table), signed=True)
     draw_cells(figure_axes, table, scale, has_gaps=True)
     _mark_unmoved(figure_axes, effects, names)
-    _label(figure_axes, names, labels, (height, width))
+    _label_axes(figure_axes, names, labels, (height, width))
     word = "of clean" if normalised else "effect"
-    sheet.bar((left, height + below), scale, word)
+    sheet.colour_bar((left, height + below), scale, word)
     return sheet.figure
 
 
-def _chosen(effects: Effects, axes: tuple[str, str] | None) -> tuple[str, str]:
+def _chosen_axes(effects: Effects, axes: tuple[str, str] | None) -> tuple[str, str]:
     """Return the names of the axes of the rows and the columns; the second may be empty."""
     if axes is not None:
         given = tuple(axes)
@@ -110,7 +110,7 @@ def _chosen(effects: Effects, axes: tuple[str, str] | None) -> tuple[str, str]:
     return names[0], names[1]
 
 
-def _reduced(effects: Effects, numbers: Array, names: tuple[str, str]) -> Array:
+def _largest(effects: Effects, numbers: Array, names: tuple[str, str]) -> Array:
     """Return the table of two axes, with the number of the largest size along the others."""
     order = [effects.axes.index(name) for name in names if name]
     rest = [axis for axis in range(numbers.ndim) if axis not in order]
@@ -141,7 +141,7 @@ def _title(effects: Effects) -> str:
     return "Measured effects" if hasattr(effects, "values") else "Estimated effects"
 
 
-def _lines(effects: Effects, names: tuple[str, str]) -> list[str]:
+def _notes(effects: Effects, names: tuple[str, str]) -> list[str]:
     clean = "" if effects.clean is None else f", clean {measure(effects.clean)}"
     further = [name for name in effects.axes if name not in names]
     return [
@@ -156,12 +156,12 @@ def _mark_unmoved(axes: Axes, effects: Effects, names: tuple[str, str]) -> None:
     if unmoved is None or not unmoved.any():
         return
     still = np.where(np.isnan(effects.effects), 1.0, unmoved.astype(float))
-    moved = _reduced(effects, 1.0 - still, names)
-    rows, columns = np.nonzero((moved == 0) & ~np.isnan(_reduced(effects, effects.effects, names)))
+    moved = _largest(effects, 1.0 - still, names)
+    rows, columns = np.nonzero((moved == 0) & ~np.isnan(_largest(effects, effects.effects, names)))
     axes.plot(columns, rows, linestyle="", marker=".", markersize=2, color="#808080")
 
 
-def _label(
+def _label_axes(
     axes: Axes, names: tuple[str, str], labels: list[list[str]], size: tuple[float, float]
 ) -> None:
     axes.tick_params(labelsize=SMALL, length=2)
@@ -170,7 +170,7 @@ def _label(
     ):
         step = max(1, math.ceil(len(texts) * 0.125 / inches))
         turned = axis is axes.xaxis and max(map(len, texts)) > 2
-        name_ticks(axis, texts, step, turned=turned)
+        label_ticks(axis, texts, step, turned=turned)
         if name:
             axis.set_label_text(name, fontsize=TEXT, **PLAIN)
     tidy(axes, ())

@@ -23,11 +23,11 @@ def check_texts(name: str, texts: Sequence[str] | None, n_tokens: int, label: st
         )
 
 
-def printable(texts: Sequence[str] | None) -> list[str] | None:
+def printable_tokens(texts: Sequence[str] | None) -> list[str] | None:
     """Format tokens: show outer spaces, escape newlines, shorten long texts."""
-    return None if texts is None else [_printable(text) for text in texts]
+    return None if texts is None else [_printable_token(text) for text in texts]
 
 
-def _printable(text: str) -> str:
+def _printable_token(text: str) -> str:
     text = text.replace(" ", "␣") if text != text.strip() else text
     return shorten(text, _LONGEST) or "''"

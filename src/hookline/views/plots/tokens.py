@@ -16,19 +16,19 @@ from hookline.engine import Site
 from hookline.errors import InputError
 from hookline.recordings.figure_arguments import Source
 from hookline.recordings.walk import Value, look_up
-from hookline.views.pixels import cells, range_text, scale_of
-from hookline.views.plots.arrange_value import Arranged, arrange, order_of
+from hookline.views.pixels import colour_scale, range_text, shrink_table
+from hookline.views.plots.arrange_value import Arranged, arrange, pick_channels
 from hookline.views.plots.figure_sheet import (
     PLAIN,
     SMALL,
     TEXT,
     Sheet,
     draw_cells,
-    name_ticks,
+    label_ticks,
     text_width,
     tidy,
 )
-from hookline.views.plots.token_labels import check_texts, printable
+from hookline.views.plots.token_labels import check_texts, printable_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,9 +92,9 @@ def tokens(
                 "n and order must be left out for several sites, whose columns are the sites."
                 "\nGive one site to choose its features."
             )
-        return _of_layers(recording, [*site], texts, sample, layout)
-    value, arranged = _look_up(recording, site, layout, sample)
-    chosen = order_of(arranged.data, order, n, value.label)
+        return _draw_layers(recording, [*site], texts, sample, layout)
+    value, arranged = _look_up_tokens(recording, site, layout, sample)
+    chosen = pick_channels(arranged.data, order, n, value.label)
     table = arranged.data[chosen].flatten(1).T
     n_tokens = len(table)
     check_texts("texts", texts, n_tokens, value.label)
@@ -108,15 +108,15 @@ def tokens(
         columns = _Labels("feature", None)
     else:
         columns = _Labels("feature, in this order", [str(k) for k in chosen], turned=False)
-    labels = printable(texts)
-    return _drawn(table, value.title, lines, (_Labels(_place(arranged), labels), columns))
+    labels = printable_tokens(texts)
+    return _draw(table, value.title, lines, (_Labels(_row_name(arranged), labels), columns))
 
 
-def _look_up(
+def _look_up_tokens(
     recording: Source, site: str | Site, layout: str | None, sample: int
 ) -> tuple[Value, Arranged]:
     value = look_up(recording, site)
-    arranged = arrange(value, layout, sample, usual="TC")
+    arranged = arrange(value, layout, sample, default="TC")
     if not arranged.space:
         raise InputError(
             f"{value.label} must have tokens, got a value {arranged.text}."
@@ -125,12 +125,12 @@ def _look_up(
     return value, arranged
 
 
-def _place(arranged: Arranged) -> str:
+def _row_name(arranged: Arranged) -> str:
     space = arranged.space
     return "token" if len(space) == 1 else f"place ({' x '.join(space)}, row by row)"
 
 
-def _of_layers(
+def _draw_layers(
     recording: Source,
     sites: list[str | Site],
     texts: Sequence[str] | None,
@@ -142,7 +142,7 @@ def _of_layers(
         raise InputError("site must name at least one site, got none.\nGive one, or several.")
     values, columns = [], []
     for site in sites:
-        value, arranged = _look_up(recording, site, layout, sample)
+        value, arranged = _look_up_tokens(recording, site, layout, sample)
         features = arranged.data.flatten(1).double()
         columns.append(features[0] if len(features) == 1 else features.norm(dim=0))
         values.append(value)
@@ -160,8 +160,8 @@ def _of_layers(
         f"{plural(n_tokens, 'token')}, {plural(len(values), 'site')}; {range_text(table)}",
     ]
     title = f"Norm of each token at {name or plural(len(values), 'site')}"
-    rows = _Labels(_place(arranged), printable(texts))
-    return _drawn(table, title, lines, (rows, _Labels(name, labels)))
+    rows = _Labels(_row_name(arranged), printable_tokens(texts))
+    return _draw(table, title, lines, (rows, _Labels(name, labels)))
 
 
 def _short_names(names: list[str]) -> tuple[str, list[str]]:
@@ -185,13 +185,13 @@ class _Labels:
     turned: bool = True  # whether long texts below a map are turned
 
 
-def _drawn(table: Tensor, title: str, lines: list[str], labels: tuple[_Labels, _Labels]) -> Figure:
+def _draw(table: Tensor, title: str, lines: list[str], labels: tuple[_Labels, _Labels]) -> Figure:
     """Draw a table of numbers as a map, with the labels of rows and columns."""
-    drawn = cells(table, _MOST)
+    drawn = shrink_table(table, _MOST)
     if drawn.shape != table.shape:
         lines.append(f"drawn as {drawn.shape[0]} x {drawn.shape[1]}: each cell the mean of an area")
     # The scale is that of the drawn cells: means of areas are far smaller than single values.
-    scale = scale_of(drawn, robust=True)
+    scale = colour_scale(drawn, robust=True)
     rows, columns = labels
     n_rows, n_columns = table.shape
     left = (text_width(rows.texts) if rows.texts else 0.35) + 0.35
@@ -199,11 +199,11 @@ def _drawn(table: Tensor, title: str, lines: list[str], labels: tuple[_Labels, _
     is_turned = columns.turned and max(map(len, columns.texts or [""])) > _SHORT
     below = text_width(columns.texts or []) if is_turned else 0.0
     sheet = Sheet(_WIDTH + left, height + 0.85 + below, title, lines)
-    axes = sheet.axes(left, 0.05, _WIDTH, height)
+    axes = sheet.add_axes(left, 0.05, _WIDTH, height)
     draw_cells(axes, drawn.numpy(), scale, (n_rows, n_columns))
     _label(axes, labels, height, is_turned=is_turned)
     has_bad = not bool(drawn.isfinite().all())
-    sheet.bar((left, height + 0.6 + below), scale, "value", has_bad=has_bad)
+    sheet.colour_bar((left, height + 0.6 + below), scale, "value", has_bad=has_bad)
     return sheet.figure
 
 
@@ -212,7 +212,7 @@ def _label(axes: Axes, labels: tuple[_Labels, _Labels], height: float, *, is_tur
     axes.tick_params(labelsize=SMALL, length=2)
     if rows.texts is not None:
         step = max(1, math.ceil(len(rows.texts) * 0.125 / height))
-        name_ticks(axes.yaxis, rows.texts, step)
+        label_ticks(axes.yaxis, rows.texts, step)
     else:
         axes.set_ylabel(rows.name, fontsize=TEXT, **PLAIN)
         axes.yaxis.get_major_locator().set_params(integer=True)
@@ -221,5 +221,5 @@ def _label(axes: Axes, labels: tuple[_Labels, _Labels], height: float, *, is_tur
         axes.xaxis.get_major_locator().set_params(integer=True)
     else:
         step = max(1, math.ceil(len(columns.texts) / (_WIDTH / 0.125 if is_turned else 16)))
-        name_ticks(axes.xaxis, columns.texts, step, turned=is_turned)
+        label_ticks(axes.xaxis, columns.texts, step, turned=is_turned)
     tidy(axes, ())
