@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hookline.cli.app import app
-from hookline.cli.python_to_commands import PHRASES, in_words_of_commands
+from hookline.cli.python_to_commands import PHRASES, python_to_commands
 from source import texts
 
 NETS = """
@@ -47,7 +47,7 @@ def one():
     ],
 )
 def test_calls_and_arguments_become_commands_and_options(text, words):
-    assert in_words_of_commands(text) == words
+    assert python_to_commands(text) == words
 
 
 def test_phrases_that_are_replaced_stand_in_messages():

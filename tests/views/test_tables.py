@@ -15,7 +15,7 @@ from hookline.display.results import printout_of
 def printed_in_colour(result, monkeypatch) -> str:
     console = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="standard")
     monkeypatch.setattr(terminal, "out", console)
-    terminal.show(result)
+    terminal.print_result(result)
     return console.file.getvalue()
 
 

@@ -13,16 +13,16 @@ from hookline.util.optional import how_to_install, load
 def main() -> None:
     """Run the command `hookline`, the entry point that pip installs."""
     load("typer", "hookline: the command line needs typer", how_to_install("cli"), SystemExit)
-    with _ending_at_ctrl_c():
+    with _exit_at_ctrl_c():
         from hookline.cli.app import app
-        from hookline.cli.standard_streams import ended_by_streams
+        from hookline.cli.standard_streams import exit_on_stream_errors
 
-    with ended_by_streams():
+    with exit_on_stream_errors():
         app()
 
 
 @contextmanager
-def _ending_at_ctrl_c() -> Iterator[None]:
+def _exit_at_ctrl_c() -> Iterator[None]:
     """Let Ctrl-C end the process at once, while modules are imported.
 
     Libraries that are interrupted in their import raise errors of any kind. A process that ignores

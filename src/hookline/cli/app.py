@@ -14,39 +14,39 @@ import torch
 import typer
 
 import hookline as hl
-from hookline.cli.compare_command import annotation_lines, compare_by_name
+from hookline.cli.compare_command import compare_by_name, github_annotations
 from hookline.cli.environment import Environment
-from hookline.cli.extract_command import extract_by_name, moved, process_group
-from hookline.cli.fail_on_findings import FailOnOption, fail_on, findings_in
+from hookline.cli.extract_command import extract_by_name, join_process_group, move_to_device
+from hookline.cli.fail_on_findings import FailOnOption, exit_on_findings, judge_folder
 from hookline.cli.inspect_doctor_profile import (
     Inspection,
     diagnose,
-    inputs_of,
     inspect,
     inspection_data,
-    profile_by_name,
+    profile_steps,
     read_input,
-    silence,
+    silent_sites_text,
+    to_inputs,
 )
 from hookline.cli.store_commands import store_app
 from hookline.cli.terminal import (
     AsJson,
-    Busy,
-    complaints,
+    ProgressBar,
+    exit_on_errors,
     out,
-    present,
     print_json,
-    said_warnings,
+    print_result,
+    print_result_or_json,
+    print_warnings,
     say,
-    show,
 )
 from hookline.cli.view_command import (
-    chosen_items,
-    open_page,
-    page_of,
-    serve,
-    serving_of,
-    write_view,
+    make_server,
+    open_in_browser,
+    page_file,
+    parse_items_option,
+    serve_until_interrupt,
+    write_folder_page,
 )
 from hookline.display.results import terminal_width
 from hookline.display.text import plural
@@ -93,18 +93,18 @@ _COMPARED = (
 )
 
 
-def _say_version(is_asked: bool) -> None:
+def _print_version(is_asked: bool) -> None:
     if is_asked:
         out.print(f"hookline {hl.__version__}, torch {torch.__version__}", markup=False)
         raise typer.Exit
 
 
 @app.callback()
-def whole(
+def main_options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_say_version, is_eager=True, help="print the version, and end"
+            "--version", callback=_print_version, is_eager=True, help="print the version, and end"
         ),
     ] = False,
 ) -> None:
@@ -116,21 +116,21 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
     "hookline-demo"
 )) -> None:  # fmt: skip
     """Inspect a small network that is shipped with hookline. No download."""
-    with complaints():
-        loaded, batch = _load("demo:digits", "demo", "default")
+    with exit_on_errors():
+        loaded, batch = _load_both("demo:digits", "demo", "default")
         inspection = inspect(loaded, batch, None, out_folder)
         facts = about()
-    show(inspection.summary)
+    print_result(inspection.summary)
     out.print(
         f"\nA small convolutional network, trained on scikit-learn's digits"
         f" ({facts['accuracy']:.1%} right on {facts['n_test']} held-out ones), ran on eight digits."
     )
-    _say_where(inspection)
+    _print_where(inspection)
     out.print(
         "\nTry next:\n"
-        f"  {_command()} summary demo:digits demo\n"
-        f'  {_command()} inspect demo:digits demo --at "block*:input"\n'
-        f"  {_command()} inspect torchvision:resnet34 PHOTO.jpg    (needs the extra vision)",
+        f"  {_command_name()} summary demo:digits demo\n"
+        f'  {_command_name()} inspect demo:digits demo --at "block*:input"\n'
+        f"  {_command_name()} inspect torchvision:resnet34 PHOTO.jpg    (needs the extra vision)",
         markup=False,
     )
 
@@ -138,7 +138,7 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
 @app.command("env")
 def env_command(as_json: AsJson = False) -> None:
     """Print versions, devices and extras, as a report of a fault needs them."""
-    present(Environment(), as_json)
+    print_result_or_json(Environment(), as_json)
 
 
 @app.command("inspect")
@@ -161,12 +161,12 @@ def inspect_command(
     as_json: AsJson = False,
 ) -> None:
     """Run a model on an input: print a table and the findings, write a recording and a page."""
-    with complaints():
+    with exit_on_errors():
         if as_json and plot:
             raise InputError(
                 "--plot must be left out with --json, got both.\nLeave out one of the two."
             )
-        loaded, batch = _load(model, source, weights)
+        loaded, batch = _load_both(model, source, weights)
         inspection = inspect(loaded, batch, at, out_folder)
     not_drawn = ""
     if as_json:
@@ -174,7 +174,7 @@ def inspect_command(
     else:
         not_drawn = _print_inspection(inspection, batch, plot)
     if open_it and inspection.page is not None:
-        open_page(inspection.page.resolve().as_uri())
+        open_in_browser(inspection.page.resolve().as_uri())
     if inspection.summary.failure:
         before = (
             "The values before the failure were recorded."
@@ -183,30 +183,30 @@ def inspect_command(
         )
         say(f"the forward failed in {inspection.summary.failure}\n{before}")
         raise typer.Exit(1)
-    silent = silence(inspection.recording.report(), is_chosen=bool(at))
+    silent = silent_sites_text(inspection.recording.report(), are_chosen=bool(at))
     if silent:
         say(silent)
     if not_drawn:
         say(not_drawn)
     if not_drawn or not len(inspection.recording):
         raise typer.Exit(1)
-    fail_on(inspection.findings, level)
+    exit_on_findings(inspection.findings, level)
 
 
 def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
     """Print an inspection; return why nothing could be drawn, if so."""
-    show(inspection.summary, failure=False)
+    print_result(inspection.summary, failure=False)
     out.print(f"\n{batch.description}", markup=False)
     n_rows = len(batch.images)
     if inspection.classes and n_rows > 1:
         out.print(f"the first of {n_rows}:")
     for label, probability in inspection.classes:
         out.print(f"  {probability:6.1%}  {label}", markup=False)
-    not_drawn = _plot(inspection) if plot else ""
+    not_drawn = _print_plots(inspection) if plot else ""
     if len(inspection.recording):
         out.print()
-        show(inspection.findings)
-    _say_where(inspection)
+        print_result(inspection.findings)
+    _print_where(inspection)
     return not_drawn
 
 
@@ -246,12 +246,12 @@ def extract_command(
         "batch_size": batch_size, "dtype": dtype, "workers": workers,
         "on_error": "skip" if skip_errors else "raise", "engine": engine,
     }  # fmt: skip
-    with complaints(), said_warnings(), process_group() as is_heard:
-        with Busy(f"loading {model}"):
-            loaded = moved(load_model(model, weights=weights), device)
+    with exit_on_errors(), print_warnings(), join_process_group() as is_heard:
+        with ProgressBar(f"loading {model}"):
+            loaded = move_to_device(load_model(model, weights=weights), device)
         store = extract_by_name(loaded, data, at, to, options)
         if is_heard:
-            show(store)
+            print_result(store)
             out.print(f"\nRead it in Python: hl.open({to!r})", markup=False, soft_wrap=True)
 
 
@@ -268,19 +268,19 @@ def summary(
     as_json: AsJson = False,
 ) -> None:
     """Print a model's modules: path, type, shapes, parameters, FLOPs, memory."""
-    with complaints():
+    with exit_on_errors():
         if meta and weights not in ("default", "none"):
             raise InputError(
                 "--weights must be left out with --meta, which loads none, got both.\nLeave out"
                 " one of the two."
             )
         context = torch.device("meta") if meta else contextlib.nullcontext()
-        with context, Busy(f"loading {model}"), _meta_suggested():
+        with context, ProgressBar(f"loading {model}"), _suggest_meta():
             loaded = load_model(model, weights="none" if meta else weights)
-        inputs = _inputs(source, loaded)
-        with Busy("running the model"):
+        inputs = _read_inputs(source, loaded)
+        with ProgressBar("running the model"):
             table = hl.summary(loaded.model, inputs)
-    present(table, as_json, failure=False)
+    print_result_or_json(table, as_json, failure=False)
     if table.failure:
         say(f"the forward failed in {table.failure}")
         raise typer.Exit(1)
@@ -296,12 +296,12 @@ def anatomy(
     as_json: AsJson = False,
 ) -> None:
     """Name the parts of a transformer, each proven on two inputs."""
-    with complaints():
-        loaded = _model(model, weights)
-        inputs = _inputs(source, loaded)
-        with Busy("running the model"):
+    with exit_on_errors():
+        loaded = _load_model(model, weights)
+        inputs = _read_inputs(source, loaded)
+        with ProgressBar("running the model"):
             parts = hl.anatomy(loaded.model, inputs)
-    present(parts, as_json)
+    print_result_or_json(parts, as_json)
 
 
 @app.command()
@@ -313,11 +313,11 @@ def operations(
     as_json: AsJson = False,
 ) -> None:
     """List the functions of torch that a module itself calls, and the site of each call."""
-    with complaints():
-        loaded, batch = _load(model, source, weights)
-        with Busy("running the model"):
-            table = hl.operations(loaded.model, inputs_of(loaded.model, batch), path)
-    present(table, as_json, batch)
+    with exit_on_errors():
+        loaded, batch = _load_both(model, source, weights)
+        with ProgressBar("running the model"):
+            table = hl.operations(loaded.model, to_inputs(loaded.model, batch), path)
+    print_result_or_json(table, as_json, batch)
 
 
 @app.command()
@@ -343,16 +343,16 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure time, FLOPs and memory of each module, forward and backward."""
-    with complaints():
-        loaded, batch = _load(model, source, weights)
-        with Busy("running the model", steps) as busy:
-            profiling = profile_by_name(loaded.model, batch, steps, backward=backward, busy=busy)
+    with exit_on_errors():
+        loaded, batch = _load_both(model, source, weights)
+        with ProgressBar("running the model", steps) as busy:
+            profiling = profile_steps(loaded.model, batch, steps, backward=backward, busy=busy)
         table = profiling.per_pass if depth is None else profiling.per_pass.fold(depth)
-    present(table, as_json, batch)
-    with complaints():
+    print_result_or_json(table, as_json, batch)
+    with exit_on_errors():
         files = [profiling.trace(trace)] if trace is not None else []
         if out_path is not None:
-            files.append(hl.write_page(profiling, page_of(out_path), title=loaded.name))
+            files.append(hl.write_page(profiling, page_file(out_path), title=loaded.name))
     for file in files:
         if not as_json:
             out.print(f"\nwritten: {file}", markup=False, soft_wrap=True)
@@ -393,22 +393,22 @@ def view(
 ) -> None:
     """Show a recording, a store, a run or a finding in the browser, or two recordings."""
     folders = [folder] if other is None else [folder, other]
-    with complaints():
-        chosen = chosen_items(items, folders)
+    with exit_on_errors():
+        chosen = parse_items_option(items, folders)
         if out_path is not None:
             if wait:
                 raise InputError(
                     "--wait waits for a folder while it serves, got --out, which writes at once."
                     "\nLeave out one of them."
                 )
-            written, findings = write_view(folders, chosen, out_path)
+            written, findings = write_folder_page(folders, chosen, out_path)
             out.print(f"written: {written}", markup=False, soft_wrap=True)
             if findings is not None:
                 out.print()
-                show(findings)
+                print_result(findings)
             return
-        serving = serving_of(folders, chosen, host, port, wait)
-        serve(serving, folders, not no_open)
+        serving = make_server(folders, chosen, host, port, wait)
+        serve_until_interrupt(serving, folders, not no_open)
 
 
 @app.command("findings")
@@ -420,10 +420,10 @@ def findings_command(
     as_json: AsJson = False,
 ) -> None:
     """Say what is wrong in a recording, a store or a training, worst first, and where it begins."""
-    with complaints(), Busy("reading the values"):
-        findings = findings_in(folder)
-    present(findings, as_json)
-    fail_on(findings, level)
+    with exit_on_errors(), ProgressBar("reading the values"):
+        findings = judge_folder(folder)
+    print_result_or_json(findings, as_json)
+    exit_on_findings(findings, level)
 
 
 @app.command("compare")
@@ -466,18 +466,18 @@ def compare_command(
     as_json: AsJson = False,
 ) -> None:
     """Say where two runs part; the exit code is 1 if they differ beyond noise."""
-    with complaints(), Busy("comparing"):
+    with exit_on_errors(), ProgressBar("comparing"):
         comparison = compare_by_name(a, b, names or [], floor, tokens or [], dims or [])
     if as_json:
         print_json(comparison.to_dict())
     elif annotations:
-        for line in annotation_lines(comparison):
+        for line in github_annotations(comparison):
             typer.echo(line)
     else:
-        show(comparison)
+        print_result(comparison)
     if out_path is not None:  # after the result, which a full disk must not take away
-        with complaints():
-            page = write_comparison_page(comparison, page_of(out_path), (a, b))
+        with exit_on_errors():
+            page = write_comparison_page(comparison, page_file(out_path), (a, b))
         if not (as_json or annotations):
             out.print(f"\nwritten: {page}", markup=False, soft_wrap=True)
     if not comparison.ok:
@@ -502,13 +502,13 @@ def invariance(
 
     The ways: alone, padded, in chunks, compiled, and others.
     """
-    with complaints():
-        loaded, batch = _load(model, source, weights)
-        with Busy("running the model"):
+    with exit_on_errors():
+        loaded, batch = _load_both(model, source, weights)
+        with ProgressBar("running the model"):
             result = hl.invariance(
-                loaded.model, inputs_of(loaded.model, batch), only=only, backend=backend
+                loaded.model, to_inputs(loaded.model, batch), only=only, backend=backend
             )
-    present(result, as_json, batch)
+    print_result_or_json(result, as_json, batch)
     if not result.ok:
         raise typer.Exit(1)
 
@@ -516,9 +516,9 @@ def invariance(
 @app.command()
 def hooks(model: ModelName, weights: Weights = "none", as_json: AsJson = False) -> None:
     """List every hook on a model as its library builds it, and who registered it."""
-    with complaints():
-        inventory = hl.inventory(_model(model, weights).model)
-    present(inventory, as_json)
+    with exit_on_errors():
+        inventory = hl.inventory(_load_model(model, weights).model)
+    print_result_or_json(inventory, as_json)
 
 
 @app.command("doctor")
@@ -538,12 +538,12 @@ def doctor_command(
     as_json: AsJson = False,
 ) -> None:
     """Say which of the selected sites would fire, and why the others would not."""
-    with complaints():
-        diagnosis, description = diagnose(_model(model, weights), at, source, ports)
+    with exit_on_errors():
+        diagnosis, description = diagnose(_load_model(model, weights), at, source, ports)
     if as_json:
         print_json({**diagnosis.to_dict(), "input": description})
     else:
-        show(diagnosis)
+        print_result(diagnosis)
         out.print(f"\ninput: {description}", markup=False)
     if not diagnosis.ok:
         raise typer.Exit(1)
@@ -558,11 +558,11 @@ def replay_command(
     weights: Weights = "none",
 ) -> None:
     """Show who made a NaN or an infinity; with the model, run that module alone once more."""
-    with complaints():
+    with exit_on_errors():
         situation = read_situation(file)
         finding = None
         if model is not None:
-            finding = situation.run(_model(model, weights).model, hl.check)
+            finding = situation.run(_load_model(model, weights).model, hl.check)
     out.print(str(situation.finding), markup=False, soft_wrap=True)
     if finding is not None:
         out.print("\nrun again:", markup=False)
@@ -573,7 +573,7 @@ def replay_command(
 
 
 @contextlib.contextmanager
-def _meta_suggested() -> Iterator[None]:
+def _suggest_meta() -> Iterator[None]:
     """Add --meta to the error about missing weights: a table of shapes needs none."""
     try:
         yield
@@ -584,26 +584,26 @@ def _meta_suggested() -> Iterator[None]:
         raise ModelError(f"{problem}\nUse --meta: a summary needs no weights.\n{remedy}") from error
 
 
-def _model(name: str, weights: str) -> LoadedModel:
-    with Busy(f"loading {name}"):
+def _load_model(name: str, weights: str) -> LoadedModel:
+    with ProgressBar(f"loading {name}"):
         return load_model(name, weights=weights)
 
 
-def _inputs(source: str | None, loaded: LoadedModel) -> Inputs | None:
+def _read_inputs(source: str | None, loaded: LoadedModel) -> Inputs | None:
     if source is None:
         return None
-    return inputs_of(loaded.model, read_input(source, loaded))
+    return to_inputs(loaded.model, read_input(source, loaded))
 
 
-def _load(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
-    loaded = _model(model, weights)
+def _load_both(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
+    loaded = _load_model(model, weights)
     if weights == "none":
         loaded = replace(loaded, labels=None)  # the scores of random weights name no class
-    with Busy(f"loading {source}"):
+    with ProgressBar(f"loading {source}"):
         return loaded, read_input(source, loaded)
 
 
-def _plot(inspection: Inspection) -> str:
+def _print_plots(inspection: Inspection) -> str:
     """Print plots of a recording; return the reason if nothing could be drawn."""
     if not len(inspection.recording):
         return ""  # the caller reports an empty recording itself
@@ -616,12 +616,12 @@ def _plot(inspection: Inspection) -> str:
     return ""
 
 
-def _command() -> str:
+def _command_name() -> str:
     """Return the command as the user can type it: by name if the shell finds it."""
     return "hookline" if shutil.which("hookline") else sys.argv[0]
 
 
-def _say_where(inspection: Inspection) -> None:
+def _print_where(inspection: Inspection) -> None:
     if inspection.page is None:
         return
     n = len(inspection.recording)

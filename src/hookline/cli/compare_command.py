@@ -45,12 +45,12 @@ def compare_by_name(
             f"--names must be THEIRS=OURS, got {bad}.\nGive --names encoder.layers=h, for instance."
         )
     renamed = dict(name.split("=", 1) for name in names)
-    given, joined = _tokens(tokens), _dims(dims)
+    given, joined = _parse_tokens(tokens), _parse_dims(dims)
     noise = None if floor is None else compare(a, floor)
     return compare(a, b, names=renamed or None, floor=noise, tokens=given, dims=joined)
 
 
-def _tokens(words: Sequence[str]) -> Any:
+def _parse_tokens(words: Sequence[str]) -> Any:
     """Read `tokens=` of `hl.compare` from the words of the option.
 
     Raises:
@@ -67,11 +67,11 @@ def _tokens(words: Sequence[str]) -> Any:
             f"--tokens must be auto, none, or a file of inputs for both or for each, got {got}."
             "\nGive --tokens a.safetensors --tokens b.safetensors, of input_ids and attention_mask."
         )
-    sides = [_inputs_in(Path(word)) for word in words]
+    sides = [_read_inputs(Path(word)) for word in words]
     return sides[0], sides[-1]
 
 
-def _inputs_in(path: Path) -> Any:
+def _read_inputs(path: Path) -> Any:
     """Read the inputs of a run from a file: a dict, or a list with one for each pass.
 
     Raises:
@@ -97,7 +97,7 @@ def _inputs_in(path: Path) -> Any:
     return inputs if len(inputs) > 1 else inputs[0]
 
 
-def _dims(words: Sequence[str]) -> Dims | None:
+def _parse_dims(words: Sequence[str]) -> Dims | None:
     """Read `dims=` of `hl.compare` from the words of the option.
 
     Raises:
@@ -110,11 +110,11 @@ def _dims(words: Sequence[str]) -> Dims | None:
             f"--dims must be one DIM for all, or SITES=DIM each time, got {' '.join(words)}."
             '\nGive --dims "**.q_proj=-1" --dims "**.down_proj=sum".'
         )
-    dims = {sites: _dim(dim, word) for (sites, _, dim), word in zip(pairs, words, strict=True)}
+    dims = {sites: _to_dim(dim, word) for (sites, _, dim), word in zip(pairs, words, strict=True)}
     return dims.get("", dims or None)
 
 
-def _dim(dim: str, word: str) -> Dim:
+def _to_dim(dim: str, word: str) -> Dim:
     if dim in OPS:
         return dim
     try:
@@ -126,22 +126,22 @@ def _dim(dim: str, word: str) -> Dim:
         ) from None
 
 
-def annotation_lines(comparison: Comparison) -> Iterator[str]:
+def github_annotations(comparison: Comparison) -> Iterator[str]:
     """Yield a workflow command of GitHub for each finding, and each site that is not equal."""
     for finding in comparison.findings:
         if finding.kind not in ("site", "values"):
-            yield _line("notice", finding.text)
+            yield _annotation("notice", finding.text)
     for row in comparison.rows:
         if row.verdict in _LEVELS:
-            yield _line(_LEVELS[row.verdict], _text(row))
+            yield _annotation(_LEVELS[row.verdict], _row_text(row))
 
 
-def _text(row: ComparedSite) -> str:
+def _row_text(row: ComparedSite) -> str:
     floor = f", noise floor {row.floor.relative:.3g}" * (row.relative is not None)
     return f"{row.site} {row.verdict}: {row.why}{floor}"
 
 
-def _line(level: str, text: str) -> str:
+def _annotation(level: str, text: str) -> str:
     """Write a workflow command; it must be one line."""
     for char, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         text = text.replace(char, code)

@@ -30,10 +30,10 @@ class Environment(Result):
     """
 
     def __init__(self) -> None:
-        packages = {name: _version_of(name) for name in _PACKAGES}
+        packages = {name: _installed_version(name) for name in _PACKAGES}
         self.versions: dict[str, str] = versions_here() | {k: v for k, v in packages.items() if v}
-        self.devices: list[str] = ["cpu", *_gpus()]
-        self.extras: dict[str, bool] = _extras()
+        self.devices: list[str] = ["cpu", *_gpu_names()]
+        self.extras: dict[str, bool] = _installed_extras()
 
     def _printout(self) -> Printout:
         there = [name for name, is_there in self.extras.items() if is_there]
@@ -55,12 +55,12 @@ class Environment(Result):
         return {"versions": self.versions, "devices": self.devices, "extras": self.extras}
 
 
-def _gpus() -> list[str]:
+def _gpu_names() -> list[str]:
     names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     return [f"cuda:{k} ({name})" for k, name in enumerate(names)]
 
 
-def _extras() -> dict[str, bool]:
+def _installed_extras() -> dict[str, bool]:
     """Return whether each extra's packages are installed; empty from a source tree."""
     try:
         lines = distribution("hookline").requires or []
@@ -73,10 +73,10 @@ def _extras() -> dict[str, bool]:
         name = _NAME.match(package)
         if match is not None and match[1] in needs and name is not None:
             needs[match[1]].append(name[0])
-    return {extra: all(map(_version_of, names)) for extra, names in needs.items()}
+    return {extra: all(map(_installed_version, names)) for extra, names in needs.items()}
 
 
-def _version_of(name: str) -> str:
+def _installed_version(name: str) -> str:
     """Return the version of a package; an empty text if it is not installed."""
     try:
         return version(name)

@@ -47,10 +47,10 @@ def extract_by_name(
                 f"{option} must be at least {least}, got {options[name]}.\nGive {option} {usual}."
             )
     if options["dtype"] is not None:
-        options = {**options, "dtype": _dtype(options["dtype"])}
+        options = {**options, "dtype": _parse_dtype(options["dtype"])}
     return hl.extract(
         loaded.model,
-        _data_of(loaded, data),
+        _open_data(loaded, data),
         at,
         to,
         preprocess=loaded.preprocess,
@@ -60,7 +60,7 @@ def extract_by_name(
 
 
 @contextmanager
-def process_group() -> Iterator[bool]:
+def join_process_group() -> Iterator[bool]:
     """Join the process group of `torchrun` for a while; yield whether this rank may print.
 
     A process that torchrun did not start has no group, and prints.
@@ -77,7 +77,7 @@ def process_group() -> Iterator[bool]:
         dist.destroy_process_group()
 
 
-def moved(loaded: LoadedModel, device: str | None) -> LoadedModel:
+def move_to_device(loaded: LoadedModel, device: str | None) -> LoadedModel:
     """Move a model to a device; None is the GPU, if torch has one here.
 
     Raises:
@@ -95,7 +95,7 @@ def moved(loaded: LoadedModel, device: str | None) -> LoadedModel:
     return loaded
 
 
-def _data_of(loaded: LoadedModel, data: str) -> Any:
+def _open_data(loaded: LoadedModel, data: str) -> Any:
     """Return what `hl.extract` takes; float64 of a file of NumPy as the model's float32."""
     if data == "demo" and loaded.name == "demo:digits":
         return load_demo_digits()[0]
@@ -109,7 +109,7 @@ def _data_of(loaded: LoadedModel, data: str) -> Any:
     return Path(data)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _parse_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(

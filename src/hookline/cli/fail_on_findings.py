@@ -26,7 +26,7 @@ FailOnOption = Annotated[
 ]
 
 
-def findings_in(folder: Path) -> Findings:
+def judge_folder(folder: Path) -> Findings:
     """Judge the recording, the store or the run in a folder.
 
     Raises:
@@ -35,7 +35,7 @@ def findings_in(folder: Path) -> Findings:
     return open_folder(folder).findings()
 
 
-def fail_on(findings: Findings, level: FailOn | None) -> None:
+def exit_on_findings(findings: Findings, level: FailOn | None) -> None:
     """End the command with exit code 1 if a finding is of a level or worse."""
     if level is not None and findings.reaches(level.value):
         raise typer.Exit(1)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.cli.python_to_commands import in_words_of_commands
-from hookline.cli.terminal import Busy
+from hookline.cli.python_to_commands import python_to_commands
+from hookline.cli.terminal import ProgressBar
 from hookline.data import guess_input, load_input
 from hookline.display.text import plural
 from hookline.engine import PORTS, Report
@@ -67,19 +67,19 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
     sites = _OUTPUTS_AND_INPUT if batch.images and not at else at or None
     n_modules = sum(1 for _ in model.modules())
     output: list[Any] = []
-    with Busy("running the model", n_modules) as busy, warnings.catch_warnings():
-        # `silence` and the page already report sites that never fired.
+    with ProgressBar("running the model", n_modules) as busy, warnings.catch_warnings():
+        # `silent_sites_text` and the page already report sites that never fired.
         warnings.simplefilter("ignore", HooklineWarning)
         with hl.record(model, sites, copy=True) as run, hl.attach(model) as line:
             line.forward(None, lambda *_: busy.step())
             line.forward("", lambda module, args, value: output.append(value))
-            summary = hl.summary(model, inputs_of(model, batch))
+            summary = hl.summary(model, to_inputs(model, batch))
     if not len(run):
         return Inspection(summary, run, folder, None, [], run.findings())
-    with Busy("writing the recording"):
+    with ProgressBar("writing the recording"):
         run.save(folder)
-    classes = _classes(loaded, output[0]) if output else []
-    with Busy("writing the page"):
+    classes = _top_classes(loaded, output[0]) if output else []
+    with ProgressBar("writing the page"):
         page = write_recording_page(
             run,
             folder / PAGE,
@@ -105,17 +105,17 @@ def inspection_data(inspection: Inspection, batch: Batch) -> dict[str, Any]:
     }
 
 
-def silence(report: Report, *, is_chosen: bool) -> str:
+def silent_sites_text(report: Report, *, are_chosen: bool) -> str:
     """Say which sites never fired, and why; return an empty text if there is nothing to report.
 
     Args:
         report: the recording's report.
-        is_chosen: whether the user selected sites. Without a selection, some sites may well never
+        are_chosen: whether the user selected sites. Without a selection, some sites may well never
             run, and only the page lists them.
     """
     silent = report.silent
     some = len(silent) < len(report.sites)
-    if not silent or (some and not is_chosen):
+    if not silent or (some and not are_chosen):
         return ""
     reasons = "; ".join(f"{site}: {report.why.get(site, '')}" for site in silent[:_N_SILENT])
     more = f"; and {len(silent) - _N_SILENT} more" if len(silent) > _N_SILENT else ""
@@ -142,7 +142,7 @@ def read_input(source: str, loaded: LoadedModel) -> Batch:
     return batch
 
 
-def inputs_of(model: nn.Module, batch: Batch) -> Inputs:
+def to_inputs(model: nn.Module, batch: Batch) -> Inputs:
     """Convert a batch to the inputs that `hl.summary` takes."""
     if not batch.kwargs:
         return batch.args
@@ -168,9 +168,9 @@ def diagnose(
             f"--ports must be among {', '.join(PORTS)}, got {unknown[0]!r}."
             "\nGive --ports output,grad_output, for instance."
         )
-    with Busy("running the model"):
-        inputs = None if batch is None else inputs_of(loaded.model, batch)
-        diagnosis = _for_commands(hl.doctor(loaded.model, inputs, at or None, ports=names))
+    with ProgressBar("running the model"):
+        inputs = None if batch is None else to_inputs(loaded.model, batch)
+        diagnosis = _translate_remedies(hl.doctor(loaded.model, inputs, at or None, ports=names))
     if batch is None:
         text = "none given, and none could be guessed: give one, such as random:1x3x224x224"
         return diagnosis, text
@@ -178,23 +178,23 @@ def diagnose(
     return diagnosis, batch.description + remark
 
 
-def _for_commands(diagnosis: Diagnosis) -> Diagnosis:
+def _translate_remedies(diagnosis: Diagnosis) -> Diagnosis:
     """Write the remedies of a diagnosis with commands in place of calls of Python."""
     failure = diagnosis.failure
     return replace(
         diagnosis,
-        sites=tuple(_remedied(verdict) for verdict in diagnosis.sites),
-        notes=tuple(_remedied(note) for note in diagnosis.notes),
-        failure=None if failure is None else _remedied(failure),
+        sites=tuple(_translate_remedy(verdict) for verdict in diagnosis.sites),
+        notes=tuple(_translate_remedy(note) for note in diagnosis.notes),
+        failure=None if failure is None else _translate_remedy(failure),
     )
 
 
-def _remedied(advice: _Advice) -> _Advice:
-    return replace(advice, remedy=in_words_of_commands(advice.remedy))
+def _translate_remedy(advice: _Advice) -> _Advice:
+    return replace(advice, remedy=python_to_commands(advice.remedy))
 
 
-def profile_by_name(
-    model: nn.Module, batch: Batch, steps: int, *, backward: bool, busy: Busy
+def profile_steps(
+    model: nn.Module, batch: Batch, steps: int, *, backward: bool, busy: ProgressBar
 ) -> Profile:
     """Run a model several times, in eval mode, under `hl.profile`.
 
@@ -210,13 +210,13 @@ def profile_by_name(
     Raises:
         HooklineError: no output has a gradient.
     """
-    inputs = inputs_of(model, batch)
+    inputs = to_inputs(model, batch)
     profiling = hl.profile(model)
 
     def step() -> None:
         output = call(model, inputs)
         if backward:
-            _backward(output)
+            _run_backward(output)
             model.zero_grad()
         busy.step()
 
@@ -230,7 +230,7 @@ def profile_by_name(
     return profiling
 
 
-def _backward(output: object) -> None:
+def _run_backward(output: object) -> None:
     loss = mean_squares(output)
     if loss is None:
         raise InputError(
@@ -240,7 +240,7 @@ def _backward(output: object) -> None:
     torch.autograd.backward(loss)
 
 
-def _classes(loaded: LoadedModel, output: Any) -> list[tuple[str, float]]:
+def _top_classes(loaded: LoadedModel, output: Any) -> list[tuple[str, float]]:
     """List the five likeliest classes of the first row, if the output has a score per label."""
     scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if loaded.labels is None or not isinstance(scores, Tensor) or scores.ndim != 2:

@@ -43,43 +43,43 @@ PHRASES = {
 }  # fmt: skip
 
 
-def in_words_of_commands(text: str) -> str:
+def python_to_commands(text: str) -> str:
     """Write a message with commands and options in place of calls and arguments of Python.
 
-    >>> in_words_of_commands("names must be names of a.\\nGive names={'p': 'x'}.")
+    >>> python_to_commands("names must be names of a.\\nGive names={'p': 'x'}.")
     '--names must be names of a.\\nGive --names p=x.'
-    >>> in_words_of_commands("Write hl.anatomy(model, x).")
+    >>> python_to_commands("Write hl.anatomy(model, x).")
     'Write hookline anatomy MODEL INPUT.'
     """
     for phrase, words in PHRASES.items():
         text = re.sub(re.escape(phrase).replace("…", "(.+)"), words, text, flags=re.DOTALL)
-    text = _CALL.sub(_command, text)
+    text = _CALL.sub(_command_text, text)
     text = _SUBJECT.sub(r"--\1 must ", text)
-    return _OPTION.sub(_option, text)
+    return _OPTION.sub(_option_text, text)
 
 
-def _command(call: re.Match[str]) -> str:
-    words = [_argument(word) for word in call[2].split(", ") if word]
+def _command_text(call: re.Match[str]) -> str:
+    words = [_argument_text(word) for word in call[2].split(", ") if word]
     command = "hooks" if call[1] == "inventory" else call[1]
     if call[1] == "doctor" and len(words) > 2:
         words.insert(2, "--at")
     return " ".join(["hookline", command, *words])
 
 
-def _argument(word: str) -> str:
+def _argument_text(word: str) -> str:
     return _ARGUMENTS.get(word) or shlex.quote(word.strip("'\""))
 
 
-def _option(argument: re.Match[str]) -> str:
+def _option_text(argument: re.Match[str]) -> str:
     name, value = argument[1], argument[2]
     try:
-        words = _values(ast.literal_eval(value))
+        words = _option_values(ast.literal_eval(value))
     except (ValueError, SyntaxError):
         words = [_OPTIONS[name]]
     return " ".join(f"--{name} {word}" for word in words)
 
 
-def _values(value: Any) -> list[str]:
+def _option_values(value: Any) -> list[str]:
     """Return the words of an option's values; one word for each use of the option.
 
     Raises:

@@ -16,7 +16,7 @@ _CLOSED_PIPE = 141  # 128 + SIGPIPE, which Windows lacks: a shell's code of what
 
 
 @contextmanager
-def ended_by_streams() -> Iterator[None]:
+def exit_on_stream_errors() -> Iterator[None]:
     """Run a command whose streams may fail, as the main function of its process.
 
     A reader of stdout that has gone ends the command with 141, a disk that is full with 2, and
@@ -24,7 +24,7 @@ def ended_by_streams() -> Iterator[None]:
 
         $ hookline summary demo:digits demo | head -1
     """
-    _prepare()
+    _prepare_streams()
     try:
         try:
             yield
@@ -37,7 +37,7 @@ def ended_by_streams() -> Iterator[None]:
         sys.exit(130)
 
 
-def _prepare() -> None:
+def _prepare_streams() -> None:
     """Open what the shell has closed, and have stdout tell what a write that fails means.
 
     Characters that the encoding of stdout lacks are written as \\u65e5, as Python does on stderr.
@@ -48,18 +48,18 @@ def _prepare() -> None:
             stream.reconfigure(errors="backslashreplace")
         # What is no plain file, as the console of Windows, writes in a way of its own.
         if type(getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
-            sys.stdout = _guarded(stream)
+            sys.stdout = _guard_writes(stream)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             nothing = open(os.devnull, "w")  # noqa: SIM115 it lasts as long as the process
             setattr(sys, name, nothing)
 
 
-def _guarded(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def _guard_writes(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """Return a stream to the same file, which tells what a write that fails means."""
     stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Output(stream.fileno(), "wb", closefd=False)),
+        io.BufferedWriter(_GuardedFile(stream.fileno(), "wb", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
@@ -68,7 +68,7 @@ def _guarded(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 @final
-class _Output(io.FileIO):
+class _GuardedFile(io.FileIO):
     """Write to stdout, whose reader may have gone, or whose disk may be full."""
 
     def write(self, data: Any, /) -> int:
@@ -81,16 +81,16 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
-            self._give_up()
+            self._discard_further_writes()
             raise SystemExit(_CLOSED_PIPE) from None
         except OSError as error:
-            self._give_up()
+            self._discard_further_writes()
             raise InputError(
                 f"stdout must be a file that can be written, got {error.strerror}."
                 "\nFree space on its disk, or write to another file."
             ) from error
 
-    def _give_up(self) -> None:
+    def _discard_further_writes(self) -> None:
         """Write nothing more: what is left in buffers is written when the process ends."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())

@@ -6,7 +6,15 @@ from typing import Annotated, get_args
 
 import typer
 
-from hookline.cli.terminal import AsJson, Busy, complaints, out, print_json, say, show
+from hookline.cli.terminal import (
+    AsJson,
+    ProgressBar,
+    exit_on_errors,
+    out,
+    print_json,
+    print_result,
+    say,
+)
 from hookline.display.results import Printout
 from hookline.display.text import plural
 from hookline.display.units import size
@@ -28,22 +36,22 @@ _MOST_SAID = 20
 @store_app.command()
 def info(folder: Folder, as_json: AsJson = False) -> None:
     """Print the sites, shapes, statistics and the job of a store."""
-    with complaints():
+    with exit_on_errors():
         store = open_store(folder)
-        lines = _about(store)
+        lines = _job_facts(store)
         data = store.to_dict() if as_json else {}
     if as_json:
         print_json(data)
         return
-    show(store)
+    print_result(store)
     out.print()
-    show(Printout(totals=lines))
+    print_result(Printout(totals=lines))
 
 
 @store_app.command("verify")
 def verify_command(folder: Folder) -> None:
     """Read all of a store and compare it with its checksums."""
-    with complaints(), Busy(f"verifying {folder}"):
+    with exit_on_errors(), ProgressBar(f"verifying {folder}"):
         damages = verify(folder)
     for damage in damages[:_MOST_SAID]:
         out.print(str(damage), markup=False, soft_wrap=True)
@@ -59,7 +67,7 @@ def verify_command(folder: Folder) -> None:
 @store_app.command("repair")
 def repair_command(folder: Folder) -> None:
     """Remove damaged shards, so that the same extraction makes them again."""
-    with complaints(), Busy(f"repairing {folder}"):
+    with exit_on_errors(), ProgressBar(f"repairing {folder}"):
         repaired = repair(folder)
     for damage in repaired.removed[:_MOST_SAID]:
         out.print(str(damage), markup=False, soft_wrap=True)
@@ -74,9 +82,9 @@ def merge_command(
     to: Annotated[str, typer.Option("--to", metavar="DIR", help="a new folder or URL")],
 ) -> None:
     """Make one store of several: parts of one job, or the same sites of other data."""
-    with complaints(), Busy(f"merging {plural(len(folders), 'store')}"):
+    with exit_on_errors(), ProgressBar(f"merging {plural(len(folders), 'store')}"):
         store = merge(folders, to)
-    show(store)
+    print_result(store)
 
 
 @store_app.command("export")
@@ -89,19 +97,19 @@ def export_command(
     ] = None,
 ) -> None:
     """Write the values of a store in another format."""
-    with complaints():
+    with exit_on_errors():
         if format_ not in get_args(Format):
             raise InputError(
                 f"--format must be one of {', '.join(get_args(Format))}, got {format_}."
                 "\nGive --format parquet."
             )
         store = open_store(folder)
-        with Busy(f"exporting {folder}"):
+        with ProgressBar(f"exporting {folder}"):
             path = store.export(to, format_, *(at or []))  # type: ignore[arg-type]
     out.print(f"written: {path}", markup=False, soft_wrap=True)
 
 
-def _about(store: Store) -> list[tuple[str, str]]:
+def _job_facts(store: Store) -> list[tuple[str, str]]:
     """List what a store says of its job."""
     job = store.job
     model = job.get("model", {})

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from hookline.cli.python_to_commands import in_words_of_commands
+from hookline.cli.python_to_commands import python_to_commands
 from hookline.display.results import Printout, Result, json_text, printout_of, terminal_width
 from hookline.display.text import escape_invisible
 from hookline.errors import HooklineError, HooklineWarning
@@ -32,7 +32,7 @@ err: Console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False
 
 
 @contextmanager
-def complaints() -> Iterator[None]:
+def exit_on_errors() -> Iterator[None]:
     """Turn a hookline error into one to three lines and exit code 2; an interrupt into 130."""
     try:
         yield
@@ -45,7 +45,7 @@ def complaints() -> Iterator[None]:
 
 
 @contextmanager
-def said_warnings() -> Iterator[None]:
+def print_warnings() -> Iterator[None]:
     """Print hookline's warnings as messages, without the line of code that caused them."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", HooklineWarning)
@@ -61,7 +61,7 @@ def said_warnings() -> Iterator[None]:
         yield
 
 
-def show(result: Result | Printout, *, failure: bool = True) -> None:
+def print_result(result: Result | Printout, *, failure: bool = True) -> None:
     """Print a result as wide as the terminal, or 80 characters wide.
 
     Args:
@@ -76,7 +76,7 @@ def show(result: Result | Printout, *, failure: bool = True) -> None:
         out.print(text, soft_wrap=True)
 
 
-def present(
+def print_result_or_json(
     result: Result, as_json: bool, batch: Batch | None = None, *, failure: bool = True
 ) -> None:
     """Print a result, or it alone as JSON, which begins with the input that it is of.
@@ -85,13 +85,13 @@ def present(
         result: the result.
         as_json: whether to print JSON.
         batch: the input; None leaves it out.
-        failure: as in `show`.
+        failure: as in `print_result`.
     """
     if as_json:
         about = {} if batch is None else {"input": batch.description}
         print_json(about | result.to_dict())
     else:
-        show(result, failure=failure)
+        print_result(result, failure=failure)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -101,11 +101,11 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 def say(message: str) -> None:
     """Print a message to stderr, in the command line's words, without markup and folding."""
-    err.print(f"hookline: {escape_invisible(in_words_of_commands(message))}", markup=False)
+    err.print(f"hookline: {escape_invisible(python_to_commands(message))}", markup=False)
 
 
 @final
-class Busy:
+class ProgressBar:
     """A progress bar that appears only if the work takes longer than a second.
 
     Args:
@@ -122,7 +122,7 @@ class Busy:
         self._timer = Timer(1.0, self._progress.start)
         self._timer.daemon = True
 
-    def __enter__(self) -> Busy:
+    def __enter__(self) -> ProgressBar:
         if err.is_terminal:
             self._timer.start()
         return self

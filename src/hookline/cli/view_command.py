@@ -7,7 +7,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from hookline.cli.fail_on_findings import findings_in
+from hookline.cli.fail_on_findings import judge_folder
 from hookline.cli.terminal import out, say
 from hookline.curves import is_run, open_run
 from hookline.errors import FolderError, InputError
@@ -26,7 +26,7 @@ from hookline.views.page.served_folders import may_be_finding, read_finding
 from hookline.views.page.url_parameters import parse_items
 
 
-def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | None:
+def parse_items_option(text: str | None, folders: list[Path]) -> tuple[int, ...] | None:
     """Parse the option `--items`.
 
     Raises:
@@ -43,7 +43,7 @@ def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | Non
     return parse_items(text, "--items")
 
 
-def serving_of(
+def make_server(
     folders: list[Path], items: tuple[int, ...] | None, host: str, port: int, wait: bool
 ) -> LimitedServer:
     """Create a server for one folder or two, bound to its port.
@@ -71,7 +71,7 @@ def _may_be_written_yet(folder: Path) -> bool:
     return not os.path.exists(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
-def write_view(
+def write_folder_page(
     folders: list[Path], items: tuple[int, ...] | None, out: Path
 ) -> tuple[Path, Findings | None]:
     """Write the page of a folder as one file.
@@ -89,7 +89,7 @@ def write_view(
         HooklineError: the folder holds nothing readable, or the file cannot be written.
         InputError: items are chosen for a comparison.
     """
-    target = page_of(out)
+    target = page_file(out)
     if len(folders) > 1:
         if items is not None:
             raise InputError(
@@ -102,19 +102,19 @@ def write_view(
     if is_run(folder):
         title, where = folder.resolve().name, os.fspath(folder)
         page = write_curves_page(open_run(folder), target, title=title, where=where)
-        return page, findings_in(folder)
+        return page, judge_folder(folder)
     if may_be_finding(folder):
         return write_page(read_finding(folder), target), None
     contents = FolderSource(folder, items).read()
     return write_contents_page(contents, target, title=folder.resolve().name)
 
 
-def page_of(out: Path) -> Path:
+def page_file(out: Path) -> Path:
     """Return the file of a page: a path that ends in `.html`, or `report.html` in the folder."""
     return out if out.suffix == ".html" else out / "report.html"
 
 
-def serve(serving: LimitedServer, folders: list[Path], open_browser: bool) -> None:
+def serve_until_interrupt(serving: LimitedServer, folders: list[Path], open_browser: bool) -> None:
     """Print the page's address, open it, and serve until Ctrl-C."""
     if serving.is_on_other_port:
         say(f"port {serving.wanted_port} is taken; using {serving.port}.")
@@ -125,11 +125,11 @@ def serve(serving: LimitedServer, folders: list[Path], open_browser: bool) -> No
         out.print("Other machines can read the page only with this address.")
     out.print("Ctrl-C ends it.")
     if open_browser:
-        open_page(serving.address)
+        open_in_browser(serving.address)
     serving.serve()
 
 
-def open_page(address: str) -> None:
+def open_in_browser(address: str) -> None:
     """Open an address in the browser, if there is a display."""
     if sys.platform.startswith("linux") and not (
         os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")

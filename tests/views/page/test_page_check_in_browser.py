@@ -9,7 +9,7 @@ from torch import nn
 
 import hookline as hl
 from accessibility import at_any_width, faults_of
-from hookline.cli.view_command import write_view
+from hookline.cli.view_command import write_folder_page
 
 
 class Root(nn.Module):
@@ -89,7 +89,7 @@ def test_an_observation_and_a_held_value_have_pages(new_page, tmp_path):
 
 
 def test_the_command_writes_the_page_of_a_kept_file(kept, tmp_path):
-    path, findings = write_view([type(tmp_path)(kept.file)], None, tmp_path / "page.html")
+    path, findings = write_folder_page([type(tmp_path)(kept.file)], None, tmp_path / "page.html")
     assert findings is None
     assert "NaN at 1" in path.read_text()
 
