@@ -51,4 +51,4 @@ class Writer:
         self.step += 1
 
     def close(self):
-        self.folder.close()
+        self.folder.finish()

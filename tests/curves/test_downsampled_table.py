@@ -9,14 +9,14 @@ from torch import nn
 
 import hookline as hl
 from hookline.curves import RunReader
-from hookline.curves.downsampled_table import ThinnedTable
+from hookline.curves.downsampled_table import DownsampledTable
 from runs import layout_of, report_of
 
 NAN = float("nan")
 
 
 def table_of(reports, most=512):
-    table = ThinnedTable(most)
+    table = DownsampledTable(most)
     table.add(reports)
     return table
 
@@ -68,7 +68,7 @@ def test_values_that_are_missing_or_not_finite_are_so():
     ]
     table = table_of(reports)
     assert_as_reported(reports, table)
-    assert table.bad().tolist() == [[False, False], [True, False], [True, False]]
+    assert table.is_non_finite().tolist() == [[False, False], [True, False], [True, False]]
     assert table.bad_since.tolist() == [1, -1]
     now = dict(zip(table.names, table.now.tolist(), strict=True))
     assert now["mean"] == [3.0, 2.0]  # of the last step that has a value
@@ -117,7 +117,7 @@ def test_more_steps_than_columns_keep_every_extreme(n_steps):
     layout = layout_of(["a"])
     numbers = np.random.default_rng(0).normal(size=n_steps)
     reports = [report_of(k, layout, [[one]], 0.0) for k, one in enumerate(numbers)]
-    table = ThinnedTable(8)
+    table = DownsampledTable(8)
     for one in reports:  # as they come, one by one
         table.add([one])
     assert len(table.columns) <= 8

@@ -11,7 +11,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.curves import StepReport
-from hookline.curves.logged_numbers import checked_logged, logged_of
+from hookline.curves.logged_numbers import check_logged, logged_curves
 
 
 @pytest.mark.parametrize(
@@ -23,14 +23,14 @@ from hookline.curves.logged_numbers import checked_logged, logged_of
     ],
 )  # fmt: skip
 def test_a_single_number_is_taken(value):
-    found = checked_logged(None, {"loss": value})
+    found = check_logged(None, {"loss": value})
     expected = torch.as_tensor(value).detach().item()
     assert found == {"loss": expected}
     assert type(found["loss"]) is float
 
 
 def test_nan_is_a_number():
-    assert math.isnan(checked_logged({"a b": torch.tensor(math.nan)}, {})["a b"])
+    assert math.isnan(check_logged({"a b": torch.tensor(math.nan)}, {})["a b"])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_nan_is_a_number():
 )  # fmt: skip
 def test_anything_else_is_refused_with_what_to_do(numbers, named, message):
     with pytest.raises(hl.InputError, match=message):
-        checked_logged(numbers, named)
+        check_logged(numbers, named)
 
 
 def test_curves_without_a_monitor_refuse_to_log(tmp_path):
@@ -83,8 +83,8 @@ def test_a_step_that_is_no_number_is_named_as_it_was_given(step):
 
 def test_a_name_that_was_not_logged_is_explained():
     with pytest.raises(hl.NotRecordedError, match=r"^'loss' was not logged\.\nUse .*: none; log"):
-        logged_of([])["loss"]
-    logged = logged_of([StepReport.of_logged(0, 0.0, {"loss": 1.0})])
+        logged_curves([])["loss"]
+    logged = logged_curves([StepReport.from_logged(0, 0.0, {"loss": 1.0})])
     with pytest.raises(hl.NotRecordedError, match=r"\nUse one of the names that were: loss\.$"):
         logged["typo"]
     assert "typo" not in logged

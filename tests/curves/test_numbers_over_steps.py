@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.curves import ABSENT, Curves, Entry, Layout, Reports, StepReport, numbers_of
-from hookline.curves.numbers_over_steps import attributes_of
+from hookline.curves.numbers_over_steps import numeric_attributes
 
 STATISTICS = {
     "moments": hl.stats.moments(),
@@ -55,7 +55,7 @@ def expected(curve, name):
         number = np.nan
         for result in report.results("a", curve._rank):
             single = numbers_of(result)
-            if name in single or name in attributes_of(result):
+            if name in single or name in numeric_attributes(result):
                 number = single[name] if name in single else getattr(result, name)
                 break
         found.append(float(number))

@@ -27,7 +27,7 @@ from hookline.curves import (
     run_folder,
     run_version,
 )
-from hookline.curves.run_folder import _frame, read_statistic, spell_statistic
+from hookline.curves.run_folder import _frame, statistic_from_json, statistic_to_json
 from hookline.engine.model_fingerprint import recorded_model
 from warm import run_python
 
@@ -154,7 +154,7 @@ def test_a_file_cut_anywhere_gives_whole_reports(tmp_path_factory, n_bytes):
     writer = RunFolder(folder / "run")
     for step in range(10):
         writer.add(StepReport(step, 0.0, layout, np.full((1, 16), float(step))))
-    writer.close()
+    writer.finish()
     file = folder / "run" / "curves.bin"
     os.truncate(file, max(8, min(n_bytes, file.stat().st_size)))
     reports = open_run(folder / "run")._source.read()
@@ -328,7 +328,7 @@ def test_a_run_in_memory_identifies_no_model():
     ids=lambda statistic: type(statistic).__name__,
 )
 def test_a_statistic_is_made_again_from_json(statistic):
-    again = read_statistic(json.loads(json.dumps(spell_statistic(statistic))))
+    again = statistic_from_json(json.loads(json.dumps(statistic_to_json(statistic))))
     x = torch.randn(20, 3)
     slots = statistic.update(statistic.start(x), x)
     torch.testing.assert_close(again.update(again.start(x), x), slots)
@@ -339,7 +339,7 @@ def test_one_of_a_users_class_gives_its_slots():
     class Own:
         pass
 
-    again = read_statistic(json.loads(json.dumps(spell_statistic(Own()))))
+    again = statistic_from_json(json.loads(json.dumps(statistic_to_json(Own()))))
     assert again.result(torch.ones(2)).tolist() == [1, 1]
     with pytest.raises(hl.FolderError, match=r"the statistic Own must be known to measure"):
         again.start(torch.ones(1))

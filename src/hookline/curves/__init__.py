@@ -3,8 +3,8 @@
 from hookline.curves.curves import Curve as Curve
 from hookline.curves.curves import Curves as Curves
 from hookline.curves.logged_numbers import Logged as Logged
-from hookline.curves.logged_numbers import is_single as is_single
-from hookline.curves.logged_numbers import logged_of as logged_of
+from hookline.curves.logged_numbers import is_single_number as is_single_number
+from hookline.curves.logged_numbers import logged_curves as logged_curves
 from hookline.curves.numbers_of_result import numbers_of as numbers_of
 from hookline.curves.numbers_of_result import numbers_of_all as numbers_of_all
 from hookline.curves.run_folder import RunFolder as RunFolder

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.curves.curves_table import curves_printout, site_numbers
+from hookline.curves.curves_table import curves_printout, last_numbers_by_site
 from hookline.curves.findings import findings_of_steps
-from hookline.curves.logged_numbers import Logged, checked_logged, logged_of
+from hookline.curves.logged_numbers import Logged, check_logged, logged_curves
 from hookline.curves.numbers_over_steps import CurveColumns
 from hookline.curves.slot_layout import Layout
 from hookline.curves.step_reports import LOGGED, Reports, ReportSource, StepReport, weight_of
@@ -58,7 +58,7 @@ class Curve:
     @property
     def results(self) -> list[Any]:
         """The result of the first statistic at each step; None where the site had no value."""
-        return [next(iter(self._at(report)), None) for report in self._reports]
+        return [next(iter(self._results_at(report)), None) for report in self._reports]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,7 +69,9 @@ class Curve:
             for report in reversed(self._reports)
         )
         # A rank that never had a value here has NaNs by the names of those that had.
-        names = self._grown().names or Curve(self.site, self._reports, None)._grown().names
+        names = (
+            self._up_to_date().names or Curve(self.site, self._reports, None)._up_to_date().names
+        )
         return (*names, *["ratio"] * has_ratio)
 
     def __getattr__(self, name: str) -> NDArray[np.float64]:
@@ -79,26 +81,26 @@ class Curve:
             raise AttributeError(
                 f"the curve of {self.site} has no {name!r}.\nUse one of {', '.join(self.names)}."
             )
-        return self._ratio() if name == "ratio" else self._grown().of(name).copy()
+        return self._update_ratio() if name == "ratio" else self._up_to_date().number(name).copy()
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.names]
 
-    def _at(self, report: StepReport) -> list[Any]:
+    def _results_at(self, report: StepReport) -> list[Any]:
         return report.results(self.site, self._rank)
 
-    def _grown(self) -> CurveColumns:
-        self._columns.grow(self._reports)
+    def _up_to_date(self) -> CurveColumns:
+        self._columns.extend(self._reports)
         return self._columns
 
-    def _ratio(self) -> NDArray[np.float64]:
+    def _update_ratio(self) -> NDArray[np.float64]:
         """Return the ratio of an update's norm to the weight's at each step."""
         weight = weight_of(self.site)
         columns = CurveColumns("" if weight is None else weight, self._rank)
-        columns.grow(self._reports)
-        norms = columns.of("norm")
+        columns.extend(self._reports)
+        norms = columns.number("norm")
         with np.errstate(all="ignore"):
-            return np.where(norms != 0, self._grown().of("norm") / norms, np.nan)
+            return np.where(norms != 0, self._up_to_date().number("norm") / norms, np.nan)
 
 
 @final
@@ -174,9 +176,9 @@ class Curves(Result):
         modules as in `model.named_modules()`, then of parameters. It is not the order in which
         they run.
         """
-        return self._sites(self._source.read())
+        return self._sites_of(self._source.read())
 
-    def _sites(self, reports: Sequence[StepReport]) -> tuple[str, ...]:
+    def _sites_of(self, reports: Sequence[StepReport]) -> tuple[str, ...]:
         last: Layout | None = None
         for report in reports[self._n_seen : len(reports)]:
             self._n_seen += 1
@@ -269,7 +271,7 @@ class Curves(Result):
         return iter(self.sites)
 
     def __contains__(self, site: object) -> bool:
-        return self._find(str(site), self.sites) is not None
+        return self._match_site(str(site), self.sites) is not None
 
     def __getitem__(self, site: Any) -> Curve:
         """Return the curve of a site, as in `curves["h.0:grad_output"]`.
@@ -280,10 +282,10 @@ class Curves(Result):
             NotRecordedError: the site is not here; the message shows close ones.
         """
         reports = self._source.read()
-        sites = self._sites(reports)
-        name = self._find(str(site), sites)
+        sites = self._sites_of(reports)
+        name = self._match_site(str(site), sites)
         if name is None:
-            raise NotRecordedError(_explain(str(site), sites))
+            raise NotRecordedError(_no_curve_text(str(site), sites))
         if name not in self._curves:
             self._curves[name] = Curve(name, reports, self._rank)
         return self._curves[name]
@@ -302,7 +304,7 @@ class Curves(Result):
         Each has two arrays of equal length: `steps` and `values`. They also hold the steps that
         `every=` of `hl.monitor` skips.
         """
-        return logged_of(self._source.read_logged())
+        return logged_curves(self._source.read_logged())
 
     def log(
         self, numbers: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any
@@ -331,7 +333,7 @@ class Curves(Result):
         Raises:
             InputError: a value is not a single real number, or no monitor is running.
         """
-        checked = checked_logged(numbers, named)
+        checked = check_logged(numbers, named)
         if self._log is None:
             raise InputError(
                 "seen.log must be called while hl.monitor runs, got curves without a monitor."
@@ -369,7 +371,7 @@ class Curves(Result):
                 row = StepReport(report.step, report.seconds, report.layout, slots, report.order)
                 reports.add(row)
         for report in self._source.read_logged():
-            reports.add(StepReport.of_logged(report.step, report.seconds, report.logged))
+            reports.add(StepReport.from_logged(report.step, report.seconds, report.logged))
         reports.has_ended = self._source.has_ended
         return reports
 
@@ -427,7 +429,7 @@ class Curves(Result):
         if numbers:
             return numbers
         raise NotRecordedError(
-            f"step {step!r} was not reported.\nUse one of curves.steps, {_ends(self.steps)}."
+            f"step {step!r} was not reported.\nUse one of curves.steps, {_ends_text(self.steps)}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -435,13 +437,13 @@ class Curves(Result):
         return {"steps": self.steps.tolist(), "sites": self._table_rows()}
 
     def _table_rows(self) -> list[dict[str, Any]]:
-        return site_numbers(self._source.read(), self.sites, self._rank)
+        return last_numbers_by_site(self._source.read(), self.sites, self._rank)
 
     def _printout(self) -> Printout:
         return curves_printout(self._source.read(), self.sites, self._rank)
 
     @staticmethod
-    def _find(text: str, sites: Sequence[str]) -> str | None:
+    def _match_site(text: str, sites: Sequence[str]) -> str | None:
         if text in sites:  # also of a module that is named like a port, `heads.a:output`
             return text
         text = as_written(text).removesuffix(":output")
@@ -450,7 +452,7 @@ class Curves(Result):
         return names[0] if names else under[0] if len(under) == 1 else None
 
 
-def _explain(text: str, sites: Sequence[str]) -> str:
+def _no_curve_text(text: str, sites: Sequence[str]) -> str:
     if not sites:
         return (
             f"{text!r} has no curve: no step was reported yet.\nRun the model, and step its"
@@ -463,5 +465,5 @@ def _explain(text: str, sites: Sequence[str]) -> str:
     return f"{text!r} has no curve among {len(sites)} sites.\nUse one of them, such as {examples}."
 
 
-def _ends(steps: NDArray[np.int64]) -> str:
+def _ends_text(steps: NDArray[np.int64]) -> str:
     return f"{steps[0]} to {steps[-1]}" if len(steps) else "of which there are none yet"

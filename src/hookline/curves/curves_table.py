@@ -28,7 +28,7 @@ def curves_printout(
     first, last = reports[0].step, reports[-1].step
     steps = f"{plural(len(reports), 'step')}, {first} to {last}; the last:"
     shown = sites[:_MOST_ROWS]
-    numbers = {site: _numbers(reports, site, rank) for site in shown}
+    numbers = {site: _latest(reports, site, rank) for site in shown}
     names = list(dict.fromkeys(name for named in numbers.values() for name in named))
     trend = some_of(reports, _TREND_STEPS)
     columns = [
@@ -42,7 +42,7 @@ def curves_printout(
             (
                 site,
                 *[units.measure(numbers[site].get(name)) for name in names],
-                _trend([_trended(report, site, rank) for report in trend]),
+                _trend_bars([_trend_number(report, site, rank) for report in trend]),
             )
             for site in shown
         ],
@@ -51,17 +51,17 @@ def curves_printout(
     )
 
 
-def site_numbers(
+def last_numbers_by_site(
     reports: Sequence[StepReport], sites: Sequence[str], rank: int | None
 ) -> list[dict[str, Any]]:
     """Return the numbers of each site at the last step that has any."""
     return [
-        {"site": site} | {name or "value": n for name, n in _numbers(reports, site, rank).items()}
+        {"site": site} | {name or "value": n for name, n in _latest(reports, site, rank).items()}
         for site in sites
     ]
 
 
-def _numbers(reports: Sequence[StepReport], site: str, rank: int | None) -> dict[str, float]:
+def _latest(reports: Sequence[StepReport], site: str, rank: int | None) -> dict[str, float]:
     """Return the numbers of a site at the last step that has any."""
     for report in reversed(reports):
         results = report.results(site, rank)
@@ -72,7 +72,7 @@ def _numbers(reports: Sequence[StepReport], site: str, rank: int | None) -> dict
     return {}
 
 
-def _trended(report: StepReport, site: str, rank: int | None) -> float:
+def _trend_number(report: StepReport, site: str, rank: int | None) -> float:
     numbers = {
         name: number
         for result in report.results(site, rank)[:1]
@@ -82,7 +82,7 @@ def _trended(report: StepReport, site: str, rank: int | None) -> float:
     return known[0] if known else math.nan
 
 
-def _trend(numbers: list[float]) -> str:
+def _trend_bars(numbers: list[float]) -> str:
     """Draw numbers as bars; a number that is not finite is drawn as `!`."""
     finite = [number for number in numbers if math.isfinite(number)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

@@ -17,9 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.numbers_of_result import OF_MOMENTS, numbers_of_all
-from hookline.curves.numbers_over_steps import computed, is_computed, of_moments, single_names
+from hookline.curves.numbers_over_steps import (
+    compute,
+    has_array_functions,
+    moments_from_slots,
+    number_names,
+)
 from hookline.curves.slot_layout import NO_TURN, Entry, Layout
-from hookline.curves.step_reports import StepReport, blocks_of, weight_of
+from hookline.curves.step_reports import StepReport, split_by_layout, weight_of
 from hookline.errors import FolderError
 from hookline.statistics.moments_statistic import MomentsStatistic
 
@@ -45,7 +50,7 @@ class StepSpan:
 
 
 @final
-class ThinnedTable:
+class DownsampledTable:
     """The numbers of a run, which grow by reports.
 
     Args:
@@ -81,11 +86,11 @@ class ThinnedTable:
         self.zero_since: Array = np.empty(0, np.int64)
         self.recent: deque[Array] = deque(maxlen=RECENT)
         self._site_of: dict[str, int] = {}
-        self._plan: _Plan | None = None
+        self._plan: _LayoutPlan | None = None
 
     def add(self, reports: Sequence[StepReport]) -> None:
         """Add reports that follow those that are here."""
-        for block in blocks_of(reports, _BLOCK):
+        for block in split_by_layout(reports, _BLOCK):
             self._add_block(block)
 
     def values(self, name: str, start: int = 0) -> Array:
@@ -97,7 +102,7 @@ class ThinnedTable:
         """
         return self._numbers[:, start : len(self.columns), self.names.index(name)]
 
-    def bad(self, start: int = 0) -> Array:
+    def is_non_finite(self, start: int = 0) -> Array:
         """Tell where non-finite numbers were, of shape [columns, sites]."""
         if "non_finite" not in self.names:
             return np.zeros((len(self.columns) - start, len(self.sites)), np.bool_)
@@ -105,18 +110,18 @@ class ThinnedTable:
 
     def _add_block(self, block: list[StepReport]) -> None:
         if self._plan is None or self._plan.layout is not block[0].layout:
-            self._plan = _Plan(block[0].layout)
+            self._plan = _LayoutPlan(block[0].layout)
         names, numbers = self._plan.numbers(block)
-        self._grow(names, self._plan.sites)
+        self._add_names_and_sites(names, self._plan.sites)
         at_sites = [self._site_of[site] for site in self._plan.sites]
         rows = np.full((len(block), len(self.names), len(self.sites)), np.nan, np.float32)
         at = [self.names.index(name) for name in names]
         rows[:, np.array(at, np.intp)[:, None], at_sites] = np.clip(numbers, -_LARGEST, _LARGEST)
         for report, row in zip(block, rows, strict=True):
             self._add_row(report.step, row)
-            self._note(report, row, at_sites)
+            self._track_for_findings(report, row, at_sites)
 
-    def _grow(self, names: Sequence[str], sites: Sequence[str]) -> None:
+    def _add_names_and_sites(self, names: Sequence[str], sites: Sequence[str]) -> None:
         new_names = [name for name in names if name not in self.names]
         new_sites = [site for site in sites if site not in self._site_of]
         if not new_names and not new_sites:
@@ -140,7 +145,7 @@ class ThinnedTable:
         columns = self.columns
         if not columns or columns[-1].n_reports == self.stride:
             if len(columns) == self._most:
-                self._halve()
+                self._merge_column_pairs()
             self._numbers[:, len(columns)] = row
             columns.append(StepSpan(step, step, self.n_reports))
         else:
@@ -156,7 +161,7 @@ class ThinnedTable:
         self.now[:, has_value] = row[:, has_value]
         self.recent.append(row)
 
-    def _note(self, report: StepReport, row: Array, at_sites: list[int]) -> None:
+    def _track_for_findings(self, report: StepReport, row: Array, at_sites: list[int]) -> None:
         """Note what findings need of each step."""
         step = report.step
         if "non_finite" in self.names:
@@ -172,7 +177,7 @@ class ThinnedTable:
             self.n_zero[share == 1] += 1
             self.n_zero[share < 1] = 0
 
-    def _halve(self) -> None:
+    def _merge_column_pairs(self) -> None:
         """Join each two columns."""
         half = self._most // 2
         earlier, later = self._numbers[:, ::2].copy(), self._numbers[:, 1::2].copy()
@@ -188,7 +193,7 @@ class ThinnedTable:
 
 
 @final
-class _Plan:
+class _LayoutPlan:
     """Hold where the slots of a layout are, for reports that share it.
 
     The numbers are those of `numbers_of`: by NumPy for moments, which most sites have, and one by
@@ -225,13 +230,13 @@ class _Plan:
 
     def numbers(self, block: Sequence[StepReport]) -> tuple[list[str], Array]:
         """Return the names of the numbers, and the numbers, of shape [reports, names, sites]."""
-        others = {k: _columns(self.layout, block, site) for k, site in self._others}
+        others = {k: _numbers_of_site(self.layout, block, site) for k, site in self._others}
         names = [*OF_MOMENTS, *["ratio"] * bool(self._updates)] if len(self._at) else []
         names = list(dict.fromkeys([*names, *itertools.chain.from_iterable(others.values())]))
         numbers = np.full((len(block), len(names), len(self.sites)), np.nan)
         if len(self._at):
             with np.errstate(all="ignore"):
-                moments = of_moments(self._merged(block))
+                moments = moments_from_slots(self._merge_ranks(block))
                 columns = np.stack([moments[name] for name in OF_MOMENTS], axis=1)
                 numbers[:, : len(OF_MOMENTS), self._at] = columns
                 norms = numbers[:, names.index("norm")]
@@ -244,7 +249,7 @@ class _Plan:
                 numbers[:, names.index(name), k] = column
         return names, numbers
 
-    def _merged(self, block: Sequence[StepReport]) -> Array:
+    def _merge_ranks(self, block: Sequence[StepReport]) -> Array:
         """Return the slots of moments, ranks merged, of shape [reports, sites, slots].
 
         Where no value came, the slots are NaN.
@@ -272,7 +277,7 @@ def _entry_of_moments(layout: Layout, site: str) -> tuple[Entry, slice] | None:
     return None
 
 
-def _results(layout: Layout, site: str, report: StepReport) -> list[Any]:
+def _lenient_results(layout: Layout, site: str, report: StepReport) -> list[Any]:
     """Return the results of a site; a statistic that raises is left out, and said once."""
     try:
         return layout.results(site, report.slots, None)
@@ -282,19 +287,19 @@ def _results(layout: Layout, site: str, report: StepReport) -> list[Any]:
         return layout.results(site, report.slots, None, is_lenient=True)
 
 
-def _columns(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str, Array]:
+def _numbers_of_site(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str, Array]:
     """Return the single numbers of a site by name, one for each report."""
     columns: dict[str, Array] = {}
-    if is_computed(layout, site):
+    if has_array_functions(layout, site):
         entries = layout.by_site[site]
-        for (entry, _), (has_value, numbers) in zip(entries, computed(block, site), strict=True):
-            for name in single_names(layout.statistics[entry.statistic]):
+        for (entry, _), (has_value, numbers) in zip(entries, compute(block, site), strict=True):
+            for name in number_names(layout.statistics[entry.statistic]):
                 column = columns.setdefault(name, np.full(len(block), np.nan))
                 is_new = has_value & np.isnan(column)
                 column[is_new] = numbers[name][is_new[has_value]]
         return columns
     for k, report in enumerate(block):
-        for name, number in numbers_of_all(_results(layout, site, report)).items():
+        for name, number in numbers_of_all(_lenient_results(layout, site, report)).items():
             column = columns.setdefault(name or "value", np.full(len(block), np.nan))
             if np.isnan(column[k]):
                 column[k] = number

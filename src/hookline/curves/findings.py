@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.dead_units import dead_units
-from hookline.curves.downsampled_table import RECENT, ThinnedTable
-from hookline.curves.logged_numbers import logged_of
+from hookline.curves.downsampled_table import RECENT, DownsampledTable
+from hookline.curves.logged_numbers import logged_curves
 from hookline.curves.ports import STAGES, path_and_port
 from hookline.curves.slot_layout import NO_TURN
 from hookline.curves.step_reports import StepReport
@@ -76,9 +76,9 @@ class _Onset:
 class _Training:
     """The numbers of a training, and the order in which its sites fired."""
 
-    def __init__(self, reports: Sequence[StepReport], table: ThinnedTable | None) -> None:
+    def __init__(self, reports: Sequence[StepReport], table: DownsampledTable | None) -> None:
         self.reports = reports
-        self.table = _table_of(reports) if table is None else table
+        self.table = _make_table(reports) if table is None else table
         self.sites = self.table.sites
         self.steps = [column.first for column in self.table.columns]
 
@@ -86,42 +86,42 @@ class _Training:
         """Return the last, least and greatest of a number by column and site; None without it."""
         return self.table.values(name) if name in self.table.names else None
 
-    def ports(self, *ports: str) -> list[int]:
+    def where(self, *ports: str) -> list[int]:
         """Return the indices of the sites of some ports."""
         return [k for k, site in enumerate(self.sites) if path_and_port(site)[1] in ports]
 
-    def onset(self, k: int, column: int, factor: float, usual: float = 0.0) -> _Onset:
+    def find_onset(self, k: int, column: int, factor: float, usual: float = 0.0) -> _Onset:
         """Return the onset of a site in a column: its first step far above its usual norm."""
         span, site = self.table.columns[column], self.sites[k]
         reports = self.reports[span.index - span.n_reports + 1 : span.index + 1]
-        first = 0 if len(reports) == 1 else _first_above(reports, site, _BEGUN * usual)
+        first = 0 if len(reports) == 1 else _first_norm_above(reports, site, _BEGUN * usual)
         stage = STAGES[path_and_port(site)[1]]
-        turn = _turn_of(reports[first], site, k)
+        turn = _firing_turn(reports[first], site, k)
         return _Onset(reports[first].step, stage, turn, site, factor, usual=usual)
 
-    def since(self, k: int, step: int) -> _Onset:
+    def onset_at_step(self, k: int, step: int) -> _Onset:
         """Return the onset of a site at a step."""
         columns = self.table.columns
         column = next((c for c, span in enumerate(columns) if step <= span.last), len(columns) - 1)
-        return replace(self.onset(k, column, math.nan), step=step, usual=math.nan)
+        return replace(self.find_onset(k, column, math.nan), step=step, usual=math.nan)
 
 
-def _table_of(reports: Sequence[StepReport]) -> ThinnedTable:
-    table = ThinnedTable()
+def _make_table(reports: Sequence[StepReport]) -> DownsampledTable:
+    table = DownsampledTable()
     table.add(reports)
     return table
 
 
-def _first_above(reports: Sequence[StepReport], site: str, bound: float) -> int:
+def _first_norm_above(reports: Sequence[StepReport], site: str, bound: float) -> int:
     """Return the index of the first report with a norm of a site above a bound; else 0."""
-    table = _table_of(reports)
+    table = _make_table(reports)
     if site not in table.sites or "norm" not in table.names:
         return 0
     norms = table.values("norm")[0][:, table.sites.index(site)]
     return int(np.argmax(norms > bound))
 
 
-def _turn_of(report: StepReport, site: str, default: int) -> int:
+def _firing_turn(report: StepReport, site: str, default: int) -> int:
     """Return the turn of a site among those of its step; that of its registration if not known."""
     sites = list(report.layout.by_site)
     if report.order is None or site not in report.layout.by_site:
@@ -133,7 +133,7 @@ def _turn_of(report: StepReport, site: str, default: int) -> int:
 def findings_of_steps(
     reports: Sequence[StepReport],
     logged: Sequence[StepReport] = (),
-    table: ThinnedTable | None = None,
+    table: DownsampledTable | None = None,
 ) -> Findings:
     """Judge the steps of a training.
 
@@ -147,34 +147,34 @@ def findings_of_steps(
     training = _Training(reports, table)
     findings = sorted([*_non_finite(training), *_jumps(training)], key=lambda f: f.step or 0)
     moved = [finding.step for finding in findings if finding.level != "note"]
-    for judge in (_dead, _frozen, _still, _vanishing, _dead_units):
+    for judge in (_all_zero_sites, _frozen_weights, _no_updates, _vanishing_gradients, _dead_units):
         findings += judge(training)
     if not any(finding.level == "error" for finding in findings):
-        findings = [*_ratio(training, *moved[:1]), *findings]
+        findings = [*_large_updates(training, *moved[:1]), *findings]
     if all(finding.kind in _OF_NOW for finding in findings):
-        findings += _drifts(training)
-    findings = [_with_loss(finding, logged) for finding in findings]
+        findings += _drifting_norms(training)
+    findings = [_add_loss_change(finding, logged) for finding in findings]
     if all(finding.level == "note" for finding in findings):
-        findings += _loss(logged)
+        findings += _rising_loss(logged)
     facts = f"{plural(len(training.sites), 'site')}, {plural(len(reports), 'step')}"
     notes = []
     if "norm" not in training.table.names:
         notes = ["Jumps were not judged: measure norms, with stats=hl.stats.moments()."]
-    elif empty := _empty(training):
+    elif empty := _sites_without_numbers(training):
         notes = [f"Not judged, because they hold no numbers: {listed(empty, _MOST_NAMED)}."]
     return Findings(in_order(findings), facts, notes)
 
 
-def _empty(training: _Training) -> list[str]:
+def _sites_without_numbers(training: _Training) -> list[str]:
     """Return the sites whose values never held a number."""
-    norms, bad = training.table.values("norm"), training.table.bad()
+    norms, bad = training.table.values("norm"), training.table.is_non_finite()
     is_empty = np.asarray(np.isnan(norms).all(axis=(0, 1)) & ~bad.any(axis=0))
     return [site for site, is_so in zip(training.sites, is_empty, strict=True) if is_so]
 
 
 def _non_finite(training: _Training) -> Iterator[Finding]:
     since = training.table.bad_since
-    onsets = [training.since(int(k), int(since[k])) for k in np.flatnonzero(since >= 0)]
+    onsets = [training.onset_at_step(int(k), int(since[k])) for k in np.flatnonzero(since >= 0)]
     if not onsets:
         return
     first, *others = sorted(onsets, key=lambda onset: onset.time)
@@ -205,7 +205,7 @@ def _jumps(training: _Training) -> Iterator[Finding]:
         "gradient": "Outputs of this step are as before. ",
         "output": "Weights are as before. ",
     }
-    why = f"{before.get(what, '')}{_first_of(len(onsets))}"
+    why = f"{before.get(what, '')}{_first_to_move_text(len(onsets))}"
     why += f" Its norm was at most {first.usual:.3g} before."
     why += " It is over after a few steps: a single batch." if first.is_over else ""
     advice, follows = _advice_on_jump(first, what), _sites(onsets[1:])
@@ -229,7 +229,7 @@ def _advice_on_jump(first: _Onset, what: str) -> str:
     return "Look at this step's batch and its labels."
 
 
-def _first_of(n_sites: int) -> str:
+def _first_to_move_text(n_sites: int) -> str:
     if n_sites == 1:
         return "Nothing else moves."
     return f"It is the first to move; {further_text(n_sites - 1, 'site')}"
@@ -239,7 +239,7 @@ def _jump_of_updates(
     training: _Training, at_once: Sequence[_Onset], onsets: Sequence[_Onset], level: Level
 ) -> Finding:
     most = max(at_once, key=lambda onset: onset.factor)
-    n_updates = len(training.ports("update"))
+    n_updates = len(training.where("update"))
     number = times_text(math.log(most.factor))
     whose = f"The update at {most.site} jumps"
     if len(at_once) > n_updates / 2:
@@ -264,8 +264,8 @@ def _onsets(training: _Training) -> list[_Onset]:
     with np.errstate(all="ignore"):
         is_jump = (greatest > _JUMP * base) & (base > 0)
     is_jump[:_WARM_UP] = False
-    is_jump &= ~_are_only_more(training, greatest.shape)
-    onsets, gradients = [], training.ports("grad")
+    is_jump &= ~_are_larger_batches(training, greatest.shape)
+    onsets, gradients = [], training.where("grad")
     for k in np.flatnonzero(is_jump.any(axis=0)):
         column = int(np.argmax(is_jump[:, k]))
         usual = float(base[column, k])
@@ -273,7 +273,7 @@ def _onsets(training: _Training) -> list[_Onset]:
         later = last[column + _SINGLE : column + 2 * _SINGLE, k]
         is_over = bool(len(later)) and bool((later < _BEGUN * usual).all())
         factor = float(greatest[column, k]) / usual
-        onset = training.onset(int(k), begun[0], factor, usual)
+        onset = training.find_onset(int(k), begun[0], factor, usual)
         others = [j for j in gradients if _path(training.sites[j]) != _path(onset.site)]
         has_company = (greatest[begun[0], others] > _BEGUN * base[begun[0], others]).any()
         is_sudden, is_alone = begun[0] == column, not has_company
@@ -281,7 +281,7 @@ def _onsets(training: _Training) -> list[_Onset]:
     return sorted(onsets, key=lambda onset: onset.time)
 
 
-def _are_only_more(training: _Training, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def _are_larger_batches(training: _Training, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """Tell of columns and sites whether values are as before, also where there are more of them.
 
     A larger batch has a larger norm. The root of the mean square is that of the greatest mean and
@@ -289,7 +289,7 @@ def _are_only_more(training: _Training, shape: tuple[int, ...]) -> NDArray[np.bo
     """
     are_more = np.zeros(shape, np.bool_)
     means, deviations = training.numbers("mean"), training.numbers("std")
-    sites = training.ports("input", "output")
+    sites = training.where("input", "output")
     if means is None or deviations is None or not sites:
         return are_more
     with np.errstate(all="ignore"):
@@ -300,12 +300,12 @@ def _are_only_more(training: _Training, shape: tuple[int, ...]) -> NDArray[np.bo
     return are_more
 
 
-def _dead(training: _Training) -> Iterator[Finding]:
+def _all_zero_sites(training: _Training) -> Iterator[Finding]:
     """Name the outputs that are all zero since a step, and the weights that became so."""
     table, first_step = training.table, training.steps[0]
     since = [
-        training.since(k, int(table.zero_since[k]))
-        for k in training.ports("output", "value")
+        training.onset_at_step(k, int(table.zero_since[k]))
+        for k in training.where("output", "value")
         if table.n_zero[k] >= RECENT
     ]
     since = [onset for onset in since if onset.port == "output" or onset.step > first_step]
@@ -313,7 +313,7 @@ def _dead(training: _Training) -> Iterator[Finding]:
         return
     since.sort(key=lambda onset: (onset.step == first_step, onset.time))
     first, step = since[0], f"step {since[0].step:,}"
-    is_meant = first.step <= first_step and _is_usual(training, first, since)
+    is_meant = first.step <= first_step and _are_most_siblings(training, first, since)
     what = "is all zero" if first.port == "value" else "passes nothing"
     text = f"{first.site} {what} since {step}."
     level: Level = "note" if is_meant else "warning"
@@ -322,18 +322,18 @@ def _dead(training: _Training) -> Iterator[Finding]:
     yield Finding("dead", text, first.site, level, step, why, advice, _sites(since[1:]), first.step)
 
 
-def _is_usual(training: _Training, first: _Onset, others: Sequence[_Onset]) -> bool:
+def _are_most_siblings(training: _Training, first: _Onset, others: Sequence[_Onset]) -> bool:
     """Tell whether most sites at the same place of other blocks are among these."""
     template = template_of(_path(first.site))
     n_alike = sum(template_of(_path(onset.site)) == template for onset in others)
-    places = [template_of(_path(training.sites[k])) for k in training.ports("output")]
+    places = [template_of(_path(training.sites[k])) for k in training.where("output")]
     return places.count(template) > 1 and n_alike > places.count(template) / 2
 
 
-def _frozen(training: _Training) -> Iterator[Finding]:
+def _frozen_weights(training: _Training) -> Iterator[Finding]:
     """Name the weights that never change while those at the same place of other blocks do."""
-    updates = {_path(training.sites[k]): k for k in training.ports("update")}
-    paths = [_path(training.sites[k]) for k in training.ports("value")]
+    updates = {_path(training.sites[k]): k for k in training.where("update")}
+    paths = [_path(training.sites[k]) for k in training.where("value")]
     zero, least = training.table.n_zero, min(RECENT, len(training.reports))
     still = [path for path in paths if path not in updates or zero[updates[path]] >= least]
     if not updates or not still or len(still) == len(paths):
@@ -359,8 +359,8 @@ def _frozen(training: _Training) -> Iterator[Finding]:
     yield Finding("frozen", text, f"{first}:value", level, number, why, advice, follows, step)
 
 
-def _still(training: _Training) -> Iterator[Finding]:
-    updates = training.ports("update")
+def _no_updates(training: _Training) -> Iterator[Finding]:
+    updates = training.where("update")
     if not updates:
         yield from _never_stepped(training)
     elif (training.table.n_zero[updates] >= RECENT).all():
@@ -373,8 +373,8 @@ def _still(training: _Training) -> Iterator[Finding]:
 
 def _never_stepped(training: _Training) -> Iterator[Finding]:
     """Tell that gradients came and no weight changed, as with the optimizer of another model."""
-    weights, norms = training.ports("value"), training.numbers("norm")
-    has_gradients = bool(training.ports("grad_output", "grad_input"))
+    weights, norms = training.where("value"), training.numbers("norm")
+    has_gradients = bool(training.where("grad_output", "grad_input"))
     if norms is None or not weights or not has_gradients or len(training.reports) < RECENT:
         return
     if (training.table.bad_since >= 0).any():  # a `GradScaler` skips these steps
@@ -392,7 +392,7 @@ def _never_stepped(training: _Training) -> Iterator[Finding]:
     yield Finding("frozen", text, first, "warning", number, why, advice, tuple(others), step)
 
 
-def _drifts(training: _Training) -> Iterator[Finding]:
+def _drifting_norms(training: _Training) -> Iterator[Finding]:
     """Name the sites whose norms have grown or shrunk by a large factor, without a jump."""
     numbers = training.numbers("norm")
     if numbers is None or len(training.steps) <= 2 * _WARM_UP:
@@ -400,9 +400,9 @@ def _drifts(training: _Training) -> Iterator[Finding]:
     last = numbers[0]
     half = len(last) // 2
     with np.errstate(all="ignore"):
-        factor = _median(last[-RECENT:]) / _median(last[:half])
+        factor = _nanmedian(last[-RECENT:]) / _nanmedian(last[:half])
     onsets = [
-        training.onset(int(k), half, float(factor[k])) for k in np.flatnonzero(factor > _DRIFT)
+        training.find_onset(int(k), half, float(factor[k])) for k in np.flatnonzero(factor > _DRIFT)
     ]
     onsets = [onset for onset in onsets if onset.port != "update"]
     if not onsets:
@@ -415,17 +415,17 @@ def _drifts(training: _Training) -> Iterator[Finding]:
     yield Finding("drift", text, first.site, "warning", number, why, advice, _sites(others))
 
 
-def _ratio(training: _Training, end: int | None = None) -> Iterator[Finding]:
+def _large_updates(training: _Training, until: int | None = None) -> Iterator[Finding]:
     """Tell that updates are large beside their weights, before a step: a jump makes large ones."""
     numbers = training.numbers("ratio")
     if numbers is None or len(training.steps) < RECENT:
         return
-    weights = [k for k in training.ports("update") if not training.sites[k].endswith("bias:update")]
-    n_columns = len(training.steps) if end is None else bisect_left(training.steps, end)
+    weights = [k for k in training.where("update") if not training.sites[k].endswith("bias:update")]
+    n_columns = len(training.steps) if until is None else bisect_left(training.steps, until)
     by_column = numbers[0][:n_columns, weights]
     # Of a weight that begins at 0, as that of a new head, the first updates are large.
-    early = np.where(np.isnan(by_column[0]), math.nan, _median(by_column[: RECENT // 2]))
-    ratio = np.fmax(early, _median(by_column[-RECENT:]))
+    early = np.where(np.isnan(by_column[0]), math.nan, _nanmedian(by_column[: RECENT // 2]))
+    ratio = np.fmax(early, _nanmedian(by_column[-RECENT:]))
     large = [training.sites[weights[k]] for k in np.flatnonzero(ratio > _LARGE_RATIO)]
     if len(large) <= len(weights) / 2:
         return
@@ -437,19 +437,19 @@ def _ratio(training: _Training, end: int | None = None) -> Iterator[Finding]:
     yield Finding("learning rate", text, large[0], "warning", number, why, advice, follows)
 
 
-def _losses(logged: Sequence[StepReport]) -> dict[str, tuple[Array, Array]]:
+def _logged_losses(logged: Sequence[StepReport]) -> dict[str, tuple[Array, Array]]:
     return {
         name: (numbers.steps, numbers.values)
-        for name, numbers in logged_of(logged).items()
+        for name, numbers in logged_curves(logged).items()
         if "loss" in name.lower() and len(numbers.values) >= 2 * RECENT
     }
 
 
-def _with_loss(finding: Finding, logged: Sequence[StepReport]) -> Finding:
+def _add_loss_change(finding: Finding, logged: Sequence[StepReport]) -> Finding:
     """Say what the loss did from the step of a finding on."""
     if finding.step is None or finding.level == "note":
         return finding
-    for name, (steps, values) in _losses(logged).items():
+    for name, (steps, values) in _logged_losses(logged).items():
         before = values[steps < finding.step][-RECENT:]
         after = values[steps > finding.step][:RECENT]
         if not len(before) or not len(after):
@@ -464,16 +464,16 @@ def _with_loss(finding: Finding, logged: Sequence[StepReport]) -> Finding:
     return finding
 
 
-def _loss(logged: Sequence[StepReport]) -> Iterator[Finding]:
+def _rising_loss(logged: Sequence[StepReport]) -> Iterator[Finding]:
     """Tell that the loss has risen, where nothing else tells why."""
-    for name, (_, values) in _losses(logged).items():
+    for name, (_, values) in _logged_losses(logged).items():
         first, last = float(np.median(values[:RECENT])), float(np.median(values[-RECENT:]))
         if first > 0 and (last > _LOSS_RISE * first or not math.isfinite(last)):
             text = f"{name} rises from {first:.3g} to {last:.3g}."
             yield Finding("loss", text, "", "warning", f"{TIMES}{last / first:.3g}")
 
 
-def _vanishing(training: _Training) -> Iterator[Finding]:
+def _vanishing_gradients(training: _Training) -> Iterator[Finding]:
     """Name the gradients that are tiny beside the largest of their kind, in the last step."""
     table = training.table
     if not {"min", "max"} <= set(table.names):
@@ -482,7 +482,7 @@ def _vanishing(training: _Training) -> Iterator[Finding]:
     greatest = np.fmax(*ends)
     shares: list[tuple[float, str]] = []
     for port in sorted(_GRADIENTS):
-        sites = [k for k in training.ports(port) if not training.sites[k].endswith("bias:grad")]
+        sites = [k for k in training.where(port) if not training.sites[k].endswith("bias:grad")]
         of_port = np.array(sites, np.intp)
         top = float(np.nanmax(greatest[of_port], initial=0.0))
         small = of_port[(greatest[of_port] > 0) & (greatest[of_port] < _LEAST_SHARE * top)]
@@ -523,7 +523,7 @@ def _sites(onsets: Iterable[_Onset]) -> tuple[str, ...]:
     return tuple(onset.site for onset in onsets)
 
 
-def _median(numbers: NDArray[Any]) -> NDArray[Any]:
+def _nanmedian(numbers: NDArray[Any]) -> NDArray[Any]:
     """Return the median over the first axis without NaN; NaN where nothing else is."""
     ordered = np.sort(numbers, axis=0)  # NaN comes last
     counts = np.count_nonzero(~np.isnan(numbers), axis=0)

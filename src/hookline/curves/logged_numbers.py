@@ -38,22 +38,22 @@ class LoggedByName(dict[str, Logged]):
         )
 
 
-def logged_of(reports: Iterable[StepReport]) -> dict[str, Logged]:
+def logged_curves(reports: Iterable[StepReport]) -> dict[str, Logged]:
     """Return the user's numbers by name. The number that was logged last for a step counts."""
     by_name: dict[str, dict[int, float]] = {}
     for report in reports:
         for name, number in report.logged.items():
             by_name.setdefault(name, {})[report.step] = number
-    return LoggedByName((name, _in_order(numbers)) for name, numbers in by_name.items())
+    return LoggedByName((name, _sorted_by_step(numbers)) for name, numbers in by_name.items())
 
 
-def _in_order(numbers: dict[int, float]) -> Logged:
-    steps = sorted(numbers)
-    values = np.array([numbers[step] for step in steps], np.float64)
+def _sorted_by_step(number_by_step: dict[int, float]) -> Logged:
+    steps = sorted(number_by_step)
+    values = np.array([number_by_step[step] for step in steps], np.float64)
     return Logged(np.array(steps, np.int64), values)
 
 
-def checked_logged(numbers: Any, named: Mapping[str, Any]) -> dict[str, float | Tensor]:
+def check_logged(numbers: Any, named: Mapping[str, Any]) -> dict[str, float | Tensor]:
     """Return numbers to log by name. A tensor on another device than the CPU stays a tensor.
 
     Raises:
@@ -72,10 +72,10 @@ def checked_logged(numbers: Any, named: Mapping[str, Any]) -> dict[str, float | 
             raise InputError(
                 f"a name of seen.log must be a text, got {name!r}.\nCall seen.log(loss=loss)."
             )
-    return {name: _checked_number(name, value) for name, value in by_name.items()}
+    return {name: _check_number(name, value) for name, value in by_name.items()}
 
 
-def is_single(value: Any) -> bool:
+def is_single_number(value: Any) -> bool:
     """Tell whether a value is a single real number, which `Curves.log` takes."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and has_numbers(value)
@@ -84,8 +84,8 @@ def is_single(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _checked_number(name: str, value: Any) -> float | Tensor:
-    if not is_single(value):
+def _check_number(name: str, value: Any) -> float | Tensor:
+    if not is_single_number(value):
         text = describe.in_full(value) if isinstance(value, Tensor) else describe.in_words(value)
         fix = f"{name}.mean()" if isinstance(value, Tensor) else f"float({name})"
         raise InputError(

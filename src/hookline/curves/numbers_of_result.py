@@ -28,12 +28,12 @@ def numbers_of(result: Any) -> dict[str, float]:
     of a tuple, or the result itself under the empty name.
     """
     if isinstance(result, Moments):
-        return _of_moments(result)
+        return _numbers_of_moments(result)
     if isinstance(result, Quantiles):
-        return _of_quantiles(result)
+        return _numbers_of_quantiles(result)
     if isinstance(result, Real):
         return {"": float(result)}
-    return {str(name): float(part) for name, part in _parts(result) if isinstance(part, Real)}
+    return {str(name): float(part) for name, part in _named_parts(result) if isinstance(part, Real)}
 
 
 def numbers_of_all(results: Sequence[Any]) -> dict[str, float]:
@@ -48,12 +48,12 @@ def numbers_of_all(results: Sequence[Any]) -> dict[str, float]:
         new = {name: part for name, part in numbers_of(result).items() if name not in taken}
         numbers.update(new)
         if len(results) > 1:
-            taken.update(new, _attributes(result.__class__))
+            taken.update(new, _numeric_attributes(result.__class__))
     return numbers
 
 
 @functools.cache
-def _attributes(cls: Any) -> frozenset[str]:
+def _numeric_attributes(cls: Any) -> frozenset[str]:
     """Return the fields and properties of a class of results that are numbers."""
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     kinds: dict[str, Any] = {field.name: field.type for field in fields}
@@ -63,7 +63,7 @@ def _attributes(cls: Any) -> frozenset[str]:
     return frozenset(name for name, kind in kinds.items() if kind in (int, float, "int", "float"))
 
 
-def _parts(result: Any) -> list[tuple[Any, Any]]:
+def _named_parts(result: Any) -> list[tuple[Any, Any]]:
     if isinstance(result, Mapping):
         return list(result.items())
     if dataclasses.is_dataclass(result):
@@ -73,12 +73,12 @@ def _parts(result: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(result)) if isinstance(result, tuple) else []
 
 
-def _of_moments(moments: Moments) -> dict[str, float]:
+def _numbers_of_moments(moments: Moments) -> dict[str, float]:
     numbers = {name: float(getattr(moments, name)) for name in OF_MOMENTS}
     return numbers if moments.finite > 0 else numbers | dict.fromkeys(_OF_FINITE, math.nan)
 
 
-def _of_quantiles(quantiles: Quantiles) -> dict[str, float]:
+def _numbers_of_quantiles(quantiles: Quantiles) -> dict[str, float]:
     is_any = quantiles.count > quantiles.non_finite
     return {
         **dict(zip(percentile_names(quantiles.q), quantiles.values, strict=True)),

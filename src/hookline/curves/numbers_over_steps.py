@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.numbers_of_result import OF_MOMENTS, numbers_of, percentile_names
-from hookline.curves.slot_layout import ABSENT, Entry, Layout, are_there
-from hookline.curves.step_reports import StepReport, blocks_of
+from hookline.curves.slot_layout import ABSENT, Entry, Layout, are_values
+from hookline.curves.step_reports import StepReport, split_by_layout
 from hookline.statistics.histogram import HistogramStatistic
 from hookline.statistics.moments_statistic import MomentsStatistic
 from hookline.statistics.quantiles import QuantilesStatistic
@@ -27,7 +27,7 @@ _N_EXTREMES = 2  # the last slots of each statistic here; of ranks the greatest 
 _BLOCK = 16  # steps that are computed together, whose slots stay in the cache
 
 
-def of_moments(slots: Array) -> dict[str, Array]:
+def moments_from_slots(slots: Array) -> dict[str, Array]:
     """Compute the numbers of moments by name, from slots of shape `(..., 8)`.
 
     They are those of `Moments`, in its order. The extremes and the norm are NaN without finite
@@ -57,7 +57,7 @@ def of_moments(slots: Array) -> dict[str, Array]:
         }  # fmt: skip
 
 
-def _of_histogram(statistic: HistogramStatistic, slots: Array) -> dict[str, Array]:
+def _histogram_from_slots(statistic: HistogramStatistic, slots: Array) -> dict[str, Array]:
     counts = slots[:, :-_N_EXTREMES]
     return {
         "zeros": counts[:, statistic.zero],
@@ -68,7 +68,7 @@ def _of_histogram(statistic: HistogramStatistic, slots: Array) -> dict[str, Arra
     }
 
 
-def _of_quantiles(statistic: QuantilesStatistic, slots: Array) -> dict[str, Array]:
+def _quantiles_from_slots(statistic: QuantilesStatistic, slots: Array) -> dict[str, Array]:
     n_finite, values = statistic.values_of(slots)
     non_finite, is_any = slots[:, -_N_EXTREMES - 1], n_finite > 0
     return {
@@ -81,19 +81,19 @@ def _of_quantiles(statistic: QuantilesStatistic, slots: Array) -> dict[str, Arra
     }
 
 
-def _computer_of(layout: Layout, entry: Entry) -> Callable[[Array], dict[str, Array]] | None:
+def _array_function(layout: Layout, entry: Entry) -> Callable[[Array], dict[str, Array]] | None:
     """Return the function that computes an entry's numbers from slots of shape `(steps, width)`."""
     statistic = layout.statistics[entry.statistic]
     if type(statistic) is MomentsStatistic and entry.width == statistic.n_slots:
-        return of_moments
+        return moments_from_slots
     if type(statistic) is HistogramStatistic and entry.width == statistic.n_slots:
-        return lambda slots: _of_histogram(statistic, slots)
+        return lambda slots: _histogram_from_slots(statistic, slots)
     if type(statistic) is QuantilesStatistic and entry.width == statistic.n_slots:
-        return lambda slots: _of_quantiles(statistic, slots)
+        return lambda slots: _quantiles_from_slots(statistic, slots)
     return None
 
 
-def single_names(statistic: Any) -> tuple[str, ...]:
+def number_names(statistic: Any) -> tuple[str, ...]:
     """Return the names that `numbers_of` gives for the results of a statistic of hookline."""
     if isinstance(statistic, QuantilesStatistic):
         return (*percentile_names(statistic.q), "min", "max", "non_finite")
@@ -102,20 +102,20 @@ def single_names(statistic: Any) -> tuple[str, ...]:
     return OF_MOMENTS
 
 
-def is_computed(layout: Layout, site: str) -> bool:
+def has_array_functions(layout: Layout, site: str) -> bool:
     """Tell whether arrays give the numbers of all statistics at a site."""
     entries = layout.by_site.get(site, ())
-    return all(_computer_of(layout, entry) for entry, _ in entries)
+    return all(_array_function(layout, entry) for entry, _ in entries)
 
 
-def computed(
+def compute(
     block: Sequence[StepReport], site: str, rank: int | None = None
 ) -> Iterator[tuple[NDArray[np.bool_], dict[str, Array]]]:
     """Compute the numbers of each statistic at a site in reports of one layout.
 
     Args:
         block: the reports.
-        site: a site of which `is_computed` is true.
+        site: a site of which `has_array_functions` is true.
         rank: the rank; None merges the ranks that count.
 
     Yields:
@@ -123,20 +123,20 @@ def computed(
     """
     layout = block[0].layout
     for entry, place in layout.by_site.get(site, ()):
-        compute = _computer_of(layout, entry)
-        assert compute is not None
-        slots = np.stack([_merged(report, entry, place, rank) for report in block])
-        has_value = are_there(slots)
-        yield has_value, compute(slots[has_value])
+        function = _array_function(layout, entry)
+        assert function is not None
+        slots = np.stack([_merge_ranks(report, entry, place, rank) for report in block])
+        has_value = are_values(slots)
+        yield has_value, function(slots[has_value])
 
 
-def _merged(report: StepReport, entry: Entry, place: slice, rank: int | None) -> NDArray[Any]:
+def _merge_ranks(report: StepReport, entry: Entry, place: slice, rank: int | None) -> NDArray[Any]:
     """Return the slots of one statistic; those of an absent value if no rank has one."""
     slots: Array = report.slots[:, place] if rank is None else report.slots[rank : rank + 1, place]
     if entry.ranks is not None and rank is None:
         slots = slots[[number for number in entry.ranks if number < len(slots)]]
     if len(slots) > 1:
-        has_value = are_there(slots)
+        has_value = are_values(slots)
         if has_value.any():
             parts = slots[has_value]
             sums = parts[:, :-_N_EXTREMES].sum(axis=0)
@@ -144,7 +144,7 @@ def _merged(report: StepReport, entry: Entry, place: slice, rank: int | None) ->
     return slots[0] if len(slots) else np.full(entry.width, ABSENT)
 
 
-def attributes_of(result: Any) -> list[str]:
+def numeric_attributes(result: Any) -> list[str]:
     """Return the fields and properties of a result that hold a number."""
     is_record = dataclasses.is_dataclass(result) and not isinstance(result, type)
     names = [field.name for field in dataclasses.fields(result)] if is_record else []
@@ -153,7 +153,7 @@ def attributes_of(result: Any) -> list[str]:
 
 
 def _all_numbers(result: Any) -> dict[str, float]:
-    attributes = {name: float(getattr(result, name)) for name in attributes_of(result)}
+    attributes = {name: float(getattr(result, name)) for name in numeric_attributes(result)}
     return {**attributes, **{name: number for name, number in numbers_of(result).items() if name}}
 
 
@@ -167,8 +167,8 @@ def _block_numbers(
     Returns:
         The names at the last report that has any, and the numbers by name.
     """
-    if is_computed(block[0].layout, site):
-        parts = list(computed(block, site, rank))
+    if has_array_functions(block[0].layout, site):
+        parts = list(compute(block, site, rank))
     else:
         parts = [
             (
@@ -211,22 +211,22 @@ class CurveColumns:
         self._n_reports = 0
         self._columns: dict[str, Array] = {}
 
-    def grow(self, reports: Sequence[StepReport]) -> None:
+    def extend(self, reports: Sequence[StepReport]) -> None:
         """Compute the numbers of the reports that are new."""
         new_reports = reports[self._n_reports : len(reports)]
         if not new_reports:
             return
         parts: list[tuple[int, dict[str, Array]]] = []
-        for block in blocks_of(new_reports, _BLOCK):
+        for block in split_by_layout(new_reports, _BLOCK):
             names, columns = _block_numbers(block, self._site, self._rank)
             self.names = names or self.names
             parts.append((len(block), columns))
         for name in dict.fromkeys([*self._columns, *(name for _, part in parts for name in part)]):
             arrays = [part.get(name, np.full(n, math.nan)) for n, part in parts]
-            self._columns[name] = np.concatenate([self.of(name), *arrays])
+            self._columns[name] = np.concatenate([self.number(name), *arrays])
         self._n_reports += len(new_reports)
 
-    def of(self, name: str) -> Array:
+    def number(self, name: str) -> Array:
         """Return a number at each report, shape `(reports,)`; NaN where there is none."""
         column = self._columns.get(name)
         return np.full(self._n_reports, math.nan) if column is None else column

@@ -57,7 +57,7 @@ def is_run(folder: str | os.PathLike[str]) -> bool:
     try:
         path = Path(folder) / FILE
         with os.fdopen(open_regular(path), "rb") as file:
-            return bool(_head(file.fileno()))
+            return bool(_read_head(file.fileno()))
     except PermissionError:
         return os.path.exists(path)  # reading it says what is wrong
     except (OSError, TypeError, ValueError):
@@ -71,7 +71,7 @@ def run_version(folder: str | os.PathLike[str]) -> str:
     """
     try:
         with os.fdopen(open_regular(Path(folder) / FILE), "rb") as file:
-            return _version(file.fileno(), _head(file.fileno()))
+            return _version_text(file.fileno(), _read_head(file.fileno()))
     except (OSError, TypeError, ValueError):
         return ""
 
@@ -124,7 +124,7 @@ class RunFolder:
         self._order: NDArray[np.int32] | None = None
         self._size = 0
         self._file: int | None = None
-        self._begun: _Begun | None = None
+        self._begun: _StartedAppend | None = None
 
     def add(self, report: StepReport) -> None:
         """Append the report of a step, whole or not at all.
@@ -136,32 +136,32 @@ class RunFolder:
             FolderError: another monitor writes to the folder, or the file was deleted.
         """
         if self._file is None:
-            self._file = self._create()
+            self._file = self._create_file()
         if is_deleted(self._file):
             raise FolderError(f"{self.path / FILE} was deleted while the monitor wrote to it.")
         if not self._size:  # also after the disk was full
-            self._append(_MAGIC)
+            self._append_bytes(_MAGIC)
         if self._begun is not None and self._begun.report is report:
             self._size, self._layout, self._order = self._begun.before
         else:
-            self._begun = _Begun(report, (self._size, self._layout, self._order))
+            self._begun = _StartedAppend(report, (self._size, self._layout, self._order))
         if report.logged:
-            self._append(_frame(_LOGGED, _logged_bytes(report)))
+            self._append_bytes(_frame(_LOGGED, _logged_bytes(report)))
         if report.is_measured:
-            self._add_measured(report)
+            self._append_measured(report)
 
-    def _add_measured(self, report: StepReport) -> None:
+    def _append_measured(self, report: StepReport) -> None:
         if report.layout is not self._layout:
             model = self.model if self._layout is None else None
-            self._append(_frame(_LAYOUT, _layout_bytes(report.layout, model)))
+            self._append_bytes(_frame(_LAYOUT, _layout_bytes(report.layout, model)))
             self._layout, self._order = report.layout, None
         if report.order is not None and not _are_equal(report.order, self._order):
-            self._append(_frame(_ORDER, _order_bytes(report.order, report.seconds)))
+            self._append_bytes(_frame(_ORDER, _order_bytes(report.order, report.seconds)))
             self._order = report.order
         head = _STEP.pack(report.step, report.seconds, len(report.slots))
-        self._append(_frame(_REPORT, head + report.slots.astype("<f8", copy=False).tobytes()))
+        self._append_bytes(_frame(_REPORT, head + report.slots.astype("<f8", copy=False).tobytes()))
 
-    def _create(self) -> int:
+    def _create_file(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         try:
             return os.open(self.path / FILE, flags, 0o666)
@@ -171,7 +171,7 @@ class RunFolder:
                 "\nGive each run a folder of its own."
             ) from error
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Say that the run has ended, and close the file. Idempotent.
 
         Raises:
@@ -179,12 +179,12 @@ class RunFolder:
         """
         if self._file is not None:
             try:
-                self._append(_frame(_END, b""))
+                self._append_bytes(_frame(_END, b""))
             finally:
                 os.close(self._file)
                 self._file = None
 
-    def _append(self, data: bytes) -> None:
+    def _append_bytes(self, data: bytes) -> None:
         assert self._file is not None
         written = 0
         try:
@@ -198,7 +198,7 @@ class RunFolder:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _StartedAppend:
     """Hold a report that is being appended, and the state of the folder before."""
 
     report: StepReport
@@ -216,7 +216,7 @@ def _frame(kind: bytes, payload: bytes) -> bytes:
 
 def _layout_bytes(layout: Layout, model: RecordedModel | None) -> bytes:
     entries = [[entry.site, entry.statistic, entry.width, entry.ranks] for entry in layout.entries]
-    statistics = [spell_statistic(statistic) for statistic in layout.statistics]
+    statistics = [statistic_to_json(statistic) for statistic in layout.statistics]
     identity = {} if model is None else {"model": model.as_json()}
     return json.dumps({"statistics": statistics, "entries": entries, **identity}).encode()
 
@@ -235,12 +235,12 @@ def _read_logged(payload: Any) -> StepReport:
     step, seconds, numbers = fields["step"], fields["seconds"], fields["numbers"]
     if type(step) is not int or abs(step) >= 2**63 or not abs(seconds) < _MOST_SECONDS:
         raise ValueError("a step must have a number and a time")
-    return StepReport.of_logged(step, seconds, {str(k): float(n) for k, n in numbers.items()})
+    return StepReport.from_logged(step, seconds, {str(k): float(n) for k, n in numbers.items()})
 
 
 def _read_layout(payload: Any) -> tuple[Layout, RecordedModel | None]:
     fields = json.loads(bytes(payload))
-    statistics = tuple(map(read_statistic, fields["statistics"]))
+    statistics = tuple(map(statistic_from_json, fields["statistics"]))
     entries = [
         Entry(site, statistic, width, None if ranks is None else tuple(ranks))
         for site, statistic, width, ranks in fields["entries"]
@@ -298,7 +298,7 @@ class RunReader:
 
     def _read(self) -> None:
         with self._lock:
-            state = _state_of(self._path)
+            state = _file_state(self._path)
             if state and state == self._state:
                 return  # nothing was appended
             self._read_rest()
@@ -307,15 +307,15 @@ class RunReader:
     def _read_rest(self) -> None:
         with self._open() as file:
             handle = file.fileno()
-            head, size = _head(handle), os.fstat(handle).st_size
-            if not self._goes_on(head, size):
+            head, size = _read_head(handle), os.fstat(handle).st_size
+            if not self._is_same_run(head, size):
                 raise FolderError(
                     f"{self._path} must be the file that was opened, got another run's or a shorter"
                     f" one.\nOpen it again: hl.open({str(self._path.parent)!r})."
                 )
-            self._head, self.version = head, _version(handle, head)
+            self._head, self.version = head, _version_text(handle, head)
             if size > self._offset:
-                self._take(_bytes_from(handle, self._offset, size - self._offset))
+                self._parse_frames(_read_or_map(handle, self._offset, size - self._offset))
 
     def is_replaced(self) -> bool:
         """Tell whether the file is another run's now, or shorter than what was read.
@@ -324,7 +324,7 @@ class RunReader:
             FolderError: the file cannot be read.
         """
         with self._lock, self._open() as file:
-            return not self._goes_on(_head(file.fileno()), os.fstat(file.fileno()).st_size)
+            return not self._is_same_run(_read_head(file.fileno()), os.fstat(file.fileno()).st_size)
 
     @contextmanager
     def _open(self) -> Iterator[IO[bytes]]:
@@ -339,29 +339,29 @@ class RunReader:
                 f"{self._path.parent} cannot be read: {why}.\nCheck that it still holds the run."
             ) from error
 
-    def _goes_on(self, head: bytes, size: int) -> bool:
+    def _is_same_run(self, head: bytes, size: int) -> bool:
         has_read = self._offset > len(_MAGIC)
         return head.startswith(self._head) and (size >= self._offset or not has_read)
 
-    def _take(self, data: memoryview) -> None:
+    def _parse_frames(self, data: memoryview) -> None:
         at = 0
         while at + _HEADER.size <= len(data):
             kind, unused, length, checksum = _HEADER.unpack_from(data, at)
             payload = data[at + _HEADER.size : at + _HEADER.size + length]
-            if kind not in _KINDS or unused or not self._may_be(kind, length, payload):
-                raise self._damaged(at)
+            if kind not in _KINDS or unused or not self._may_have_length(kind, length, payload):
+                raise self._damage_error(at)
             if len(payload) < length:
                 break  # it is being written, or its writer was killed
             if xxh3_64_intdigest(payload) != checksum:
-                raise self._damaged(at)
+                raise self._damage_error(at)
             try:
-                self._take_frame(kind, payload)
+                self._parse_frame(kind, payload)
             except Exception as error:  # whatever the options of a statistic raise
-                raise self._damaged(at) from error
+                raise self._damage_error(at) from error
             at += _HEADER.size + length
         self._offset += at
 
-    def _take_frame(self, kind: bytes, payload: memoryview) -> None:
+    def _parse_frame(self, kind: bytes, payload: memoryview) -> None:
         if kind == _LAYOUT:
             self._layout, model = _read_layout(payload)
             self._order, self.model = None, self.model or model
@@ -376,9 +376,9 @@ class RunReader:
         elif kind == _END:
             self.has_ended = True
         else:
-            self._reports.append(self._report(payload))
+            self._reports.append(self._parse_report(payload))
 
-    def _may_be(self, kind: bytes, length: int, payload: memoryview) -> bool:
+    def _may_have_length(self, kind: bytes, length: int, payload: memoryview) -> bool:
         """Tell whether a frame has the length of its kind, before all of it is there."""
         if kind in (_LAYOUT, _LOGGED):
             return True
@@ -394,7 +394,7 @@ class RunReader:
             return False
         return length == _STEP.size + 8 * int(n_ranks) * self._layout.width
 
-    def _report(self, payload: memoryview) -> StepReport:
+    def _parse_report(self, payload: memoryview) -> StepReport:
         step, seconds, n_ranks = _STEP.unpack_from(payload, 0)
         assert self._layout is not None
         width = self._layout.width
@@ -402,7 +402,7 @@ class RunReader:
         slots = slots.reshape(n_ranks, width)
         return StepReport(step, seconds, self._layout, slots, self._order)
 
-    def _damaged(self, at: int) -> FolderError:
+    def _damage_error(self, at: int) -> FolderError:
         self._offset += at  # the reports before it are read, and are not read again
         return FolderError(
             f"{self._path} is damaged at byte {self._offset}.\nCopy the folder again from a"
@@ -413,7 +413,7 @@ class RunReader:
 _KINDS = (_LAYOUT, _ORDER, _REPORT, _LOGGED, _END)
 
 
-def _state_of(path: Path) -> tuple[int, ...]:
+def _file_state(path: Path) -> tuple[int, ...]:
     """Return numbers that change if a file is replaced or written to; none if there is no file."""
     try:
         status = path.stat()
@@ -422,35 +422,35 @@ def _state_of(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _head(file: int) -> bytes:
+def _read_head(handle: int) -> bytes:
     """Return the magic bytes and the headers of the first two frames, as far as they are there.
 
     Raises:
         ValueError: the file is not of a run.
     """
-    head = os.pread(file, len(_MAGIC) + _HEADER.size, 0)
+    head = os.pread(handle, len(_MAGIC) + _HEADER.size, 0)
     if not head.startswith(_MAGIC):
         raise ValueError("the file must begin as that of a run")
     if len(head) < len(_MAGIC) + _HEADER.size:
         return _MAGIC
     _, _, length, _ = _HEADER.unpack_from(head, len(_MAGIC))
-    if len(head) + length > os.fstat(file).st_size:
+    if len(head) + length > os.fstat(handle).st_size:
         return head
-    second = os.pread(file, _HEADER.size, len(head) + length)
+    second = os.pread(handle, _HEADER.size, len(head) + length)
     return head + second if len(second) == _HEADER.size else head
 
 
-def _version(file: int, head: bytes) -> str:
-    status = os.fstat(file)
+def _version_text(handle: int, head: bytes) -> str:
+    status = os.fstat(handle)
     has_step = len(head) == len(_MAGIC) + 2 * _HEADER.size
     first = f"{xxh3_64_intdigest(head):016x}" if has_step else ""
     return f"run-{status.st_dev}-{status.st_ino}-{first}"
 
 
-def _bytes_from(file: int, offset: int, length: int) -> memoryview:
+def _read_or_map(handle: int, offset: int, length: int) -> memoryview:
     if length < _MAPPED_BYTES:
-        return memoryview(os.pread(file, length, offset))
-    return memoryview(mmap.mmap(file, offset + length, access=mmap.ACCESS_READ))[offset:]
+        return memoryview(os.pread(handle, length, offset))
+    return memoryview(mmap.mmap(handle, offset + length, access=mmap.ACCESS_READ))[offset:]
 
 
 # -- statistics as JSON ----------------------------------------------------------------------------
@@ -464,7 +464,7 @@ _KNOWN: dict[str, tuple[type, Callable[..., Any]]] = {
 }
 
 
-def spell_statistic(statistic: Any) -> dict[str, Any]:
+def statistic_to_json(statistic: Any) -> dict[str, Any]:
     """Describe a statistic as JSON."""
     exact_type = type(statistic)
     for name, (kind, _) in _KNOWN.items():
@@ -473,7 +473,7 @@ def spell_statistic(statistic: Any) -> dict[str, Any]:
     return {"type": type(statistic).__name__}
 
 
-def read_statistic(spelled: Any) -> Statistic[Any]:
+def statistic_from_json(spelled: Any) -> Statistic[Any]:
     """Make a statistic from its description. One of a user's own class gives its slots alone."""
     entry = _KNOWN.get(spelled.get("name"))
     if entry is not None:

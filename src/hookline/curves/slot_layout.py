@@ -23,12 +23,12 @@ _ABSENT_BITS = 0x7FF8_0000_0068_6C63
 NO_TURN = -1  # in the order of a report: the site had no value
 
 
-def is_there(slots: NDArray[Any]) -> bool:
+def is_value(slots: NDArray[Any]) -> bool:
     """Tell whether slots are those of a value."""
     return not (slots.view(np.int64) == _ABSENT_BITS).all()
 
 
-def are_there(slots: NDArray[Any]) -> NDArray[np.bool_]:
+def are_values(slots: NDArray[Any]) -> NDArray[np.bool_]:
     """Tell which rows are slots of a value, from slots of shape `(rows, width)`."""
     bits = slots.view(np.int64)
     has_value = np.ones(len(slots), np.bool_)
@@ -106,7 +106,7 @@ class Layout:
                 [number for number in counted if number < len(slots)] if rank is None else [rank]
             )
             parts = [slots[number, place] for number in ranks]
-            present = [torch.from_numpy(part.copy()) for part in parts if is_there(part)]
+            present = [torch.from_numpy(part.copy()) for part in parts if is_value(part)]
             if not present:
                 continue
             try:
@@ -114,10 +114,10 @@ class Layout:
             except Exception as error:
                 if not is_lenient:
                     raise
-                self._tell(statistic, site, error)
+                self._warn_once(statistic, site, error)
         return results
 
-    def _tell(self, statistic: Statistic[Any], site: str, error: Exception) -> None:
+    def _warn_once(self, statistic: Statistic[Any], site: str, error: Exception) -> None:
         if id(statistic) not in self._told:
             self._told.add(id(statistic))
             warn(

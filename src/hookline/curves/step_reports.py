@@ -49,7 +49,7 @@ class StepReport:
     _numbers: dict[tuple[str, str], float] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
-    def of_logged(step: int, seconds: float, logged: Mapping[str, float]) -> StepReport:
+    def from_logged(step: int, seconds: float, logged: Mapping[str, float]) -> StepReport:
         """Make a report of the user's own numbers alone."""
         return StepReport(step, seconds, _NOTHING, np.empty((1, 0)), logged=logged)
 
@@ -116,7 +116,7 @@ class StepReport:
                 if isinstance(result, kind) and result.count > result.non_finite:
                     yield site, result
 
-    def forget(self) -> None:
+    def clear_numbers(self) -> None:
         """Free the numbers, which `numbers` computes again when it is called."""
         self._numbers.clear()
 
@@ -133,10 +133,10 @@ class StepReport:
         return _ratio(*norms) if len(norms) == 2 else None
 
 
-def blocks_of(reports: Iterable[StepReport], most: int) -> Iterator[list[StepReport]]:
+def split_by_layout(reports: Iterable[StepReport], max_length: int) -> Iterator[list[StepReport]]:
     """Yield blocks of neighbours with one layout and one number of ranks."""
     for _, alike in groupby(reports, key=lambda report: (id(report.layout), len(report.slots))):
-        while block := list(islice(alike, most)):
+        while block := list(islice(alike, max_length)):
             yield block
 
 

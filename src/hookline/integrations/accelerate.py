@@ -8,7 +8,7 @@ from typing import Any, final
 from accelerate import Accelerator
 from torch import nn
 
-from hookline.curves import Curves, StepReport, is_single
+from hookline.curves import Curves, StepReport, is_single_number
 from hookline.verbs.monitor.monitor import MonitorLine
 from hookline.verbs.monitor.monitor import monitor as monitor_model
 
@@ -73,7 +73,7 @@ class _Mirror:
 
     def log(self, values: dict[str, Any], step: int | None = None, **unused: Any) -> None:
         """Keep numbers. The step of a tracker may count otherwise than the monitor."""
-        single = {name: value for name, value in values.items() if is_single(value)}
+        single = {name: value for name, value in values.items() if is_single_number(value)}
         if self._curves is not None and single:
             self._curves.log(single)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from hookline.curves import Curves, is_single
+from hookline.curves import Curves, is_single_number
 from hookline.verbs.monitor.monitor import MonitorLine, monitor
 
 
@@ -75,7 +75,7 @@ class MonitorCallback:
 
     def _log(self, numbers: Mapping[str, Any], step: int) -> None:
         """Keep those of a trainer's values that are numbers, beside the measured ones."""
-        single = {name: value for name, value in numbers.items() if is_single(value)}
+        single = {name: value for name, value in numbers.items() if is_single_number(value)}
         if self.line is not None and self._training is not None and single:
             self.line.curves.log(single, step=step)
 

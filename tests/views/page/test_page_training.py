@@ -297,8 +297,8 @@ def test_the_end_of_a_run_on_a_full_disk_closes_the_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(OSError, match="No space"):
-        folder.close()
-    folder.close()
+        folder.finish()
+    folder.finish()
     monkeypatch.undo()
     assert len(hl.open(tmp_path / "run")) == 1
 
@@ -306,7 +306,7 @@ def test_the_end_of_a_run_on_a_full_disk_closes_the_file(tmp_path, monkeypatch):
 def test_many_logged_steps_are_a_few_points_with_their_extremes():
     numbers = [float(k % 7) for k in range(5000)]
     numbers[77] = float("nan")
-    reports = [StepReport.of_logged(k, 0.0, {"x": x}) for k, x in enumerate(numbers)]
+    reports = [StepReport.from_logged(k, 0.0, {"x": x}) for k, x in enumerate(numbers)]
     (found,) = logged_data(reports)
     assert found["each"] == 10
     assert len(found["steps"]) == len(found["last"]) == len(found["bad"]) == 500
@@ -318,7 +318,7 @@ def test_many_logged_steps_are_a_few_points_with_their_extremes():
 
 @pytest.mark.slow
 def test_the_loss_is_the_first_of_the_user_numbers():
-    reports = [StepReport.of_logged(0, 0.0, {"lr": 1.0, "eval_loss": NAN, "loss": 2.0, "a": 0.0})]
+    reports = [StepReport.from_logged(0, 0.0, {"lr": 1.0, "eval_loss": NAN, "loss": 2.0, "a": 0.0})]
     found = logged_data(reports)
     assert [one["name"] for one in found] == ["loss", "eval_loss", "lr", "a"]
     assert found[1]["last"] == [None]

@@ -28,7 +28,7 @@ def step(k, bad=False):
 
 
 def log(writer, step, **numbers):
-    writer.folder.add(StepReport.of_logged(step, 1.0, numbers))
+    writer.folder.add(StepReport.from_logged(step, 1.0, numbers))
 
 
 @pytest.fixture

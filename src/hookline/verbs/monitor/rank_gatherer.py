@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.curves import Entry, Layout
-from hookline.curves.run_folder import spell_statistic
+from hookline.curves.run_folder import statistic_to_json
 from hookline.display.text import first_line, listed
 from hookline.engine import (
     default_store,
@@ -268,7 +268,7 @@ class RankGatherer:
 
 def _statistic_text(statistic: Any) -> str:
     """Name a statistic with its options, so that equal ones have equal names."""
-    spelled = spell_statistic(statistic)
+    spelled = statistic_to_json(statistic)
     options = ", ".join(f"{name}={value}" for name, value in spelled.get("options", {}).items())
     return f"{spelled['name']}({options})" if "name" in spelled else str(spelled["type"])
 

@@ -68,7 +68,7 @@ class UserNumbers:
             entry = entries[0]
             self._entries.remove(entry)
             numbers = {name: float(number) for name, number in entry.numbers.items()}
-            self._add(StepReport.of_logged(entry.step, entry.seconds, numbers))
+            self._add(StepReport.from_logged(entry.step, entry.seconds, numbers))
 
     def report_readable(self) -> None:
         """Report the numbers that can be read without waiting for an accelerator."""

@@ -17,8 +17,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves import Curves, Logged, StepReport, logged_of, numbers_of_all
-from hookline.curves.downsampled_table import ThinnedTable
+from hookline.curves import Curves, Logged, StepReport, logged_curves, numbers_of_all
+from hookline.curves.downsampled_table import DownsampledTable
 from hookline.curves.findings import findings_of_steps
 from hookline.curves.ports import PORTS, path_and_port
 from hookline.curves.slot_layout import NO_TURN
@@ -60,8 +60,8 @@ class OpenRun:
     def __init__(self, reader: ReportSource, most_columns: int | None = None) -> None:
         self.reader = reader
         self.lock = threading.RLock()  # held while an answer is made
-        self.table: ThinnedTable = (
-            ThinnedTable() if most_columns is None else ThinnedTable(most_columns)
+        self.table: DownsampledTable = (
+            DownsampledTable() if most_columns is None else DownsampledTable(most_columns)
         )
         self.reports: Sequence[StepReport] = ()
         self.logged: Sequence[StepReport] = ()
@@ -126,7 +126,7 @@ class OpenRun:
             "firsts": [span.first for span in columns],
             "lasts": [span.last for span in columns],
             "values": self._packed_columns(number, from_column),
-            "bad": _pack_array(table.bad(from_column), np.uint8),
+            "bad": _pack_array(table.is_non_finite(from_column), np.uint8),
             "now": _pack_array(table.now, np.float32),
             **self._findings_data(),
         }
@@ -193,7 +193,7 @@ def logged_data(reports: Sequence[StepReport]) -> list[dict[str, Any]]:
     A point stands for the same number of logged steps: it has the last number, the least and the
     greatest, and whether a number is NaN or infinite. None stands for no finite number.
     """
-    curves = logged_of(reports)
+    curves = logged_curves(reports)
     return [_downsampled_points(name, curves[name]) for name in sorted(curves, key=_loss_first)]
 
 

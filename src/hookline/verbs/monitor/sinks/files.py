@@ -41,7 +41,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Close the file."""
-        self._folder.close()
+        self._folder.finish()
 
 
 def make_parent_folder(path: Path) -> None:
