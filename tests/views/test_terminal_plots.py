@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 
 import hookline as hl
-from hookline.display.colours import BLUE_ORANGE, VIRIDIS, colour
+from hookline.display.colours import BLUE_ORANGE, VIRIDIS, interpolate_colour
 from hookline.views import terminal_plots
 from hookline.views.terminal_plots import sparkline
 
@@ -52,7 +52,7 @@ def test_with_colours_each_character_is_two_cells(ramp):
     text = printed(ramp, color_system="truecolor", force_terminal=True)
     assert text.count("▀") == 2 * 2 * 4
     for share in (0, 1 / 3, 2 / 3, 1):
-        red, green, blue = colour(share, VIRIDIS)
+        red, green, blue = interpolate_colour(share, VIRIDIS)
         cell = f"38;2;{red};{green};{blue};48;2;{red};{green};{blue}m▀"
         assert text.count(cell) == 4
 

@@ -10,7 +10,7 @@ from hookline.curves.numbers_of_result import numbers_of, numbers_of_all
 from hookline.curves.step_reports import StepReport
 from hookline.display import units
 from hookline.display.results import Heading, Printout
-from hookline.display.text import plural, some_of
+from hookline.display.text import pick_evenly, plural
 
 _MOST_ROWS = 40
 _TREND_STEPS = 12
@@ -30,7 +30,7 @@ def curves_printout(
     shown = sites[:_MOST_ROWS]
     numbers = {site: _latest(reports, site, rank) for site in shown}
     names = list(dict.fromkeys(name for named in numbers.values() for name in named))
-    trend = some_of(reports, _TREND_STEPS)
+    trend = pick_evenly(reports, _TREND_STEPS)
     columns = [
         Heading(name or "value", "number", len(names) - place) for place, name in enumerate(names)
     ]

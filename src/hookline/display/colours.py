@@ -25,10 +25,10 @@ BLUE_ORANGE: tuple[Rgb, ...] = (
 )  # fmt: skip
 
 
-def colour(share: float, anchors: Sequence[Rgb]) -> Rgb:
+def interpolate_colour(share: float, anchors: Sequence[Rgb]) -> Rgb:
     """Interpolate a colour of a map at a position from 0 to 1.
 
-    >>> colour(0.05, VIRIDIS)
+    >>> interpolate_colour(0.05, VIRIDIS)
     (70, 18, 100)
     """
     place = min(max(share, 0.0), 1.0) * (len(anchors) - 1)

@@ -109,15 +109,15 @@ class Printout:
         """Return the lines of the text, each as pieces with their styles."""
         width = max(width, _LEAST_WIDTH)
         rows = self.rows[: self.most_lines]
-        table = _Table(self._columns(), rows, width - 2 * self.is_compact)
-        head = _titled(self.title, self.head, width) if self.title else []
+        table = _Table(self._filled_columns(), rows, width - 2 * self.is_compact)
+        head = _wrap_titled(self.title, self.head, width) if self.title else []
         notes = width - 2 * self.is_compact
         parts = [
             head or _wrapped(self.head, width),
             table.lines(set(self.quiet), is_ruled=not self.is_compact) if rows else [],
-            *[_wrapped(note, notes) for note in (*self._more(len(rows)), *table.notes(width))],
-            _totals(self.totals, notes),
-            *[_wrapped(note, notes) for note in (self._failure(), *self.notes)],
+            *[_wrapped(note, notes) for note in (*self._more_rows(len(rows)), *table.notes(width))],
+            _total_lines(self.totals, notes),
+            *[_wrapped(note, notes) for note in (self._failure_cell(), *self.notes)],
         ]
         if not self.is_compact:
             return [line for part in parts if part for line in [[], *part]][1:]
@@ -126,11 +126,11 @@ class Printout:
 
     def html(self) -> str:
         """Return the HTML for a notebook, with at most 60 rows. All texts are escaped."""
-        columns = [(place, column) for place, column in enumerate(self._columns()) if column]
+        columns = [(place, column) for place, column in enumerate(self._filled_columns()) if column]
 
         def row(tag: str, cells: Sequence[Cell]) -> str:
             texts = [
-                f"<{tag}{_CLASSES.get(column.kind, '')}>{_html(cells[place])}</{tag}>"
+                f"<{tag}{_CLASSES.get(column.kind, '')}>{_cell_html(cells[place])}</{tag}>"
                 for place, column in columns
             ]
             return f"<tr>{''.join(texts)}</tr>"
@@ -141,25 +141,25 @@ class Printout:
         table = f"<table><thead>{header}</thead><tbody>{body}</tbody></table>" * bool(rows)
         head = f"<b>{escape_html(self.title)}</b>" * bool(self.title)
         head += escape_html(self.head).replace("\n", "<br>")
-        totals = [f"<b>{escape_html(label)}</b> {_html(text)}" for label, text in self.totals]
-        more = [[(text, "dim")] for text in self._more(len(rows))]
-        notes = map(_html, (self._failure(), *self.notes))
+        totals = [f"<b>{escape_html(label)}</b> {_cell_html(text)}" for label, text in self.totals]
+        more = [[(text, "dim")] for text in self._more_rows(len(rows))]
+        notes = map(_cell_html, (self._failure_cell(), *self.notes))
         above = f"<p>{head}</p>" * bool(head)
-        below = [text for text in (*map(_html, more), "<br>".join(totals), *notes) if text]
+        below = [text for text in (*map(_cell_html, more), "<br>".join(totals), *notes) if text]
         paragraphs = "".join(f"<p>{text}</p>" for text in below)
         return f'{_STYLE}<div class="hookline">{above}{table}{paragraphs}</div>'
 
-    def _failure(self) -> Cell:
+    def _failure_cell(self) -> Cell:
         return list(zip(self.failure, ("bold red", "red", ""), strict=False))
 
-    def _columns(self) -> list[Heading | None]:
+    def _filled_columns(self) -> list[Heading | None]:
         """Return the columns, with None in place of those without any text."""
         return [
             column if not place or any(row[place] for row in self.rows) else None
             for place, column in enumerate(self.headings)
         ]
 
-    def _more(self, n_shown: int) -> list[str]:
+    def _more_rows(self, n_shown: int) -> list[str]:
         n_rows = len(self.rows) if self.n_rows is None else self.n_rows
         return [f"… and {n_rows - n_shown:,} more {self.more}"] * (n_rows > n_shown)
 
@@ -220,11 +220,11 @@ def terminal_width() -> int:
 def fold_line(line: str, file: TextIO) -> str:
     """Fold a line that is wider than the terminal at a file; a line for another file stays."""
     width = _terminal_columns(file)
-    if not width or _length(line) <= width:
+    if not width or _width(line) <= width:
         return line
     lines = [""]
     for part in re.findall(r" *\S.*?(?=  |$)", line):
-        if not lines[-1] or _length(lines[-1] + part) <= width:
+        if not lines[-1] or _width(lines[-1] + part) <= width:
             lines[-1] += part
         else:
             lines += _wrap(f"    {part.strip()}", width)
@@ -251,15 +251,15 @@ def json_text(data: Mapping[str, Any]) -> str:
       ]
     }
     """
-    return json.dumps(plain(data), indent=2, allow_nan=False)
+    return json.dumps(to_json_value(data), indent=2, allow_nan=False)
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Convert a value to one that JSON has. NaN and infinities become strings."""
     if isinstance(value, Mapping):
-        return {str(key): plain(part) for key, part in value.items()}
+        return {str(key): to_json_value(part) for key, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(part) for part in value]
+        return [to_json_value(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
@@ -280,7 +280,7 @@ class _Table:
         self._left_out: dict[str, None] = {}
         self._below: list[int] = []  # columns whose cells have lines of their own
         self._cells = [{place: _lines_of(row[place]) for place in self._columns} for row in rows]
-        self._widths = self._fit()
+        self._widths = self._fit_widths()
 
     def notes(self, width: int) -> list[str]:
         """Name the columns that were left out."""
@@ -294,18 +294,18 @@ class _Table:
         header: dict[int, list[tuple[str, str]]] = {
             place: [(column.name, "bold")] for place, column in self._columns.items()
         }
-        lines = [*self._row(header)]
+        lines = [*self._lay_out(header)]
         if is_ruled:
             length = sum(self._widths.values()) + len(_GAP) * (len(self._widths) - 1)
             lines.append([("-" * length, "dim")])
         for number, cells in enumerate(self._cells):
             style = "dim" if number in quiet else ""
-            lines += [[(text, own or style) for text, own in line] for line in self._row(cells)]
+            lines += [[(text, own or style) for text, own in line] for line in self._lay_out(cells)]
         return lines
 
-    def _fit(self) -> dict[int, int]:
+    def _fit_widths(self) -> dict[int, int]:
         """Leave out columns without room, and return the widths of the others."""
-        least = {place: self._least(place) for place in self._columns}
+        least = {place: self._least_width(place) for place in self._columns}
         places = [place for place in self._columns if self._columns[place].gives_way]
         places.sort(key=lambda place: self._columns[place].gives_way)
         # Where these do not suffice, columns go from the right.
@@ -322,8 +322,8 @@ class _Table:
                 del least[place], self._columns[place]
             places = [place for place in places if place in least]
         room = self._width - sum(least.values()) - len(_GAP) * (len(least) - 1)
-        for place in sorted(least, key=lambda place: (place > 0, self._natural(place))):
-            width = max(min(self._natural(place), least[place] + room), least[place])
+        for place in sorted(least, key=lambda place: (place > 0, self._natural_width(place))):
+            width = max(min(self._natural_width(place), least[place] + room), least[place])
             if self._columns[place].kind == "path":  # more than its longest path is of no use
                 width = max(length for length in self._lengths(place) if length <= width)
             room -= width - least[place]
@@ -331,32 +331,32 @@ class _Table:
         return least
 
     def _lengths(self, place: int) -> list[int]:
-        lines = [_length(text) for cells in self._cells for text, _ in cells[place]]
-        return [_length(self._columns[place].name), *lines]
+        lines = [_width(text) for cells in self._cells for text, _ in cells[place]]
+        return [_width(self._columns[place].name), *lines]
 
-    def _natural(self, place: int) -> int:
+    def _natural_width(self, place: int) -> int:
         widest = max(self._lengths(place))
         is_structure = self._columns[place].kind == "structure"
         return min(widest, _STRUCTURE_WIDTH) if is_structure else widest
 
-    def _least(self, place: int) -> int:
+    def _least_width(self, place: int) -> int:
         """Return the width below which the column is left out, or its long cells are moved."""
         kind = self._columns[place].kind
         if kind == "path":  # a path longer than half of the width has a line of its own
             return max(length for length in self._lengths(place) if length <= self._width // 2)
         if kind in ("text", "number"):
-            return self._natural(place)
+            return self._natural_width(place)
         units = [
-            _length(unit)
+            _width(unit)
             for cells in self._cells
             for text, _ in cells[place]
             for unit in _UNIT.findall(text)
         ]
         longest = max((length for length in units if length <= self._width // 2), default=0)
         least = longest if kind == "structure" else max(longest, _PROSE_WIDTH)
-        return max(min(self._natural(place), least), _length(self._columns[place].name))
+        return max(min(self._natural_width(place), least), _width(self._columns[place].name))
 
-    def _row(self, cells: Mapping[int, list[tuple[str, str]]]) -> Iterable[Line]:
+    def _lay_out(self, cells: Mapping[int, list[tuple[str, str]]]) -> Iterable[Line]:
         """Lay out a row. A cell with a part that is wider than its column has its own lines."""
         first = next(iter(self._widths))
         beside: dict[int, Line] = {}
@@ -364,9 +364,9 @@ class _Table:
         below: list[int] = []
         for place, width in self._widths.items():
             lines = [
-                piece for text, style in cells[place] for piece in self._cut(place, text, style)
+                piece for text, style in cells[place] for piece in self._fold(place, text, style)
             ]
-            if all(_length(text) <= width for text, _ in lines):
+            if all(_width(text) <= width for text, _ in lines):
                 beside[place] = lines
             elif place == first:
                 above += [[line] for line in lines]
@@ -374,22 +374,22 @@ class _Table:
                 below.append(place)
         yield from above
         for number in range(max((len(lines) for lines in beside.values()), default=0)):
-            yield self._beside(beside, number)
+            yield self._line_of_cells(beside, number)
         for place in [*below, *self._below]:
             yield from ([("    ", ""), *line] for line in _wrapped(cells[place], self._width - 4))
 
-    def _cut(self, place: int, text: str, style: str) -> Line:
+    def _fold(self, place: int, text: str, style: str) -> Line:
         if self._columns[place].kind in ("structure", "prose"):
             return [(line, style) for line in _wrap(text, self._widths[place])]
         return [(text, style)]
 
-    def _beside(self, cells: Mapping[int, Line], number: int) -> Line:
+    def _line_of_cells(self, cells: Mapping[int, Line], number: int) -> Line:
         """Return a line of cells that stand side by side."""
         line: Line = []
         for place, width in self._widths.items():
             lines = cells.get(place, [])
             text, style = lines[number] if number < len(lines) else ("", "")
-            space = " " * (width - _length(text))
+            space = " " * (width - _width(text))
             is_number = self._columns[place].kind == "number"
             line += [(_GAP, "")] * bool(line)
             line += [(space, ""), (text, style)] if is_number else [(text, style), (space, "")]
@@ -402,12 +402,12 @@ _UNIT = re.compile(r"(?:\[[\w, ]*\]|\S)+")
 
 def _wrap(text: str, width: int, hanging: str = "") -> list[str]:
     """Break a line of text between its words. Its indentation is kept; later lines hang more."""
-    if _length(text) <= width:
+    if _width(text) <= width:
         return [text]
     indent = text[: len(text) - len(text.lstrip())]
     lines: list[str] = []
     for unit in _UNIT.findall(text):
-        if lines and _length(lines[-1]) + 1 + _length(unit) <= width:
+        if lines and _width(lines[-1]) + 1 + _width(unit) <= width:
             lines[-1] += f" {unit}"
         else:
             lines.append(f"{indent}{hanging if lines else ''}{unit}")
@@ -420,26 +420,26 @@ def _wrapped(cell: Cell, width: int) -> list[Line]:
     ]
 
 
-def _titled(title: str, text: str, width: int) -> list[Line]:
+def _wrap_titled(title: str, text: str, width: int) -> list[Line]:
     """Wrap a bold title with the text after it."""
     first, *rest = _wrap(f"{title}{text}", width, "  ")
     cut = len(escape_invisible(title))
     return [[(first[:cut], "bold"), (first[cut:], "")], *[[(line, "")] for line in rest]]
 
 
-def _totals(totals: Sequence[tuple[str, Cell]], width: int) -> list[Line]:
-    label_width = max((_length(label) for label, _ in totals), default=0) + 3
+def _total_lines(totals: Sequence[tuple[str, Cell]], width: int) -> list[Line]:
+    label_width = max((_width(label) for label, _ in totals), default=0) + 3
     lines: list[Line] = []
     for label, cell in totals:
         room = max(width - label_width, _LEAST_WIDTH // 4)
         texts = _wrapped(cell, room)
-        if any(_length(line) > room for [(line, _)] in texts):  # a shape that is not broken
+        if any(_width(line) > room for [(line, _)] in texts):  # a shape that is not broken
             lines += [
                 [(label, "bold")],
                 *[[("  ", ""), *text] for text in _wrapped(cell, width - 2)],
             ]
             continue
-        spaces = " " * (label_width - _length(label))
+        spaces = " " * (label_width - _width(label))
         lines += [
             [(label if not number else " " * len(label), "bold"), (spaces, ""), *line]
             for number, line in enumerate(texts)
@@ -452,7 +452,7 @@ def _lines_of(cell: Cell) -> list[tuple[str, str]]:
     return [(line, style) for text, style in pieces for line in escape_invisible(text).split("\n")]
 
 
-def _length(text: str) -> int:
+def _width(text: str) -> int:
     """Return how many columns of a terminal a text takes."""
     if text.isascii():
         return len(text)
@@ -487,7 +487,7 @@ _STYLE = """<style>
 _CLASSES = {"number": ' class="number"', "prose": ' class="wrap"'}
 
 
-def _html(cell: Cell) -> str:
+def _cell_html(cell: Cell) -> str:
     """Escape a cell. Its lines become lines, and its indentation em spaces."""
     lines = []
     for text, style in _lines_of(cell):

@@ -35,10 +35,10 @@ def listed(things: Collection[object], most: int) -> str:
     return ", ".join(map(str, islice(things, most))) + ", …" * (len(things) > most)
 
 
-def some_of(items: Sequence[_Item], n: int) -> list[_Item]:
+def pick_evenly(items: Sequence[_Item], n: int) -> list[_Item]:
     """Choose at most n items, evenly spaced, the first and the last included.
 
-    >>> some_of("abcdefg", 3)
+    >>> pick_evenly("abcdefg", 3)
     ['a', 'd', 'g']
     """
     if len(items) <= n:

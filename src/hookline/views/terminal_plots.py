@@ -16,9 +16,9 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
-from hookline.display.colours import BLUE_ORANGE, VIRIDIS, colour
+from hookline.display.colours import BLUE_ORANGE, VIRIDIS, interpolate_colour
 from hookline.display.results import Heading, Printout
-from hookline.display.text import plural, some_of
+from hookline.display.text import pick_evenly, plural
 from hookline.display.units import measure, share
 from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
@@ -71,7 +71,7 @@ def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
     if skipped:
         parts.append(Text(not_drawn(skipped), style="yellow"))
     with_maps = [value for value in values if _has_maps(value)]
-    for value in some_of(with_maps, _MOST_MAPS):
+    for value in pick_evenly(with_maps, _MOST_MAPS):
         parts += [Text(), _first_maps(value)]
     return Group(*parts)
 
@@ -186,8 +186,8 @@ def _scale_map(numbers: Array, signed: bool) -> Array:
 
 def _style(upper: float, lower: float, anchors: Any, is_last: bool) -> Style:
     """Return the style of a half block: the upper cell in front, the lower cell behind."""
-    front = _BAD if math.isnan(upper) else colour(upper, anchors)
-    back = _BAD if math.isnan(lower) else colour(lower, anchors)
+    front = _BAD if math.isnan(upper) else interpolate_colour(upper, anchors)
+    back = _BAD if math.isnan(lower) else interpolate_colour(lower, anchors)
     names = [f"rgb({rgb[0]},{rgb[1]},{rgb[2]})" for rgb in (front, back)]
     return Style(color=names[0], bgcolor=None if is_last else names[1])
 

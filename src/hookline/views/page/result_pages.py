@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hookline.curves import Curves
-from hookline.display.results import plain, printout_of
+from hookline.display.results import printout_of, to_json_value
 from hookline.errors import InputError
 from hookline.recordings import Recording
 from hookline.stores import Store
@@ -142,7 +142,7 @@ def comparison_data(comparison: Comparison, links: Sequence[str] = ()) -> dict[s
     Args:
         links: for each row the query of its values' page; empty where there is none.
     """
-    data: dict[str, Any] = escape_texts(plain(comparison.to_dict()))
+    data: dict[str, Any] = escape_texts(to_json_value(comparison.to_dict()))
     return {**data, "links": list(links)}
 
 
@@ -180,7 +180,7 @@ def effects_data(effects: Effects, texts: Mapping[str, Sequence[str]]) -> dict[s
 
 def pack_result(data: Any) -> str:
     """Pack a result's plain data for its page: NaN as words, and no character that hides."""
-    return pack_json(escape_texts(plain(data)))
+    return pack_json(escape_texts(to_json_value(data)))
 
 
 def _write(kind: str, path: str | os.PathLike[str], data: Any, **variables: Any) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookline.display.text import plural, share_text, shorten, some_of
+from hookline.display.text import pick_evenly, plural, share_text, shorten
 from hookline.display.units import measure, share
 from hookline.engine import Site
 from hookline.recordings.figure_arguments import Source, check_count
@@ -66,7 +66,7 @@ def histograms(
     check_count("bins", bins, _MOST_BINS)
     check_count("n", n)
     values, skipped = chosen_values(recording, sites)
-    drawn = some_of(values, n)
+    drawn = pick_evenly(values, n)
     lines = [
         f"{share_text(len(drawn), len(values), 'site')}, {plural(bins, 'bin')} each;"
         f" height: elements a bin{', on a log axis' if log else ''}; grey line: zero",

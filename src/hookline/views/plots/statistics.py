@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hookline.display.text import plural, share_text, shorten, some_of
+from hookline.display.text import pick_evenly, plural, share_text, shorten
 from hookline.engine import Site, as_written
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
@@ -183,7 +183,7 @@ def _draw_rows(axes: Axes, x: Array, bad: Array, trunk: list[int]) -> None:
 
 
 def _draw_over_passes(passes: list[PassRecord], sites: Sites, names: list[str]) -> Figure:
-    drawn = some_of(passes, MOST_PASSES)
+    drawn = pick_evenly(passes, MOST_PASSES)
     by_site, skipped, bad = _measure_sites(drawn, sites)
     labels = list(by_site)
     measured = itertools.chain.from_iterable(of_site.values() for of_site in by_site.values())
