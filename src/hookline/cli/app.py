@@ -117,7 +117,7 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
 )) -> None:  # fmt: skip
     """Inspect a small network that is shipped with hookline. No download."""
     with exit_on_errors():
-        loaded, batch = _load_both("demo:digits", "demo", "default")
+        loaded, batch = _load_with_input("demo:digits", "demo", "default")
         inspection = inspect(loaded, batch, None, out_folder)
         facts = about()
     print_result(inspection.summary)
@@ -125,7 +125,7 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
         f"\nA small convolutional network, trained on scikit-learn's digits"
         f" ({facts['accuracy']:.1%} right on {facts['n_test']} held-out ones), ran on eight digits."
     )
-    _print_where(inspection)
+    _print_paths(inspection)
     out.print(
         "\nTry next:\n"
         f"  {_command_name()} summary demo:digits demo\n"
@@ -166,7 +166,7 @@ def inspect_command(
             raise InputError(
                 "--plot must be left out with --json, got both.\nLeave out one of the two."
             )
-        loaded, batch = _load_both(model, source, weights)
+        loaded, batch = _load_with_input(model, source, weights)
         inspection = inspect(loaded, batch, at, out_folder)
     not_drawn = ""
     if as_json:
@@ -206,7 +206,7 @@ def _print_inspection(inspection: Inspection, batch: Batch, plot: bool) -> str:
     if len(inspection.recording):
         out.print()
         print_result(inspection.findings)
-    _print_where(inspection)
+    _print_paths(inspection)
     return not_drawn
 
 
@@ -314,7 +314,7 @@ def operations(
 ) -> None:
     """List the functions of torch that a module itself calls, and the site of each call."""
     with exit_on_errors():
-        loaded, batch = _load_both(model, source, weights)
+        loaded, batch = _load_with_input(model, source, weights)
         with ProgressBar("running the model"):
             table = hl.operations(loaded.model, to_inputs(loaded.model, batch), path)
     print_result_or_json(table, as_json, batch)
@@ -344,9 +344,9 @@ def profile(
 ) -> None:
     """Measure time, FLOPs and memory of each module, forward and backward."""
     with exit_on_errors():
-        loaded, batch = _load_both(model, source, weights)
+        loaded, batch = _load_with_input(model, source, weights)
         with ProgressBar("running the model", steps) as busy:
-            profiling = profile_steps(loaded.model, batch, steps, backward=backward, busy=busy)
+            profiling = profile_steps(loaded.model, batch, steps, backward=backward, progress=busy)
         table = profiling.per_pass if depth is None else profiling.per_pass.fold(depth)
     print_result_or_json(table, as_json, batch)
     with exit_on_errors():
@@ -503,7 +503,7 @@ def invariance(
     The ways: alone, padded, in chunks, compiled, and others.
     """
     with exit_on_errors():
-        loaded, batch = _load_both(model, source, weights)
+        loaded, batch = _load_with_input(model, source, weights)
         with ProgressBar("running the model"):
             result = hl.invariance(
                 loaded.model, to_inputs(loaded.model, batch), only=only, backend=backend
@@ -595,7 +595,7 @@ def _read_inputs(source: str | None, loaded: LoadedModel) -> Inputs | None:
     return to_inputs(loaded.model, read_input(source, loaded))
 
 
-def _load_both(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
+def _load_with_input(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
     loaded = _load_model(model, weights)
     if weights == "none":
         loaded = replace(loaded, labels=None)  # the scores of random weights name no class
@@ -621,7 +621,7 @@ def _command_name() -> str:
     return "hookline" if shutil.which("hookline") else sys.argv[0]
 
 
-def _print_where(inspection: Inspection) -> None:
+def _print_paths(inspection: Inspection) -> None:
     if inspection.page is None:
         return
     n = len(inspection.recording)

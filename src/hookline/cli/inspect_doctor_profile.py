@@ -194,7 +194,7 @@ def _translate_remedy(advice: _Advice) -> _Advice:
 
 
 def profile_steps(
-    model: nn.Module, batch: Batch, steps: int, *, backward: bool, busy: ProgressBar
+    model: nn.Module, batch: Batch, steps: int, *, backward: bool, progress: ProgressBar
 ) -> Profile:
     """Run a model several times, in eval mode, under `hl.profile`.
 
@@ -205,7 +205,7 @@ def profile_steps(
         batch: the input.
         steps: the number of passes.
         backward: whether a backward follows each forward.
-        busy: told of each pass.
+        progress: told of each pass.
 
     Raises:
         HooklineError: no output has a gradient.
@@ -218,7 +218,7 @@ def profile_steps(
         if backward:
             _run_backward(output)
             model.zero_grad()
-        busy.step()
+        progress.step()
 
     try:
         with eval_without_side_effects(model), profiling, torch.set_grad_enabled(backward):

@@ -22,7 +22,7 @@ from hookline.views.page import (
     write_curves_page,
     write_page,
 )
-from hookline.views.page.served_folders import may_be_finding, read_finding
+from hookline.views.page.served_folders import may_hold_finding, read_finding
 from hookline.views.page.url_parameters import parse_items
 
 
@@ -34,7 +34,7 @@ def parse_items_option(text: str | None, folders: list[Path]) -> tuple[int, ...]
     """
     if text is None:
         return None
-    kinds = {"a run": is_run, "a finding of hl.check": may_be_finding}
+    kinds = {"a run": is_run, "a finding of hl.check": may_hold_finding}
     pairs = [(kind, folder) for folder in folders for kind, is_of in kinds.items() if is_of(folder)]
     for kind, folder in pairs:
         raise InputError(
@@ -103,7 +103,7 @@ def write_folder_page(
         title, where = folder.resolve().name, os.fspath(folder)
         page = write_curves_page(open_run(folder), target, title=title, where=where)
         return page, judge_folder(folder)
-    if may_be_finding(folder):
+    if may_hold_finding(folder):
         return write_page(read_finding(folder), target), None
     contents = FolderSource(folder, items).read()
     return write_contents_page(contents, target, title=folder.resolve().name)

@@ -188,7 +188,7 @@ def _non_finite(training: _Training) -> Iterator[Finding]:
 
 def _jumps(training: _Training) -> Iterator[Finding]:
     """Name the step at which norms jump, and the site that jumps first in it."""
-    onsets = _onsets(training)
+    onsets = _jump_onsets(training)
     if not onsets:
         return
     first, what = onsets[0], onsets[0].noun
@@ -212,19 +212,19 @@ def _jumps(training: _Training) -> Iterator[Finding]:
     yield Finding("jump", text, first.site, level, number, why, advice, follows, first.step)
 
 
-def _advice_on_jump(first: _Onset, what: str) -> str:
+def _advice_on_jump(first: _Onset, noun: str) -> str:
     if first.port == "grad" and first.is_alone:
         return (
             f"No other gradient jumps in this step: look at hooks on {_path(first.site)} and at"
             " what uses it, and clip gradients."
         )
-    if what == "weight":
+    if noun == "weight":
         return f"No update jumps before: look at what else writes to {_path(first.site)}."
     if not first.is_sudden:
         return "It grows over several steps: lower the learning rate, or clip gradients."
-    if what == "gradient":
+    if noun == "gradient":
         return "Look at the loss and the labels of this step's batch, and clip gradients."
-    if what == "output" and not first.is_over:
+    if noun == "output" and not first.is_over:
         return f"Look at the input of {_path(first.site)} and at what changed in this step."
     return "Look at this step's batch and its labels."
 
@@ -252,7 +252,7 @@ def _jump_of_updates(
     return Finding("learning rate", text, most.site, level, number, why, advice, others, most.step)
 
 
-def _onsets(training: _Training) -> list[_Onset]:
+def _jump_onsets(training: _Training) -> list[_Onset]:
     """Return where the norms of sites jump, in the order in which they do."""
     numbers = training.numbers("norm")
     if numbers is None or len(training.steps) <= _WARM_UP:
@@ -264,7 +264,7 @@ def _onsets(training: _Training) -> list[_Onset]:
     with np.errstate(all="ignore"):
         is_jump = (greatest > _JUMP * base) & (base > 0)
     is_jump[:_WARM_UP] = False
-    is_jump &= ~_are_larger_batches(training, greatest.shape)
+    is_jump &= ~_has_usual_rms(training, greatest.shape)
     onsets, gradients = [], training.where("grad")
     for k in np.flatnonzero(is_jump.any(axis=0)):
         column = int(np.argmax(is_jump[:, k]))
@@ -281,7 +281,7 @@ def _onsets(training: _Training) -> list[_Onset]:
     return sorted(onsets, key=lambda onset: onset.time)
 
 
-def _are_larger_batches(training: _Training, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def _has_usual_rms(training: _Training, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """Tell of columns and sites whether values are as before, also where there are more of them.
 
     A larger batch has a larger norm. The root of the mean square is that of the greatest mean and
@@ -313,7 +313,7 @@ def _all_zero_sites(training: _Training) -> Iterator[Finding]:
         return
     since.sort(key=lambda onset: (onset.step == first_step, onset.time))
     first, step = since[0], f"step {since[0].step:,}"
-    is_meant = first.step <= first_step and _are_most_siblings(training, first, since)
+    is_meant = first.step <= first_step and _include_most_siblings(training, first, since)
     what = "is all zero" if first.port == "value" else "passes nothing"
     text = f"{first.site} {what} since {step}."
     level: Level = "note" if is_meant else "warning"
@@ -322,7 +322,7 @@ def _all_zero_sites(training: _Training) -> Iterator[Finding]:
     yield Finding("dead", text, first.site, level, step, why, advice, _sites(since[1:]), first.step)
 
 
-def _are_most_siblings(training: _Training, first: _Onset, others: Sequence[_Onset]) -> bool:
+def _include_most_siblings(training: _Training, first: _Onset, others: Sequence[_Onset]) -> bool:
     """Tell whether most sites at the same place of other blocks are among these."""
     template = template_of(_path(first.site))
     n_alike = sum(template_of(_path(onset.site)) == template for onset in others)

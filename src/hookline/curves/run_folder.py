@@ -284,7 +284,7 @@ class RunReader:
         Raises:
             FolderError: a whole frame is damaged; or the file is gone, or another run's now.
         """
-        self._read()
+        self._read_if_changed()
         return self._reports
 
     def read_logged(self) -> Sequence[StepReport]:
@@ -293,18 +293,18 @@ class RunReader:
         Raises:
             FolderError: a whole frame is damaged; or the file is gone, or another run's now.
         """
-        self._read()
+        self._read_if_changed()
         return self._logged
 
-    def _read(self) -> None:
+    def _read_if_changed(self) -> None:
         with self._lock:
             state = _file_state(self._path)
             if state and state == self._state:
                 return  # nothing was appended
-            self._read_rest()
+            self._read_appended()
             self._state = state
 
-    def _read_rest(self) -> None:
+    def _read_appended(self) -> None:
         with self._open() as file:
             handle = file.fileno()
             head, size = _read_head(handle), os.fstat(handle).st_size

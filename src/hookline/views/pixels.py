@@ -51,10 +51,10 @@ def shrink(maps: Tensor, max_side: int) -> Tensor:
     if max(sides) <= max_side:
         return maps
     if len(sides) == 1:
-        return _pool(maps[None], lambda wide: adaptive_avg_pool1d(wide, max_side))[0]
+        return _mean_areas(maps[None], lambda wide: adaptive_avg_pool1d(wide, max_side))[0]
     factor = max_side / max(sides)
     height, width = (max(1, round(side * factor)) for side in sides)
-    return _pool(maps[None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))[0]
+    return _mean_areas(maps[None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))[0]
 
 
 def shrink_table(table: Tensor, max_shape: tuple[int, int]) -> Tensor:
@@ -62,11 +62,11 @@ def shrink_table(table: Tensor, max_shape: tuple[int, int]) -> Tensor:
     height, width = (min(side, most) for side, most in zip(table.shape, max_shape, strict=True))
     if (height, width) == table.shape:
         return table
-    pooled = _pool(table[None, None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))
+    pooled = _mean_areas(table[None, None], lambda wide: adaptive_avg_pool2d(wide, (height, width)))
     return pooled[0, 0]
 
 
-def _pool(numbers: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
+def _mean_areas(numbers: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
     """Average areas in float64, so that the mean of finite numbers is finite."""
     wide = numbers.double()
     if not bool((wide.abs() > _HUGE).any()):

@@ -37,7 +37,7 @@ from hookline.views.page.request_guard import Guard, Rules
 from hookline.views.page.result_pages import (
     comparison_data,
     comparison_title,
-    last_part,
+    last_path_part,
     pack_result,
 )
 from hookline.views.page.served_folders import OpenRecordings
@@ -104,13 +104,13 @@ class PageHandlers:
         return self._render(
             "recording",
             **variables,
-            title=last_part(page.names[0]),
+            title=last_path_part(page.names[0]),
             state=state,
             where=page.names[0],
             evidence=None,
             core=pack_json(core),
             pictures=(),
-            items=page.contents.chosen,
+            items=page.contents.chosen_of_total,
             top="../../" if parameters["items"] else "",
         )
 
@@ -181,7 +181,7 @@ class PageHandlers:
             status, title = 500, "This page could not be made"
             lines = [type_and_line(error), "The terminal that serves it shows more."]
         # A page of a run that cannot be read waits for any that can.
-        state = "" if self._recordings.is_run() else self._recordings.version()
+        state = "" if self._recordings.holds_run() else self._recordings.version()
         waits = {"state": state} if status == 503 else {}
         return status, self._render("message", title=title, home="./", lines=lines, **waits)
 

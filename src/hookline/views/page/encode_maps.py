@@ -111,14 +111,14 @@ def _are_attention_weights(data: Tensor) -> bool:
     return is_share and float((data.sum(-1) - 1).abs().max()) <= _SUM_ERROR
 
 
-def _channels(data: Tensor, kind: str, order: str, most: int, first: int) -> list[int]:
+def _channels(data: Tensor, kind: str, order: str, n_maps: int, first: int) -> list[int]:
     if kind == "heads":
         return list(range(len(data)))
     if order != "largest":
-        return pick_channels(data, order, None, "the value")[first : first + most]
+        return pick_channels(data, order, None, "the value")[first : first + n_maps]
     sizes = data.abs().nan_to_num(torch.inf).amax((1, 2))
     channels: list[int] = sizes.argsort(descending=True, stable=True).tolist()
-    return channels[first : first + most]
+    return channels[first : first + n_maps]
 
 
 def _quantise_map(channel: int | str, numbers: Tensor, bits: int) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def limited_protocol(limits: WaitLimits) -> type[Any]:
     """Create uvicorn's protocol class with limits on waiting connections."""
     base: type[Any] = load("uvicorn.protocols.http.h11_impl", *SERVER_NEEDS).H11Protocol
 
-    class Patient(base):  # type: ignore[misc]
+    class LimitedProtocol(base):  # type: ignore[misc]
         """A connection on which the server either answers a request or waits for the client."""
 
         is_full = False  # whether the write buffer is full until the client reads
@@ -74,11 +74,11 @@ def limited_protocol(limits: WaitLimits) -> type[Any]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._look()
+            self._update_timer()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self._look()
+            self._update_timer()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -88,13 +88,13 @@ def limited_protocol(limits: WaitLimits) -> type[Any]:
         def resume_writing(self) -> None:
             super().resume_writing()
             self.is_full = False
-            self._look()
+            self._update_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
             limits.stop_timer(self.transport)
             super().connection_lost(exc)
 
-        def _look(self) -> None:
+        def _update_timer(self) -> None:
             """Wait for the client unless a request is being answered, which has no limit."""
             is_answering = self.cycle is not None and not self.cycle.response_complete
             if is_answering and not self.is_full:
@@ -102,7 +102,7 @@ def limited_protocol(limits: WaitLimits) -> type[Any]:
             elif not self.transport.is_closing():
                 limits.start_timer(self.transport)
 
-    return Patient
+    return LimitedProtocol
 
 
 @final

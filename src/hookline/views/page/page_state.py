@@ -46,7 +46,7 @@ class FolderContents(NamedTuple):
     n_ranks: int = 0  # 0 of a recording of one process
 
     @property
-    def chosen(self) -> tuple[str, int]:
+    def chosen_of_total(self) -> tuple[str, int]:
         """The items of a store, or the rank, that are shown, as text, and how many there are.
 
         ("", 0) of a recording of one process.

@@ -185,7 +185,7 @@ def try_to_judge(judge: Callable[[], Findings]) -> tuple[Findings | None, str]:
 
 
 def findings_data(
-    findings: Findings | None, note: str, rows: Sequence[Row], entries: Sequence[ValueEntry]
+    findings: Findings | None, problem: str, rows: Sequence[Row], entries: Sequence[ValueEntry]
 ) -> dict[str, Any]:
     """Return the findings of a recording, each with the row that it names.
 
@@ -193,12 +193,12 @@ def findings_data(
 
     Args:
         findings: the findings; None for what cannot be judged.
-        note: why it cannot; empty otherwise.
+        problem: why it cannot; empty otherwise.
         rows: the rows.
         entries: the values in firing order.
     """
     if findings is None:
-        return {"findings": [], "notes": [note] if note else [], "judged": False}
+        return {"findings": [], "notes": [problem] if problem else [], "judged": False}
     row_of = _row_by_order(rows)
     values = ValuesBySite(entries)
     by_label = {row.label: index for index, row in enumerate(rows)}

@@ -116,7 +116,7 @@ class Guard:
             token = dict(pairs).get("token", "")
             if token and self._rules.knows(token):
                 rest = urlencode([pair for pair in pairs if pair[0] != "token"])
-                await _set_cookie(send, scope["path"], rest, f"{self._rules.cookie_name}={token}")
+                await _redirect(send, scope["path"], rest, f"{self._rules.cookie_name}={token}")
                 return
             if not self._rules.knows(_cookie(headers.get(b"cookie", ""), self._rules.cookie_name)):
                 text = "hookline: open the whole address that was printed, with its token."
@@ -139,7 +139,7 @@ def _cookie(header: str, name: str) -> str:
     return cookie.value if cookie is not None else ""
 
 
-async def _set_cookie(send: Any, path: str, query: str, cookie: str) -> None:
+async def _redirect(send: Any, path: str, query: str, cookie: str) -> None:
     """Set the token as a cookie and redirect to the address without it, which is safe to share."""
     # A browser reads `//name` and `/\\name` as other servers, and a newline ends a header.
     where = "/" + quote(path.lstrip("/"), errors="replace") + (f"?{query}" if query else "")

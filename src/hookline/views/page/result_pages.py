@@ -96,7 +96,7 @@ def write_page(
         case Curves():
             return write_curves_page(result, path, title=title)
         case Store():
-            title = title or last_part(str(result.place))
+            title = title or last_path_part(str(result.place))
             file, _ = write_contents_page(contents_of_store(result), path, title=title)
             return file
         case CheckFinding():
@@ -128,10 +128,10 @@ def write_comparison_page(
 
 def comparison_title(names: Sequence[str]) -> str:
     """Return the heading of a comparison: the last parts of the names of a and b."""
-    return " against ".join(map(last_part, names)) or "Two runs compared"
+    return " against ".join(map(last_path_part, names)) or "Two runs compared"
 
 
-def last_part(name: str) -> str:
+def last_path_part(name: str) -> str:
     """Return the last part of a folder's name or a URL."""
     return name.rstrip("/\\").replace("\\", "/").rpartition("/")[2] or name
 

@@ -52,16 +52,16 @@ class FolderSource:
     def version(self) -> str:
         """Return a text that changes with the manifest, or with the run; empty if there is none."""
         try:
-            status = (self.folder if self.may_be_finding else self.folder / _MANIFEST).stat()
+            status = (self.folder if self.may_hold_finding else self.folder / _MANIFEST).stat()
         except (OSError, ValueError):
             return run_version(self.folder)
         # The time of the last change tells that the right to read it was given.
         return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}"
 
     @property
-    def may_be_finding(self) -> bool:
+    def may_hold_finding(self) -> bool:
         """Tell whether it is a file that `hl.check(keep=)` may have written."""
-        return may_be_finding(self.folder)
+        return may_hold_finding(self.folder)
 
     def read(self, items: Sequence[int] | None = None) -> FolderContents:
         """Read the manifest, and of a store the items, of several ranks the rank, to be shown.
@@ -170,7 +170,7 @@ def contents_of_store(
     return FolderContents(recording, store.findings, about, chosen, store)
 
 
-def may_be_finding(file: Path) -> bool:
+def may_hold_finding(file: Path) -> bool:
     """Tell whether it is a file that `hl.check(keep=)` may have written."""
     return file.suffix == _KEPT and file.is_file()
 
@@ -214,7 +214,7 @@ class OpenRecordings:
         states = [source.version() for source in sources]
         return " ".join(states) if all(states) else ""
 
-    def is_run(self) -> bool:
+    def holds_run(self) -> bool:
         """Tell whether the folder holds a run, which may be damaged."""
         return self.other is None and is_run(self.source.folder)
 
@@ -224,7 +224,7 @@ class OpenRecordings:
         Raises:
             FolderError: the run is damaged.
         """
-        if not self.is_run():
+        if not self.holds_run():
             return None
         with self._lock:
             if self._run is None or self._run[0].is_replaced():
@@ -240,7 +240,7 @@ class OpenRecordings:
         Raises:
             FolderError: it is another file, or damaged.
         """
-        if self.other is not None or not self.source.may_be_finding:
+        if self.other is not None or not self.source.may_hold_finding:
             return None
         return read_finding(self.source.folder)
 

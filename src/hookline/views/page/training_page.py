@@ -194,10 +194,10 @@ def logged_data(reports: Sequence[StepReport]) -> list[dict[str, Any]]:
     greatest, and whether a number is NaN or infinite. None stands for no finite number.
     """
     curves = logged_curves(reports)
-    return [_downsampled_points(name, curves[name]) for name in sorted(curves, key=_loss_first)]
+    return [_downsampled_points(name, curves[name]) for name in sorted(curves, key=_loss_sort_key)]
 
 
-def _loss_first(name: str) -> int:
+def _loss_sort_key(name: str) -> int:
     return 0 if name == "loss" else 1 if "loss" in name.lower() else 2
 
 

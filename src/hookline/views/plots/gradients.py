@@ -70,7 +70,7 @@ def gradients(recording: Recording) -> Figure:
         [
             f"{plural(len(sites), 'site')} in {order} order, the first at the top"
             + _mean_text([row.count for row in sites if row.count]),
-            _count_abnormal(sites) or "none is dead or exploding",
+            _abnormal_text(sites) or "none is dead or exploding",
         ],
         [row.site for row in sites],
         headings,
@@ -107,7 +107,7 @@ def _module_of(row: GradientRow) -> str:
     return "" if path == "(root)" else path
 
 
-def _count_abnormal(rows: tuple[GradientRow, ...]) -> str:
+def _abnormal_text(rows: tuple[GradientRow, ...]) -> str:
     """Count the sites that are not as they should be."""
     counts = Counter(row.state for row in rows)
     words = {"exploding": "exploding (▲)", "dead": "dead (✕)", "none": "without a gradient"}
