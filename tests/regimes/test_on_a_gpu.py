@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from by_torch import assert_gradients_are_torchs
+from counted_operations import CountedOperations
 from zoo import SmallNet
 
 pytestmark = [
@@ -367,6 +368,36 @@ def test_a_monitors_numbers_are_those_of_the_cpu():
         for step in range(3):
             expected = on_cpu[site].mean[step]
             assert on_gpu[site].mean[step] == pytest.approx(expected, rel=2e-2, abs=1e-5), site
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_many_tensors_have_the_moments_of_each_alone(dtype):
+    moments = hl.stats.moments(compile=False)
+    sizes = (1, 4095, 4096, 4097, 300_000, 2**20, 2**20 + 1, 0)
+    tensors = [torch.randn(size, device=GPU).to(dtype) for size in sizes]
+    tensors[1][::7] = math.nan
+    tensors[4][::5] = -math.inf
+    for slots, tensor in zip(moments.measure_many(tensors), tensors, strict=True):
+        expected = moments.update(moments.start(tensor), tensor)
+        torch.testing.assert_close(slots, expected, rtol=1e-11, atol=1e-9)
+
+
+def test_a_monitored_step_on_a_gpu_takes_few_operations():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(40)]).to(GPU)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(2, 8, device=GPU)).sum().backward()
+        optimizer.step()
+
+    with hl.monitor(model, ports=("output", "value", "grad", "update")) as seen:
+        for _ in range(3):
+            step()
+        with CountedOperations() as counted:
+            step()
+    assert counted.count < 500  # of which 280 values would take 8,400 by themselves
+    assert len(seen["39"].results) == 4
 
 
 def test_a_monitor_takes_the_scale_out_of_gradients():
